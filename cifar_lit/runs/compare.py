@@ -189,8 +189,8 @@ def _hits(run: RunRecord) -> list[bool] | None:
         rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in table)
     except (KeyError, ValueError):
         return None
-    is_complete = rows and [index for index, _, _ in rows] == list(range(run.test.get("images", 0)))
-    return [label == predicted for _, label, predicted in rows] if is_complete else None
+    complete = rows and len(rows) == run.test.get("images") and [index for index, _, _ in rows] == [*range(len(rows))]
+    return [label == predicted for _, label, predicted in rows] if complete else None
 
 
 def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:

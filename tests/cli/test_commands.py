@@ -1,4 +1,4 @@
-"""The commands that need no training: what each says of itself, and how soon."""
+"""Commands that need no training: their output, and their start without torch."""
 
 from __future__ import annotations
 
@@ -23,33 +23,30 @@ print(codes, [name for name in ("torch", "torchvision", "lightning", "tensorboar
 """
 
 
-def test_what_needs_no_torch_is_answered_without_importing_it(working_folder: Path) -> None:
+def test_help_recipes_and_wrong_commands_do_not_import_torch(working_folder: Path) -> None:
     answer = run_process([sys.executable, "-c", WITHOUT_TORCH], working_folder)
     assert answer.lines[-1] == "[0, 0, 0, 0, 2, 2, 2] []", answer.err
 
 
 @pytest.mark.parametrize("name", flags.recipe_names())
-def test_recipes_name_prints_a_header_of_one_form_and_the_settings(name: str) -> None:
+def test_recipes_with_a_name_prints_its_header_and_settings(name: str) -> None:
     answer = run_command("recipes", name)
     assert answer.out == flags.recipe_path(name).read_text()
     title, *header = recipe_header(flags.recipe_path(name))
     fields = dict(re.split(r": +", field, maxsplit=1) for field in header[:5])
     assert title.startswith(f"{name} — ")
     assert list(fields) == ["Score", "Time", "Hardware", "Date", "Command"]
-    assert re.match(
-        r"\d\d\.\d\d (± \d\.\d\d )?% \(n = \d+\); |not measured yet$|as tudui", fields["Score"]
-    )
+    assert re.match(r"\d\d\.\d\d (± \d\.\d\d )?% \(n = \d+\); |not measured yet$|as tudui", fields["Score"])
     assert fields["Command"].startswith(f"python scripts/train.py --recipe {name}")
     assert set(yaml.safe_load(answer.out)) <= {"seed_everything", "trainer", "model", "data"}
 
 
-def test_devices_with_a_net_lists_every_parameter_with_shape_and_count() -> None:
-    name, shape = "lenet", {"channels": 1, "image_size": 28, "num_classes": 7, "width": 2.0}
-    net = build_net(name, **shape)  # type: ignore[arg-type]
-    flags_of_shape = [f"--{setting}={value}" for setting, value in shape.items()]
-    answer = run_command("devices", "--net", name, *flags_of_shape)
+def test_devices_with_a_net_lists_every_parameter_with_its_shape_and_count() -> None:
+    settings = {"channels": 1, "image_size": 28, "num_classes": 7, "width": 2.0}
+    net = build_net("lenet", **settings)  # type: ignore[arg-type]
+    answer = run_command("devices", "--net", "lenet", *(f"--{name}={value}" for name, value in settings.items()))
     assert table_rows(answer.out) == [
-        [parameter, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}"]
-        for parameter, tensor in net.named_parameters()
+        [name, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}"]
+        for name, tensor in net.named_parameters()
     ]
-    assert f"{name}: {sum(tensor.numel() for tensor in net.parameters()):,} parameters" in answer.out
+    assert f"lenet: {sum(tensor.numel() for tensor in net.parameters()):,} parameters" in answer.out

@@ -1,4 +1,4 @@
-"""`cifar-lit compare` as it is typed."""
+"""`cifar-lit compare` on the command line."""
 
 from __future__ import annotations
 
@@ -19,44 +19,39 @@ from cifar_lit.stats import mcnemar
 
 @pytest.fixture
 def logs(run_dir: Path) -> Path:
-    """Two runs: a real one, and its copy with another rate and more images right; their test images are said to be the same."""
-    for number, wrong in ((1, 30), (2, 10)):
+    """Create two runs on the same test images: the second has another learning rate and fewer mistakes."""
+    for number, mistakes in ((1, 30), (2, 10)):
         folder = Path(f"logs/small-{number}")
         shutil.copytree(run_dir, folder)
         metrics = metrics_of(folder)
-        metrics["test"] |= {"accuracy": 1 - wrong / 40, "fingerprint": "same", "top5": 0.875, "auroc": 0.625}
+        metrics["test"] |= {"accuracy": 1 - mistakes / 40, "fingerprint": "same", "top5": 0.875, "auroc": 0.625}
         (folder / "metrics.json").write_text(json.dumps(metrics))
-        rows = "".join(f"{index},a,{'b' if index < wrong else 'a'},0.5\n" for index in range(40))
+        rows = "".join(f"{index},a,{'b' if index < mistakes else 'a'},0.5\n" for index in range(40))
         (folder / "predictions.csv").write_text("index,label,predicted,probability\n" + rows)
     config = Path("logs/small-2/config.yaml")
     config.write_text(config.read_text().replace("lr: 0.05", "lr: 0.02"))
     return Path("logs")
 
 
-def test_settings_results_and_the_test_of_the_difference_are_printed(logs: Path, working_folder: Path) -> None:
+def test_compare_prints_settings_results_and_a_significance_test(logs: Path, working_folder: Path) -> None:
     code = "import sys; from cifar_lit.cli import main; main(['compare', 'logs']); print('torch' in sys.modules)"
     answer = run_process([sys.executable, "-c", code], working_folder)
     assert answer.err == ""
     rows = table_rows(answer.out)
     assert rows[:2] == [["logs/small-1", "0.05"], ["logs/small-2", "0.02"]]
     assert [row[:2] for row in rows[2:]] == [["logs/small-1", "25.00%"], ["logs/small-2", "75.00%"]]
-    assert rows[2][2] == "14.19 … 40.19"  # Wilson's, of 10 in 40
+    assert rows[2][2] == "14.19 … 40.19"  # Wilson interval of 10 in 40
     assert re.search("┃ +balanced ┃ +F1 ┃", answer.out) and "val balanced" not in answer.out
-    assert (
-        re.search("┃ +top 5 ┃", answer.out) and answer.out.count(" 87.50% │") == 2
-    )  # as a fraction, like the accuracy
-    assert ("auroc" in answer.out, answer.out.count(" 0.6250 │")) == (
-        True,
-        2,
-    )  # a metric that nothing here knows by name
+    assert re.search("┃ +top 5 ┃", answer.out) and answer.out.count(" 87.50% │") == 2
+    assert "auroc" in answer.out and answer.out.count(" 0.6250 │") == 2  # a metric unknown to the package
     assert "by recipe" not in answer.out
-    ahead = answer.lines.index("logs/small-2 is better than logs/small-1 (p = 9.5e-07, more than chance):")
-    assert answer.lines[ahead + 1] == "  20 images are correct only in logs/small-2, 0 only in logs/small-1."
+    verdict = answer.lines.index("logs/small-2 is better than logs/small-1 (p = 9.5e-07, more than chance):")
+    assert answer.lines[verdict + 1] == "  20 images are correct only in logs/small-2, 0 only in logs/small-1."
     assert answer.lines[-2].endswith("if both runs were equally good (McNemar's mid-p).")
-    assert answer.lines[-1] == "False"  # it needs no torch
+    assert answer.lines[-1] == "False"  # torch is not imported
 
 
-def test_csv_and_json_hold_every_figure_and_a_dash_is_stdout_alone(logs: Path) -> None:
+def test_csv_json_and_plot_are_written_and_a_dash_means_stdout(logs: Path) -> None:
     answer = run_command("compare", "logs/small-*", "--csv", "-", "--json", "out.json", "--plot", "out.png")
     first, second = csv.DictReader(io.StringIO(answer.out))
     assert (first["run"], first["model.lr"], second["model.lr"]) == ("logs/small-1", "0.05", "0.02")
@@ -72,18 +67,17 @@ def test_csv_and_json_hold_every_figure_and_a_dash_is_stdout_alone(logs: Path) -
     assert Path("out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_seeds_of_one_recipe_are_taken_together(logs: Path) -> None:
+def test_runs_that_differ_in_the_seed_are_averaged(logs: Path) -> None:
     config = Path("logs/small-2/config.yaml")
-    config.write_text(
-        config.read_text().replace("lr: 0.02", "lr: 0.05").replace("seed_everything: 3", "seed_everything: 4")
-    )
+    text = config.read_text().replace("lr: 0.02", "lr: 0.05")
+    config.write_text(text.replace("seed_everything: 3", "seed_everything: 4"))
     answer = run_command("compare", "logs")
     assert "by recipe and settings, over seeds" in answer.out
     (row,) = [row for row in table_rows(answer.out) if row[0] == "small"]
     assert (row[1], "±" in row[2]) == ("2", True)
 
 
-def test_broken_runs_are_rows_and_nothing_but_broken_ones_an_error(logs: Path) -> None:
+def test_a_broken_run_is_a_row_and_broken_runs_alone_are_an_error(logs: Path) -> None:
     Path("logs/broken-1").mkdir()
     answer = run_command("compare", "logs/small-1", "logs/broken-1")
     assert answer.code == 0
@@ -99,13 +93,13 @@ def test_broken_runs_are_rows_and_nothing_but_broken_ones_an_error(logs: Path) -
         assert_refused(run_command("compare", *line.split()), code, part)
 
 
-def test_what_the_test_says_is_said_in_words() -> None:
+def test_the_significance_test_is_explained_in_words() -> None:
     assert pair_lines("a", "b", mcnemar(5, 5)) == (
         "a and b are correct equally often:",
         "  5 images are correct only in a, 5 only in b.",
     )
-    ahead, counts = pair_lines("a", "b", mcnemar(5, 6))
-    assert ahead.startswith("b is better than a (p = 0.") and ahead.endswith(", may be chance):")
+    verdict, counts = pair_lines("a", "b", mcnemar(5, 6))
+    assert verdict.startswith("b is better than a (p = 0.") and verdict.endswith(", may be chance):")
     assert counts == "  6 images are correct only in b, 5 only in a."
     assert pair_lines("a", "b", mcnemar(40, 10))[0].endswith(", more than chance):")
     assert pair_lines("a", "b", mcnemar(5000, 100))[0].endswith("(p < 1e-300, more than chance):")

@@ -1,4 +1,4 @@
-"""What ended a command, as a line and an exit code; lines for what is typed are in tests/contract."""
+"""Messages and exit codes of exceptions; tests/contract has those of wrong command lines."""
 
 from __future__ import annotations
 
@@ -17,23 +17,14 @@ from cifar_lit.training.callbacks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted
 
 OUT_OF_MEMORY = "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch"
-ELSEWHERE = (
-    "can't allocate memory",
-    "CUDA error: out of memory",
-    "ALLOC_FAILED",
-    "unable to find an engine to execute",
-)
+NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED", "unable to find an engine")
 DISK_FULL = "the disk is full ({}): free some space, then {}"
-
-
-def hidden_in_a_runtime_error(number: int) -> RuntimeError:
-    """An error of torch's file writer, in a run that has a checkpoint."""
-    error: Any = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 602240 vs 602132")
-    error.__context__ = OSError(number, os.strerror(number))
-    error.resume = "cifar-lit train --resume lightning_logs/small-1"
-    return error
-
-
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "metrics.csv")
+# torch's file writer raises a RuntimeError in place of the OSError. This run has a checkpoint.
+NO_SPACE_IN_TORCH: Any = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 602240 vs 602132")
+NO_SPACE_IN_TORCH.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+NO_SPACE_IN_TORCH.resume = "cifar-lit train --resume lightning_logs/small-1"
+NO_PERMISSION = r"no permission for /a\nb: choose another folder with --logs or --data-dir"
 NO_HOME = "a path begins with an unknown home folder: write the path out"
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
 RESUMABLE = Interrupted(signal.SIGINT)
@@ -56,32 +47,24 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints are intact: low
         (RESUMABLE, f"stopped. Resume with:\n  {RESUMABLE.resume}", 130),
         (NotFiniteLoss("the loss is nan at step 7"), f"the loss is nan at step 7; {NOT_FINITE}", 1),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1),
-        *((RuntimeError(f"… {text} …"), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in ELSEWHERE),
-        (
-            OSError(errno.ENOSPC, "No space left on device", "metrics.csv"),
-            DISK_FULL.format("metrics.csv", "start again"),
-            1,
-        ),
-        (hidden_in_a_runtime_error(errno.ENOSPC), DISK_FULL.format("while writing", "resume with --resume"), 1),
+        *((RuntimeError(f"… {text} …"), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in NO_MEMORY),
+        (NO_SPACE, DISK_FULL.format("metrics.csv", "start again"), 1),
+        (NO_SPACE_IN_TORCH, DISK_FULL.format("while writing", "resume with --resume"), 1),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "a"), DISK_FULL.format("a", "start again"), 1),
-        (
-            PermissionError(13, "no", "/a\nb"),
-            r"no permission for /a\nb: choose another folder with --logs or --data-dir",
-            1,
-        ),
+        (PermissionError(13, "no", "/a\nb"), NO_PERMISSION, 1),
         (LOST_PEER, "another process of this run ended early; its message gives the reason. Resume with --resume.", 1),
-        (Failure("\x1b[2Jname"), "\\x1b[2Jname", 1),  # names out of files must not move a terminal's cursor
+        (Failure("\x1b[2Jname"), "\\x1b[2Jname", 1),  # escaped: file names must not control the terminal
     ],
 )
-def test_what_ended_a_command_becomes_a_line_and_an_exit_code(error: BaseException, line: str, code: int) -> None:
+def test_an_exception_becomes_a_message_and_an_exit_code(error: BaseException, line: str, code: int) -> None:
     text, exit_code = explain_error(error)
     assert (text.lstrip("\n"), exit_code) == (f"cifar-lit: {line}", code)
 
 
 @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
-def test_further_processes_of_a_run_repeat_nothing(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_other_ranks_do_not_repeat_the_message_of_rank_0(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
-    assert explain_error(UsageError("no"))[0] == "[rank 1] cifar-lit: no"  # of this process alone: told nowhere else
+    assert explain_error(UsageError("no"))[0] == "[rank 1] cifar-lit: no"  # an error of this rank alone
     assert [explain_error(error)[0] for error in (LOST_PEER, Interrupted(signal.SIGINT))] == ["", ""]
     monkeypatch.setenv(variable, "0")
     assert explain_error(LOST_PEER)[0].startswith("cifar-lit: ")

@@ -1,4 +1,4 @@
-"""The line for LightningCLI, made from the line that was typed."""
+"""The translation of command lines to arguments of LightningCLI."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ def line(*argv: str, base: Path | None = None) -> list[str]:
     return arguments(parse("fit", list(argv)), base, "fit")
 
 
-def test_recipe_is_weaker_than_configs_and_these_than_flags_wherever_they_stand(working_folder: Path) -> None:
+def test_flags_override_configs_and_configs_override_the_recipe_in_any_order(working_folder: Path) -> None:
     for name in ("a.yaml", "b.yaml"):
         (working_folder / name).write_text("{}")
     expected = ["fit", "--config", "small.yaml", "--config", "a.yaml", "--config", "b.yaml"]
-    for typed in (
-        "--lr 1 --config a.yaml -c b.yaml --recipe small.yaml",
-        "--recipe small.yaml --config a.yaml --lr 1 -c b.yaml",
-    ):
-        assert line(*typed.split(), base=recipe_path("small.yaml")) == [*expected, "--recipe=small", "--model.lr=1"]
-    assert line("--config=small.yaml") == ["fit", "--config", "small.yaml"]  # which may name the logs, without a base
+    recipe_last = "--lr 1 --config a.yaml -c b.yaml --recipe small.yaml"
+    for argv in (recipe_last, "--recipe small.yaml --config a.yaml --lr 1 -c b.yaml"):
+        assert line(*argv.split(), base=recipe_path("small.yaml")) == [*expected, "--recipe=small", "--model.lr=1"]
+    assert line("--config=small.yaml") == ["fit", "--config", "small.yaml"]
 
 
-def test_the_last_of_repeated_flags_counts() -> None:
+def test_the_last_of_repeated_flags_wins() -> None:
     command = parse("fit", ["--lr=1", "--model.lr", "3"])
     assert (command.values("model.lr"), command.value("model.lr")) == (["1", "3"], "3")
     command = parse("fit", ["--recipe", "a", "--logs", "b", "--resume", "c", "--recipe=d", "--logs=e", "--resume=f"])
@@ -35,22 +33,21 @@ def test_the_last_of_repeated_flags_counts() -> None:
     assert parse("fit", ["--resume", "c", "--resume"]).resume == ""
 
 
-def test_resume_takes_a_path_or_none_and_negative_numbers_are_values() -> None:
+def test_resume_takes_an_optional_path_and_negative_numbers_are_values() -> None:
     for argv, resume in (("", None), ("--resume", ""), ("--resume a-1", "a-1"), ("--ckpt_path=a-1", "a-1")):
         command = parse("fit", [*argv.split(), "--lr", "-1e-3"])
         assert (command.resume, command.flags) == (resume, ["--model.lr=-1e-3"])
 
 
-def test_other_words_are_switches_weights_to_score_or_left_to_the_parser() -> None:
+def test_switches_are_recognised_and_unknown_flags_are_left_to_the_parser() -> None:
     for name in ("validate", "test", "predict"):
         assert parse(name, ["--ckpt_path", "a.ckpt"]) == Command(name, flags=["--ckpt_path=a.ckpt"])
     command = parse("fit", ["--trust", "--auto-batch", "--debug", "--auto-lr"])
     assert command == Command("fit", trust=True, auto={"batch", "lr"})
     for flag in ("--epoch", "--dev", "--batch", "--recip", "--conf", "--log", "--resum", "--autos", "--trus"):
         assert parse("fit", [flag, "3"]) == Command("fit", flags=[f"{flag}=3"])
-    assert all(
-        parse("fit", [flag]).asks_only for flag in ("--help", "-h", "--print_config", "--print_config=skip_default")
-    )
+    for flag in ("--help", "-h", "--print_config", "--print_config=skip_default"):
+        assert parse("fit", [flag]).asks_only
     assert not parse("fit", ["--a"]).asks_only
 
 
@@ -72,9 +69,7 @@ def test_other_words_are_switches_weights_to_score_or_left_to_the_parser() -> No
         (["help"], "Did you mean fit --help?"),
     ],
 )
-def test_a_word_without_a_flag_is_answered_with_the_flag_that_it_lacks(
-    working_folder: Path, argv: list[str], remedy: str
-) -> None:
+def test_an_argument_without_a_flag_gets_a_suggestion(working_folder: Path, argv: list[str], remedy: str) -> None:
     for folder in ("photos", "my photos", "run-1/checkpoints"):
         (working_folder / folder).mkdir(parents=True)
     with pytest.raises(UsageError, match=re.escape(remedy)):
@@ -83,7 +78,7 @@ def test_a_word_without_a_flag_is_answered_with_the_flag_that_it_lacks(
         parse("test", ["run-1"])
 
 
-def test_a_run_folder_is_no_recipe_and_no_configuration_but_its_config_yaml_is(working_folder: Path) -> None:
+def test_a_run_folder_in_place_of_its_config_yaml_is_refused(working_folder: Path) -> None:
     (working_folder / "run-1").mkdir()
     (working_folder / "run-1/config.yaml").touch()
     for refused in (lambda: recipe_path("run-1"), lambda: parse("fit", ["--config", "run-1"])):
@@ -91,14 +86,12 @@ def test_a_run_folder_is_no_recipe_and_no_configuration_but_its_config_yaml_is(w
             refused()
 
 
-def test_a_packaged_recipe_goes_by_its_name_and_ones_own_by_its_path(working_folder: Path) -> None:
+def test_a_packaged_recipe_is_given_by_name_and_another_by_path(working_folder: Path) -> None:
     assert [recipe_path(name).stem for name in recipe_names()] == recipe_names()
     for path in ("small.yaml", str(working_folder / "small.yaml")):
         assert recipe_path(path) == Path(path)
         assert "--recipe=small" in line("--recipe", path)  # the run is named after the file
-    for name, complaint in (
-        ("quikstart", r"Did you mean quickstart\? There are .*tudui"),
-        ("a/b", "no recipe is called 'a/b'"),
-    ):
-        with pytest.raises(UsageError, match=complaint):
-            recipe_path(name)
+    with pytest.raises(UsageError, match=r"Did you mean quickstart\? There are .*tudui"):
+        recipe_path("quikstart")
+    with pytest.raises(UsageError, match="no recipe is called 'a/b'"):
+        recipe_path("a/b")

@@ -1,4 +1,4 @@
-"""`train --folds`: every image is tested on once, and what the nets say together."""
+"""`train --folds`: each image is tested once, and the results of all folds are combined."""
 
 from __future__ import annotations
 
@@ -24,60 +24,59 @@ from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.run_data import RunData
 
 
-def test_every_image_of_a_folder_is_tested_on_once_by_a_net_that_has_not_seen_it() -> None:
+def test_each_image_of_a_folder_is_tested_once_by_a_net_not_trained_on_it() -> None:
     draw_folder(Path("animals"), {"cat": 12, "dog": 12, "owl": 9})
     Path("animals/cat/0.png").rename("animals/dog/wrong.png")
-    line = (*SMALL, *OWN_IMAGES, "--data-dir", "animals", "--data.val_size", "0", "--epochs", "40", "--folds", "3")
-    answer = run_command(*line)
+    words = (*SMALL, *OWN_IMAGES, "--data-dir", "animals", "--data.val_size", "0", "--epochs", "40")
+    answer = run_command(*words, "--folds", "3")
     assert answer.code == 0, answer.err
     runs = [Path(f"lightning_logs/small-{number}") for number in (1, 2, 3)]
     assert [config_of(run)["data"]["fold"] for run in runs] == [0, 1, 2]
     assert sum(metrics_of(run)["test"]["images"] for run in runs) == 33
 
     folder = Path("lightning_logs/small-folds-1")
-    rows, told = rows_of(folder / "predictions.csv"), json.loads((folder / "folds.json").read_text())
+    rows, results = rows_of(folder / "predictions.csv"), json.loads((folder / "folds.json").read_text())
     assert [int(row["index"]) for row in rows] == list(range(33))
     data = ImageData("folder", root="animals", folds=3)
     assert [row["label"] for row in rows] == [data.classes[label] for label in data.train_images.labels]
-    right = sum(row["label"] == row["predicted"] for row in rows)
-    assert told["test"]["accuracy"] == pytest.approx(right / 33) and told["test"]["images"] == 33
+    correct = sum(row["label"] == row["predicted"] for row in rows)
+    assert results["test"]["accuracy"] == pytest.approx(correct / 33) and results["test"]["images"] == 33
     accuracies = [metrics_of(run)["test"]["accuracy"] for run in runs]
-    assert told["accuracy"]["mean"] == pytest.approx(np.mean(accuracies))
-    assert told["accuracy"]["std"] == pytest.approx(np.std(accuracies, ddof=1))
-    assert f"accuracy over all folds {right / 33:.4f} · 33 images" in answer.lines
+    assert results["accuracy"]["mean"] == pytest.approx(np.mean(accuracies))
+    assert results["accuracy"]["std"] == pytest.approx(np.std(accuracies, ddof=1))
+    assert f"accuracy over all folds {correct / 33:.4f} · 33 images" in answer.lines
     assert answer.lines[-1] == "results lightning_logs/small-folds-1"
 
-    sample = RunData(
-        runs[0] / "model.safetensors", load_model_file(runs[0]).card
-    )  # what an exported file is checked on
-    assert torch.equal(sample.load(train=False, count=0).labels, data.train_images.labels[data.parts.fold_rows])
-    assert sample.load(train=True, count=0).what == "22 training images of folder animals"
+    # An exported file is checked on the images of its own fold.
+    run_data = RunData(runs[0] / "model.safetensors", load_model_file(runs[0]).card)
+    assert torch.equal(run_data.load(train=False, count=0).labels, data.train_images.labels[data.parts.fold_rows])
+    assert run_data.load(train=True, count=0).what == "22 training images of folder animals"
 
     suspects = rows_of(folder / "label_errors.csv")
     assert suspects[0]["path"] == "dog/wrong.png" and suspects[0]["suggested"] == "cat"
-    assert len(suspects) == told["test"]["suspected_labels"] == 33 - right
+    assert len(suspects) == results["test"]["suspected_labels"] == 33 - correct
 
 
-def test_the_folder_of_runs_is_that_of_a_configuration_file_for_all_that_belongs_to_it() -> None:
+def test_a_logs_folder_in_a_configuration_file_applies_to_folds_and_to_resume() -> None:
     Path("place.yaml").write_text("logs: experiments\n")
-    line = (*SMALL, "--config", "place.yaml", "--epochs", "1")
-    assert run_command(*line, "--folds", "2").code == 0
+    words = (*SMALL, "--config", "place.yaml", "--epochs", "1")
+    assert run_command(*words, "--folds", "2").code == 0
     assert sorted(path.name for path in Path("experiments").iterdir()) == ["small-1", "small-2", "small-folds-1"]
     assert not Path("lightning_logs").exists()
-    answer = run_command("train", *line, "--resume")
+    answer = run_command("train", *words, "--resume")
     assert answer.code == 2 and "is finished" in answer.err
 
 
-def test_folds_are_whole_groups_and_leave_a_test_set_alone_that_there_is() -> None:
+def test_folds_keep_groups_together_and_do_not_use_the_test_set() -> None:
     draw_folder(Path("animals"), {f"{part}/{name}": 10 for part in ("train", "test") for name in ("cat", "dog")})
     lines = [f"train/{name}/{number}.png,{name},{number // 2}" for name in ("cat", "dog") for number in range(10)]
     Path("animals/labels.csv").write_text("\n".join(["path,label,group", *lines]))
-    for root, count in (("animals", 20), ("animals/labels.csv", 20)):
+    for root in ("animals", "animals/labels.csv"):
         parts = [ImageData("folder", root=root, folds=4, fold=fold, val_size=4) for fold in range(4)]
-        assert sorted(row for data in parts for row in data.parts.fold_rows.tolist()) == list(range(count))
+        assert sorted(row for data in parts for row in data.parts.fold_rows.tolist()) == list(range(20))
         for data in parts:
             train, val = data.split
-            assert sorted([*train.tolist(), *val.tolist(), *data.parts.fold_rows.tolist()]) == list(range(count))
+            assert sorted([*train.tolist(), *val.tolist(), *data.parts.fold_rows.tolist()]) == list(range(20))
             assert torch.equal(data.test_images.images, data.train_images.images[data.parts.fold_rows])
             if (groups := data.train_images.groups) is not None:
                 sides = [set(groups[rows].tolist()) for rows in (torch.cat((train, val)), data.parts.fold_rows)]
@@ -95,5 +94,5 @@ def test_folds_are_whole_groups_and_leave_a_test_set_alone_that_there_is() -> No
         (("train", "--data.folds", "5", "--data.fold", "5"), "data.fold 5 of data.folds 5 is invalid"),
     ],
 )
-def test_what_no_cross_validation_can_be_made_of_is_answered_in_one_line(words: tuple[str, ...], line: str) -> None:
+def test_invalid_settings_of_folds_are_refused(words: tuple[str, ...], line: str) -> None:
     assert_refused(run_command(*words, *SMALL), 2, line)

@@ -1,4 +1,4 @@
-"""What a line becomes when torchrun or SLURM has started it, or a scheduler starts its job again."""
+"""Commands started by torchrun or SLURM, and jobs restarted by a scheduler."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ from cifar_lit.runs.run_folder import RunFolder
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+TORCHRUN_AGAIN = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
+ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
 RESUMES = {"resume": "a-1/checkpoints/last.ckpt", "step": "7"}
 LINE = ["--recipe", "small.yaml", "--lr", "0.1"]
-# Of a task that srun starts, as SLURM 22.05 sets it: two nodes with two tasks each.
+# Variables of a task started by srun (SLURM 22.05) on two nodes with two tasks each.
 STEP = {
     **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "night", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
     **{"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS_PER_NODE": "2"},
     **{"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"},
 }
+UNEVEN = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3,1"}
+WITHOUT_SRUN = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
+SLURM_CONTRADICTS = r"--devices 0,1,2 contradicts SLURM, which started 2 \(--ntasks-per-node\): leave --devices out"
 ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
 
 
@@ -42,78 +47,56 @@ ONE_TASK = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_STEP_TASKS_PER_NODE
     ("words", "changes", "devices", "nodes"),
     [
         *((words, {}, "2", "2") for words in ([], ["--devices", "2"], ["--devices", "auto"], ["--nodes", "2"])),
-        ([], ONE_TASK, "1", "1"),  # srun -n 1 in such a job: a step counts
+        ([], ONE_TASK, "1", "1"),  # srun -n 1 within the job: the step counts
         ([], {"SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4,4"}, "4", "2"),
     ],
 )
-def test_devices_and_nodes_are_those_of_slurms_step(
-    words: list[str], changes: dict[str, str], devices: str, nodes: str
-) -> None:
+def test_devices_come_from_the_slurm_step(words: list[str], changes: dict[str, str], devices: str, nodes: str) -> None:
     command, environment = parse("fit", words), {**STEP, **changes}
     apply_launcher(command, environment)
     assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == (devices, nodes)
-    assert (environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"]) == (
-        devices,
-        nodes,
-    )  # which Lightning compares
+    # Lightning compares these variables with the Trainer's arguments.
+    assert (environment["SLURM_NTASKS_PER_NODE"], environment["SLURM_NNODES"]) == (devices, nodes)
     ranks = {name: environment[name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
     assert ranks == {"RANK": "3", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": environment["SLURM_NTASKS"]}
     assert not is_first_process(environment)
 
 
-def test_devices_and_nodes_come_from_torchrun() -> None:
+def test_devices_come_from_torchrun() -> None:
     command = parse("fit", [])
     apply_launcher(command, {**TORCHRUN, "WORLD_SIZE": "4"})
     assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == ("2", "2")
 
 
 @pytest.mark.parametrize(
-    ("argv", "environment", "complaint"),
+    ("argv", "environment", "text"),
     [
-        (
-            "--devices 4",
-            STEP,
-            r"--devices 4 contradicts SLURM, which started 2 \(--ntasks-per-node\): leave --devices out",
-        ),
+        ("--devices 0,1,2", STEP, SLURM_CONTRADICTS),
         ("--nodes 1", STEP, r"--nodes 1 contradicts SLURM, which started 2 \(--nodes\)"),
-        (
-            "",
-            {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3,1"},
-            "SLURM started 3,1 tasks on the nodes: .* --ntasks-per-node",
-        ),
-        (
-            "",
-            {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
-            "has 4 tasks, but only one of them runs: put srun before the command",
-        ),
-        (
-            "--trainer.devices 0,1,2",
-            TORCHRUN,
-            r"--devices 0,1,2 contradicts torchrun, which started 2 \(--nproc-per-node\)",
-        ),
+        ("", UNEVEN, "SLURM started 3,1 tasks on the nodes: .* --ntasks-per-node"),
+        ("", WITHOUT_SRUN, "has 4 tasks, but only one of them runs: put srun before the command"),
+        ("--trainer.devices 3", TORCHRUN, r"--devices 3 contradicts torchrun, which started 2 \(--nproc-per-node\)"),
         ("--nodes 2", TORCHRUN, r"--nodes 2 contradicts torchrun, which started 1 \(--nnodes\)"),
     ],
 )
-def test_what_contradicts_a_launcher_or_forgets_srun_is_refused(
-    argv: str, environment: dict[str, str], complaint: str
-) -> None:
-    with pytest.raises(UsageError, match=complaint):
+def test_flags_that_contradict_the_launcher_are_refused(argv: str, environment: dict[str, str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
         apply_launcher(parse("fit", argv.split()), dict(environment))
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "7"}, {**STEP, "SLURM_JOB_NAME": "interactive"}])
-def test_without_srun_and_in_its_interactive_shells_the_flags_stay(environment: dict[str, str]) -> None:
+def test_flags_stay_without_srun_and_in_interactive_shells(environment: dict[str, str]) -> None:
     command, before = parse("fit", ["--devices", "3"]), dict(environment)
     apply_launcher(command, environment)
     assert command.flags == ["--trainer.devices=3"] and environment == before
 
 
-# ---- jobs that are started again
+# ---- restarted jobs
 
 
 @pytest.fixture(autouse=True)
-def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(JOB_RUN, "")  # so that what a start decides is forgotten after each test
+def _unset_job_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_RUN, "")  # restores the variable after each test
 
 
 @pytest.mark.parametrize(
@@ -122,31 +105,25 @@ def _undecided(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, None),
         (SLURM, Job("slurm:hill:7", "SLURM's job 7", again=False)),
         (AGAIN, Job("slurm:hill:7", "SLURM's job 7", again=True)),
-        (
-            {**AGAIN, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"},
-            Job("slurm:hill:5_2", "SLURM's job 5_2", again=True),
-        ),
+        ({**AGAIN, **ARRAY}, Job("slurm:hill:5_2", "SLURM's job 5_2", again=True)),
         (TORCHRUN, Job(f"torchrun:none:{os.getppid()}@{platform.node()}", "torchrun's job", again=False)),
-        (
-            {**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"},
-            Job("torchrun:x", "torchrun's job", True),
-        ),
-        ({**TORCHRUN, **SLURM, "TORCHELASTIC_RESTART_COUNT": "1"}, Job("slurm:hill:7", "SLURM's job 7", again=True)),
+        ({**TORCHRUN_AGAIN, "TORCHELASTIC_RUN_ID": "x"}, Job("torchrun:x", "torchrun's job", again=True)),
+        ({**TORCHRUN_AGAIN, **SLURM}, Job("slurm:hill:7", "SLURM's job 7", again=True)),
         ({**SLURM, "CIFAR_LIT_JOB": "mine"}, Job("mine", "job mine", again=False, named=True)),
     ],
 )
-def test_a_job_is_known_by_its_name_or_its_schedulers_number(environment: dict[str, str], job: Job | None) -> None:
+def test_a_job_is_identified_by_its_name_or_number(environment: dict[str, str], job: Job | None) -> None:
     assert job_of(environment) == job
 
 
-def start(words: list[str], environment: dict[str, str]) -> Command:
+def start_command(words: list[str], environment: dict[str, str]) -> Command:
     command = parse("train", words)
     continue_job(command, words, environment)
     return command
 
 
-def leave(command: Command, name: str = "small-1", checkpoint: bool = True, logs: str = "lightning_logs") -> Path:
-    """A run folder as the start that `command` came from would have left it."""
+def write_run(command: Command, name: str = "small-1", checkpoint: bool = True, logs: str = "lightning_logs") -> Path:
+    """Create the run folder that this command would have left."""
     run = Path(logs, name)
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("{}")
@@ -161,64 +138,63 @@ def finish(run: Path) -> None:
     (run / "metrics.json").write_text('{"test": {"accuracy": 1}}')
 
 
-def test_a_job_that_is_started_again_goes_on_with_its_newest_run(capsys: pytest.CaptureFixture[str]) -> None:
-    first = start(LINE, SLURM)
+def test_a_restarted_job_resumes_its_newest_run(capsys: pytest.CaptureFixture[str]) -> None:
+    first = start_command(LINE, SLURM)
     assert first.job is not None and json.loads(first.job)["job"] == "slurm:hill:7"
-    assert replace(first, job=None) == parse("train", LINE) == start(LINE, {})
-    folds = start([*LINE, "--folds", "5"], AGAIN)
-    assert (folds.resume, folds.job, folds.folds) == (None, None, "5")  # a cross-validation starts anew
-    leave(first, "small-3", checkpoint=False)
-    command = start(LINE, AGAIN)
+    assert replace(first, job=None) == parse("train", LINE) == start_command(LINE, {})
+    folds = start_command([*LINE, "--folds", "5"], AGAIN)
+    assert (folds.resume, folds.job, folds.folds) == (None, None, "5")  # cross-validation starts again
+    write_run(first, "small-3", checkpoint=False)
+    command = start_command(LINE, AGAIN)
     assert (command.resume, command.recipe) == (None, "small.yaml")
     line = "SLURM's job 7 was restarted, but has no checkpoint in lightning_logs yet: starting a new run\n"
     assert capsys.readouterr().err == line
-    run, newer = leave(first), leave(first, "small-2")
+    run, newer = write_run(first), write_run(first, "small-2")
     os.utime(run / "config.yaml", (1, 1))
-    leave(start(LINE, {**SLURM, "SLURM_JOB_ID": "8"}), "small-4")
-    command = start(LINE, AGAIN)
+    write_run(start_command(LINE, {**SLURM, "SLURM_JOB_ID": "8"}), "small-4")
+    command = start_command(LINE, AGAIN)
     assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
-    assert command.flags == ["--model.lr=0.1"]  # flags win over the run's settings
+    assert command.flags == ["--model.lr=0.1"]  # flags override the settings of the run
     assert capsys.readouterr().err == "resuming lightning_logs/small-2: SLURM's job 7 was restarted\n"
 
 
-def test_of_several_trainings_in_a_script_each_goes_on_with_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_training_of_a_restarted_script_resumes_its_own_run(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = [*LINE, "--seed", "1"], [*LINE, "--seed", "2"]
-    finish(leave(start(first, SLURM)))
-    run = leave(start(second, SLURM), "small-2")
+    finish(write_run(start_command(first, SLURM)))
+    run = write_run(start_command(second, SLURM), "small-2")
     with pytest.raises(SystemExit) as ended:
-        start(first, AGAIN)
+        start_command(first, AGAIN)
     assert ended.value.code == 0
     results = "its results are in lightning_logs/small-1/metrics.json"
     line = f"lightning_logs/small-1 is finished: {results}. SLURM's job 7 has nothing left to do.\n"
     assert capsys.readouterr().out == line
-    assert start(second, AGAIN).resume == str(run)
-    assert start([*LINE, "--seed", "3"], AGAIN).resume is None
+    assert start_command(second, AGAIN).resume == str(run)
+    assert start_command([*LINE, "--seed", "3"], AGAIN).resume is None
 
 
-def test_every_process_goes_on_with_the_same_run_and_the_first_one_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    again = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
-    run = leave(start(LINE, TORCHRUN))
-    assert start(LINE, {**again, "RANK": "1", "LOCAL_RANK": "1"}).resume == str(run)
+def test_every_process_resumes_the_same_run_and_only_rank_0_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(start_command(LINE, TORCHRUN))
+    assert start_command(LINE, {**TORCHRUN_AGAIN, "RANK": "1", "LOCAL_RANK": "1"}).resume == str(run)
     assert capsys.readouterr().err == ""
-    assert start(LINE, again).resume == str(run)
+    assert start_command(LINE, TORCHRUN_AGAIN).resume == str(run)
     assert os.environ[JOB_RUN] == str(run)
-    # one that the first process starts later, when it has made a run of its own
+    # The first process starts the others after it has made a run folder.
     named = {"CIFAR_LIT_JOB": "mine", "LOCAL_RANK": "1"}
-    assert start(LINE, {**named, JOB_RUN: ""}).resume is None
-    assert start(LINE, {**named, JOB_RUN: str(run)}).resume == str(run)
+    assert start_command(LINE, {**named, JOB_RUN: ""}).resume is None
+    assert start_command(LINE, {**named, JOB_RUN: str(run)}).resume == str(run)
 
 
-def test_a_line_with_a_resume_of_its_own_is_left_alone_until_its_run_is_finished() -> None:
-    run = leave(start(LINE, SLURM))
+def test_an_explicit_resume_is_kept_until_its_run_is_finished() -> None:
+    run = write_run(start_command(LINE, SLURM))
     words = ["--resume", str(run)]
-    assert start(words, AGAIN) == parse("train", words)
+    assert start_command(words, AGAIN) == parse("train", words)
     finish(run)
-    assert start(words, SLURM).resume == str(run)
+    assert start_command(words, SLURM).resume == str(run)
     with pytest.raises(SystemExit):
-        start(words, AGAIN)
+        start_command(words, AGAIN)
 
 
-def test_a_named_job_is_begun_gone_on_with_and_then_finished(run_dir: Path) -> None:
+def test_a_named_job_starts_resumes_and_ends_in_one_run_folder(run_dir: Path) -> None:
     def start_job(*words: str) -> Answer:
         return run_command(*words, CIFAR_LIT_JOB="mine")
 
@@ -229,29 +205,27 @@ def test_a_named_job_is_begun_gone_on_with_and_then_finished(run_dir: Path) -> N
     again = start_job(*SMALL)
     assert (again.code, again.err) == (0, "resuming lightning_logs/small-1: job mine has a run\n")
     assert metrics_of(own)["test"] == metrics_of(run_dir)["test"]
-    assert run_command("compare", "lightning_logs").code == 0  # which .job is not in the way of
+    assert run_command("compare", "lightning_logs").code == 0  # ignores the .job file
     finished = start_job(*SMALL)
     assert (finished.code, finished.err, finished.out.count("\n")) == (0, "", 1)
     assert "lightning_logs/small-1 is finished" in finished.out
     (own / "metrics.json").unlink()
-    longer = start_job(*SMALL, "--epochs", "3")  # whatever else is on its line, but for another recipe
+    longer = start_job(*SMALL, "--epochs", "3")  # other settings may change, the recipe may not
     assert longer.code == 0, longer.err
     assert config_of(own)["trainer"]["max_epochs"] == metrics_of(own)["epochs"] == 3
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]
-    assert_refused(
-        start_job("--recipe", "tudui"), 2, "lightning_logs/small-1 of job mine began with the recipe small.yaml: "
-    )
+    line = "lightning_logs/small-1 of job mine began with the recipe small.yaml: "
+    assert_refused(start_job("--recipe", "tudui"), 2, line)
 
 
-# ---- every process starts from the same checkpoint
+# ---- checkpoints of all processes
 
 
-def test_processes_that_see_different_checkpoints_do_not_train_together() -> None:
+def test_processes_that_see_different_checkpoints_end_with_an_error() -> None:
     first = "a-1/checkpoints/last.ckpt of step 9"
     strategy = SimpleNamespace(broadcast=lambda own: ("logs/small-1", first))
-    second: Any = SimpleNamespace(
-        fast_dev_run=False, is_global_zero=False, global_rank=1, checkpoint_callbacks=(), strategy=strategy
-    )
+    rank = {"is_global_zero": False, "global_rank": 1}
+    second: Any = SimpleNamespace(fast_dev_run=False, checkpoint_callbacks=(), strategy=strategy, **rank)
     for notes, own in ((RESUMES, "from a-1/checkpoints/last.ckpt of step 7"), ({}, "from the beginning")):
         run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
         with pytest.raises(Failure, match=f"{own}, the first process from {first}"):

@@ -1,4 +1,4 @@
-"""Every packaged recipe trains and tests, shortened and on drawn images of its own size."""
+"""Every packaged recipe trains and tests, with fewer epochs and generated images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALLER = {
     "resnet18": ["--data.image_size", "16", "--trainer.limit_train_batches", "2"],
 }
 
-# What the tutorials say of their training: net, optimizer, rate, momentum, batch, epochs, mean, std.
+# Settings of the tutorials: net, optimizer, learning rate, momentum, batch size, epochs, mean, std.
 TUTORIALS = {
     "tudui": ("tudui", "sgd", 0.01, None, 64, 10, 0.0, 1.0),
     "sjnet": ("sjnet", "sgd", 0.01, None, 64, 10, 0.0, 1.0),
@@ -30,10 +30,9 @@ TUTORIALS = {
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_recipe_trains_and_tests_and_leaves_a_whole_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "cifar_lit.train.draw_for_tensorboard", lambda *args: None
-    )  # half of the time, and cli/test_run's
+def test_a_recipe_trains_tests_and_writes_a_complete_run_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Drawing takes half of the time; test_run.py checks the images.
+    monkeypatch.setattr("cifar_lit.train.draw_for_tensorboard", lambda *args: None)
     answer = run_command("--recipe", name, *SHORT, *SMALLER.get(name, []))
     assert answer.code == 0, answer.err
     run = Path(f"lightning_logs/{name}-1")
@@ -46,16 +45,11 @@ def test_a_recipe_trains_and_tests_and_leaves_a_whole_run(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", TUTORIALS)
-def test_a_tutorials_recipe_has_the_tutorials_own_training(name: str) -> None:
+def test_a_tutorial_recipe_has_the_settings_of_the_tutorial(name: str) -> None:
     settings: dict[str, Any] = recipe_settings(recipe_path(name))
     model, data, trainer = settings["model"], settings["data"], settings["trainer"]
-    training = (
-        model["net"],
-        model["optimizer"],
-        model["lr"],
-        model.get("momentum"),
-        data["batch_size"],
-        trainer["max_epochs"],
-    )
-    assert (*training, data["mean"], data["std"]) == TUTORIALS[name]
+    optimizer = model["optimizer"], model["lr"], model.get("momentum")
+    normalisation = data["mean"], data["std"]
+    found = (model["net"], *optimizer, data["batch_size"], trainer["max_epochs"], *normalisation)
+    assert found == TUTORIALS[name]
     assert "schedule" not in model

@@ -1,4 +1,4 @@
-"""`cifar-lit report`, and the page that a training leaves."""
+"""`cifar-lit report` and the report.html of a training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cifar_lit.runs.model_file import ModelCard, save_weights
 
 @pytest.fixture
 def own(run_dir: Path) -> Path:
-    """A copy of the run in the working folder."""
+    """Return a copy of the run in the working folder."""
     return Path(shutil.copytree(run_dir, "own-1"))
 
 
 @pytest.fixture
 def model() -> Path:
-    """A net of two classes in a file by itself."""
+    """Return a model file with a net of two classes, without a run."""
     torch.manual_seed(0)
     net = build_net("lenet", channels=3, image_size=16, num_classes=2)
     Path("bare").mkdir()
@@ -44,16 +44,14 @@ def draw_images(folder: str, classes: str = "ab", size: int = 16) -> None:
     draw_folder(Path(folder), counts, size)
 
 
-def test_the_command_adds_suspected_labels_and_duplicates_and_shows_the_page(
-    own: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_adds_label_errors_and_duplicates(own: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     page = (own / "report.html").read_text()
     monkeypatch.setattr(webbrowser, "open", opened.append)
     answer = run_command("report", "own-1", "--open")
     assert answer.code == 0, answer.err
     assert re.fullmatch(r"report own-1/report\.html · \d\.\d MB\n", answer.out)
-    assert page.count("Not searched yet") == 2  # a training leaves a page that has not looked at the training images
+    assert page.count("Not searched yet") == 2  # a training does not search for label errors
     page = (own / "report.html").read_text()
     assert "Not searched yet" not in page
     assert "Of 200 training images," in page
@@ -66,7 +64,7 @@ def test_the_command_adds_suspected_labels_and_duplicates_and_shows_the_page(
     assert (view.overflow, view.errors, view.requests, view.unloaded, view.nameless) == (0, [], [], [], [])
 
 
-def test_it_takes_the_predictions_that_the_test_wrote_and_no_others(own: Path) -> None:
+def test_saved_predictions_are_used_only_for_the_same_test_images(own: Path) -> None:
     rows = (own / "predictions.csv").read_text().splitlines()
     cells = [row.split(",") for row in rows[1:]]
     all_right = [",".join([index, label, label, "1.000000", *more]) for index, label, _, _, *more in cells]
@@ -83,7 +81,7 @@ def test_it_takes_the_predictions_that_the_test_wrote_and_no_others(own: Path) -
     assert "test loss" not in found
 
 
-def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) -> None:
+def test_a_model_without_a_run_is_evaluated_on_the_given_data(model: Path) -> None:
     draw_images("images")
     shutil.copy("images/train/a/0.png", "images/test/b/twin.png")
     answer = run_command("report", model, "--dataset", "folder", "--data-dir", "images", "--out", "page.html")
@@ -97,9 +95,9 @@ def test_a_model_by_itself_is_looked_at_on_the_data_that_are_named(model: Path) 
 
 
 @pytest.mark.parametrize("layout", ["val", "folds"])
-def test_images_that_are_tested_on_are_not_looked_for_among_those_trained_on(model: Path, layout: str) -> None:
+def test_test_images_are_not_compared_with_themselves(model: Path, layout: str) -> None:
     draw_images("images")
-    if layout == "val":  # which is the validation set and the test set
+    if layout == "val":  # both the validation set and the test set
         Path("images/test").rename("images/val")
         settings = "{dataset: folder, root: images}"
     else:
@@ -114,7 +112,7 @@ def test_images_that_are_tested_on_are_not_looked_for_among_those_trained_on(mod
     assert re.search(r"\b0 of [2-5] test images\s+are identical to a training image", page)
 
 
-def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
+def test_data_that_does_not_fit_the_net_is_refused(model: Path) -> None:
     draw_images("others", "ac")
     draw_images("large", size=20)
     draw_images("elsewhere")
@@ -125,7 +123,9 @@ def test_what_does_not_fit_the_net_is_refused_in_a_line(model: Path) -> None:
     refuse(2, "bare has no config.yaml that names the data: add --dataset, and --data-dir with its folder")
     place = "nowhere/page.html cannot be written: name a file in another folder with --out"
     refuse(2, place, "--dataset", "folder", "--data-dir", "others", "--out", "nowhere/page.html")
-    line = "the data has other classes (2: a, c) than the net (2: a, b): give the folder of its own data with --data-dir"
+    line = (
+        "the data has other classes (2: a, c) than the net (2: a, b): give the folder of its own data with --data-dir"
+    )
     refuse(1, line, "--dataset", "folder", "--data-dir", "others")
     Path("bare/config.yaml").write_text("data: {dataset: shapes, colour: red}")
     refuse(1, "bare/config.yaml has data settings of another version (")

@@ -1,1 +1,1 @@
-"""What users rely on, seen through the command line alone: these tests know nothing of the package's inside."""
+"""Promises to users, tested through the command line; only a few tests import from the package."""

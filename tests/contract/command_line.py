@@ -1,4 +1,4 @@
-"""The program as a user meets it: command lines in this process and in processes of their own, and the files they leave."""
+"""Run command lines, in this process or in another, and read the files that they write."""
 
 from __future__ import annotations
 
@@ -52,27 +52,19 @@ data:
   batch_size: 32
 """
 SMALL = ("--recipe", "small.yaml")
-OWN_IMAGES = (
-    "--dataset",
-    "folder",
-    "--data.num_classes",
-    "null",
-    "--data.image_size",
-    "null",
-)  # over what RECIPE says of shapes
+NO_SHAPES = ("--data.num_classes", "null", "--data.image_size", "null")  # unset the recipe's options of shapes
+OWN_IMAGES = ("--dataset", "folder", *NO_SHAPES)
 
-# Of another run, or of a scheduler that the tests run under; and proxies, which would carry requests off this machine.
+# Variables of another run, of a scheduler around the tests, and of proxies.
 FOREIGN_VARIABLES = re.compile(
-    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT)$|(CIFAR_LIT|SLURM|TORCHELASTIC)_|.*_proxy$",
+    r"((LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))$|(CIFAR_LIT|SLURM|TORCHELASTIC)_|.*_proxy$",
     re.IGNORECASE,
 )
-
-
 NOTHING = nullcontext()
 
 
 class Answer(NamedTuple):
-    """How a command ended, and what it printed."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -84,32 +76,31 @@ class Answer(NamedTuple):
 
     @property
     def error_lines(self) -> list[str]:
-        """The lines on stderr, but for those that report the progress of a preparation."""
+        """The lines on stderr without the progress of downloading and decoding."""
         return [line for line in self.err.splitlines() if not re.match(r"decoding images|.* from .*MB/s", line)]
 
 
 class Training(NamedTuple):
-    """A training with its test: the run folder, to be left as it is, and what was printed."""
+    """A training followed by its test: the run folder (read-only) and the output."""
 
     run_dir: Path
     answer: Answer
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """The variables of a command: none of another run, a cache in `folder`, and nothing that leaves this machine."""
+    """Return the environment of a command: without foreign variables, with a cache in `folder`, and offline."""
     own = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
-    nowhere = dict.fromkeys(
-        ("http_proxy", "https_proxy", "ftp_proxy"), "http://127.0.0.1:9"
-    )  # the discard port: refused
-    local = {"no_proxy": "127.0.0.1,localhost", "CIFAR_LIT_CACHE": str(folder / "cache")}
+    proxy = "http://127.0.0.1:9"  # the discard port refuses connections
+    offline = {"http_proxy": proxy, "https_proxy": proxy, "ftp_proxy": proxy, "no_proxy": "127.0.0.1,localhost"}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**own, **nowhere, **local, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+    local = {"CIFAR_LIT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return {**own, **offline, **local, **more}
 
 
 def run_command(*words: object, default: str = "train", **variables: str) -> Answer:
-    """Runs a command line in this process and takes back what it changes there.
+    """Run a command line in this process and undo its changes to the process.
 
-    default: the command where the words name none; "train" is what scripts/train.py has. variables: of the environment.
+    default: the command if `words` name none. variables: additional environment variables.
     """
     out, err = io.StringIO(), io.StringIO()
     code = run_into(out, err, words, default, **variables)
@@ -118,18 +109,20 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Takes back what a command changes in this process."""
+    """Undo a command's changes to this process."""
     handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGUSR1)}
     loggers = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.profilers")
     levels = {name: logging.getLogger(name).level for name in loggers}
-    before, argv = dict(os.environ), sys.argv
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    variables = dict(os.environ)
+    argv = sys.argv
+    precision = torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
     try:
         with warnings.catch_warnings():
             yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(variables)
         sys.argv = argv
         urllib.request.install_opener(None)
         torch.set_num_threads(threads)
@@ -141,20 +134,20 @@ def undone() -> Iterator[None]:
 
 
 def run_into(out: TextIO, err: TextIO, words: Sequence[object], default: str = "train", **variables: str) -> int:
-    """Does what `run_command` does, with streams that take what is printed; returns the exit code."""
+    """Run a command line as `run_command` does, print to these streams and return the exit code."""
     variables_of_command = environment(Path.cwd(), **variables)
     with undone(), redirect_stdout(out), redirect_stderr(err):
         os.environ.clear()
         os.environ.update(variables_of_command)
         sys.argv = ["cifar-lit"]
-        torch.set_num_threads(1)  # nets this small only wait for a second thread
-        urllib.request.install_opener(None)  # it would remember the proxies of an earlier command
+        torch.set_num_threads(1)  # a second thread slows nets this small down
+        urllib.request.install_opener(None)  # a cached opener has the proxies of an earlier command
         warnings.simplefilter("ignore")
         return main([str(word) for word in words], default)
 
 
 def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answer:
-    """Runs a program in a process of its own, in `folder`."""
+    """Run a program in another process, in `folder`."""
     done = subprocess.run(
         [str(word) for word in words],
         cwd=folder,
@@ -169,9 +162,9 @@ def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answ
 
 
 class Fork:
-    """A command line in a copy of this process, which has torch imported already: seconds less than a new process takes.
+    """A command line in a forked process, which starts faster because torch is imported already.
 
-    name: of the files with its output in `folder`. around: is entered and left in the copy.
+    It runs within the context manager `around` and writes its output to the files NAME-stdout.txt and NAME-stderr.txt.
     """
 
     def __init__(
@@ -184,14 +177,15 @@ class Fork:
     ) -> None:
         if torch.cuda.is_available():
             pytest.skip("a process that has used a GPU cannot be forked")
-        self.out, self.err = folder / f"{name}-stdout.txt", folder / f"{name}-stderr.txt"
+        self.out = folder / f"{name}-stdout.txt"
+        self.err = folder / f"{name}-stderr.txt"
         self.status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
             try:
                 os.chdir(folder)
-                # lines are written at once, as some ends of a process flush nothing
+                # Line buffering: a process that is killed flushes nothing.
                 with self.out.open("w", buffering=1) as out, self.err.open("w", buffering=1) as err, around:
                     os.dup2(out.fileno(), 1)
                     os.dup2(err.fileno(), 2)
@@ -207,7 +201,7 @@ class Fork:
         return self.status is None
 
     def answer(self) -> Answer:
-        """Waits for its end, and kills it after TIME_LIMIT."""
+        """Wait for its end; kill it after TIME_LIMIT."""
         deadline = time.monotonic() + TIME_LIMIT
         while self.running:
             if time.monotonic() > deadline:
@@ -217,7 +211,7 @@ class Fork:
 
 
 def assert_refused(answer: Answer, code: int, *parts: str) -> None:
-    """Asserts an exit code and one line on stderr that holds all `parts`, with nothing printed beside it."""
+    """Assert this exit code, one line on stderr that contains all `parts`, and nothing on stdout."""
     assert len(answer.error_lines) == 1, answer.err
     line = answer.error_lines[0]
     assert line.startswith("cifar-lit: ")
@@ -243,18 +237,18 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def table_rows(out: str) -> list[list[str]]:
-    """The cells of the printed tables, but for the names of the columns."""
+    """Return the cells of printed tables, without the header."""
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
 
 
 def files_of(run_dir: Path) -> set[str]:
-    """The files of a run folder; TensorBoard's, of which there may be several, as one."""
+    """Return the files of a run folder, with all event files of TensorBoard as one name."""
     names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
     return {re.sub(r"^events\.out\.tfevents\..*", "events.out.tfevents.*", name) for name in names}
 
 
 def contents_of(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file below `folder` with its time of change and its bytes."""
+    """Return the modification time and the bytes of every file below `folder`."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in sorted(folder.rglob("*"))
@@ -267,18 +261,17 @@ def checkpoint_of(path: Path) -> dict[str, Any]:
 
 
 def copy_run(run_dir: Path) -> Path:
-    """A copy of a run below lightning_logs/ of the working folder, to be changed at will."""
+    """Copy a run into lightning_logs/ of the working folder."""
     copy = Path("lightning_logs") / run_dir.name
     shutil.copytree(run_dir, copy)
     return copy
 
 
 def draw_folder(root: Path, counts: Mapping[str, int], size: int = 16) -> Path:
-    """Writes images of one colour each below `root`; `counts` from a folder such as train/cat to the number of images."""
+    """Write images of one colour each below `root`; `counts` maps folders such as train/cat to numbers of images."""
     for shade, (folder, count) in enumerate(counts.items()):
         (root / folder).mkdir(parents=True)
         for number in range(count):
-            Image.new("RGB", (size, size), (40 * shade % 256, 10 * number % 256, 90)).save(
-                root / folder / f"{number}.png"
-            )
+            image = Image.new("RGB", (size, size), (40 * shade % 256, 10 * number % 256, 90))
+            image.save(root / folder / f"{number}.png")
     return root

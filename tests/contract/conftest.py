@@ -1,4 +1,4 @@
-"""Trainings that several tests look at, each made once."""
+"""Trainings shared by several tests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .command_line import RECIPE, SMALL, TIME_LIMIT, Answer, Fork, Training, run
 
 @pytest.fixture(autouse=True)
 def in_working_folder(working_folder: Path) -> None:
-    """Every test here works in it."""
+    """Run every test of this folder in `working_folder`."""
 
 
 @pytest.fixture(scope="session")
 def same_run_again(training: Training, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a training from the config.yaml of the first; to be left as it is."""
+    """The run folder (read-only) of a training from the config.yaml of `training`."""
     folder = tmp_path_factory.mktemp("again")
     with chdir(folder):
         answer = run_command("--config", training.run_dir / "config.yaml")
@@ -32,12 +32,13 @@ def same_run_again(training: Training, tmp_path_factory: pytest.TempPathFactory)
 
 
 class Interruption(NamedTuple):
-    """A training that was stopped by Ctrl-C.
+    """A training stopped by Ctrl-C.
 
-    run_dir: its run folder, to be left as it is.
-    answer: how it ended.
-    signal_time: when the signal was sent, in nanoseconds since 1970.
-    while_running: what a second process got that wanted to resume the run before the signal.
+    Args:
+        run_dir: its run folder (read-only).
+        answer: its exit code and output.
+        signal_time: time of the signal, in nanoseconds since 1970.
+        while_running: the answer to a second process that tried to resume the run before the signal.
     """
 
     run_dir: Path
@@ -46,7 +47,7 @@ class Interruption(NamedTuple):
     while_running: Answer
 
 
-STEPS = 170  # of the interrupted training, all in its only epoch
+STEPS = 170  # in the one epoch of the interrupted training
 
 
 @pytest.fixture(scope="session")
@@ -54,22 +55,11 @@ def interruption(tmp_path_factory: pytest.TempPathFactory) -> Interruption:
     """`cifar-lit train`, stopped by Ctrl-C early in its epoch."""
     folder = tmp_path_factory.mktemp("interruption")
     (folder / "small.yaml").write_text(RECIPE)
-    settings = [
-        "--data.count",
-        "1400",
-        "--batch-size",
-        "8",
-        "--epochs",
-        "1",
-        "--lr",
-        "0.001",
-        "--checkpoint-every",
-        "15",
-    ]
-    process = Fork([*SMALL, *settings], folder, "interrupted")
+    settings = "--data.count 1400 --batch-size 8 --epochs 1 --lr 0.001 --checkpoint-every 15"
+    process = Fork([*SMALL, *settings.split()], folder, "interrupted")
     run_dir = folder / "lightning_logs/small-1"
     wait_for(run_dir / "checkpoints/last.ckpt", process)
-    os.kill(process.pid, signal.SIGSTOP)  # it still holds its run, but cannot come to its end meanwhile
+    os.kill(process.pid, signal.SIGSTOP)  # it keeps its lock but cannot finish
     with chdir(folder):
         while_running = run_command("--resume", run_dir)
     signal_time = time.time_ns()
@@ -79,7 +69,7 @@ def interruption(tmp_path_factory: pytest.TempPathFactory) -> Interruption:
 
 
 def wait_for(path: Path, process: Fork) -> None:
-    """Waits until a running process has written a file."""
+    """Wait until a running process has written a file."""
     deadline = time.monotonic() + TIME_LIMIT
     while not path.exists():
         assert process.running, process.err.read_text()
@@ -88,7 +78,7 @@ def wait_for(path: Path, process: Fork) -> None:
 
 
 def fork_pair(words: Sequence[object], folder: Path) -> list[Fork]:
-    """Starts a command in two processes as torchrun starts them."""
+    """Start a command in two processes as torchrun does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The data sets: downloads that fail, and folders and tables of one's own images."""
+"""Data sets: failed downloads, and folders and tables of own images."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from .command_line import (
+    NO_SHAPES,
     OWN_IMAGES,
     SMALL,
     Answer,
@@ -21,9 +22,6 @@ from .command_line import (
     run_command,
 )
 
-NO_SHAPES = ("--data.num_classes", "null", "--data.image_size", "null")
-
-
 # ---- downloads
 
 
@@ -31,7 +29,9 @@ ARCHIVES = {"cifar10": "cifar-10", "cifar100": "cifar-100-python.tar.gz", "fashi
 
 
 @pytest.mark.parametrize(("dataset", "archive"), ARCHIVES.items())
-def test_without_network_each_sources_reason_is_told_and_where_to_put_the_archive(dataset: str, archive: str) -> None:
+def test_without_network_the_error_names_each_sources_reason_and_where_to_put_the_archive(
+    dataset: str, archive: str
+) -> None:
     answer = run_command(*SMALL, "--dataset", dataset, *NO_SHAPES)
     line = answer.error_lines[-1]
     assert answer.code == 1
@@ -43,33 +43,24 @@ def test_without_network_each_sources_reason_is_told_and_where_to_put_the_archiv
     assert not Path("lightning_logs").exists()
 
 
-def test_cifar10_is_the_default_and_has_its_original_host_and_zenodo_among_its_mirrors() -> None:
+def test_cifar10_is_the_default_and_its_mirrors_include_the_original_host_and_zenodo() -> None:
     answer = run_command("--accelerator", "cpu")
     assert answer.code == 1
     for part in ("cifar-10-python.tar.gz", "toronto.edu", "zenodo.org"):
         assert part in answer.error_lines[-1]
 
 
-def test_labels_and_ways_of_resizing_that_a_data_set_does_not_have_are_refused_before_any_download() -> None:
-    for dataset, flag, kind, line in (
-        ("cifar10", "--data.labels", "coarse", "cifar10 has no labels called 'coarse': leave data.labels out"),
-        ("cifar100", "--data.labels", "rough", "cifar100 has no labels called 'rough': use fine or coarse"),
-        ("cifar10", "--data.resize", "letterbox", "all images of cifar10 have the same size: leave data.resize out"),
-    ):
-        assert_refused(run_command("--accelerator", "cpu", "--dataset", dataset, flag, kind), 2, line)
-
-
-def test_an_archive_put_there_by_hand_is_used_and_one_that_is_damaged_is_named_and_kept() -> None:
+def test_an_archive_placed_by_hand_is_used_and_a_damaged_one_is_named_and_kept() -> None:
     by_hand = Path("own/cifar-10-python.tar.gz")
     by_hand.parent.mkdir()
     by_hand.write_bytes(b"no archive")
     answer = run_command(*SMALL, "--dataset", "cifar10", "--data-dir", "own", *NO_SHAPES)
-    assert_refused(answer, 1, str(by_hand), "damaged", "md5")  # and no word of a download
+    assert_refused(answer, 1, str(by_hand), "damaged", "md5")
     assert by_hand.read_bytes() == b"no archive"
     assert not Path("lightning_logs").exists()
 
 
-def test_data_url_names_a_source_in_place_of_the_mirrors() -> None:
+def test_data_url_replaces_the_mirrors() -> None:
     answer = run_command(*SMALL, "--dataset", "cifar10", "--data.url", "http://127.0.0.1:9/a.gz", *NO_SHAPES)
     line = answer.error_lines[-1]
     assert answer.code == 1 and "127.0.0.1:9: " in line and "toronto" not in line, line
@@ -78,11 +69,11 @@ def test_data_url_names_a_source_in_place_of_the_mirrors() -> None:
 # ---- folders
 
 
-def own() -> Answer:
+def train_on_own() -> Answer:
     return run_command(*SMALL, *OWN_IMAGES, "--data-dir", "own", "--data.val_size", "0")
 
 
-def test_a_folder_of_images_of_different_sizes_is_scaled_to_32_and_left_as_it_is(working_folder: Path) -> None:
+def test_images_of_different_sizes_are_scaled_to_32_and_their_folder_stays_unchanged(working_folder: Path) -> None:
     draw_folder(working_folder / "own", {"train/cat": 12, "train/dog": 6, "test/cat": 4, "test/dog": 5}, size=24)
     for number, size in enumerate(((20, 40), (64, 16))):
         Image.new("RGB", size).save(working_folder / f"own/train/cat/{number}.png")
@@ -91,7 +82,7 @@ def test_a_folder_of_images_of_different_sizes_is_scaled_to_32_and_left_as_it_is
     assert answer.code == 0, answer.err
     assert "32×32" in answer.out
     assert sum(map(int, re.findall(r"\b(?:train|validation) (\d+)", answer.out)[:2])) == 18
-    assert contents_of(working_folder / "own") == before  # the cache lies elsewhere
+    assert contents_of(working_folder / "own") == before  # the cache is outside the folder
     run_dir = Path("lightning_logs/small-1")
     assert metrics_of(run_dir)["test"]["images"] == 9
     assert list(metrics_of(run_dir)["test"]["per_class"]) == ["cat", "dog"]
@@ -100,7 +91,7 @@ def test_a_folder_of_images_of_different_sizes_is_scaled_to_32_and_left_as_it_is
     assert config_of(run_dir)["data"]["root"] == "own"
 
 
-def test_val_is_the_validation_set_and_the_test_set_too_where_there_is_no_test() -> None:
+def test_val_is_the_validation_set_and_also_the_test_set_if_there_is_no_test_folder() -> None:
     draw_folder(Path("own"), {"train/cat": 6, "train/dog": 6, "val/cat": 3, "val/dog": 4})
     words = [*SMALL, *OWN_IMAGES, "--data-dir", "own", "--epochs", "1", "--data.val_size", "0.5"]
     assert run_command(*words).code == 0
@@ -111,31 +102,28 @@ def test_val_is_the_validation_set_and_the_test_set_too_where_there_is_no_test()
     assert metrics_of(Path("lightning_logs/small-2"))["test"]["images"] == 4
 
 
-def test_a_table_lists_images_whose_groups_stay_on_one_side_and_is_remembered_by_the_run() -> None:
+def test_a_table_lists_images_keeps_groups_on_one_side_and_is_stored_in_the_run() -> None:
     draw_folder(Path("own/images"), {"cat": 10, "dog": 20}, size=18)
     names = [f"cat/{number}.png" for number in range(10)] + [f"dog/{number}.png" for number in range(20)]
-    rows = [f"images/{name};{name[:3]};{name[:5]}" for name in names]  # ten cats alone; dogs 1, 10 to 19 together
+    rows = [f"images/{name};{name[:3]};{name[:5]}" for name in names]  # dogs 1 and 10 to 19 share a group
     Path("own/labels.csv").write_text("\n".join(["file;class;animal", *rows]))
     words = [*SMALL, *OWN_IMAGES, "--data-dir", "own/labels.csv", "--data.val_size", "0.25", "--data.group"]
     answer = run_command(*words, "animal", "--epochs", "1")
     assert answer.code == 0, answer.err
-    labels = [row["label"] for row in rows_of(Path("lightning_logs/small-1/predictions.csv"))]
-    assert (
-        sorted(labels) == ["cat"] * 2 + ["dog"] * 4
-        and config_of(Path("lightning_logs/small-1"))["data"]["group"] == "animal"
-    )
-    again = run_command(
-        "test", "--ckpt_path", "lightning_logs/small-1/checkpoints/best.ckpt", "--trainer.accelerator", "cpu"
-    )
+    run_dir = Path("lightning_logs/small-1")
+    labels = [row["label"] for row in rows_of(run_dir / "predictions.csv")]
+    assert sorted(labels) == ["cat"] * 2 + ["dog"] * 4
+    assert config_of(run_dir)["data"]["group"] == "animal"
+    again = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--accelerator", "cpu")
     assert (again.code, metrics_of(Path("lightning_logs/small-2"))["test"]["images"]) == (0, 6), again.err
     assert_refused(run_command(*words, "animals"), 2, "animals", "Did you mean animal?")
 
 
-def test_a_folder_that_is_no_data_set_is_refused() -> None:
+def test_a_folder_without_a_data_set_is_refused() -> None:
     assert_refused(run_command(*SMALL, *OWN_IMAGES), 2, "--data-dir", "train/<class>")
-    assert_refused(own(), 2, "own", "does not exist")
+    assert_refused(train_on_own(), 2, "own", "does not exist")
     Path("own").mkdir()
-    assert_refused(own(), 2, "own", "no class folders", "train/<class>")
+    assert_refused(train_on_own(), 2, "own", "no class folders", "train/<class>")
     draw_folder(Path("own"), {"train/cat": 2, "train/dog": 2, "test/cat": 2, "test/dog": 0})
-    assert_refused(own(), 2, "own", "test", "dog", "no JPEG")
+    assert_refused(train_on_own(), 2, "own", "test", "dog", "no JPEG")
     assert not Path("lightning_logs").exists()

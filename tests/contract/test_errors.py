@@ -1,4 +1,4 @@
-"""When something is wrong: one line on stderr, exit code 2 for what was typed and 1 for what failed, nothing damaged."""
+"""Errors: one line on stderr, exit code 2 for invalid input and 1 for a failure, and no damaged file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cifar_lit.data import split_images
 from .command_line import SMALL, assert_refused, checkpoint_of, contents_of, copy_run, run_command
 
 S = "--recipe small.yaml"
-TYPED: list[tuple[str, list[str]]] = [
-    # the nearest right name
+INVALID: list[tuple[str, list[str]]] = [
+    # misspelt names
     (f"{S} --trainer.max_epoch 3", ["--trainer.max_epoch", "Did you mean --trainer.max_epochs?"]),
     (f"{S} --data.shufle=true", ["--data.shufle", "Did you mean --data.shuffle?"]),
     (f"{S} --qqq", ["no flag --qqq"]),
@@ -32,17 +32,20 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --config key.yaml", ["trainer.max_epoch", "Did you mean trainer.max_epochs?"]),
     (f"{S} --config top.yaml", ["trainr", "Did you mean trainer"]),
     (f"{S} --data.sampling balancing", ["data.sampling must be one of none, balanced", "Did you mean balanced?"]),
-    (f"{S} --trainer.deterministic wran", ["trainer.deterministic must be one of true, false, warn", "Did you mean warn?"]),
+    (f"{S} --trainer.deterministic wran",
+     ["trainer.deterministic must be one of true, false, warn", "Did you mean warn?"]),
     (f"{S} --model.optimizer adam", ["model.optimizer", "'adam'", "Did you mean adamw?"]),
     (f"{S} --precision bf17-mixed", ["--precision", "bf17-mixed", "Did you mean bf16-mixed?"]),
     (f"{S} --model.schedule cosin", ["model.schedule", "constant, cosine", "'cosin'", "Did you mean cosine?"]),
-    (f"{S} --model.monitor macro-f1", ["must be one of accuracy, loss, balanced_accuracy, macro_f1", "Did you mean macro_f1?"]),
+    (f"{S} --model.monitor macro-f1",
+     ["must be one of accuracy, loss, balanced_accuracy, macro_f1", "Did you mean macro_f1?"]),
     (f"{S} --trainer.callbacks EarlyStoping", ["trainer.callbacks: no class is called EarlyStoping"]),
-    (f"{S} --trainer.callbacks EarlyStopping --trainer.callbacks.mod=x", ["trainer.callbacks: EarlyStopping has no setting mod"]),
+    (f"{S} --trainer.callbacks EarlyStopping --trainer.callbacks.mod=x",
+     ["trainer.callbacks: EarlyStopping has no setting mod"]),
     ("recipes --all", ["no flag --all", "cifar-lit recipes NAME"]),
     ("devices --nte lenet", ["no flag --nte", "Did you mean --net?"]),
     (f"{S} --model.metrics.f1 torchmetrics.classification.MulticlasF1", ["Did you mean MulticlassF1Score?"]),
-    # names of other programs
+    # names from other programs
     (f"{S} --learning-rate 0.1", ["no flag --learning-rate", "Did you mean --lr?"]),
     (f"{S} --model resnet18", ["--model takes a YAML file", "Did you mean --net resnet18?"]),
     (f"{S} --amp", ["no flag --amp", "Did you mean --precision 16-mixed?"]),
@@ -53,7 +56,7 @@ TYPED: list[tuple[str, list[str]]] = [
     ("quickstart", ["no command is called 'quickstart'", "Did you mean train --recipe quickstart?"]),
     (f"{S} --devices gpu", ["--devices gpu", "Did you mean --accelerator gpu?"]),
     (f"{S} --dataset CIFAR-10", ["'CIFAR-10'", "Did you mean cifar10?"]),
-    # places
+    # paths in the wrong place
     ("--recipe quickstart.yaml", ["no recipe file quickstart.yaml", "Did you mean --recipe quickstart?"]),
     (f"{S} --config quickstart", ["no configuration file quickstart", "Did you mean --recipe quickstart?"]),
     ("--dataset photos", ["'photos'", "Did you mean --dataset folder --data-dir photos?"]),
@@ -65,6 +68,7 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --trainer.max_epo 3", ["no flag --trainer.max_epo", "Did you mean --trainer.max_epochs?"]),
     # values
     (f"{S} --model.lr", ["--model.lr needs a value"]),
+    (f"{S} --checkpoint-every often", ["--checkpoint-every", "often", "500", "10m"]),
     (f"{S} --epochs many", ["--epochs", "whole number", "many"]),
     (f"{S} --epochs 0", ["--epochs", "at least 1"]),
     (f"{S} --lr nan", ["--lr", "nan"]),
@@ -84,7 +88,8 @@ TYPED: list[tuple[str, list[str]]] = [
     ("preview", ["preview needs images"]),
     ("preview nowhere.png", ["nowhere.png"]),
     (f"{S} --data.image_size 8x40", ["lenet", "8×40", "16×16"]),
-    (f"{S} --data.image_size 96x", ["data.image_size must be a number of pixels for squares, or height x width", "not '96x'"]),
+    (f"{S} --data.image_size 96x",
+     ["data.image_size must be a number of pixels for squares, or height x width", "not '96x'"]),
     (f"{S} --data.image_size 96x2049", ["2,048", "96×2049"]),
     (f"{S} --data.resize letterbx", ["data.resize must be one of crop, letterbox, squash", "Did you mean letterbox?"]),
     (f"{S} --data.resize squash", ["shapes are drawn at their final size", "leave data.resize out"]),
@@ -92,11 +97,32 @@ TYPED: list[tuple[str, list[str]]] = [
     (f"{S} --data.seed 3", ["data.seed is set from --seed: leave it out"]),
     (f"{S} --model.monitor loss --data.val_size 0", ["model.monitor loss", "set --data.val_size 0.1"]),
     (f"{S} --data.sampling balanced --data.shuffle false", ["data.sampling balanced", "leave data.shuffle at true"]),
-    (f"{S} --data.sampling balanced --model.class_weights effective", ["balance the classes twice: set one of them to none"]),
+    (f"{S} --data.sampling balanced --model.class_weights effective",
+     ["balance the classes twice: set one of them to none"]),
     # strategies
     (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use --trainer.strategy ddp"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
-    # files
+    # devices
+    (f"{S} --devices two", ["two"]),
+    (f"{S} --accelerator gpus", ["Did you mean gpu?"]),
+    (f"{S} --rank-timeout 0", ["--rank-timeout"]),
+    (f"{S} --nodes 2", ["--nodes 2", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]),
+    (f"{S} --devices 2 --accelerator cpu --trainer.sync_batchnorm true",
+     ["--trainer.sync_batchnorm true needs GPUs", "leave it out"]),
+    # options of data sets, refused before a download
+    ("--dataset cifar10 --data.labels coarse", ["cifar10 has no labels called 'coarse': leave data.labels out"]),
+    ("--dataset cifar100 --data.labels rough", ["cifar100 has no labels called 'rough': use fine or coarse"]),
+    ("--dataset cifar10 --data.resize letterbox", ["all images of cifar10 have the same size: leave data.resize out"]),
+    # missing runs and checkpoints
+    *((f"{command} --ckpt_path nowhere.ckpt", ["nowhere.ckpt"]) for command in ("validate", "test", "predict")),
+    *((command, ["--ckpt_path"]) for command in ("validate", "test", "predict")),
+    ("test --resume", ["--resume", "--ckpt_path"]),
+    *((f"{command} nowhere-1", ["nowhere-1"]) for command in ("report", "serve", "export --to safetensors")),
+    ("classify nowhere-1 cat.png", ["nowhere-1"]),
+    ("compare nowhere-1 nowhere-2", ["nowhere-1"]),
+    ("--resume", ["nothing to resume", "lightning_logs"]),
+    ("--ckpt_path nowhere", ["nothing to resume", "nowhere"]),
+    # missing files
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),
     (f"{S} --config ~0", ["begins with an unknown home folder"]),
     (f"{S} --config {'x' * 400}", ["a file name is too long"]),
@@ -106,7 +132,7 @@ TYPED: list[tuple[str, list[str]]] = [
 
 @pytest.fixture
 def files(working_folder: Path) -> Path:
-    """The configuration files that TYPED names."""
+    """The working folder with the files named in INVALID."""
     for name, text in {
         "key.yaml": "trainer:\n  max_epoch: 3\n",
         "top.yaml": "trainr:\n  max_epochs: 3\n",
@@ -119,18 +145,16 @@ def files(working_folder: Path) -> Path:
     return working_folder
 
 
-def test_every_name_of_another_program_stands_for_a_flag_that_exists() -> None:
+def test_every_synonym_stands_for_an_existing_flag() -> None:
     flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out)) | {"config", *SHORT.values(), *OWN}
     settings = {setting.partition(" ")[0] for setting in SYNONYMS.values()}
     assert settings - flags - {"data.augment.mixup", "data.augment.cutmix"} == set()
     assert SYNONYMS.keys() & {*SHORT, *OWN} == set()
 
 
-def test_a_misspelt_name_is_refused_before_any_image_is_read_or_drawn(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_name_is_refused_before_images_are_loaded(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
-        raise AssertionError("the images were touched")
+        raise AssertionError("the images were loaded")
 
     monkeypatch.setattr(split_images, "load_images", fail)
     (files / "my_nets.py").write_text("class MyNet:\n    pass\n")
@@ -144,7 +168,7 @@ def test_a_misspelt_name_is_refused_before_any_image_is_read_or_drawn(
         assert_refused(run_command(*S.split(), flag, value), 2, part)
 
 
-def test_a_net_that_does_not_fit_the_data_is_refused_with_both_shapes_and_makes_no_run(files: Path) -> None:
+def test_a_net_that_does_not_fit_the_data_is_refused_with_both_shapes_and_without_a_run_folder(files: Path) -> None:
     (files / "misfit.py").write_text(
         "from torch import nn\nclass Net(nn.Sequential):\n"
         "    def __init__(self, channels, image_size, num_classes, width, inputs=784, outputs=4):\n"
@@ -159,15 +183,15 @@ def test_a_net_that_does_not_fit_the_data_is_refused_with_both_shapes_and_makes_
     assert not (files / "lightning_logs").exists()
 
 
-@pytest.mark.parametrize(("line", "parts"), TYPED, ids=[line.replace(S, "…") for line, _ in TYPED])
-def test_what_cannot_be_meant_is_answered_in_one_line_with_2_and_makes_no_run(
+@pytest.mark.parametrize(("line", "parts"), INVALID, ids=[line.replace(S, "…") for line, _ in INVALID])
+def test_invalid_input_gives_one_line_and_exit_code_2_without_a_run_folder(
     files: Path, line: str, parts: list[str]
 ) -> None:
     assert_refused(run_command(*line.split()), 2, *parts)
     assert not (files / "lightning_logs").exists()
 
 
-def test_a_side_that_the_net_cannot_take_is_refused_before_anything_is_trained(files: Path) -> None:
+def test_a_training_resolution_too_small_for_the_net_is_refused_before_training(files: Path) -> None:
     words = ("--net", "alexnet", "--data.image_size", "64", "--data.resolutions", "{32: 0.5}")
     assert_refused(run_command(*S.split(), *words), 2, "alexnet cannot take 32×32 images; the smallest size is 63×63")
     assert not (files / "lightning_logs").exists()
@@ -185,12 +209,10 @@ def cut_short(path: Path) -> None:
     [
         ("test", cut_short),
         ("validate", lambda path: path.write_bytes(b"")),
-        ("predict", lambda path: torch.save({"epoch": 3}, path)),  # without weights
+        ("predict", lambda path: torch.save({"epoch": 3}, path)),  # no weights
     ],
 )
-def test_a_checkpoint_that_is_damaged_is_named_and_left(
-    run_dir: Path, command: str, damage: Callable[[Path], Any]
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_unchanged(run_dir: Path, command: str, damage: Callable[..., Any]) -> None:
     shutil.copytree(run_dir, "copy")
     checkpoint = Path("copy/checkpoints/best.ckpt")
     damage(checkpoint)
@@ -200,7 +222,7 @@ def test_a_checkpoint_that_is_damaged_is_named_and_left(
     assert not Path("lightning_logs").exists()
 
 
-def test_a_checkpoint_of_another_net_is_told_with_both(run_dir: Path) -> None:
+def test_a_checkpoint_of_another_net_is_refused_with_both_nets(run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoints/best.ckpt"
     for flags, other in (
         (["--net", "tudui"], "not of tudui (3×16×16, 4 classes)"),
@@ -212,20 +234,22 @@ def test_a_checkpoint_of_another_net_is_told_with_both(run_dir: Path) -> None:
     assert not Path("lightning_logs").exists()
 
 
-def test_a_checkpoint_that_would_execute_code_is_refused_and_nothing_runs(run_dir: Path, working_folder: Path) -> None:
+def test_a_checkpoint_that_would_execute_code_is_refused_without_executing_it(
+    run_dir: Path, working_folder: Path
+) -> None:
     shutil.copytree(run_dir, "copy")
     checkpoint = Path("copy/checkpoints/best.ckpt")
     torch.save({**checkpoint_of(checkpoint), "hyper_parameters": MKDIR}, checkpoint)
     assert_refused(run_command("test", "--ckpt_path", checkpoint), 1, str(checkpoint), "execute code")
     assert not (working_folder / "ran").exists()
     torch.load(checkpoint, weights_only=False)
-    assert (working_folder / "ran").exists(), "the payload is harmless, so that nothing was tested"
+    assert (working_folder / "ran").exists(), "the payload does nothing, so this test proves nothing"
 
 
-# ---- trainings that fail
+# ---- failed trainings
 
 
-def test_a_loss_that_is_not_finite_stops_at_that_step_and_leaves_no_results() -> None:
+def test_a_non_finite_loss_stops_the_run_at_that_step_without_results() -> None:
     answer = run_command(*SMALL, "--lr", "1e30")
     (line,) = answer.error_lines
     assert answer.code == 1
@@ -234,7 +258,7 @@ def test_a_loss_that_is_not_finite_stops_at_that_step_and_leaves_no_results() ->
     assert not Path("lightning_logs/small-1/metrics.json").exists()
 
 
-def test_a_resumed_run_whose_loss_is_not_finite_keeps_the_checkpoint_that_it_had(interruption: Any) -> None:
+def test_a_resumed_run_with_a_non_finite_loss_keeps_its_checkpoint(interruption: Any) -> None:
     last = copy_run(interruption.run_dir) / "checkpoints/last.ckpt"
     before = last.read_bytes()
     answer = run_command("--resume", "--lr", "1e30")
@@ -243,5 +267,5 @@ def test_a_resumed_run_whose_loss_is_not_finite_keeps_the_checkpoint_that_it_had
     assert last.read_bytes() == before
 
 
-def test_a_folder_for_runs_that_cannot_be_made_is_told() -> None:
+def test_a_logs_folder_that_cannot_be_created_is_refused() -> None:
     assert_refused(run_command(*SMALL, "--logs", "small.yaml/runs"), 1, "small.yaml/runs", "--logs")

@@ -1,4 +1,4 @@
-"""Short flags, configuration files and recipes: which setting each is, and which is stronger."""
+"""Short flags, configuration files and recipes: the settings they stand for, and their precedence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from .command_line import SMALL, assert_refused, checkpoint_of, config_of, files_of, metrics_of, run_command
 
-# The short flag, a value, the long flag, and what the printed configuration says then.
+# Short flag, value, long flag, and value in the printed configuration.
 SHORT_FLAGS: list[tuple[str, str, str, Any]] = [
     ("devices", "2", "trainer.devices", 2),
     ("accelerator", "gpu", "trainer.accelerator", "gpu"),
@@ -27,7 +27,7 @@ SHORT_FLAGS: list[tuple[str, str, str, Any]] = [
 
 
 def printed_config(*words: object) -> dict[str, Any]:
-    """The settings that `cifar-lit fit … --print_config` prints."""
+    """Return the settings printed by `cifar-lit fit … --print_config`."""
     answer = run_command("fit", *words, "--print_config")
     assert (answer.code, answer.err) == (0, "")
     return yaml.safe_load(answer.out)
@@ -39,8 +39,8 @@ def setting(config: dict[str, Any], name: str) -> Any:
     return config
 
 
-def test_a_short_flag_is_a_spelling_of_the_long_one() -> None:
-    expected = {long: result for _, _, long, result in SHORT_FLAGS}
+def test_a_short_flag_is_an_alias_of_the_long_one() -> None:
+    expected = {long: value for _, _, long, value in SHORT_FLAGS}
     for words in (
         [word for short, value, _, _ in SHORT_FLAGS for word in (f"--{short}", value)],
         [f"--{short}={value}" for short, value, _, _ in SHORT_FLAGS],
@@ -68,7 +68,7 @@ def test_recipe_takes_a_packaged_name_or_a_path(working_folder: Path) -> None:
     assert printed_config("--recipe", working_folder / "small.yaml")["model"]["net"] == "lenet"
 
 
-def test_flags_are_stronger_than_config_files_and_these_than_the_recipe() -> None:
+def test_flags_override_config_files_and_config_files_override_the_recipe() -> None:
     Path("one.yaml").write_text("model: {lr: 1, momentum: 0.1}\ndata: {batch_size: 11}\n")
     Path("two.yaml").write_text("model: {momentum: 0.2}\n")
     config = printed_config("--lr", "3", "--config", "one.yaml", "--config", "two.yaml", *SMALL)
@@ -85,56 +85,39 @@ def test_a_checkpoints_settings_never_override_a_flag(run_dir: Path) -> None:
     assert metrics_of(Path("lightning_logs/small-1"))["seed"] == 8
 
 
-def test_logs_names_the_folder_of_run_folders_and_another_seed_is_another_run(run_dir: Path) -> None:
+def test_logs_sets_the_folder_of_run_folders_and_another_seed_gives_other_weights(run_dir: Path) -> None:
     Path("own.yaml").write_text("logs: of_the_file\n")
-    own = Path("some/runs/small-1")
+    other_run = Path("some/runs/small-1")
     answer = run_command("fit", "--logs", "some/runs", *SMALL, "--config", "own.yaml", "--epochs", "1", "--seed", "4")
-    assert f"run {own}" in answer.lines
-    assert (own / "metrics.json").is_file()
+    assert f"run {other_run}" in answer.lines
+    assert (other_run / "metrics.json").is_file()
     assert not Path("lightning_logs").exists()
     assert not Path("of_the_file").exists()
-    weights, others = (checkpoint_of(run / "checkpoints/best.ckpt")["state_dict"] for run in (run_dir, own))
+    weights, others = (checkpoint_of(run / "checkpoints/best.ckpt")["state_dict"] for run in (run_dir, other_run))
     assert any(not weights[name].equal(others[name]) for name in weights)
 
 
 # ---- checkpoints within epochs, searches
 
 
-def test_checkpoints_within_epochs_are_written_and_those_that_are_not_needed_go_at_the_end() -> None:
+def test_checkpoints_within_epochs_are_removed_at_the_end_if_no_longer_needed() -> None:
     answer = run_command("fit", *SMALL, "--checkpoint-every", "2", "--epochs", "1")
     assert (answer.code, answer.err) == (0, "")
     run_dir = Path("lightning_logs/small-1")
     assert config_of(run_dir)["checkpoint_every"] == 2
-    assert {name for name in files_of(run_dir) if name.endswith(".ckpt")} == {
-        "checkpoints/best.ckpt",
-        "checkpoints/last.ckpt",
-    }
+    checkpoints = {name for name in files_of(run_dir) if name.endswith(".ckpt")}
+    assert checkpoints == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
 
 
-def test_an_interval_that_means_nothing_is_refused() -> None:
-    assert_refused(run_command(*SMALL, "--checkpoint-every", "often"), 2, "--checkpoint-every", "often", "500", "10m")
-
-
-def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml(run_dir: Path) -> None:
-    words = [
-        "--net",
-        "shapenet",
-        "--model.width",
-        "0.5",
-        "--auto-batch",
-        "--auto-lr",
-        "--data.count",
-        "800",
-        "--epochs",
-        "1",
-    ]
-    answer = run_command("fit", *SMALL, *words, "--batch-size", "8")
+def test_auto_batch_and_auto_lr_are_searched_before_training_and_written_to_config_yaml(run_dir: Path) -> None:
+    words = "--net shapenet --model.width 0.5 --auto-batch --auto-lr --data.count 800 --epochs 1 --batch-size 8"
+    answer = run_command("fit", *SMALL, *words.split())
     assert answer.code == 0, answer.err
     config = config_of(Path("lightning_logs/small-1"))
     assert config["model"]["lr"] != 0.05
     assert f"--auto-lr: {config['model']['lr']:g} (configured: 0.05)" in answer.out
     batch_size = metrics_of(Path("lightning_logs/small-1"))["batch_size"]
-    assert config["data"]["batch_size"] == batch_size == 32  # 760 images make 20 steps of 32 and no 20 of 64
+    assert config["data"]["batch_size"] == batch_size == 32  # the largest size with 20 steps of 760 images
     answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--auto-lr")
     assert_refused(answer, 2, "--auto-lr", "only a new training takes it")
 
@@ -142,7 +125,7 @@ def test_auto_batch_and_auto_lr_are_found_first_and_written_to_config_yaml(run_d
 # ---- --trust, --debug
 
 
-def test_a_configuration_file_names_classes_of_ones_own_only_with_trust(
+def test_a_configuration_file_may_name_own_classes_only_with_trust(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (working_folder / "contract_callbacks.py").write_text(
@@ -157,10 +140,10 @@ def test_a_configuration_file_names_classes_of_ones_own_only_with_trust(
     assert not Path("imported").exists()
     assert run_command(*words, "--trust").code == 0
     assert Path("trained").exists()
-    assert_refused(run_command(*words), 2, "contract_callbacks.Mark", "--trust")  # it is for that command alone
+    assert_refused(run_command(*words), 2, "contract_callbacks.Mark", "--trust")  # --trust applies to one command
 
 
-def test_debug_shows_the_traceback_and_then_the_same_line() -> None:
+def test_debug_prints_the_traceback_before_the_same_line() -> None:
     plain, debugged = (run_command(*SMALL, "--epochs", "many", *more) for more in ((), ("--debug",)))
     assert "Traceback" not in plain.err
     assert "Traceback (most recent call last):" in debugged.err
@@ -168,13 +151,12 @@ def test_debug_shows_the_traceback_and_then_the_same_line() -> None:
     assert debugged.code == plain.code == 2
 
 
-def test_augmentation_is_set_by_files_and_flags_and_a_run_can_be_made_again_from_what_it_writes() -> None:
+def test_augmentation_is_set_by_files_and_flags_and_reproduced_from_config_yaml() -> None:
     Path("photos.yaml").write_text("data: {augment: {scale: [0.5, 1], policy: trivial, hue: 0.1}}\n")
     flags = ["--config", "photos.yaml", "--data.augment.hue", "0", "--data.augment.mixup=0.2"]
     assert run_command("fit", *SMALL, *flags, "--epochs", "1").code == 0
     config = Path("lightning_logs/small-1/config.yaml")
     expected = {"scale": [0.5, 1], "policy": "trivial", "hue": 0, "mixup": 0.2}
-    assert (
-        config_of(config.parent)["data"]["augment"] == printed_config("--config", config)["data"]["augment"] == expected
-    )
+    assert config_of(config.parent)["data"]["augment"] == expected
+    assert printed_config("--config", config)["data"]["augment"] == expected
     assert printed_config("--config", config, "--data.augment", "null")["data"]["augment"] is None

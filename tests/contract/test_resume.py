@@ -1,4 +1,4 @@
-"""Ctrl-C, and going on: in the folder of the run, with its settings, from the newest whole checkpoint."""
+"""Ctrl-C and --resume: in the same run folder, with its settings, from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def interrupted(interruption: Interruption) -> Path:
 # ---- Ctrl-C
 
 
-def test_ctrl_c_ends_with_130_writes_the_checkpoint_of_that_moment_and_no_results(interruption: Interruption) -> None:
+def test_ctrl_c_exits_with_130_and_writes_a_checkpoint_but_no_results(interruption: Interruption) -> None:
     assert interruption.answer.code == 130
     assert "Traceback" not in interruption.answer.err + interruption.answer.out
     last = interruption.run_dir / "checkpoints/last.ckpt"
     assert last.stat().st_mtime_ns > interruption.signal_time
     assert 0 < checkpoint_of(last)["global_step"] < STEPS
-    left = files_of(interruption.run_dir)
-    assert "config.yaml" in left
-    assert not left & {"metrics.json", "model.safetensors", "predictions.csv", "report.html"}
-    assert not {name for name in left if name.endswith((".part", ".tmp"))}
+    files = files_of(interruption.run_dir)
+    assert "config.yaml" in files
+    assert not files & {"metrics.json", "model.safetensors", "predictions.csv", "report.html"}
+    assert not {name for name in files if name.endswith((".part", ".tmp"))}
 
 
-def test_a_lost_terminal_ends_a_training_with_129_and_its_checkpoint(working_folder: Path) -> None:
+def test_a_closed_terminal_ends_a_training_with_129_and_a_checkpoint(working_folder: Path) -> None:
     command = [sys.executable, "-m", "cifar_lit", "train", *SMALL, "--epochs", "100000"]
     process, terminal = pty.fork()
     if not process:
@@ -59,31 +59,30 @@ def test_a_lost_terminal_ends_a_training_with_129_and_its_checkpoint(working_fol
     assert checkpoint_of(working_folder / "lightning_logs/small-1/checkpoints/last.ckpt")["global_step"] > 0
 
 
-def test_ctrl_c_prints_the_exact_command_to_go_on(interruption: Interruption, interrupted: Path) -> None:
+def test_ctrl_c_prints_the_exact_command_to_resume(interruption: Interruption, interrupted: Path) -> None:
     (line,) = [line for line in interruption.answer.err.splitlines() if "--resume" in line]
     words = shlex.split(line)[-3:]
     assert words == ["train", "--resume", "lightning_logs/small-1"]
     answer = run_command(*words)
     assert (answer.code, answer.err) == (0, "")
-    assert {path.name for path in Path("lightning_logs").iterdir()} == {
-        "small-1"
-    }  # it goes on in the folder it resumes
+    assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]  # no new run folder
     assert metrics_of(interrupted)["test"]["images"] == 280
     assert checkpoint_of(interrupted / "checkpoints/last.ckpt")["global_step"] == STEPS
     rows = rows_of(interrupted / "metrics.csv")
-    assert [int(row["step"]) for row in rows] == sorted(int(row["step"]) for row in rows)
+    steps = [int(row["step"]) for row in rows]
+    assert steps == sorted(steps)
     assert len([row for row in rows if row["val/loss"]]) == 1
     assert "checkpoints/previous.ckpt" not in files_of(interrupted)
 
 
-def test_a_run_that_another_process_writes_is_refused_by_name(interruption: Interruption) -> None:
+def test_a_run_locked_by_another_process_is_refused_by_name(interruption: Interruption) -> None:
     assert_refused(interruption.while_running, 1, "is writing", "small-1", "wait")
 
 
-# ---- which run
+# ---- runs that cannot be resumed
 
 
-def test_a_finished_run_is_named_as_finished_and_left_as_it_is(run_dir: Path) -> None:
+def test_a_finished_run_is_reported_as_finished_and_unchanged(run_dir: Path) -> None:
     before = contents_of(run_dir)
     for words in (
         ["--resume", run_dir],
@@ -94,36 +93,25 @@ def test_a_finished_run_is_named_as_finished_and_left_as_it_is(run_dir: Path) ->
     assert contents_of(run_dir) == before
 
 
-def test_what_cannot_be_resumed_is_told() -> None:
-    for line, *parts in (
-        ("--resume", "nothing to resume", "lightning_logs"),
-        ("--ckpt_path nowhere", "nothing to resume", "nowhere"),
-        ("test --resume", "--resume", "--ckpt_path"),
-    ):
-        assert_refused(run_command(*line.split()), 2, *parts)
-    assert not Path("lightning_logs").exists()
+# ---- other settings beside --resume
 
 
-# ---- what the line may say besides
-
-
-def test_a_line_of_the_history_with_resume_added_is_taken(interrupted: Path) -> None:
-    settings = ["--data.count", "1400", "--batch-size", "8", "--lr", "0.001", "--net", "lenet"]
-    answer = run_command(
-        *SMALL, *settings, "--epochs", "1", "--data.eval_batch_size", "123", "--resume"
-    )  # the newest run
+def test_a_repeated_command_with_resume_added_is_accepted(interrupted: Path) -> None:
+    words = "--data.count 1400 --batch-size 8 --lr 0.001 --net lenet --epochs 1 --data.eval_batch_size 123 --resume"
+    answer = run_command(*SMALL, *words.split())  # resumes the newest run
     assert answer.code == 0, answer.err
-    assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-1"}
+    assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]
     assert metrics_of(interrupted)["test"]["images"] == 280
     data = config_of(interrupted)["data"]
-    assert (data["eval_batch_size"], data["batch_size"]) == (123, 8)  # flags count
+    assert (data["eval_batch_size"], data["batch_size"]) == (123, 8)
 
 
-def test_what_contradicts_the_run_is_refused_and_the_run_stays_as_it_is(interrupted: Path) -> None:
-    before, names = contents_of(interrupted), files_of(interrupted)
+def test_settings_that_contradict_the_run_are_refused_and_the_run_stays_unchanged(interrupted: Path) -> None:
+    before = contents_of(interrupted)
+    names = files_of(interrupted)
     others = {"net": "tudui", "model.optimizer": "adamw", "data.num_classes": "5", "model.schedule": "constant"}
     for flag, value in {"recipe": "quickstart", **others}.items():
         assert_refused(run_command("--resume", f"--{flag}={value}"), 2)
     after = contents_of(interrupted)
     assert [name for name, content in before.items() if after.get(name) != content] == []
-    assert files_of(interrupted) == names  # but for a file of TensorBoard's, which is opened with the Trainer
+    assert files_of(interrupted) == names  # the Trainer may have added an event file

@@ -1,4 +1,4 @@
-"""What a run leaves in lightning_logs/<recipe>-<number>/, file by file, and the keys of metrics.json."""
+"""The files of lightning_logs/<recipe>-<number>/ and the keys of metrics.json."""
 
 from __future__ import annotations
 
@@ -16,16 +16,9 @@ import cifar_lit
 from .command_line import SMALL, checkpoint_of, config_of, files_of, metrics_of, rows_of, run_command
 
 FILES = {
-    *(
-        "config.yaml",
-        "checkpoints/best.ckpt",
-        "checkpoints/last.ckpt",
-        "model.safetensors",
-        "metrics.json",
-        "metrics.csv",
-    ),
-    *("predictions.csv", "probabilities.npy", "report.html", "events.out.tfevents.*"),
-}
+    "config.yaml", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "model.safetensors", "metrics.json", "metrics.csv",
+    "predictions.csv", "probabilities.npy", "report.html", "events.out.tfevents.*",
+}  # fmt: skip
 CLASSES = ["circle", "square", "triangle", "star"]
 KEYS = {
     "recipe", "net", "dataset", "seed", "epochs", "accelerator", "devices", "precision", "batch_size", "parameters",
@@ -33,11 +26,11 @@ KEYS = {
 }  # fmt: skip
 
 
-def test_a_run_folder_holds_these_files_and_no_others(run_dir: Path) -> None:
+def test_a_run_folder_holds_exactly_these_files(run_dir: Path) -> None:
     assert files_of(run_dir) == FILES
 
 
-def test_runs_are_numbered_for_each_recipe() -> None:
+def test_runs_are_numbered_per_recipe() -> None:
     Path("other.yaml").write_text(Path("small.yaml").read_text())
     Path("lightning_logs/small-2").mkdir(parents=True)
     for recipe in ("small.yaml", "other.yaml"):
@@ -55,41 +48,36 @@ def test_config_yaml_holds_every_setting(run_dir: Path) -> None:
     assert (config["model"]["net"], config["model"]["lr"], config["model"]["schedule"]) == ("lenet", 0.05, "cosine")
     data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 200, "batch_size": 32, "val_size": 40}
     assert data.items() <= config["data"].items()
-    assert {"optimizer", "momentum", "weight_decay"} <= config[
-        "model"
-    ].keys()  # which the recipe leaves to the defaults
+    assert {"optimizer", "momentum", "weight_decay"} <= config["model"].keys()
 
 
-def test_config_yaml_is_enough_to_run_it_again_to_the_last_bit_and_byte(run_dir: Path, same_run_again: Path) -> None:
+def test_config_yaml_reproduces_scores_weights_and_model_safetensors_exactly(
+    run_dir: Path, same_run_again: Path
+) -> None:
     first, second = metrics_of(run_dir), metrics_of(same_run_again)
     assert (first["val"], first["test"]) == (second["val"], second["test"])
-    weights, weights_again = (
-        checkpoint_of(run / "checkpoints/last.ckpt")["state_dict"] for run in (run_dir, same_run_again)
-    )
-    assert weights.keys() == weights_again.keys()
-    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+    last, again = (checkpoint_of(run / "checkpoints/last.ckpt")["state_dict"] for run in (run_dir, same_run_again))
+    assert last.keys() == again.keys()
+    assert all(torch.equal(last[name], again[name]) for name in last)
     assert (run_dir / "model.safetensors").read_bytes() == (same_run_again / "model.safetensors").read_bytes()
 
 
-def test_checkpoints_are_lightnings_and_best_is_of_the_epoch_that_validated_best(run_dir: Path) -> None:
-    best, last = (
-        checkpoint_of(run_dir / f"checkpoints/{name}.ckpt") for name in ("best", "last")
-    )  # loads weights only
+def test_checkpoints_are_lightnings_and_best_is_of_the_epoch_with_the_best_validation_accuracy(run_dir: Path) -> None:
+    best, last = (checkpoint_of(run_dir / f"checkpoints/{name}.ckpt") for name in ("best", "last"))
     for checkpoint in (best, last):
         assert {"pytorch-lightning_version", "state_dict", "optimizer_states", "hyper_parameters"} <= checkpoint.keys()
     epochs = [row for row in rows_of(run_dir / "metrics.csv") if row["val/accuracy"]]
     row = max(epochs, key=lambda row: float(row["val/accuracy"]))
     assert (best["epoch"], last["epoch"]) == (int(row["epoch"]), 1)
     val = metrics_of(run_dir)["val"]
-    assert (val["accuracy"], val["loss"]) == pytest.approx(
-        (float(row["val/accuracy"]), float(row["val/loss"])), abs=1e-5
-    )
+    for name in ("accuracy", "loss"):
+        assert val[name] == pytest.approx(float(row[f"val/{name}"]), abs=1e-5)
 
 
 # ---- model.safetensors
 
 
-def test_model_safetensors_describes_itself_and_holds_the_weights_of_the_best_checkpoint(run_dir: Path) -> None:
+def test_model_safetensors_holds_metadata_and_the_weights_of_the_best_checkpoint(run_dir: Path) -> None:
     with safetensors.safe_open(run_dir / "model.safetensors", "pt") as file:
         metadata = " ".join(f"{name} {value}" for name, value in file.metadata().items())
         tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
@@ -99,15 +87,13 @@ def test_model_safetensors_describes_itself_and_holds_the_weights_of_the_best_ch
     for value in (*data["mean"], *data["std"]):
         assert str(value) in metadata
     best = checkpoint_of(run_dir / "checkpoints/best.ckpt")["state_dict"].values()
-    trained = [tensor for tensor in best if tensor.dim() > 1]  # filters and matrices, whatever they are called
+    trained = [tensor for tensor in best if tensor.dim() > 1]  # filters and matrices
     assert trained
     for tensor in trained:
         assert any(tensor.shape == other.shape and torch.equal(tensor, other) for other in tensors)
 
 
-def test_model_safetensors_alone_is_enough_to_predict_and_as_readable_as_its_neighbours(
-    run_dir: Path, tmp_path: Path
-) -> None:
+def test_model_safetensors_alone_predicts_as_the_run_does(run_dir: Path, tmp_path: Path) -> None:
     alone = tmp_path / "elsewhere.safetensors"
     alone.write_bytes((run_dir / "model.safetensors").read_bytes())
     images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
@@ -125,7 +111,7 @@ def refuse_constant(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 
-def test_metrics_json_says_what_ran(run_dir: Path) -> None:
+def test_metrics_json_describes_the_run(run_dir: Path) -> None:
     metrics = json.loads((run_dir / "metrics.json").read_text(), parse_constant=refuse_constant)
     assert metrics.keys() >= KEYS
     assert metrics["val"].keys() >= {"accuracy", "loss"}
@@ -143,7 +129,7 @@ def test_metrics_json_says_what_ran(run_dir: Path) -> None:
     assert images > 1.001 * 2 * 160  # train_seconds includes validation, the rate does not
 
 
-def test_accuracies_are_fractions_that_agree_with_each_other_and_losses_means_over_images(run_dir: Path) -> None:
+def test_accuracies_are_consistent_fractions_and_losses_are_means_over_images(run_dir: Path) -> None:
     test, rows = metrics_of(run_dir)["test"], rows_of(run_dir / "predictions.csv")
     assert test["images"] == len(rows) == 40
     assert test["accuracy"] == pytest.approx(sum(row["label"] == row["predicted"] for row in rows) / 40)
@@ -151,10 +137,10 @@ def test_accuracies_are_fractions_that_agree_with_each_other_and_losses_means_ov
     for name, accuracy in test["per_class"].items():
         of_class = [row for row in rows if row["label"] == name]
         assert accuracy == pytest.approx(sum(row["predicted"] == name for row in of_class) / len(of_class))
-    assert 0.5 < test["loss"] < 3  # ln 4 = 1.39 before anything is learned; a sum over images would be 55
+    assert 0.5 < test["loss"] < 3  # ln 4 = 1.39 before training; a sum over images would be 55
 
 
-def test_predictions_csv_has_every_test_image_once_and_a_column_for_each_class(run_dir: Path) -> None:
+def test_predictions_csv_has_one_row_per_test_image_and_one_column_per_class(run_dir: Path) -> None:
     rows = rows_of(run_dir / "predictions.csv")
     assert list(rows[0]) == ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in CLASSES)]
     assert [int(row["index"]) for row in rows] == list(range(40))
@@ -164,7 +150,7 @@ def test_predictions_csv_has_every_test_image_once_and_a_column_for_each_class(r
 # ---- report.html, TensorBoard
 
 
-def test_report_html_is_about_the_run_and_loads_nothing_from_elsewhere(run_dir: Path) -> None:
+def test_report_html_describes_the_run_and_works_offline(run_dir: Path) -> None:
     page = (run_dir / "report.html").read_text()
     assert page.lstrip().lower().startswith("<!doctype html>")
     for fact in ("small", "lenet", *CLASSES):
@@ -173,14 +159,13 @@ def test_report_html_is_about_the_run_and_loads_nothing_from_elsewhere(run_dir: 
     assert not re.search(r"""<link[^>]*href\s*=\s*["']?(https?:)?//""", page)
 
 
-def test_metrics_csv_and_tensorboard_hold_the_curves_and_tensorboard_settings_and_images(run_dir: Path) -> None:
+def test_metrics_csv_and_tensorboard_hold_the_same_curves_and_tensorboard_settings_and_images(run_dir: Path) -> None:
     rows, events = rows_of(run_dir / "metrics.csv"), EventAccumulator(str(run_dir))
     events.Reload()
     for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "test/loss", "test/accuracy"):
         points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
-        assert [step for step, _ in points] == ([10] if name.startswith("test/") else [5, 10]), (
-            name
-        )  # one for each epoch
+        steps = [10] if name.startswith("test/") else [5, 10]  # one per epoch
+        assert [step for step, _ in points] == steps, name
         assert [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)] == points, name
     assert points[-1][1] == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
     assert events.Tags()["images"]
@@ -193,27 +178,27 @@ def test_metrics_csv_and_tensorboard_hold_the_curves_and_tensorboard_settings_an
 
 
 @pytest.mark.parametrize(("command", "part", "other"), [("test", "test", "val"), ("validate", "val", "test")])
-def test_an_evaluation_makes_a_run_folder_of_its_own(run_dir: Path, command: str, part: str, other: str) -> None:
+def test_validate_and_test_create_a_run_folder(run_dir: Path, command: str, part: str, other: str) -> None:
     answer = run_command(command, "--ckpt_path", run_dir / "checkpoints/best.ckpt")
     assert (answer.code, answer.err) == (0, "")
-    own = Path("lightning_logs/small-1")
-    assert {"config.yaml", "metrics.json"} <= files_of(own)
-    assert not {name for name in files_of(own) if name.endswith((".ckpt", ".safetensors"))}
-    assert f"run {own}" in answer.lines
-    metrics = metrics_of(own)
+    new_run = Path("lightning_logs/small-1")
+    assert {"config.yaml", "metrics.json"} <= files_of(new_run)
+    assert not {name for name in files_of(new_run) if name.endswith((".ckpt", ".safetensors"))}
+    assert f"run {new_run}" in answer.lines
+    metrics = metrics_of(new_run)
     assert metrics.keys() >= KEYS
     assert metrics[part]["accuracy"] == metrics_of(run_dir)[part]["accuracy"]
     assert metrics[part]["loss"] == pytest.approx(metrics_of(run_dir)[part]["loss"], abs=1e-5)
     assert metrics[other] is None
-    assert config_of(own)["data"]["count"] == 200  # the settings are those of the run that is scored
+    assert config_of(new_run)["data"]["count"] == 200  # a setting of the evaluated run
 
 
-def test_without_validation_images_there_is_no_best_checkpoint_and_the_last_is_tested() -> None:
+def test_without_validation_images_the_last_checkpoint_is_tested_and_there_is_no_best() -> None:
     answer = run_command(*SMALL, "--data.val_size", "0", "--epochs", "1")
     assert (answer.code, answer.err) == (0, "")
     run_dir = Path("lightning_logs/small-1")
     assert files_of(run_dir) == FILES - {"checkpoints/best.ckpt"}
     assert metrics_of(run_dir)["val"] is None
-    assert checkpoint_of(run_dir / "checkpoints/last.ckpt")["global_step"] == 7  # of 32, 200 images: all are trained on
+    assert checkpoint_of(run_dir / "checkpoints/last.ckpt")["global_step"] == 7  # batches of 32 from all 200 images
     assert run_command("test", "--ckpt_path", run_dir / "checkpoints/last.ckpt").code == 0
     assert metrics_of(Path("lightning_logs/small-2"))["test"]["loss"] == metrics_of(run_dir)["test"]["loss"]

@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 
 
 def _shared(write: Callable[[Path], Path]) -> Callable[..., Path]:
-    """A run folder that tests leave as it is."""
+    """Return a fixture with a run folder that tests must not change."""
     return pytest.fixture(scope="session")(lambda tmp_path_factory: write(tmp_path_factory.mktemp("runs") / "run-1"))
 
 
@@ -24,7 +24,7 @@ served_run = _shared(lambda folder: write_net(folder, "lenet", side=16, gain=3, 
 
 @pytest.fixture(scope="session")
 def service(served_run: Path) -> Iterator[Service]:
-    """A service that is shared: tests leave it running."""
+    """Return a running service shared by all tests."""
     pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
     with running(served_run, *LIMITS) as opened:
         yield opened

@@ -1,7 +1,6 @@
-"""Odd image files: cameras' turnings, rare pixels, animations, damage, bombs and what is no image at all.
+"""Unusual and damaged image files: EXIF rotation, rare pixel formats, animations, bombs and other file types.
 
-The readable ones show the same picture, if they are large enough: a red quarter at the top left, green at the top right, blue at
-the bottom left, and white.
+Readable ones of sufficient size show four quarters: red and green at the top, blue and white at the bottom.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import struct
 import zlib
 from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -21,7 +21,7 @@ CUT, UNKNOWN = "cut short", "not a JPEG, PNG, WebP, BMP or GIF"
 
 
 class OddFile(NamedTuple):
-    """A file, what it is in words, and the colours of its quarters, or a part of the reason for which it is refused."""
+    """A file, its description, and the colours of its quarters or a part of the error message."""
 
     name: str
     what: str
@@ -30,7 +30,7 @@ class OddFile(NamedTuple):
 
 
 def picture(size: int = 48, mode: str = "RGB", clear: bool = False) -> Image.Image:
-    """The four quarters, square; with `clear`, the white one is black that nothing is seen of."""
+    """Return the square with four quarters; with `clear`, transparent black replaces white."""
     image = Image.new("RGBA", (size, size), (0, 0, 0, 0) if clear else WHITE)
     half = size // 2
     for colour, left, top in ((RED, 0, 0), (GREEN, half, 0), (BLUE, 0, half)):
@@ -53,18 +53,18 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, depth: int, rows: bytes) -> bytes:
-    """An RGB PNG of rows that begin with their filter's number."""
+    """Return an RGB PNG. Each row begins with the number of its filter."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 def bomb(width: int = 60_000, height: int = 60_000) -> bytes:
-    """A PNG of far more pixels than its bytes would let one think."""
+    """Return a tiny PNG whose header declares very many pixels."""
     return png(width, height, 8, b"")
 
 
 def scan_bomb(side: int = 4_000, scans: int = 3_000) -> bytes:
-    """A progressive JPEG whose last scan is there again and again: small, of few pixels, and minutes to decode."""
+    """Return a small progressive JPEG that repeats its last scan, so that decoding takes minutes."""
     data = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True)
     last = data.rindex(b"\xff\xda")
     return data[:last] + data[last:-2] * scans + data[-2:]
@@ -80,9 +80,8 @@ def odd_files() -> list[OddFile]:
     black = {"save_all": True, "append_images": [Image.new("RGB", (48, 48), (grey,) * 3) for grey in (0, 9)]}
     exif = Image.Exif()
     exif[0x0112] = 6
-    wide = b"".join(
-        bytes([0]) + bytes(byte for byte in picture().tobytes()[y : y + 144] for _ in "12") for y in range(0, 6912, 144)
-    )
+    rows = [np.repeat(row, 2).tobytes() for row in np.asarray(picture()).reshape(48, 144)]
+    deep = b"".join(b"\0" + row for row in rows)  # 16 bits: each byte twice
     head, kind, rest = plain["PNG"].partition(b"IDAT")
     text_bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(200_000_000)))
     grey = picture(mode="L")
@@ -116,7 +115,7 @@ def odd_files() -> list[OddFile]:
         OddFile("palette-alpha.png", "PNG with a transparent palette entry", encoded(clear.quantize(8), "PNG")),
         OddFile("colour-alpha.png", "PNG with one transparent colour", encoded(picture(), "PNG", transparency=WHITE)),
         OddFile("deep-grey.png", "grey PNG of 16 bits", encoded(deep_grey, "PNG"), GREY),
-        OddFile("deep.png", "PNG of 16 bits", png(48, 48, 16, wide)),
+        OddFile("deep.png", "PNG of 16 bits", png(48, 48, 16, deep)),
         OddFile("animated.png", "animated PNG", encoded(picture(), "PNG", **black)),
         OddFile("animated.gif", "animated GIF", encoded(picture(), "GIF", **black)),
         OddFile("alpha.gif", "partly transparent GIF", encoded(clear, "GIF")),

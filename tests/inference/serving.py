@@ -1,4 +1,4 @@
-"""Services for tests, each in processes of its own, and requests to them."""
+"""Start services in their own processes, and send requests to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMITS = ("--max-mb", 1.5, "--max-pixels", 24_500_000, "--max-images", 40, "--de
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "JPEG") -> bytes:
-    """A file with soft colours that differ by seed."""
+    """Return an image file with smooth colours that depend on the seed."""
     colours = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC).save(file, kind)
@@ -31,12 +31,10 @@ def picture(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "JPEG")
 
 
 def form(*files: tuple[str, bytes]) -> tuple[bytes, dict[str, str]]:
-    """The body and the type of a form with files."""
-    parts = [
-        f'--x-y\r\nContent-Disposition: form-data; name="image"; filename="{name}"\r\n\r\n'.encode() + data + b"\r\n"
-        for name, data in files
-    ]
-    return b"".join(parts) + b"--x-y--\r\n", {"Content-Type": "multipart/form-data; boundary=x-y"}
+    """Return the body and headers of a form with files."""
+    head = '--x-y\r\nContent-Disposition: form-data; name="image"; filename="{}"\r\n\r\n'
+    parts = b"".join(head.format(name).encode() + data + b"\r\n" for name, data in files)
+    return parts + b"--x-y--\r\n", {"Content-Type": "multipart/form-data; boundary=x-y"}
 
 
 class Answer(NamedTuple):
@@ -50,7 +48,7 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> str:
-        """The error in words, after checking that it is one line of JSON without a traceback."""
+        """Return the error message, after checking that it is one line of JSON without a traceback."""
         assert self.headers["content-type"] == "application/json"
         (text,) = self.json.values()
         assert list(self.json) == ["error"] and text and "\n" not in text and "Traceback" not in text
@@ -58,7 +56,7 @@ class Answer(NamedTuple):
 
 
 class Service(NamedTuple):
-    """A service that runs. lines: what it printed until it was ready."""
+    """A running service, with the lines that it printed until it was ready."""
 
     process: subprocess.Popen[str]
     port: int
@@ -69,25 +67,24 @@ class Service(NamedTuple):
         return f"http://127.0.0.1:{self.port}"
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        """Answer to one request over a connection of its own."""
+        """Send one request over a new connection and return the answer."""
         with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
             connection.request(method, path, body, headers or {})
             response = connection.getresponse()
-            return Answer(
-                response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
-            )
+            fields = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, fields, response.read())
 
     def predict(self, body: Any, headers: dict[str, str] | None = None, query: str = "") -> Answer:
         return self.ask("POST", f"/predict{query}", body, headers or JPEG)
 
     def processes(self) -> list[int]:
-        """Every process of the service, the first one first; those that it started have none of their own."""
+        """Return the process ids of the service, its main process first."""
         pid = self.process.pid
         return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def alive(process: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -96,18 +93,18 @@ def alive(process: int) -> bool:
 
 @contextmanager
 def running(run: Path, *flags: object, files: int = 0) -> Iterator[Service]:
-    """A service on a free port, in a group of processes of its own; nothing of it is left afterwards.
+    """Run a service on a free port in its own process group, and end all of its processes afterwards.
 
-    files: how many it may open, 0 for as many as this process.
+    Args:
+        files: limit of open files; 0 keeps the limit of this process.
     """
-    line = [sys.executable, "-m", "cifar_lit", "serve", str(run), "--port", "0", *map(str, flags)]
+    command = [sys.executable, "-m", "cifar_lit", "serve", str(run), "--port", "0", *map(str, flags)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    settings: dict[str, Any] = {"text": True, "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    settings: dict[str, Any] = {"text": True, "stderr": subprocess.STDOUT, "env": env}
     if files:
-        line = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *line]
-    with subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **settings
-    ) as process:
+        command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, **settings) as process:
         try:
             lines: list[str] = []
             assert process.stdout is not None

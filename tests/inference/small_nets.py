@@ -1,4 +1,4 @@
-"""Run folders with small nets: of random weights, with a novelty threshold, and one that decides with confidence."""
+"""Run folders with small nets: with random weights, with a novelty threshold, and trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLASSES = ["cat", "dog", "eel", "fox"]
 def write_net(
     folder: Path, net: str = "shapenet", channels: int = 3, side: int = 32, gain: float = 1.0, resize: str = "crop"
 ) -> Path:
-    """A run folder with random weights times `gain`, by which answers differ more from picture to picture."""
+    """Write a run folder with random weights times `gain`. A larger gain makes predictions differ more."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     bare = build_net(net, channels=channels, image_size=side, num_classes=len(CLASSES))
@@ -33,7 +33,7 @@ def write_net(
 
 
 def write_novelty_net(folder: Path) -> Path:
-    """A run folder whose novelty threshold is that of images of noise; they have larger logits than drawn pictures."""
+    """Write a run folder whose novelty threshold is fitted on noise. Noise has larger logits than pictures."""
     net = load_model_file(write_net(folder))
     noise = torch.randint(0, 256, (100, 3, 32, 32), dtype=torch.uint8)
     card = replace(net.card, novelty_threshold=novelty_threshold(load(folder)(noise)))
@@ -42,7 +42,7 @@ def write_novelty_net(folder: Path) -> Path:
 
 
 def write_fitted_net(folder: Path) -> Path:
-    """A run folder with config.yaml whose net was trained on drawn figures by 120 steps of Adam, in a second."""
+    """Write a run folder with config.yaml and a net trained on shapes for 120 steps."""
     images = shapes(True, image_size=16, num_classes=4, count=400)
     card = ModelCard("fashion_cnn", 1.0, [3, 16, 16], list(images.classes), [0.5] * 3, [0.25] * 3)
     torch.manual_seed(0)

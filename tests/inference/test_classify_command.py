@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with three pictures, a hidden file and one that is no picture."""
+    """Change to a folder with three pictures, a hidden file and a text file."""
     (tmp_path / "pictures" / "more").mkdir(parents=True)
     for number, name in enumerate(("2.png", "10.jpg", "more/1.webp")):
         picture(40 + number).save(tmp_path / "pictures" / name)
@@ -46,7 +46,7 @@ def paths(text: str) -> list[str]:
     return [row["path"] for row in rows(text)]
 
 
-def test_rows_say_what_the_classifier_says_as_csv_and_as_jsonl(run: Path, capsys: Capture) -> None:
+def test_csv_and_jsonl_rows_hold_the_predictions_of_the_classifier(run: Path, capsys: Capture) -> None:
     code, out, err = classify(capsys, run, "pictures", "--csv")
     assert (code, err) == (0, "")
     assert out.splitlines()[0].split(",") == COLUMNS
@@ -59,20 +59,17 @@ def test_rows_say_what_the_classifier_says_as_csv_and_as_jsonl(run: Path, capsys
     code, out, _ = classify(capsys, run, "--jsonl", "pictures/2.png", "missing.png", "--top", 9)
     first, second = map(json.loads, out.splitlines())
     assert code == 1
-    assert list(first) == [*COLUMNS[:7], "class_4", "probability_4", *COLUMNS[7:]]  # there are four classes
+    assert list(first) == [*COLUMNS[:7], "class_4", "probability_4", *COLUMNS[7:]]  # all four classes
     assert sum(first[name] for name in first if name.startswith("probability")) == pytest.approx(1, abs=1e-5)
-    assert (first["index"], first["label"], first["error"]) == (
-        0,
-        cifar_lit.load(run).predict(["pictures/2.png"])[0].label,
-        None,
-    )
+    label = cifar_lit.load(run).predict(["pictures/2.png"])[0].label
+    assert (first["index"], first["label"], first["error"]) == (0, label, None)
     assert (second["label"], second["probability"], second["error"]) == (None, None, "missing: there is no such file")
     answer = classify(capsys, run, "--csv", "made/a.csv", "--jsonl=b.jsonl", "pictures")
     assert answer == (0, "", "3 rows in b.jsonl\n3 rows in made/a.csv\n")
     assert len(rows(Path("made/a.csv").read_text())) == len(Path("b.jsonl").read_text().splitlines()) == 3
 
 
-def test_the_table_names_file_classes_and_reasons(novelty_run: Path, capsys: Capture) -> None:
+def test_the_table_shows_files_classes_novelty_and_errors(novelty_run: Path, capsys: Capture) -> None:
     Path("pictures/cut.jpg").write_bytes(Path("pictures/10.jpg").read_bytes()[:-300])
     code, out, err = classify(capsys, novelty_run, *["pictures"] * 20)  # more than one chunk
     lines = [line.rstrip() for line in out.splitlines()]
@@ -80,16 +77,12 @@ def test_the_table_names_file_classes_and_reasons(novelty_run: Path, capsys: Cap
     assert len(lines) == 81 and set(lines[1::4]) == {lines[1]}
     assert lines[0].split() == ["file", "class", "second", "third"]
     top = cifar_lit.load(novelty_run).predict("pictures/2.png")[0].top
-    words = " ".join(f"{name} {probability:.3f}" for name, probability in top)
-    assert lines[1].split() == [
-        "pictures/2.png",
-        *words.split(),
-        *["unlike", "the", "training", "images"],
-    ]  # which were noise
+    classes = " ".join(f"{name} {probability:.3f}" for name, probability in top)
+    assert " ".join(lines[1].split()) == f"pictures/2.png {classes} unlike the training images"
     assert lines[3].split() == ["pictures/cut.jpg", "cut", "short"]
 
 
-def test_several_processes_say_what_one_says(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_predict_the_same_as_one(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     files = ["pictures/2.png", "missing.png", "pictures/10.jpg"] * 70
     code, many, err = classify(capsys, run, "--csv", *files)
@@ -109,10 +102,10 @@ def test_several_processes_say_what_one_says(run: Path, capsys: Capture, monkeyp
         ("pictures/**/*.webp pictures/a[1].png", ["pictures/more/1.webp", "pictures/a[1].png"]),
         ("pictures/*.[jp]*g", ["pictures/2.png", "pictures/10.jpg", "pictures/a[1].png"]),
         ("pictures/m*", ["pictures/more/1.webp"]),
-        ("-- --csv.png pictures/2.png", ["'--csv.png", "pictures/2.png"]),  # which no spreadsheet is to compute
+        ("-- --csv.png pictures/2.png", ["'--csv.png", "pictures/2.png"]),  # quoted, so that no spreadsheet computes it
     ],
 )
-def test_patterns_folders_and_files_come_in_the_order_of_the_arguments(
+def test_patterns_folders_and_files_keep_their_order(
     run: Path, capsys: Capture, argv: str, expected: list[str]
 ) -> None:
     for name in ("pictures/a[1].png", "--csv.png"):
@@ -121,7 +114,7 @@ def test_patterns_folders_and_files_come_in_the_order_of_the_arguments(
     assert (code, paths(out)) == (0, expected)
 
 
-def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_row(
+def test_stdin_lists_are_read_link_cycles_are_skipped_and_missing_files_are_rows(
     run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for separator in (b"\n", b"\0"):
@@ -131,7 +124,7 @@ def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_r
         assert (code, paths(out)) == (1, ["pictures/more/1.webp", "pictures/2.png", "*.png"])
     for name in ("again", "and_again"):
         Path("pictures/more", name).symlink_to(Path("pictures").absolute())
-    for path in ("pictures", "pictures/**/*.*[gp]", "**/1.webp"):  # each folder once, however many links lead to it
+    for path in ("pictures", "pictures/**/*.*[gp]", "**/1.webp"):  # each folder once
         found = paths(classify(capsys, run, "--csv", path)[1])
         assert len(found) == len(set(found)) == (1 if "1" in path else 3), path
     Path("empty").mkdir()
@@ -142,7 +135,7 @@ def test_links_back_are_not_followed_lists_are_read_and_what_is_not_there_is_a_r
     ]  # fmt: skip
 
 
-def test_a_heic_in_a_folder_is_a_row_that_says_what_to_do(run: Path, capsys: Capture) -> None:
+def test_a_heic_file_is_a_row_with_a_remedy(run: Path, capsys: Capture) -> None:
     Path("phone").mkdir()
     Path("phone/1.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     code, out, _ = classify(capsys, run, "--csv", "phone")
@@ -152,20 +145,19 @@ def test_a_heic_in_a_folder_is_a_row_that_says_what_to_do(run: Path, capsys: Cap
 # ---- pictures
 
 
-def test_a_sheet_and_explanations_show_each_picture_where_its_row_is(run: Path, capsys: Capture) -> None:
-    code, _, err = classify(
-        capsys, run, "--explain", "pictures", "missing.png", "--csv=rows.csv", "--sheet", "out/sheet.png"
-    )
+def test_the_sheet_and_the_explanations_follow_the_order_of_the_rows(run: Path, capsys: Capture) -> None:
+    line = "--explain pictures missing.png --csv=rows.csv --sheet out/sheet.png"
+    code, _, err = classify(capsys, run, *line.split())
     assert code == 1 and "4 files in out/sheet.png\n3 images in explained/" in err
     sheet = Image.open("out/sheet.png")
     assert sheet.getpixel((40, 40)) == (255, 0, 0) and sheet.getpixel((12 + 156 + 40, 140))[2] > 250  # type: ignore[index]
-    assert min(sheet.crop((12, 160, 156, 195)).convert("L").tobytes()) < 60  # there is writing
+    assert min(sheet.crop((12, 160, 156, 195)).convert("L").tobytes()) < 60  # the caption
     assert sorted(path.name for path in Path("explained").iterdir()) == ["00000-2.png", "00001-10.png", "00002-1.png"]
     explanation = Image.open("explained/00000-2.png")
     assert explanation.getpixel((60, 60))[0] > 200 and explanation.width == 2 * 256 + 36  # type: ignore[index]
 
 
-def test_long_names_and_a_home_folder_are_taken(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_names_and_home_folders_work(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(Path.cwd() / "home"))
     name = "ä" * 120 + ".png"
     shutil.copy("pictures/2.png", name)
@@ -174,10 +166,10 @@ def test_long_names_and_a_home_folder_are_taken(run: Path, capsys: Capture, monk
     assert Path("home/rows.csv").is_file() and not Path("~").exists()
 
 
-# ---- what is refused
+# ---- errors
 
 
-def test_nets_without_maps_and_weights_that_are_not_finite_are_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_nets_without_feature_maps_and_non_finite_weights_are_refused(tmp_path: Path, capsys: Capture) -> None:
     run = write_net(tmp_path / "mlp", "signs_mlp")
     line = "cifar-lit: signs_mlp has no feature maps of 4 × 4 or more: leave --explain out\n"
     assert classify(capsys, run, "pictures", "--explain", "--csv=rows.csv") == (2, "", line)
@@ -194,20 +186,20 @@ def test_nets_without_maps_and_weights_that_are_not_finite_are_refused(tmp_path:
         ("pictures --csv --jsonl", "cannot both go to standard output"),
         ("pictures --csv=pictures/10.jpg", "has the name of an image"),
         ("pictures --sheet sheet.txt", "give an image file, such as sheet.png"),
-        ("pictures --sheet sheet.psd", "give an image file, such as sheet.png"),  # which Pillow only reads
+        ("pictures --sheet sheet.psd", "give an image file, such as sheet.png"),  # Pillow cannot write it
         ("pictures --sheet pictures/2.png", "is one of the images to classify"),
         ("pictures --device tpu", "this machine has no device 'tpu': it has cpu"),
         ("pictures --topp 2", "there is no flag --topp. Did you mean --top?"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_one_line(run: Path, capsys: Capture, argv: str, text: str) -> None:
+def test_invalid_arguments_are_refused(run: Path, capsys: Capture, argv: str, text: str) -> None:
     before = Path("pictures/10.jpg").read_bytes()
     code, out, err = classify(capsys, run, *argv.split())
     assert (code, out, err.count("\n"), text in err) == (2, "", 1, True), err
     assert Path("pictures/10.jpg").read_bytes() == before
 
 
-def test_a_pixel_limit_refuses_what_is_larger(run: Path, capsys: Capture) -> None:
+def test_images_above_the_pixel_limit_are_refused(run: Path, capsys: Capture) -> None:
     limit = Image.MAX_IMAGE_PIXELS
     code, out, _ = classify(capsys, run, "pictures", "--csv", "--max-pixels", 41 * 41)
     assert code == 1

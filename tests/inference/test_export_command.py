@@ -1,4 +1,4 @@
-"""`cifar-lit export` as it is typed: which images it checks on, what it prints, what it refuses."""
+"""`cifar-lit export` on the command line: images of the check, output and invalid arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cifar_lit.runs.run_data import RunData
 
 @pytest.fixture
 def run(fitted_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder in the working folder."""
+    """Return a run folder in the working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "cache"))
     shutil.copytree(fitted_run, "runs/shapes-1")
@@ -29,20 +29,18 @@ def draw_images(root: str, names: list[str], size: int = 16) -> Path:
     return draw_folder(Path(root), {f"{part}/{name}": 3 for part in ("train", "test") for name in names}, size)
 
 
-def test_a_run_is_exported_and_compared_on_its_own_test_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_exported_and_checked_on_its_test_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export([str(run), "--to", "onnx", "--quantize", "int8", "--images", "50"])
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert (lines[0], err) == ("checking on 50 test images of shapes", "")
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
-    assert [row[0] for row in cells] == ["file", "accuracy", "batch of 1", "batch of 64"]
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[0] for row in table] == ["file", "accuracy", "batch of 1", "batch of 64"]
     assert f"wrote {run}/model.int8.onnx" in lines and (run / "model.int8.onnx").is_file()
     assert "predicted classes agree on " in out and "calibrated on 400 training images of" in out
 
 
-def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_a_run_is_checked_on_generated_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").unlink()
     export([f"{run}/model.safetensors", "--to", "safetensors", "--out", "copy.safetensors", "--images", "20"])
     out = capsys.readouterr().out
@@ -53,10 +51,10 @@ def test_a_model_alone_is_checked_on_drawn_images_and_the_reason_is_said(
         export([str(run), "--to", "onnx", "--quantize", "int8"])
 
 
-def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_dir_gives_the_folder_of_moved_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"data": {"dataset": "folder", "root": "gone"}}))
     net = load_model_file(run)
-    card = replace(net.card, classes=sorted(net.classes))  # in the order of a folder's
+    card = replace(net.card, classes=sorted(net.classes))  # the order of folders
     save_weights(run / "model.safetensors", net.net.state_dict(), card)
     moved = draw_images("moved", card.classes)
     export([str(run), "--to", "safetensors", "--out", "copy.safetensors", "--data-dir", str(moved)])
@@ -91,7 +89,7 @@ def test_data_dir_names_the_place_of_images_that_moved(run: Path, capsys: pytest
         ("runs/none --to onnx", "there is no runs/none"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_computed(run: Path, argv: str, text: str) -> None:
+def test_invalid_arguments_are_refused_before_the_export(run: Path, argv: str, text: str) -> None:
     shutil.copytree(run, "damaged")
     Path("damaged/config.yaml").write_text("data: [")
     with pytest.raises(UsageError, match=text):

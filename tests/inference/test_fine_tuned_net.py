@@ -1,4 +1,4 @@
-"""What comes after a training takes a net of timm's at its own size of images as it takes ours."""
+"""Report, classify, serve and export work with a fine-tuned timm net at its image size."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ SIDE = 256
 
 
 def photo(label: int, seed: int) -> Image.Image:
-    """Noise with dark discs, or with light bars."""
+    """Return noise with light bars (label 0) or dark discs (label 1)."""
     random = np.random.default_rng([label, seed])
     image = Image.fromarray(random.integers(60, 190, (12, 16, 3), dtype=np.uint8)).resize((320, 240))
     draw = ImageDraw.Draw(image)
     for x, y in random.integers(0, 200, (6, 2)).tolist():
-        draw.ellipse((x, y, x + 50, y + 50), (20, 20, 40)) if label else draw.rectangle(
-            (x, y, x + 12, y + 120), (250, 240, 220)
-        )
+        if label:
+            draw.ellipse((x, y, x + 50, y + 50), (20, 20, 40))
+        else:
+            draw.rectangle((x, y, x + 12, y + 120), (250, 240, 220))
     return image
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run of the recipe finetune, the last layer alone, in the working folder."""
+    """Train the last layer with the recipe finetune in the working folder."""
     folder = tmp_path_factory.mktemp("fine-tuned")
     for label, name in enumerate(("bars", "discs")):
         for part, count in (("train", 8), ("test", 4)):
@@ -49,28 +50,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder / "lightning_logs/finetune-1"
 
 
-def test_its_report_is_made_anew_with_a_look_at_the_training_images(run: Path) -> None:
+def test_report_searches_the_training_images(run: Path) -> None:
     answer = run_command("report", run)
     assert answer.code == 0, answer.err
     page = (run / "report.html").read_text()
     assert "timm/tf_efficientnet_lite0" in page and "discs" in page
 
 
-def test_pictures_are_classified_and_explained_at_its_size(run: Path) -> None:
+def test_classify_and_explain_work_at_its_image_size(run: Path) -> None:
     answer = run_command("classify", run, "photos/test/discs", "--csv", "rows.csv", "--explain=explained")
     assert answer.code == 0, answer.err
     assert [row["label"] for row in rows_of(Path("rows.csv"))] == ["discs"] * 4
     sheet = Image.open("explained/00000-0.png").convert("RGB")
     view, mapped = (sheet.crop((left, GAP, left + SIDE, GAP + SIDE)) for left in (GAP, 2 * GAP + SIDE))
-    colours = (
-        np.asarray(mapped, float) - 0.4 * np.asarray(view.convert("L"), float)[..., None]
-    )  # what lies over the grey picture
-    assert np.ptp(colours, axis=(0, 1)).max() > 60  # warmer in some places than in others
+    grey = np.asarray(view.convert("L"), float)[..., None]
+    assert np.ptp(np.asarray(mapped, float) - 0.4 * grey, axis=(0, 1)).max() > 60  # the heat map varies
     classifier = cifar_lit.load(run)
     assert classifier.prepare("photos/test/bars/0.jpg").shape == (1, 3, SIDE, SIDE)
 
 
-def test_the_service_answers_as_the_net_does(run: Path) -> None:
+def test_the_service_predicts_the_same_as_the_net(run: Path) -> None:
     pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
     expected = cifar_lit.load(run).predict("photos/test/bars/0.jpg")[0]
     with running(run) as service:
@@ -82,7 +81,7 @@ def test_the_service_answers_as_the_net_does(run: Path) -> None:
     assert answer["probability"] == pytest.approx(expected.probability, abs=1e-4)
 
 
-def test_it_is_exported_to_onnx_and_checked_on_its_photos(run: Path) -> None:
+def test_export_to_onnx_agrees_on_its_photos(run: Path) -> None:
     pytest.importorskip("onnxruntime", reason="pip install 'cifar-lit[export]'")
     answer = run_command("export", run, "--to", "onnx")
     assert answer.code == 0, answer.err

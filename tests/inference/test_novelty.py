@@ -19,7 +19,7 @@ def logits(count: int) -> torch.Tensor:
     return 3 * torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
 
 
-def test_it_is_the_energy_of_the_logits_and_higher_where_all_of_them_are_low() -> None:
+def test_novelty_is_the_energy_of_the_logits_and_higher_for_low_logits() -> None:
     given = torch.tensor([[0.0, 0.0], [2.0, 0.0], [200.0, -200.0]])
     expected = torch.tensor([-math.log(2), -math.log(math.exp(2) + 1), -200.0])
     torch.testing.assert_close(novelty(given), expected)
@@ -27,32 +27,32 @@ def test_it_is_the_energy_of_the_logits_and_higher_where_all_of_them_are_low() -
     assert novelty(torch.zeros(0, 2)).shape == (0,)
 
 
-def test_five_percent_of_the_held_out_images_are_above_the_threshold() -> None:
+def test_five_percent_of_held_out_images_exceed_the_threshold() -> None:
     threshold = novelty_threshold(logits(2000))
     assert threshold is not None
     assert novelty(logits(2000)).gt(threshold).float().mean() == pytest.approx(0.05)
     assert novelty(logits(1000)).gt(threshold).float().mean() == pytest.approx(0.05, abs=0.02)
 
 
-def test_a_threshold_takes_twenty_held_out_images_with_finite_logits() -> None:
+def test_a_threshold_needs_twenty_held_out_images_with_finite_logits() -> None:
     assert novelty_threshold(logits(20)) is not None
     assert [novelty_threshold(values) for values in (logits(19), logits(0), logits(40) * torch.nan)] == [None] * 3
 
 
 def predictions(run: Path, tmp_path: Path, threshold: float | None) -> list[Prediction]:
-    """Predictions for `IMAGES` of a copy of a run's net with another threshold."""
+    """Return the predictions for `IMAGES` of a net with another threshold."""
     net = load_model_file(run)
     save_weights(tmp_path / "net.safetensors", net.net.state_dict(), replace(net.card, novelty_threshold=threshold))
     return cifar_lit.load(tmp_path / "net.safetensors").predict_batch(IMAGES)
 
 
-def test_predictions_are_unlike_above_the_threshold_and_neither_without_one(run: Path, tmp_path: Path) -> None:
+def test_predictions_are_marked_unlike_above_the_threshold_only(run: Path, tmp_path: Path) -> None:
     scores = novelty(cifar_lit.load(run)(IMAGES))
     threshold = float(scores.median())
     marked = predictions(run, tmp_path, threshold)
-    assert [one.novelty for one in marked] == pytest.approx(scores.tolist())
-    assert [one.unlike for one in marked] == [score > threshold for score in scores.tolist()]
-    assert sum(one.unlike is True for one in marked) == 15
+    assert [prediction.novelty for prediction in marked] == pytest.approx(scores.tolist())
+    assert [prediction.unlike for prediction in marked] == [score > threshold for score in scores.tolist()]
+    assert sum(prediction.unlike is True for prediction in marked) == 15
     unmarked = predictions(run, tmp_path, None)
-    assert [one.unlike for one in unmarked] == [None] * 30
-    assert [one.novelty for one in unmarked] == [one.novelty for one in marked]
+    assert [prediction.unlike for prediction in unmarked] == [None] * 30
+    assert [prediction.novelty for prediction in unmarked] == [prediction.novelty for prediction in marked]

@@ -35,7 +35,7 @@ are ignored. `tests/inference/odd_files.py` creates the files, and
 def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) -> list[dict[str, str]]:
     """Return for each file its name, what it is, and for each of `COMMANDS` the outcome or the reason of a refusal."""
     paths = [work_dir / "train" / f"{number:03}" / file.name for number, file in enumerate(odd)]
-    for path, file in zip(paths, odd, strict=True):  # a class for each file, with a readable one beside it
+    for path, file in zip(paths, odd, strict=True):  # one class per file, with a readable neighbour
         for class_dir in (path.parent, work_dir / "test" / path.parent.name):
             class_dir.mkdir(parents=True)
             picture().save(class_dir / "beside.png")
@@ -68,9 +68,7 @@ def page(files: list[dict[str, str]]) -> str:
     return f"{INTRODUCTION}\n{table}\n"
 
 
-def test_odd_files_show_their_picture_or_are_refused_with_the_reason_as_the_committed_table_says(
-    run: Path, service: Service, tmp_path: Path
-) -> None:
+def test_unusual_files_are_decoded_or_refused_as_in_the_table(run: Path, service: Service, tmp_path: Path) -> None:
     odd = odd_files()
     files = outcomes(odd, run, service, tmp_path / "set")
     committed = json.loads((RESULTS / "cpu" / "odd-files.json").read_text())["files"]
@@ -78,7 +76,7 @@ def test_odd_files_show_their_picture_or_are_refused_with_the_reason_as_the_comm
         readable = not isinstance(made.expected, str)
         assert [file["classify"] == READ, file["serve"] == READ] == [readable] * 2, file
         assert file["folder"] in (UNSEEN, READ if readable else LEFT_OUT), file
-        for key in ("name", "what", "folder"):  # the wording of a reason may be another Pillow's
+        for key in ("name", "what", "folder"):  # the wording of a reason depends on Pillow's version
             assert file[key] == before[key]
         if isinstance(made.expected, str):
             assert made.expected in file["classify"] and "\n" not in file["classify"], file

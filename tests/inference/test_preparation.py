@@ -1,6 +1,6 @@
-"""A picture becomes the same image in the test, in classify and in load, in each way of resizing, and need be no square.
+"""Training, classify and load prepare pictures identically, for each `resize` and for images that are not square.
 
-`test_serve.py` has the service, and `tests/docs/test_using_page.py` an exported file.
+`test_serve.py` tests the service, and `tests/docs/test_using_page.py` an exported file.
 """
 
 from __future__ import annotations
@@ -25,18 +25,8 @@ from cifar_lit.runs.run_data import RunData, run_image_data
 
 HEIGHT, WIDTH = 24, 40
 TRAINING = (
-    *(
-        "--recipe",
-        "folder",
-        "--data-dir",
-        "own",
-        "--data.image_size",
-        f"{HEIGHT}x{WIDTH}",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "5",
-    ),
+    *("--recipe", "folder", "--data-dir", "own", "--data.image_size", f"{HEIGHT}x{WIDTH}"),
+    *("--epochs", "2", "--batch-size", "5"),
     *("--net", "whitened", "--model.width", "1", "--model.net_options", "{widths: [8, 8]}", "--model.tta", "full"),
     *("--data.resolutions", "{12: 0.5}", "--data.crop", "2", "--data.cutout", "6", "--data.val_size", "0.2"),
     *("--accelerator", "cpu", "--precision", "32-true"),
@@ -44,7 +34,7 @@ TRAINING = (
 
 
 def odd_pictures() -> dict[str, bytes]:
-    """Pictures of all proportions and many modes, whose parts all look different."""
+    """Return pictures of many proportions and modes. Every part of a picture looks different."""
     colours = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     whole, exif = Image.fromarray(colours).resize((900, 400), Image.Resampling.BICUBIC), Image.Exif()
     exif[0x0112] = 6
@@ -65,7 +55,7 @@ def odd_pictures() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working folder of trainings on these pictures, which are there in both classes, for training and test."""
+    """Return the working folder; each class has all pictures, in training and test."""
     folder = tmp_path_factory.mktemp("preparation")
     for part in ("train/cat", "train/dog", "test/cat", "test/dog"):
         (folder / "own" / part).mkdir(parents=True)
@@ -77,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def trained(folder: Path, resize: str) -> Path:
-    """The run folder of a training, made when it is asked for first."""
+    """Return the run folder of a training; the first call trains."""
     run = folder / f"logs-{resize}/folder-1"
     if not run.exists():
         answer = run_command(*TRAINING, "--data.resize", resize, "--logs", run.parent)
@@ -86,25 +76,25 @@ def trained(folder: Path, resize: str) -> Path:
 
 
 def images_of_test(run: Path) -> Tensor:
-    """uint8 (N, C, H, W) of the test set, by the settings of the run, whose files are in the order of their paths."""
+    """Return the test images of the run, uint8 (N, C, H, W), in the order of their paths."""
     return run_image_data(run, load_model_file(run).card).test_images.images.permute(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize("resize", RESIZES)
-def test_pictures_become_the_images_that_the_test_had_pixel_for_pixel(folder: Path, resize: str) -> None:
+def test_pictures_are_prepared_exactly_as_the_test_images(folder: Path, resize: str) -> None:
     run, paths = trained(folder, resize), sorted(map(str, folder.glob("own/test/*/*")))
     images, classifier = images_of_test(run), cifar_lit.load(run)
     assert images.shape == (16, 3, HEIGHT, WIDTH) and len(images[:8].flatten(1).unique(dim=0)) == 8
     assert torch.equal(classifier.prepare(paths), images)
     ((rows, classified),) = classify_files(classifier, [ImageFile(path) for path in paths])
     assert torch.equal(classified, images)
-    answers = rows_of(run / "predictions.csv")  # of the same decisions
-    assert [row.top[0][0] for row in rows] == [answer["predicted"] for answer in answers]
-    pictures = [Image.open(path) for path in paths if path.endswith(".png")]  # which are not decoded smaller
+    tested = rows_of(run / "predictions.csv")
+    assert [row.top[0][0] for row in rows] == [row["predicted"] for row in tested]
+    pictures = [Image.open(path) for path in paths if path.endswith(".png")]  # JPEGs are decoded at a smaller size
     assert torch.equal(classifier.prepare(pictures), images[[path.endswith(".png") for path in paths]])
 
 
-def test_what_comes_after_the_data_takes_images_that_are_no_squares(folder: Path) -> None:
+def test_tta_report_classify_and_export_work_with_non_square_images(folder: Path) -> None:
     run = trained(folder, "letterbox")
     assert metrics_of(run)["test"]["tta"]["views"] == "full"
     report = run_command("report", run)
@@ -112,14 +102,12 @@ def test_what_comes_after_the_data_takes_images_that_are_no_squares(folder: Path
     answer = run_command("classify", run, "own/test", "--csv=rows.csv", "--sheet", "sheet.png", "--explain=explained")
     assert answer.code == 0, answer.err
     explained = Image.open("explained/00000-alpha.png")
-    assert explained.size == (2 * 256 + 36, 154 + 24 + 51)  # 256 × 154 pixels each, and the writing
-    sample = RunData(run / "model.safetensors", load_model_file(run).card).load(
-        train=False, count=0
-    )  # what exports are checked on
-    assert torch.equal(sample.images, images_of_test(run))
+    assert explained.size == (2 * 256 + 36, 154 + 24 + 51)  # two images of 256 × 154 pixels, and captions
+    exported = RunData(run / "model.safetensors", load_model_file(run).card)
+    assert torch.equal(exported.load(train=False, count=0).images, images_of_test(run))
 
 
-def test_a_model_alone_is_compared_with_a_folder_that_is_prepared_as_its_own_was(folder: Path) -> None:
+def test_a_model_without_a_run_prepares_a_folder_as_its_training_did(folder: Path) -> None:
     run, alone = trained(folder, "letterbox"), folder / "alone"
     alone.mkdir()
     (alone / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes())

@@ -22,7 +22,7 @@ from cifar_lit.runs.model_file import save_weights
 
 GREY = ("L", "LA", "La", "I;16", "F")
 MODES = (*GREY, "P", "RGB", "RGBA", "CMYK", "HSV", "PA", "RGBX", "RGBa")
-DIRECT = {"P": "P", "PA": "P", "RGBa": "RGBA", "La": "LA"}  # modes that another is made from
+DIRECT = {"P": "P", "PA": "P", "RGBa": "RGBA", "La": "LA"}  # modes to convert from
 
 
 def in_mode(mode: str) -> Image.Image:
@@ -34,7 +34,7 @@ def in_mode(mode: str) -> Image.Image:
     return picture(mode=DIRECT.get(mode, "RGB")).convert(mode)
 
 
-def test_a_classifier_is_shown_in_one_line_with_net_classes_size_and_the_runs_accuracy(tmp_path: Path) -> None:
+def test_the_repr_shows_net_classes_size_and_test_accuracy(tmp_path: Path) -> None:
     file = write_net(tmp_path)
     card = cifar_lit.load(file).card
     bare = repr(cifar_lit.load(file))
@@ -42,14 +42,14 @@ def test_a_classifier_is_shown_in_one_line_with_net_classes_size_and_the_runs_ac
     for part in (card.net, f"{len(card.classes)} classes", card.classes[0], "3×32×32"):
         assert part in bare
     (tmp_path / "metrics.json").write_text(json.dumps({"test": {"accuracy": 0.94123, "images": 5}}))
-    turned = replace(card, classes=["a\u202e", *card.classes[1:]])  # turns round what a terminal shows after it
-    save_weights(tmp_path / "model.safetensors", build_net(card.net, **card.net_settings).state_dict(), turned)
+    reversing = replace(card, classes=["a\u202e", *card.classes[1:]])  # reverses the text after it in a terminal
+    save_weights(tmp_path / "model.safetensors", build_net(card.net, **card.net_settings).state_dict(), reversing)
     shown = repr(cifar_lit.load(tmp_path))
     assert shown.isprintable() and shown.endswith(", test accuracy 0.9412)")
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_picture_of_any_mode_is_taken(tmp_path: Path, channels: int) -> None:
+def test_pictures_of_any_mode_are_accepted(tmp_path: Path, channels: int) -> None:
     classifier = cifar_lit.load(write_net(tmp_path, channels=channels))
     for mode in MODES:
         pixels = classifier.prepare(in_mode(mode))[0].permute(1, 2, 0)
@@ -61,25 +61,22 @@ def test_a_picture_of_any_mode_is_taken(tmp_path: Path, channels: int) -> None:
             assert np.abs(mean - expected[row * 3 // 2, column * 3 // 2]).max() < 6, mode
 
 
-def test_a_temperature_makes_probabilities_surer_and_changes_no_logit_and_no_decision(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_temperature_changes_only_probabilities(run: Path, tmp_path: Path) -> None:
     plain = cifar_lit.load(run)
     card = replace(plain.card, temperature=0.25)
     save_weights(tmp_path / "model.safetensors", plain.net.net.state_dict(), card)
-    surer = cifar_lit.load(tmp_path)
+    tempered = cifar_lit.load(tmp_path)
     images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
-    torch.testing.assert_close(surer(images), plain(images))
+    torch.testing.assert_close(tempered(images), plain(images))
     expected = (plain(images) / 0.25).softmax(1).max(1)
-    for before, after, value in zip(
-        plain.predict_batch(images), surer.predict_batch(images), expected.values, strict=True
-    ):
+    predictions = plain.predict_batch(images), tempered.predict_batch(images)
+    for before, after, value in zip(*predictions, expected.values, strict=True):
         assert [name for name, _ in after.top] == [name for name, _ in before.top]
         assert after.probability == pytest.approx(float(value), abs=1e-5) and after.probability > before.probability
         assert after.novelty == before.novelty
 
 
-def test_one_picture_and_many_of_all_kinds_give_the_same_prediction(run: Path, tmp_path: Path) -> None:
+def test_paths_images_arrays_and_tensors_give_the_same_prediction(run: Path, tmp_path: Path) -> None:
     classifier = cifar_lit.load(run)
     image = picture(32)
     image.save(tmp_path / "a.png")
@@ -101,45 +98,33 @@ def test_one_picture_and_many_of_all_kinds_give_the_same_prediction(run: Path, t
         (np.zeros((8, 8, 5), np.uint8), ValueError, "an image must be"),
     ],
 )
-def test_what_is_no_image_is_refused(run: Path, image: object, error: type[Exception], text: str) -> None:
+def test_invalid_images_are_refused(run: Path, image: object, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         cifar_lit.load(run).predict(image)
 
 
-def test_a_net_whose_answers_are_not_finite_is_refused(tmp_path: Path) -> None:
+def test_non_finite_logits_are_an_error(tmp_path: Path) -> None:
     classifier = cifar_lit.load(write_net(tmp_path, gain=1e30))
-    with pytest.raises(
-        Failure, match="the net's logits are not finite, because its weights are too large: use another"
-    ):
+    text = "the net's logits are not finite, because its weights are too large: use another"
+    with pytest.raises(Failure, match=text):
         classifier.predict(picture())
 
 
-def test_loading_and_predicting_import_nothing_of_training_or_the_command_line(run: Path) -> None:
-    code = (
-        f"import sys, cifar_lit, numpy; cifar_lit.load({str(run)!r}).predict(numpy.zeros((9, 9))); print(*sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    heavy = {
-        "lightning",
-        "pytorch_lightning",
-        "torchmetrics",
-        "torchvision",
-        "matplotlib",
-        "jsonargparse",
-        "tensorboard",
-        "rich",
-    }
-    assert not heavy & set(done.stdout.split())
+def test_loading_and_predicting_import_no_training_packages(run: Path) -> None:
+    code = f"cifar_lit.load({str(run)!r}).predict(numpy.zeros((9, 9)))"
+    command = [sys.executable, "-c", f"import sys, cifar_lit, numpy; {code}; print(*sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    heavy = "lightning pytorch_lightning torchmetrics torchvision matplotlib jsonargparse tensorboard rich"
+    assert not set(heavy.split()) & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("net", ["shapenet", "whitened", "lenet"])
-def test_activation_maps_are_fractions_of_the_strongest_place_in_the_size_of_the_images(
-    tmp_path: Path, net: str
-) -> None:
+def test_activation_maps_have_the_image_size_and_a_maximum_of_1(tmp_path: Path, net: str) -> None:
     classifier = cifar_lit.load(write_net(tmp_path, net))
     images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     maps = activation_maps(classifier.net, images)
     assert maps.shape == (5, 32, 32) and not maps.requires_grad
     assert maps.min() >= 0 and set(maps.amax((1, 2)).tolist()) <= {0.0, 1.0}
-    assert torch.allclose(activation_maps(classifier.net, images[2:3]), maps[2:3], atol=1e-4)  # each by itself
+    alone = activation_maps(classifier.net, images[2:3])
+    assert torch.allclose(alone, maps[2:3], atol=1e-4)  # independent of the batch
     assert not any(module._forward_hooks for module in classifier.net.modules())

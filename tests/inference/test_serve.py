@@ -1,4 +1,4 @@
-"""`cifar-lit serve`: what it answers, to whom, and what it refuses."""
+"""`cifar-lit serve`: answers, accepted hosts and refused requests."""
 
 from __future__ import annotations
 
@@ -20,46 +20,48 @@ import cifar_lit
 from cifar_lit.inference.serve.bodies import Images, Limits, RequestError, parse_body
 
 JSON = {"Content-Type": "application/json"}
+FORM = "multipart/form-data; boundary=x-y"
+CUT_SHORT = ("b.jpg", picture()[:400])
 
 
-def encoded(data: bytes) -> str:
+def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def test_every_way_of_sending_is_answered_as_the_net_answers(service: Service, served_run: Path) -> None:
+def test_every_request_format_gives_the_prediction_of_the_net(service: Service, served_run: Path) -> None:
     classifier, image = cifar_lit.load(served_run), Image.open(io.BytesIO(picture()))
     (expected,) = classifier.predict(image)
     alone = service.predict(picture()).json
     assert alone["label"] == expected.label
     assert alone["probability"] == pytest.approx(expected.probability, abs=1e-5)
-    assert [(one["label"], pytest.approx(one["probability"], abs=1e-5)) for one in alone["top"]] == list(expected.top)
+    top = [(entry["label"], pytest.approx(entry["probability"], abs=1e-5)) for entry in alone["top"]]
+    assert top == list(expected.top)
     body, kind = form(("a.jpg", picture()), ("b.png", picture(1, kind="PNG")))
     assert service.predict(body, kind).json == {"predictions": [alone, service.predict(picture(1, kind="PNG")).json]}
-    assert service.predict(json.dumps({"image": encoded(picture())}), JSON).json == alone
-    url = "data:image/jpeg;base64," + encoded(picture())
+    assert service.predict(json.dumps({"image": base64_of(picture())}), JSON).json == alone
+    url = "data:image/jpeg;base64," + base64_of(picture())
     assert service.predict(json.dumps({"images": [url]}), JSON).json == {"predictions": [alone]}
     url = service.predict(picture(), query="?seen=1").json["seen"]
     seen = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
     assert seen.size == (16, 16) and (classifier.prepare(image)[0].permute(1, 2, 0).numpy() == seen).all()
 
 
-def test_top_says_how_many_classes_are_named(service: Service) -> None:
-    everything = service.predict(picture(), query="?top=99").json["top"]
-    assert sorted(one["label"] for one in everything) == sorted(CLASSES)
+def test_top_sets_the_number_of_classes_in_the_answer(service: Service) -> None:
+    top = service.predict(picture(), query="?top=99").json["top"]
+    assert sorted(entry["label"] for entry in top) == sorted(CLASSES)
     for top in ("0", "-1", "x", "", "1.5", "9" * 5000, "²"):
         answer = service.predict(picture(), query=f"?top={quote(top)}")
         assert (answer.status, "top must be a whole number from 1 to 4" in answer.error) == (422, True), top
 
 
-def test_many_clients_at_once_get_each_their_own_answer(service: Service) -> None:
+def test_concurrent_clients_each_get_their_own_answer(service: Service) -> None:
     pictures = [picture(seed) for seed in range(40)]
-    alone = [service.predict(one).json for one in pictures]
-    assert len({json.dumps(one) for one in alone}) > 30
+    alone = [service.predict(data).json for data in pictures]
+    assert len(set(map(json.dumps, alone))) > 30
     with ThreadPoolExecutor(20) as threads:
         tops = [1 + number % 4 for number in range(120)]
-        answers = threads.map(lambda one, top: service.predict(one, query=f"?top={top}"), pictures * 3, tops)
-        together = [answer.json for answer in answers]
-    for answer, expected, top in zip(together, alone * 3, tops, strict=True):
+        answers = threads.map(lambda data, top: service.predict(data, query=f"?top={top}").json, pictures * 3, tops)
+    for answer, expected, top in zip(answers, alone * 3, tops, strict=True):
         assert len(answer["top"]) == top
         assert answer["label"] == expected["label"]
         assert answer["probability"] == pytest.approx(expected["probability"], abs=1e-5)
@@ -67,18 +69,9 @@ def test_many_clients_at_once_get_each_their_own_answer(service: Service) -> Non
 
 def test_health_and_the_page_with_its_files_are_there(service: Service) -> None:
     health = service.ask("GET", "/health").json
-    expected = {
-        "status": "ok",
-        "net": "lenet",
-        "classes": CLASSES,
-        "image_size": [16, 16],
-        "resize": "letterbox",
-        "channels": 3,
-    }
-    assert (
-        health.items() >= {**expected, "version": cifar_lit.__version__}.items()
-        and health["limits"]["body"] == 1_500_000
-    )
+    net = {"net": "lenet", "classes": CLASSES, "image_size": [16, 16], "resize": "letterbox", "channels": 3}
+    assert health.items() >= {**net, "status": "ok", "version": cifar_lit.__version__}.items()
+    assert health["limits"]["body"] == 1_500_000
     for path in ("/", "/page.css", "/page.js"):
         answer = service.ask("GET", path)
         assert answer.status == 200 and answer.headers["content-type"].startswith("text/")
@@ -99,16 +92,11 @@ def test_health_and_the_page_with_its_files_are_there(service: Service) -> None:
         ("image/jpeg", b"", 400, "is empty"),
         ("multipart/form-data", b"x", 400, "no boundary"),
         ("multipart/form-data; boundary=", b"--\r\n\r\n\r\n----", 400, "no boundary"),
-        ("multipart/form-data; boundary=x-y", form(("a", picture()))[0][:-9], 400, "cut short"),
-        ("multipart/form-data; boundary=x-y", form()[0], 400, "no image"),
-        ("multipart/form-data; boundary=x-y", b"--x-y\r\nno headers\r\n--x-y--", 400, "no image"),
-        (
-            "multipart/form-data; boundary=x-y",
-            form(*[("a", picture())] * 4)[0],
-            413,
-            "4 images are too many: send at most 3",
-        ),
-        ("application/json", json.dumps({"images": [encoded(picture())] * 4}).encode(), 413, "4 images are too many"),
+        (FORM, form(("a", picture()))[0][:-9], 400, "cut short"),
+        (FORM, form()[0], 400, "no image"),
+        (FORM, b"--x-y\r\nno headers\r\n--x-y--", 400, "no image"),
+        (FORM, form(*[("a", picture())] * 4)[0], 413, "4 images are too many: send at most 3"),
+        ("application/json", json.dumps({"images": [base64_of(picture())] * 4}).encode(), 413, "4 images are too many"),
         ("application/json", b"[" * 100_000, 400, "not valid JSON"),
         ("application/json", b"\xff\xfe", 400, "not valid JSON"),
         ("application/json", b"[]", 422, '"image" or "images"'),
@@ -119,14 +107,14 @@ def test_health_and_the_page_with_its_files_are_there(service: Service) -> None:
         ("application/json", '{"image": "é"}'.encode(), 422, "not valid base64"),
     ],
 )
-def test_what_holds_no_images_is_refused(kind: str, body: bytes, status: int, text: str) -> None:
+def test_bodies_without_valid_images_are_refused(kind: str, body: bytes, status: int, text: str) -> None:
     with pytest.raises(RequestError) as error:
         parse_body(kind, body, Limits(images=3))
     assert (error.value.status, text in error.value.text, "\n" in error.value.text) == (status, True, False)
 
 
-def test_files_of_a_form_are_taken_to_the_byte_and_other_fields_are_left_out() -> None:
-    odd = picture() + b"\r\n--x-\r\n\r\n--\n--x-y"  # what looks like the form's own lines but is none
+def test_files_of_a_form_are_read_exactly_and_other_fields_are_ignored() -> None:
+    odd = picture() + b"\r\n--x-\r\n\r\n--\n--x-y"  # resembles the boundary
     body, headers = form(("a.jpg", odd), ("b.bmp", b"BM\r\n"))
     note = b'--x-y\r\nContent-Disposition: form-data; name="note"\r\n\r\nhello\r\n'
     images = parse_body(headers["Content-Type"], b"a preamble\r\n" + note + body, Limits())
@@ -142,20 +130,20 @@ def test_files_of_a_form_are_taken_to_the_byte_and_other_fields_are_left_out() -
         ('form-data; name="i"; filename="a\x1b[31m.jpg"', "a?[31m.jpg"),
     ],
 )
-def test_names_in_a_form_are_quoted_short_and_printable(disposition: str, name: str) -> None:
+def test_file_names_of_a_form_are_short_and_printable_in_errors(disposition: str, name: str) -> None:
     body = f"--b\r\ncontent-disposition: {disposition}\r\n\r\n".encode() + picture() + b"\r\n--b--"
     files = parse_body('multipart/form-data; boundary="b"', body, Limits()).files
     assert files == [(f"image 1 ({name})", picture())]
 
 
-def test_base64_may_be_folded_and_a_body_may_have_any_images_type() -> None:
+def test_base64_may_have_line_breaks_and_any_image_type_is_accepted() -> None:
     bodies = dict.fromkeys(("image/jpeg", "IMAGE/PNG; q=1", "application/octet-stream", ""), picture())
     bodies["application/json; charset=utf-8"] = json.dumps({"image": base64.encodebytes(picture()).decode()}).encode()
     for kind, body in bodies.items():
         assert parse_body(kind, body, Limits()) == Images([("the image", picture())], many=False)
 
 
-# ---- what is refused
+# ---- refused requests
 
 
 @pytest.mark.parametrize(
@@ -164,17 +152,15 @@ def test_base64_may_be_folded_and_a_body_may_have_any_images_type() -> None:
         pytest.param(422, "24,500,000 pixels: make it smaller", bomb(), JPEG, id="bomb"),
         pytest.param(413, "larger than 1.5 MB", bytes(100_000_000), JPEG, id="huge"),
         pytest.param(413, "larger than 1.5 MB", [bytes(100_000)] * 200, JPEG, id="of unknown length"),
-        pytest.param(
-            422, "image 2 (b.jpg) cannot be read: cut", *form(("a", picture()), ("b.jpg", picture()[:400])), id="form"
-        ),
+        pytest.param(422, "image 2 (b.jpg) cannot be read: cut", *form(("a", picture()), CUT_SHORT), id="form"),
     ],
 )
-def test_what_is_wrong_is_refused_in_a_line(
+def test_invalid_requests_get_one_line_and_the_service_continues(
     service: Service, status: int, text: str, body: bytes | list[bytes], headers: dict[str, str]
 ) -> None:
     answer = service.predict(iter(body) if isinstance(body, list) else body, headers)
     assert (answer.status, text in answer.error) == (status, True), answer.error
-    assert service.predict(picture()).status == 200  # it goes on
+    assert service.predict(picture()).status == 200
 
 
 @pytest.mark.parametrize(
@@ -186,14 +172,12 @@ def test_what_is_wrong_is_refused_in_a_line(
         ("DELETE /health", 405, "does not take DELETE"),
     ],
 )
-def test_other_paths_and_methods_are_told_what_there_is(
-    service: Service, request_line: str, status: int, text: str
-) -> None:
+def test_unknown_paths_and_methods_are_refused(service: Service, request_line: str, status: int, text: str) -> None:
     answer = service.ask(*request_line.split())
     assert (answer.status, text in answer.error) == (status, True), answer.error
 
 
-def test_images_that_take_too_long_are_given_up_and_hold_nobody_up(service: Service) -> None:
+def test_decoding_has_a_time_limit_and_does_not_delay_other_requests(service: Service) -> None:
     slow_image = scan_bomb(scans=90)
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(service.predict, *form(*((f"{number}.jpg", slow_image) for number in range(16))))
@@ -206,9 +190,9 @@ def test_images_that_take_too_long_are_given_up_and_hold_nobody_up(service: Serv
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-"
 
 
-def test_clients_that_are_too_slow_or_speak_no_http_are_told_and_let_go(service: Service) -> None:
+def test_slow_clients_and_invalid_http_get_an_error_and_are_disconnected(service: Service) -> None:
     def send(data: bytes) -> tuple[bytes, str]:
-        """The status and the error that come back until the service closes the connection; empty for none."""
+        """Return status and error, or empty ones if the service closes the connection without an answer."""
         with socket.create_connection(("127.0.0.1", service.port), timeout=30) as connection:
             connection.sendall(data)
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -229,7 +213,7 @@ def test_clients_that_are_too_slow_or_speak_no_http_are_told_and_let_go(service:
         assert (answer[0], text in answer[1]) == (status, True), (data[:80], answer)
 
 
-def test_only_names_of_this_machine_and_its_own_pages_are_answered(service: Service) -> None:
+def test_only_local_host_names_and_same_origin_pages_are_answered(service: Service) -> None:
     wide = "ｌocalhost".encode().decode("latin-1")
     for host in (
         *("evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "127.0.evil.com", "127.evil.1.com"),

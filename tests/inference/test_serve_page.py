@@ -1,4 +1,4 @@
-"""The page of `cifar-lit serve` in a browser: dropped, pasted and chosen pictures, errors in words, narrow and dark."""
+"""The page of `cifar-lit serve` in a browser: input, results, errors and layout."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ DROP = """([base64, name, kind, how]) => {
 
 
 def give(opened: Opened, data: bytes, name: str = "cat.jpg", kind: str = "image/jpeg", how: str = "drop") -> None:
-    """Drops or pastes a file."""
+    """Drop or paste a file."""
     opened.page.evaluate(DROP, [base64.b64encode(data).decode(), name, kind, how])
 
 
 def choose(opened: Opened) -> None:
-    """By keyboard alone."""
+    """Choose a file with the keyboard."""
     opened.page.keyboard.press("Tab")
     assert opened.page.evaluate("document.activeElement.id") == "file"
     assert opened.page.evaluate("getComputedStyle(document.getElementById('drop')).outlineStyle") == "solid"
     with opened.page.expect_file_chooser() as chooser:
-        opened.page.wait_for_timeout(300)  # until Chromium, too, knows that someone waits for it
+        opened.page.wait_for_timeout(300)  # Chromium must register the listener first
         opened.page.keyboard.press("Enter")
     chooser.value.set_files({"name": "cat.jpg", "mimeType": "image/jpeg", "buffer": picture()})
 
 
 @pytest.mark.parametrize("how", ["drop", "paste", "choose"])
-def test_a_picture_is_classified_however_it_is_given_and_told_to_screen_readers(
-    service: Service, open_page: Open, how: str
-) -> None:
+def test_a_picture_is_classified_and_announced_to_screen_readers(service: Service, open_page: Open, how: str) -> None:
     opened = open_page(service.url)
     page = opened.page
     choose(opened) if how == "choose" else give(opened, picture(), how=how)
@@ -46,24 +44,21 @@ def test_a_picture_is_classified_however_it_is_given_and_told_to_screen_readers(
     best = service.predict(picture(), query="?top=10").json
     assert page.text_content("#verdict") == best["label"]
     assert str(page.get_by_role("status").text_content()).startswith(f"{best['label']}, ")
-    assert page.locator("#bars .name").all_text_contents() == [one["label"] for one in best["top"]]
-    probabilities = [one["probability"] for one in best["top"]]
+    assert page.locator("#bars .name").all_text_contents() == [entry["label"] for entry in best["top"]]
+    probabilities = [entry["probability"] for entry in best["top"]]
     shares = [float(text.strip("<> %")) / 100 for text in page.locator("#bars .share").all_text_contents()]
     assert shares == pytest.approx(probabilities, abs=0.001)
-    page.wait_for_timeout(400)  # the bars grow
-    script = (
-        "[...document.querySelectorAll('.bar')].map(b => b.getBoundingClientRect().width / b.parentElement.clientWidth)"
-    )
-    assert page.evaluate(script) == pytest.approx(probabilities, abs=0.01)
+    page.wait_for_timeout(400)  # the animation of the bars
+    width = "bar => bar.getBoundingClientRect().width / bar.parentElement.clientWidth"
+    widths = page.evaluate(f"[...document.querySelectorAll('.bar')].map({width})")
+    assert widths == pytest.approx(probabilities, abs=0.01)
     seen = "document.getElementById('seen')"
     assert page.evaluate(f"{seen}.decode().then(() => {seen}.naturalWidth)") == 16
     assert (opened.unloaded, opened.nameless, opened.errors) == ([], [], [])
     assert [url for url in opened.requests if not url.startswith((service.url, "blob:", "data:"))] == []
 
 
-def test_the_page_says_what_is_taken_and_errors_in_words_until_the_next_picture(
-    service: Service, open_page: Open
-) -> None:
+def test_the_page_shows_its_limits_and_an_error_until_the_next_picture(service: Service, open_page: Open) -> None:
     opened = open_page(service.url)
     page = opened.page
     page.locator("#about", has_text="classes").wait_for()
@@ -85,7 +80,7 @@ def test_the_page_says_what_is_taken_and_errors_in_words_until_the_next_picture(
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1200, "dark")])
-def test_it_is_legible_and_fits_its_window(service: Service, open_page: Open, width: int, scheme: str) -> None:
+def test_the_page_is_legible_and_fits_its_window(service: Service, open_page: Open, width: int, scheme: str) -> None:
     opened = open_page(service.url, width=width, scheme=scheme)
     opened.page.locator("summary").click()
     for data, shown in ((picture()[:400], "#error"), (picture(), "#answer")):
@@ -93,5 +88,5 @@ def test_it_is_legible_and_fits_its_window(service: Service, open_page: Open, wi
         opened.page.wait_for_selector(f"{shown}:not([hidden])")
         assert opened.low_contrasts == []
     assert opened.overflow <= 0
-    ground = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, ground.strip("rgb()").split(","))) < 200) == (scheme == "dark")
+    background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, background.strip("rgb()").split(","))) < 200) == (scheme == "dark")

@@ -1,4 +1,4 @@
-"""`cifar-lit serve`: starting, stopping, and what is left when something dies."""
+"""`cifar-lit serve`: start, stop, killed processes and invalid arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,65 +17,57 @@ from cifar_lit.cli import main
 pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 
 
-def until(true: Callable[[], bool], seconds: float = 20) -> bool:
-    """Whether something comes true in time."""
-    end = time.monotonic() + seconds
-    while not (done := true()) and time.monotonic() < end:
+def all_dead(processes: list[int]) -> bool:
+    """Return whether the processes end within 20 seconds."""
+    deadline = time.monotonic() + 20
+    while any(map(alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return done
+    return not any(map(alive, processes))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_it_says_what_it_serves_and_ctrl_c_or_a_closed_terminal_stops_it_when_it_has_answered(
-    served_run: Path, number: int
-) -> None:
+def test_ctrl_c_or_a_closed_terminal_stops_the_service_after_its_last_answer(served_run: Path, number: int) -> None:
     with running(served_run) as service:
         assert service.lines == [
             "serving lenet (3×16×16, 4 classes) on cpu",
             f"web page and POST /predict at http://127.0.0.1:{service.port} · stop with Ctrl-C",
         ]
         processes = service.processes()
-        assert len(processes) >= 4  # connections and net, queues, two for decoding
+        assert len(processes) >= 4  # main process, resource tracker, two decoders
         with socket.create_connection(("127.0.0.1", service.port), timeout=20) as connection:
             head = "POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
             connection.sendall(f"{head}Content-Length: {len(picture())}\r\n\r\n".encode() + picture()[:100])
             time.sleep(0.2)
-            os.killpg(service.process.pid, number)  # as a terminal sends it: to all of them
+            os.killpg(service.process.pid, number)  # a terminal signals all processes
             time.sleep(0.5)
             connection.sendall(picture()[100:])
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
         assert service.process.wait(20) == 0
-        assert until(lambda: not any(map(alive, processes)))
+        assert all_dead(processes)
         assert service.process.stdout is not None and service.process.stdout.read() == "stopped\n"
 
 
-def test_decoders_that_died_are_started_again_and_a_killed_service_leaves_nothing_behind(served_run: Path) -> None:
+def test_killed_decoders_are_restarted_and_a_killed_service_leaves_no_processes(served_run: Path) -> None:
     with running(served_run, "--host", "0.0.0.0") as service:
         assert "no password" in service.lines[1]
-        for host, status in {
-            socket.gethostname(): 200,
-            "192.0.2.7:8000": 200,
-            "[2001:db8::1]": 200,
-            "evil.example": 400,
-        }.items():
-            assert service.ask("GET", "/health", headers={"Host": host}).status == status, host
+        for host in (socket.gethostname(), "192.0.2.7:8000", "[2001:db8::1]"):
+            assert service.ask("GET", "/health", headers={"Host": host}).status == 200, host
         answer = service.predict(picture(), {**JPEG, "Host": "evil.example", "Origin": "http://evil.example"})
-        assert (
-            "does not answer to 'evil.example': use its address, or start it with --host and that name" in answer.error
-        )
-        _, _, *decoders = service.processes()  # behind the one that counts what they share
+        line = "does not answer to 'evil.example': use its address, or start it with --host and that name"
+        assert (answer.status, line in answer.error) == (400, True), answer.error
+        _, _, *decoders = service.processes()  # after the main process and the resource tracker
         for decoder in decoders:
             os.kill(decoder, signal.SIGKILL)
         answers = [service.predict(picture()) for _ in range(2 * len(decoders))]
         assert {answer.status for answer in answers} <= {200, 422} and answers[-1].status == 200
         processes = service.processes()
         service.process.kill()
-        assert until(lambda: not any(map(alive, processes)))
+        assert all_dead(processes)
         with socket.create_server(("127.0.0.1", service.port), reuse_port=False):
-            pass  # its port is free
+            pass  # the port is free again
 
 
-# ---- what cannot be started
+# ---- errors at the start
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
@@ -86,7 +77,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str
     return code, err.strip()
 
 
-def test_what_cannot_be_served_is_told_in_a_line_with_the_remedy(
+def test_a_port_in_use_a_damaged_model_and_missing_uvicorn_are_reported_with_a_remedy(
     served_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -115,8 +106,6 @@ def test_what_cannot_be_served_is_told_in_a_line_with_the_remedy(
         ("nowhere", "there is no nowhere: name the folder of a finished run, or a model.safetensors"),
     ],
 )
-def test_wrong_flags_are_told_in_a_line(
-    served_run: Path, capsys: pytest.CaptureFixture[str], argv: str, text: str
-) -> None:
+def test_invalid_flags_are_refused(served_run: Path, capsys: pytest.CaptureFixture[str], argv: str, text: str) -> None:
     code, line = refused(capsys, *argv.replace("RUN", str(served_run)).split())
     assert (code, text in line) == (2, True), line

@@ -23,7 +23,7 @@ def build(name: str, image_size: Any = 32, channels: int = 3, num_classes: int =
     return build_net(name, channels=channels, image_size=image_size, num_classes=num_classes, **settings)
 
 
-def weightless(name: str, channels: int = 3, image_size: int = 32) -> Any:
+def on_meta_device(name: str, channels: int = 3, image_size: int = 32) -> Any:
     return build_on_meta_device(name, channels=channels, image_size=image_size, num_classes=10)
 
 
@@ -34,36 +34,34 @@ def with_biases(*shapes: tuple[int, ...]) -> list[tuple[int, ...]]:
 MLP = [nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]
 LENET = [*[nn.Conv2d, nn.ReLU, nn.MaxPool2d] * 2, *MLP]
 TUDUI = [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2]
+DEPTH = {"options": {"depth": 3}}
 TUDUI_SHAPES = [(32, 3, 5, 5), (32, 32, 5, 5), (64, 32, 5, 5), (64, 1024), (10, 64)]
 
 
 @pytest.mark.parametrize(
-    ("name", "image", "layers", "shapes"),
+    ("name", "channels", "side", "layers", "shapes"),
     [
-        ("tudui", (3, 32), TUDUI, TUDUI_SHAPES),
-        ("sjnet", (3, 32), TUDUI, TUDUI_SHAPES),
-        ("lenet", (3, 32), LENET, [(6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]),
-        ("fashion_cnn", (1, 28), LENET, [(6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60)]),
-        ("signs_mlp", (3, 64), MLP, [(25, 12288), (16, 25), (10, 16)]),
+        ("tudui", 3, 32, TUDUI, TUDUI_SHAPES),
+        ("sjnet", 3, 32, TUDUI, TUDUI_SHAPES),
+        ("lenet", 3, 32, LENET, [(6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]),
+        ("fashion_cnn", 1, 28, LENET, [(6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60)]),
+        ("signs_mlp", 3, 64, MLP, [(25, 12288), (16, 25), (10, 16)]),
     ],
 )
-def test_a_tutorials_net_has_its_layers_and_parameters_and_nothing_else(
-    name: str, image: tuple[int, int], layers: list[type], shapes: list[tuple[int, ...]]
-) -> None:
-    net = build(name, image[1], image[0])
+def test_a_tutorial_net_has_exactly_its_layers(name: str, channels: int, side: int, layers: Any, shapes: Any) -> None:
+    net = build(name, side, channels)
     assert [type(layer) for layer in net] == layers
-    assert [tuple(parameter.shape) for parameter in net.parameters()] == with_biases(*shapes) and not list(
-        net.buffers()
-    )
+    assert [tuple(parameter.shape) for parameter in net.parameters()] == with_biases(*shapes)
+    assert not list(net.buffers())
 
 
-def test_shapenet_stays_under_a_hundred_thousand_parameters() -> None:
+def test_shapenet_has_98970_parameters() -> None:
     assert sum(parameter.numel() for parameter in build("shapenet").parameters()) == 98_970
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", sorted(NETS))
-def test_nets_of_ours_take_any_channels_classes_and_sizes_from_their_least_on(name: str) -> None:
+def test_built_in_nets_accept_any_channels_classes_and_sizes_above_their_minimum(name: str) -> None:
     for channels, size, classes in ((1, (16, 16), 2), (4, (64, 33), 100)):
         result = logits(build(name, size, channels, classes), channels, *size)
         assert result.shape == (2, classes) and result.isfinite().all()
@@ -71,26 +69,22 @@ def test_nets_of_ours_take_any_channels_classes_and_sizes_from_their_least_on(na
     least = spec.min_size if isinstance(spec.min_size, int) else spec.min_size()
     assert logits(build(name, least), 3, least, least).shape == (2, 10)
     for size in ((least - 1, 40), (40, least - 1)) if least > 1 else ():
-        with pytest.raises(
-            UsageError, match=f"{name} cannot take {size[0]}×{size[1]} images; the smallest size is {least}×{least}"
-        ):
+        line = f"{name} cannot take {size[0]}×{size[1]} images; the smallest size is {least}×{least}"
+        with pytest.raises(UsageError, match=line):
             build(name, size)
         with pytest.raises(RuntimeError):
             logits(spec.build(channels=3, image_size=size, num_classes=5, width=1.0), 3, *size)
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
-def test_neither_memory_format_nor_the_meta_device_change_a_net_and_other_sizes_go_where_the_table_says(
-    name: str,
-) -> None:
+def test_built_in_nets_work_with_channels_last_and_meta_tensors_and_follow_any_size(name: str) -> None:
     net = build(name)
     expected = logits(net, 3, 32, 32)
-    torch.testing.assert_close(
-        logits(net.to(memory_format=torch.channels_last), 3, 32, 32), expected, rtol=1e-4, atol=1e-5
-    )
-    without_memory = weightless(name)
-    assert without_memory(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
-    assert all(parameter.is_meta for parameter in without_memory.parameters())
+    result = logits(net.to(memory_format=torch.channels_last), 3, 32, 32)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    meta_net = on_meta_device(name)
+    assert meta_net(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
+    assert all(parameter.is_meta for parameter in meta_net.parameters())
     if net_spec(name).any_size:
         assert logits(net, 3, 48, 33).shape == (2, 10)
     else:
@@ -98,8 +92,8 @@ def test_neither_memory_format_nor_the_meta_device_change_a_net_and_other_sizes_
             logits(net, 3, 24, 24)
 
 
-@pytest.mark.parametrize("name", sorted(NETS.keys() - {"whitened"}))  # its first layer is as wide as its patches
-def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(NETS.keys() - {"whitened"}))  # its patches fix the first width
+def test_width_scales_only_the_hidden_layers(name: str) -> None:
     def outputs(width: float) -> list[int]:
         return [layer.weight.shape[0] for layer in build(name, width=width) if isinstance(layer, nn.Conv2d | nn.Linear)]
 
@@ -117,53 +111,49 @@ def test_width_multiplies_the_hidden_widths_only(name: str) -> None:
         ("lenet", {"width": 1001.0}, "at most 1000, not 1001.0"),
         ("lenet", {"width": float("nan")}, "above 0 and at most 1000, not nan"),
         ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 has a fixed width"),
-        (
-            "lenet",
-            {"options": {"depth": 3}},
-            "net_options of lenet has no 'depth'. It has none: leave model.net_options out",
-        ),
-        ("resnet18", {"options": {"depth": 3}}, "net_options of resnet18 has no 'depth'. It has none"),
+        ("lenet", DEPTH, "net_options of lenet has no 'depth'. It has none: leave model.net_options out"),
+        ("resnet18", DEPTH, "net_options of resnet18 has no 'depth'. It has none"),
         ("alexnet", {}, "alexnet cannot take 32×32 images; the smallest size is 63×63"),
         ("squeezenet1_1", {"image_size": 8}, "squeezenet1_1 cannot take 8×8 images; the smallest size is 17×17"),
         ("vit_b_16", {"image_size": (32, 48)}, "divisible by 16, not 32×48"),
         ("maxvit_t", {}, "divisible by 224, not 32×32"),
     ],
 )
-def test_settings_that_a_net_cannot_be_built_with_are_refused(name: str, wrong: dict[str, Any], text: str) -> None:
+def test_invalid_settings_of_a_net_are_refused(name: str, wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         build(name, **wrong)
 
 
-# ---- torchvision's
+# ---- torchvision
 
 
-def test_torchvisions_nets_take_any_size_but_for_those_with_windows_or_positions() -> None:
+def test_torchvision_nets_accept_any_size_unless_they_have_fixed_positions_or_windows() -> None:
     sizes = {name: net_spec(name).any_size for name in ("resnet18", "swin_t", "vit_b_16", "maxvit_t")}
     assert sizes == {"resnet18": True, "swin_t": True, "vit_b_16": False, "maxvit_t": False}
     images = torch.empty(2, 3, 48, 48, device="meta")
-    assert weightless("resnet18").eval()(images).shape == (2, 10)
+    assert on_meta_device("resnet18").eval()(images).shape == (2, 10)
     with pytest.raises(AssertionError):
-        weightless("vit_b_16").eval()(images)
+        on_meta_device("vit_b_16").eval()(images)
 
 
-def test_resnets_have_the_stem_for_small_images_and_else_the_published_parameters() -> None:
+def test_resnets_have_a_small_stem_for_small_images_and_otherwise_the_published_layers() -> None:
     for name in ("resnet18", "resnet34", "resnet50"):
-        net = weightless(name)
+        net = on_meta_device(name)
         assert net.conv1.weight.shape == (64, 3, 3, 3)
         assert (net.conv1.stride, net.conv1.padding, net.conv1.bias) == ((1, 1), (1, 1), None)
-        assert isinstance(net.maxpool, nn.Identity)  # the first stage sees 32×32 pixels; with the published stem, 8×8
-    published = 11_689_512  # of resnet18, by torchvision's documentation: 7×7 stem, 1,000 classes
-    count = sum(parameter.numel() for parameter in weightless("resnet18").parameters())
+        assert isinstance(net.maxpool, nn.Identity)  # 32×32 pixels reach the first stage, not 8×8
+    published = 11_689_512  # parameters of resnet18 in torchvision's documentation: 7×7 stem, 1,000 classes
+    count = sum(parameter.numel() for parameter in on_meta_device("resnet18").parameters())
     assert count == published - 64 * 3 * (49 - 9) - 513 * (1000 - 10)
-    photos = weightless("resnet18", image_size=128)  # for which published weights fit
+    photos = on_meta_device("resnet18", image_size=128)  # fits the published weights
     assert photos.conv1.weight.shape == (64, 3, 7, 7) and not isinstance(photos.maxpool, nn.Identity)
 
 
-def test_torchvisions_nets_train_on_grey_images_without_a_warning() -> None:
+def test_torchvision_nets_train_on_grey_images_without_a_warning() -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weightless("googlenet", channels=1)
+        on_meta_device("googlenet", channels=1)
         net, colour = build("mobilenet_v3_small", channels=1), build("mobilenet_v3_small")
     first, original = next(net.parameters()), next(colour.parameters())
     assert first.shape == (16, 1, 3, 3)
@@ -173,10 +163,10 @@ def test_torchvisions_nets_train_on_grey_images_without_a_warning() -> None:
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
-# ---- nets of one's own
+# ---- custom nets
 
 
-OWN_NETS = """
+CUSTOM_NETS = """
 from torch import nn
 from cifar_lit.models.registry import NetSpec
 
@@ -194,21 +184,21 @@ def anything(**settings):
 
 spec = NetSpec(Own, min_size=9, any_size=True)
 """
+SETTINGS = "channels, image_size, num_classes, width"
+NO_PACKAGE = "ModuleNotFoundError: No module named 'no_such_package_at_all'"
 
 
 @pytest.fixture
-def own_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_own_nets.py").write_text(OWN_NETS)
+def custom_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_own_nets.py").write_text(CUSTOM_NETS)
     (tmp_path / "my_broken_nets.py").write_text("import no_such_package_at_all\n")
     monkeypatch.chdir(tmp_path)
     names = ["my_own_nets.Own", "my_own_nets.NoWidth", "my_own_nets.anything", "my_own_nets.spec", "my_own_nets.Ohn"]
     monkeypatch.setattr(plugins, "_allowed", {*names, "my_broken_nets.Net", "no_nets_here.Net"})
 
 
-@pytest.mark.usefixtures("own_nets")
-def test_a_net_of_ones_own_is_a_line_in_the_registry_or_named_by_its_import_path(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("custom_nets")
+def test_a_custom_net_can_be_registered_or_named_by_its_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NETS, "mine", NetSpec(lambda **settings: nn.Flatten(), min_size=4))
     assert isinstance(build("mine", 4), nn.Flatten)
     net = build("my_own_nets.Own", (8, 9), 1, 3, options={"depth": 2})
@@ -217,93 +207,77 @@ def test_a_net_of_ones_own_is_a_line_in_the_registry_or_named_by_its_import_path
     assert "" not in sys.path and str(Path.cwd()) not in sys.path
 
 
-@pytest.mark.usefixtures("own_nets")
+@pytest.mark.usefixtures("custom_nets")
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
         ("my_own_nets.Own", {"dept": 2}, "model.net_options of my_own_nets.Own has no 'dept'. Did you mean depth?"),
         ("my_own_nets.spec", {}, "my_own_nets.spec cannot take 8×8 images; the smallest size is 9×9."),
-        (
-            "my_own_nets.NoWidth",
-            {},
-            "my_own_nets.NoWidth cannot be built with channels, image_size, num_classes, width: ",
-        ),
+        ("my_own_nets.NoWidth", {}, f"my_own_nets.NoWidth cannot be built with {SETTINGS}: "),
         ("my_own_nets.anything", {"any": 1}, "my_own_nets.anything must return a torch.nn.Module, not a dict"),
         ("my_own_nets.Ohn", {}, "my_own_nets has no 'Ohn'. Did you mean Own?"),
         ("no_nets_here.Net", {}, "no_nets_here.Net: there is no module 'no_nets_here' here or on PYTHONPATH"),
         ("os.system", {}, "os.system would run code of its module: type it on the command line, or add --trust"),
-        (
-            "my_broken_nets.Net",
-            {},
-            "my_broken_nets cannot be imported: ModuleNotFoundError: No module named 'no_such_package",
-        ),
+        ("my_broken_nets.Net", {}, f"my_broken_nets cannot be imported: {NO_PACKAGE}"),
     ],
 )
-def test_a_net_of_ones_own_that_cannot_be_had_is_refused_in_one_line(
-    name: str, options: dict[str, int], text: str
-) -> None:
+def test_a_custom_net_that_cannot_be_built_is_refused(name: str, options: dict[str, int], text: str) -> None:
     with pytest.raises((UsageError, Failure)) as refusal:
         build(name, 8, options=options)
     assert str(refusal.value).startswith(text) and "\n" not in str(refusal.value)
+
+
+NOT_IMPORTABLE = "def make(): ...\nclass Net: ...\nclass _Hidden: ...\nraise SystemExit('imported')"
 
 
 @pytest.mark.parametrize(
     ("name", "member"),
     [("./a_net.py", "a_net.Net"), ("a_net.py:make", "a_net.make"), ("nets/a_net.py", "nets.a_net.Net")],
 )
-def test_a_file_in_place_of_a_net_is_answered_with_the_name_to_type_and_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, member: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "nets").mkdir()
-    for folder in (tmp_path, tmp_path / "nets"):
-        (folder / "a_net.py").write_text(
-            "def make(): ...\nclass Net: ...\nclass _Hidden: ...\nraise SystemExit('imported')"
-        )
+@pytest.mark.usefixtures("custom_nets")
+def test_a_file_name_in_place_of_a_net_is_answered_with_its_import_path(name: str, member: str) -> None:
+    Path("nets").mkdir()
+    for path in ("a_net.py", "nets/a_net.py"):
+        Path(path).write_text(NOT_IMPORTABLE)
     with pytest.raises(UsageError, match=f"as {member}\\.") as refusal:
         build(name)
     assert "_Hidden" not in str(refusal.value)
 
 
-def test_a_file_that_is_no_python_is_answered_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("custom_nets")
+def test_a_file_that_is_not_python_is_refused() -> None:
     for source in (b"\xff\0", b"(" * 100_000, b"-" * 100_000 + b"1"):
-        (tmp_path / "odd.py").write_bytes(source)
+        Path("odd.py").write_bytes(source)
         with pytest.raises(UsageError, match=r"odd\.py is a file: name a class or function in it, as odd\.NAME"):
             build("odd.py")
 
 
 @pytest.mark.parametrize("name", ["whitened", "resnet18"])
-def test_the_check_of_shapes_changes_neither_the_net_nor_random_numbers(name: str) -> None:
+def test_check_shapes_does_not_change_the_net(name: str) -> None:
     net = build(name)
     net.train()
     next(net.children()).eval()
-    modes, state, random_state = (
-        [part.training for part in net.modules()],
-        copy.deepcopy(net.state_dict()),
-        torch.get_rng_state(),
-    )
+    modes, state = [module.training for module in net.modules()], copy.deepcopy(net.state_dict())
     check_shapes(net, name, (3, 32, 32), 10)
-    assert [part.training for part in net.modules()] == modes
+    assert [module.training for module in net.modules()] == modes
     assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random_state)
 
 
-class Drawing(nn.Linear):
-    """A net that draws random numbers in evaluation too."""
+class RandomNet(nn.Linear):
+    """A net that uses random numbers even in evaluation mode."""
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images.flatten(1) + torch.rand(()))
 
 
-def test_the_check_of_shapes_hides_the_random_numbers_that_a_net_draws() -> None:
-    net, before = Drawing(12, 2), torch.get_rng_state()
-    check_shapes(net, "drawing", (3, 2, 2), 2)
+def test_check_shapes_restores_the_random_state() -> None:
+    net, before = RandomNet(12, 2), torch.get_rng_state()
+    check_shapes(net, "random", (3, 2, 2), 2)
     assert torch.equal(torch.get_rng_state(), before)
     assert net.training
 
 
-def test_a_net_whose_kernels_need_a_gpu_is_left_to_the_training() -> None:
+def test_check_shapes_ignores_a_net_with_gpu_kernels() -> None:
     class OnGpu(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
             raise RuntimeError("Expected a CUDA tensor")

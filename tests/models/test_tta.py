@@ -6,19 +6,19 @@ from cifar_lit.models.tta import VIEWS, view_logits
 
 
 def moved(image: Tensor, down: int, right: int) -> Tensor:
-    """One image (C, height, width) moved, pixel by pixel; a pixel from beyond an edge is that as far inside of it."""
+    """Return the image (C, height, width) moved by whole pixels, with reflected edges."""
 
-    def inside(place: int, length: int) -> int:
-        return -place if place < 0 else 2 * (length - 1) - place if place >= length else place
+    def reflected(index: int, length: int) -> int:
+        return -index if index < 0 else 2 * (length - 1) - index if index >= length else index
 
     _, height, width = image.shape
-    rows = [inside(y - down, height) for y in range(height)]
-    columns = [inside(x - right, width) for x in range(width)]
+    rows = [reflected(y - down, height) for y in range(height)]
+    columns = [reflected(x - right, width) for x in range(width)]
     return image[:, rows][:, :, columns]
 
 
-def definition(image: Tensor, views: str) -> list[tuple[float, Tensor]]:
-    """The views of one image with their weights."""
+def weighted_views(image: Tensor, views: str) -> list[tuple[float, Tensor]]:
+    """Return the views of an image with their weights."""
     if views == "none":
         return [(1.0, image)]
     plain = [(1 / 2, image)]
@@ -29,14 +29,13 @@ def definition(image: Tensor, views: str) -> list[tuple[float, Tensor]]:
 
 @pytest.mark.parametrize("views", VIEWS)
 @pytest.mark.parametrize("shape", [(3, 3, 6, 7), (1, 1, 2, 2)])
-def test_logits_are_the_weighted_mean_over_the_views_in_float32_at_least(views: str, shape: tuple[int, ...]) -> None:
+def test_logits_are_the_weighted_mean_over_views_in_at_least_float32(views: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     images = torch.rand(shape, dtype=torch.float64)
     net = nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), 4), nn.Tanh()).double()
     with torch.no_grad():
         for result, image in zip(view_logits(net, images, views), images, strict=True):
-            torch.testing.assert_close(
-                result, sum(weight * net(view[None])[0] for weight, view in definition(image, views))
-            )
+            expected = sum(weight * net(view[None])[0] for weight, view in weighted_views(image, views))
+            torch.testing.assert_close(result, expected)
         if views != "none":
             assert view_logits(net.bfloat16(), images.bfloat16(), views).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""An attack as data: what a stranger prepares, and the line that a user then types who trusts none of it."""
+"""An attack as data: the files that an attacker prepares and the command that the user then types."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from security.sandbox import Answer, read_apart
+from security.sandbox import Answer, read_in_fork
 
 from cifar_lit.cli import main
 
-OUTSIDE = {
-    "Documents/letter.txt": "dear friend",
-    "notes.txt": "mine",
-    ".ssh/config": "Host *",
-}  # of the user's, beside the runs
-MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # until something is refused; what is taken and done may cost what it costs
+# The user's own files, beside the runs.
+OUTSIDE = {"Documents/letter.txt": "dear friend", "notes.txt": "mine", ".ssh/config": "Host *"}
+MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # for a refusal; accepted input has no limit
 
 
 @dataclass(frozen=True)
@@ -24,11 +21,11 @@ class Attack:
     """One attack.
 
     Args:
-        prepare: puts what comes from outside into the folder it is given, in which `run` is a copy of a genuine run, `outside`
-            has the user's own files, and `small.yaml` is a recipe.
-        type: the line after `cifar-lit`, typed in that folder; or a function that returns the exit code.
-        refused: whether it must be refused in one line; else it may go on, and must do no harm.
-        says: what the answer must hold, such as the remedy.
+        prepare: writes the attacker's files into the folder it is given. `run` in it is a copy of a genuine run,
+            `outside` holds the user's own files, and `small.yaml` is a recipe.
+        type: the arguments of `cifar-lit`, typed in that folder, or a function that returns the exit code.
+        refused: whether the command must fail with one line. Otherwise it may continue, and must do no harm.
+        says: text that the output must contain, such as the remedy.
     """
 
     prepare: Callable[[Path], object]
@@ -37,7 +34,7 @@ class Attack:
     says: str = ""
 
     def carry_out(self, genuine: Path, folder: Path) -> tuple[Answer, list[str]]:
-        """What the program answered, and all the harm that was done."""
+        """Return the program's answer and a list of all harm done."""
         shutil.copytree(genuine, folder / "run")
         shutil.copy(genuine.parent.parent / "small.yaml", folder)
         for name, text in OUTSIDE.items():
@@ -45,13 +42,13 @@ class Attack:
             (folder / "outside" / name).write_text(text)
         self.prepare(folder)
         line = self.type
-        answer = read_apart(folder, line if callable(line) else lambda: main(list(line)))
+        answer = read_in_fork(folder, line if callable(line) else lambda: main(list(line)))
         return answer, [*self._harm(answer), *changes(folder / "outside")]
 
     def _harm(self, answer: Answer) -> list[str]:
         harm = [f"it ran {', '.join(answer.ran)}"] if answer.ran else []
         if answer.code is None or any("Traceback" in line for line in answer.lines):
-            harm.append(f"it broke down: {answer.lines[-1:]}")
+            harm.append(f"it crashed: {answer.lines[-1:]}")
         if any(not letter.isprintable() and letter not in "\n\r\t" for letter in answer.out + "".join(answer.lines)):
             harm.append("it printed control characters")
         if self.says not in answer.out + "\n".join(answer.lines):
@@ -65,20 +62,14 @@ class Attack:
 
 
 def changes(folder: Path) -> list[str]:
-    """What is not as `OUTSIDE` says in the folder of the user's own files."""
-    files = (
-        {str(path.relative_to(folder)): path for path in folder.rglob("*") if not path.is_dir()}
-        if folder.exists()
-        else {}
-    )
-    gone = [
-        f"{name} was deleted or changed"
-        for name, text in OUTSIDE.items()
-        if name not in files or files[name].read_bytes() != text.encode()
-    ]
-    return gone + [f"{name} was made" for name in files if name not in OUTSIDE]
+    """Return the differences between the folder of the user's own files and `OUTSIDE`."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if not path.is_dir()}
+    added = [name for name in files if name not in OUTSIDE]
+    expected = {name: text.encode() for name, text in OUTSIDE.items()}
+    changed = [name for name, data in expected.items() if name not in files or files[name].read_bytes() != data]
+    return [*(f"{name} was deleted or changed" for name in changed), *(f"{name} was created" for name in added)]
 
 
 def harmless(prepare: Callable[[Path], object], line: Sequence[str] | Callable[[], int], says: str = "") -> Attack:
-    """An attack that is not refused, but does no harm, and is told."""
+    """Return an attack that is not refused and must do no harm."""
     return Attack(prepare, line, refused=False, says=says)

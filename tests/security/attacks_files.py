@@ -1,4 +1,4 @@
-"""Attacks through the file system: links, pipes, devices and odd sizes in a run, in data and in the cache of decoded images."""
+"""Attacks through the file system: links, pipes, devices and huge files in a run, a data set or the image cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from contract.command_line import draw_folder
 from security.attack import Attack, harmless
-from security.hostile_models import CHECKPOINTS
+from security.hostile_models import CHECKPOINTS, kernel_log
 
 from cifar_lit.cli import main
 from cifar_lit.data.cache import FORMAT
@@ -31,79 +31,73 @@ WEIGHTS = [*FIT, "--model.weights"]
 NO_SHAPES = ["--data.image_size=null", "--data.num_classes=null"]
 DOWNLOAD = [*FIT, "--dataset", "cifar10", "--data-dir", "data", "--data.url", "mirror.gz", *NO_SHAPES]
 DECODE = [*FIT, "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null", "--data.val_size=1"]
-TABLE = [*DECODE, "--data-dir"]  # the last of two is what counts
-KERNEL = "/proc/kmsg"  # a regular file of size 0, whose reading waits
+TABLE = [*DECODE, "--data-dir"]  # overrides the first --data-dir
 REDIRECTION = b"HTTP/1.1 301 Moved\r\nContent-Length: " + b"9" * 30 + b"\r\nLocation: /\r\n\r\nx"
 LEADS_OUT = "is a symlink pointing outside its run folder"
 
 Prepare = Callable[[Path], object]
-Make = Callable[[Path, Path], object]  # is given the folder and the place of the file
+Make = Callable[[Path, Path], object]  # gets the working folder and the path of the file
 
 
 def put(name: str, make: Make, ended: bool = False) -> Prepare:
-    """Puts what `make` makes in the run's place of `name`; the run is one to resume unless it has `ended`."""
+    """Replace the run's file `name` with one from `make`. The run can be resumed unless it has `ended`."""
 
     def prepare(folder: Path) -> None:
-        place = folder / "run" / name
-        place.unlink(missing_ok=True)
+        path = folder / "run" / name
+        path.unlink(missing_ok=True)
         if not ended:
             (folder / "run/metrics.json").unlink(missing_ok=True)
-        place.parent.mkdir(exist_ok=True)
-        make(folder, place)
+        path.parent.mkdir(exist_ok=True)
+        make(folder, path)
 
     return prepare
 
 
-def link(folder: Path, place: Path, target: str = "outside/notes.txt") -> None:
-    place.symlink_to(folder / target)
+def link(folder: Path, path: Path, target: str = "outside/notes.txt") -> None:
+    path.symlink_to(folder / target)
 
 
-def kernel(folder: Path, place: Path) -> None:
-    place.symlink_to(KERNEL)
+def kernel(folder: Path, path: Path) -> None:
+    kernel_log(path)
 
 
-def second_name(folder: Path, place: Path) -> None:
-    """A second name of one of the user's files, as `tar` makes it."""
-    place.hardlink_to(folder / "outside/notes.txt")
+def hard_link(folder: Path, path: Path) -> None:
+    """A hard link to one of the user's files; `tar` creates them."""
+    path.hardlink_to(folder / "outside/notes.txt")
 
 
-def pipe(folder: Path, place: Path) -> None:
-    """A pipe that nobody writes to."""
-    os.mkfifo(place)
+def pipe(folder: Path, path: Path) -> None:
+    """A pipe without a writer."""
+    os.mkfifo(path)
 
 
-def endless(folder: Path, place: Path) -> None:
-    """A table of 20 GiB that takes no place on the disk."""
-    place.write_text("epoch,step\n0,1\n" if place.stem == "metrics" else "index,label\n")
-    os.truncate(place, 20 << 30)
+def endless(folder: Path, path: Path) -> None:
+    """A sparse table of 20 GiB."""
+    path.write_text("epoch,step\n0,1\n" if path.stem == "metrics" else "index,label\n")
+    os.truncate(path, 20 << 30)
 
 
-def filled_folder(folder: Path, place: Path) -> None:
-    place.mkdir()
-    (place / "inner").touch()
+def filled_folder(folder: Path, path: Path) -> None:
+    path.mkdir()
+    (path / "inner").touch()
 
 
-def nested_folders(folder: Path, place: Path) -> None:
-    """900 levels of folders. From about 1,000 on, Python cannot walk them, nor pytest remove them."""
-    outer = os.open(folder / "run", os.O_RDONLY)
-    for _ in range(900):
-        os.mkdir("d", dir_fd=outer)
-        inner = os.open("d", os.O_RDONLY, dir_fd=outer)
-        os.close(outer)
-        outer = inner
-    os.close(outer)
+def nested_folders(folder: Path, path: Path) -> None:
+    """900 levels of folders. Python cannot walk more than about 1,000, and pytest cannot remove them."""
+    for levels in range(900):
+        path.joinpath(*["d"] * levels).mkdir()
 
 
 def another_run(folder: Path, last: Path) -> None:
-    """The last checkpoint is a link to that of a run of the user's."""
+    """The last checkpoint as a link to a checkpoint of the user's own run."""
     (folder / "mine/checkpoints").mkdir(parents=True)
     (folder / "mine/config.yaml").write_bytes((folder / "run/config.yaml").read_bytes())
     (folder / "run/checkpoints/best.ckpt").rename(folder / "mine/checkpoints/last.ckpt")
     link(folder, last, "mine/checkpoints/last.ckpt")
 
 
-def mostly_a_hole(name: str) -> Prepare:
-    """Weights of 8 TiB that take no place on the disk."""
+def sparse_weights(name: str) -> Prepare:
+    """Sparse weights of 8 TiB."""
 
     def prepare(folder: Path) -> None:
         (folder / name).write_bytes((folder / "run/model.safetensors").read_bytes())
@@ -112,14 +106,13 @@ def mostly_a_hole(name: str) -> Prepare:
     return prepare
 
 
-def weights_of_a_bytearray(folder: Path) -> None:
-    """Weights whose pickle is a few bytes long and asks for 2 GB."""
+def bytearray_weights(folder: Path) -> None:
+    """Weights whose pickle of a few bytes asks for 2 GB."""
     torch.save({}, folder / "weights.pth")
     CHECKPOINTS["a bytearray of 2 GB in the pickle of a zip"](folder / "weights.pth")
 
 
-def resume_of_a_job(folder: Path) -> None:
-    """A record of a job is a pipe."""
+def job_record_as_pipe(folder: Path) -> None:
     put(".job", pipe)(folder)
     (folder / "logs").mkdir()
     (folder / "run").rename(folder / "logs/run")
@@ -131,18 +124,18 @@ def start_job() -> int:
 
 
 def data_with(name: str) -> Prepare:
-    """A folder of data with a link in it."""
+    """A data folder that contains a link, and a local mirror."""
 
     def prepare(folder: Path) -> None:
         (folder / "data").mkdir()
         link(folder, folder / "data" / name)
-        (folder / "mirror.gz").write_bytes(b"what another host gives")
+        (folder / "mirror.gz").write_bytes(b"not the archive")
 
     return prepare
 
 
 def images(folder: Path) -> Path:
-    """A folder of images, and the place where the cache will keep them."""
+    """Draw a folder of images and return the path of its cache."""
     root = draw_folder(folder.resolve() / "images", {"a": 4, "b": 4})
     key = sha256(json.dumps([FORMAT, str(root), 16, 3]).encode()).hexdigest()[:16]
     (folder / "cache").mkdir()
@@ -150,7 +143,7 @@ def images(folder: Path) -> Path:
 
 
 def written(name: str) -> Prepare:
-    """Images, and a link in the run's place of a picture that is written."""
+    """Images, and a link in place of an output image."""
     return lambda folder: (images(folder), put(name, link, ended=True)(folder))
 
 
@@ -160,15 +153,15 @@ def cache_that_is_a_link(folder: Path) -> None:
 
 def cache_with(name: str, make: Make = link) -> Prepare:
     def prepare(folder: Path) -> None:
-        slot = images(folder)
-        slot.mkdir()
-        make(folder, slot / name)
+        cache = images(folder)
+        cache.mkdir()
+        make(folder, cache / name)
 
     return prepare
 
 
 def doubling_links(folder: Path) -> None:
-    """Images, and beside them folders of which each has two links to the next, by which 2³⁰ paths lead to the last."""
+    """Images, and 30 folders with two links each to the next: 2³⁰ paths to the last."""
     images(folder)
     for level in range(30):
         (folder / f"images/a/{level}").mkdir()
@@ -177,27 +170,27 @@ def doubling_links(folder: Path) -> None:
 
 
 def table_of_pipes(folder: Path) -> None:
-    """A table whose images are a pipe that nobody writes to."""
+    """A table whose images are a pipe without a writer."""
     os.mkfifo(folder / "0.png")
     (folder / "pipes.csv").write_text("path,label\n" + "".join(f"{'./' * n}0.png,{'ab'[n % 2]}\n" for n in range(8)))
 
 
 def keys_of_rows(folder: Path) -> None:
-    """A table in JSON lines whose second row has 70,000 keys, and others than the first."""
+    """A JSONL table of two rows with 70,000 different keys each."""
     row = {"path": "a.png", "label": "a"}
     rows = (row | dict.fromkeys((f"{start}{key}" for key in range(70_000)), 0) for start in "ab")
     (folder / "keys.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def empty_lines(name: str, text: str) -> Prepare:
-    """A table with these lines, and then 20 million empty ones."""
+    """A table of `text` and 20 million empty lines."""
     return lambda folder: (folder / name).write_text(text + "\n" * 20_000_000)
 
 
 def answered(data: bytes) -> Callable[[], int]:
-    """Downloads from a server that answers with these bytes, for as long as somebody listens."""
+    """Download from a server that repeats `data` until the client disconnects."""
 
-    def typed() -> int:
+    def download() -> int:
         server = socket.create_server(("127.0.0.1", 0))
 
         def answer() -> None:
@@ -209,90 +202,85 @@ def answered(data: bytes) -> Callable[[], int]:
         threading.Thread(target=answer, daemon=True).start()
         return main([*DOWNLOAD, "--data.url", f"http://127.0.0.1:{server.getsockname()[1]}/"])
 
-    return typed
+    return download
 
 
-def from_kernel(name: str, line: list[str], says: str, refused: bool = True) -> Attack:
-    return Attack(put(name, kernel, ended=True), line, refused, says)
+def from_kernel(name: str, line: list[str], says: str = "") -> Attack:
+    return Attack(put(name, kernel, ended=True), line, says=says)
+
+
+def replaced(name: str, make: Make, line: list[str], says: str = "") -> Attack:
+    """Return a harmless attack on a finished run, one file of which is replaced."""
+    return harmless(put(name, make, ended=True), line, says)
 
 
 ATTACKS: dict[str, Attack] = {
-    # what is half written
-    "a link for the half-written report": harmless(put(f"report.html{PART}", link, ended=True), REPORT),
+    # temporary files
+    "a link for the half-written report": replaced(f"report.html{PART}", link, REPORT),
     "a link for the half-written configuration": Attack(put(f"config.yaml{PART}", link), RESUME, says=LEADS_OUT),
     "a link for the half-written record of a run's owner": Attack(put(f".owner{PART}", link), RESUME, says=LEADS_OUT),
-    "a link for a half-written export": harmless(
-        put(f"x.safetensors{PART}", link, ended=True), [*EXPORT, "run/x.safetensors"]
-    ),
-    "a link for a half-written comparison": harmless(
-        put(f"runs.csv{PART}", link, ended=True), ["compare", "run", "--csv", "run/runs.csv"]
-    ),
-    "a link for a half-written picture of curves": harmless(
-        put(f"curves.png{PART}", link, ended=True), ["compare", "run", "--plot", "run/curves.png"]
-    ),
+    "a link for a half-written export": replaced(f"x.safetensors{PART}", link, [*EXPORT, "run/x.safetensors"]),
+    "a link for a half-written comparison": replaced(f"runs.csv{PART}", link, [*COMPARE[:2], "--csv", "run/runs.csv"]),
+    "a link for a half-written plot": replaced(f"curves.png{PART}", link, [*COMPARE[:2], "--plot", "run/curves.png"]),
     "a link for a contact sheet": harmless(written("sheet.png"), [*CLASSIFY, "--sheet", "run/sheet.png"]),
-    "a link for a picture of what a net looked at": harmless(
-        written("maps/00000-0.png"), [*CLASSIFY, "--explain", "run/maps"]
-    ),
-    "a folder that is called as what is half written": harmless(put(f"x{PART}", filled_folder), RESUME),
-    # what is written in place, or through a folder
+    "a link for a saliency map": harmless(written("maps/00000-0.png"), [*CLASSIFY, "--explain", "run/maps"]),
+    "a folder with the name of a temporary file": harmless(put(f"x{PART}", filled_folder), RESUME),
+    # files written in place
     "a link for the lock": Attack(put(".lock", link), RESUME, says=LEADS_OUT),
-    "a folder in the place of the model": Attack(
+    "a folder in place of the model": Attack(
         put("model.safetensors", filled_folder), RESUME, says="is a folder, where a file is to be written"
     ),
     "900 levels of folders": Attack(put("d", nested_folders), RESUME, says="nested deeper than 50 levels"),
-    "weights of 8 TiB, most of it a hole": Attack(
-        mostly_a_hole("weights.safetensors"), [*WEIGHTS, "weights.safetensors"], says="than the memory"
+    "sparse weights of 8 TiB": Attack(
+        sparse_weights("weights.safetensors"), [*WEIGHTS, "weights.safetensors"], says="than the memory"
     ),
-    "a model of 8 TiB, most of it a hole": Attack(
-        mostly_a_hole("run/model.safetensors"), [*EXPORT, "x.safetensors"], says="than the memory"
+    "a sparse model of 8 TiB": Attack(
+        sparse_weights("run/model.safetensors"), [*EXPORT, "x.safetensors"], says="than the memory"
     ),
-    "a link for the last checkpoint to that of another run": Attack(
+    "a last checkpoint that links to one of another run": Attack(
         put("checkpoints/last.ckpt", another_run), RESUME, says=LEADS_OUT
     ),
-    "a link for the report to a file of the user's": harmless(put("report.html", link, ended=True), REPORT),
+    "a link from the report to a file of the user": replaced("report.html", link, REPORT),
     **{
-        f"a second name of a file of the user's for {name}": harmless(put(name, second_name), RESUME)
+        f"a hard link from {name} to a file of the user": harmless(put(name, hard_link), RESUME)
         for name in (".lock", ".owner", "metrics.csv")
     },
-    # what is read
-    "figures from a pipe": harmless(put("metrics.json", pipe, ended=True), COMPARE, "cannot be read"),
+    # files that are read
+    "metrics from a pipe": replaced("metrics.json", pipe, COMPARE, "cannot be read"),
     "curves from a pipe": Attack(put("metrics.csv", pipe), RESUME, says="move it away"),
     "a record of the owner from a pipe": harmless(put(".owner", pipe), RESUME),
-    "a record of a job from a pipe": harmless(resume_of_a_job, start_job),
-    "figures of 20 GiB": harmless(put("metrics.json", endless, ended=True), COMPARE, "cannot be read"),
+    "a record of a job from a pipe": harmless(job_record_as_pipe, start_job),
+    "metrics of 20 GiB": replaced("metrics.json", endless, COMPARE, "cannot be read"),
     "curves of 20 GiB": Attack(put("metrics.csv", endless, ended=True), COMPARE),
-    "predictions of 20 GiB": harmless(put("predictions.csv", endless, ended=True), REPORT),
-    "figures from the kernel's messages": from_kernel("metrics.json", COMPARE, "cannot be read", refused=False),
-    "curves from the kernel's messages": from_kernel("metrics.csv", COMPARE, ""),
-    "predictions from the kernel's messages": from_kernel("predictions.csv", REPORT, "", refused=False),
-    "a configuration from the kernel's messages": from_kernel(
-        "config.yaml", COMPARE, "missing or damaged", refused=False
-    ),
-    "a checkpoint from the kernel's messages": from_kernel("checkpoints/best.ckpt", TEST, "the file is empty"),
+    "predictions of 20 GiB": replaced("predictions.csv", endless, REPORT),
+    "metrics from the kernel log": replaced("metrics.json", kernel, COMPARE, "cannot be read"),
+    "curves from the kernel log": from_kernel("metrics.csv", COMPARE),
+    "predictions from the kernel log": replaced("predictions.csv", kernel, REPORT),
+    "a configuration from the kernel log": replaced("config.yaml", kernel, COMPARE, "missing or damaged"),
+    "a checkpoint from the kernel log": from_kernel("checkpoints/best.ckpt", TEST, "the file is empty"),
     **{
-        f"weights from the kernel's messages as {name}": from_kernel(
-            name, [*WEIGHTS, f"run/{name}"], "the file is empty"
-        )
+        f"weights from the kernel log as {name}": from_kernel(name, [*WEIGHTS, f"run/{name}"], "the file is empty")
         for name in ("w.pth", "w.safetensors")
     },
-    "a table of images from the kernel's messages": from_kernel("t.csv", [*TABLE, "run/t.csv"], "the file is empty"),
+    "a table of images from the kernel log": from_kernel("t.csv", [*TABLE, "run/t.csv"], "the file is empty"),
     "weights of a bytearray of 2 GB": Attack(
-        weights_of_a_bytearray, [*WEIGHTS, "weights.pth"], says="it asks for memory that it does not fill"
+        bytearray_weights, [*WEIGHTS, "weights.pth"], says="it asks for memory that it does not fill"
     ),
-    # data and their cache
+    # data sets and their cache
     "a link for a broken download": harmless(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, "wrong md5"),
     "a link for the lock of a download": Attack(data_with("cifar-10-batches-py.lock"), DOWNLOAD),
-    "a server that announces its answer without end": Attack(
+    "a server that sends 100 Continue without end": Attack(
         data_with("x"), answered(b"HTTP/1.1 100 Continue\r\n\r\n"), says="without end"
     ),
-    "a redirection of endless length": Attack(data_with("x"), answered(REDIRECTION), says="could not be downloaded"),
+    "a redirect with an enormous content length": Attack(
+        data_with("x"), answered(REDIRECTION), says="could not be downloaded"
+    ),
     "a link for the cache of a folder": harmless(cache_that_is_a_link, DECODE, "is a link"),
     "a link for the index of a cache": harmless(cache_with("index.json"), DECODE),
     "a link for the lock of a cache": harmless(cache_with("lock"), DECODE, "nothing is cached"),
     "an index of a cache from a pipe": harmless(cache_with("index.json", pipe), DECODE),
-    "folders of links that double at every level": harmless(doubling_links, DECODE),
-    "the same, to classify": harmless(doubling_links, CLASSIFY),
+    "links that double the paths at every level": harmless(doubling_links, DECODE),
+    "the same for classify": harmless(doubling_links, CLASSIFY),
     "a table whose images are a pipe": Attack(
         table_of_pipes, [*TABLE, "pipes.csv", "--data.image_size=null"], says="it is a pipe or a device"
     ),

@@ -1,4 +1,4 @@
-"""Attacks by text: names and values that a terminal obeys, a spreadsheet computes or markup swallows, or that lose a run."""
+"""Attacks by text: names and values with terminal controls, spreadsheet formulas, markup or huge numbers."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class Terminal(io.StringIO):
 
 
 def on_terminal(*line: str) -> Callable[[], int]:
-    """The line typed on a terminal that has no colours and no cursor, so that what moves it is not rich's."""
+    """Run a command on a terminal without colours or cursor, where rich prints no control sequences."""
 
-    def type_line() -> int:
+    def run() -> int:
         os.environ["TERM"] = "dumb"
         with redirect_stdout(Terminal()) as screen:
             code = main(list(line))
         print(screen.getvalue())
         return code
 
-    return type_line
+    return run
 
 
-def and_then_shows(line: list[str], pattern: str) -> Callable[[], int]:
-    """The line, and then the text of the files that it has made."""
+def and_print(line: list[str], pattern: str) -> Callable[[], int]:
+    """Run a command and print the files that it wrote."""
 
-    def type_line() -> int:
+    def run() -> int:
         code = main(line)
         for file in Path.cwd().glob(pattern):
             print(file.read_text().replace("\x00", "\ufffd"))
         return code
 
-    return type_line
+    return run
 
 
 def renamed(name: str) -> Maker:
@@ -63,29 +63,26 @@ def renamed(name: str) -> Maker:
 
 
 def second(settings: dict[str, Any] | None = None, /, **metrics: Any) -> Maker:
-    """A copy of the run, `run2`, with other settings and other values in its metrics.json."""
+    """A copy of the run, `run2`, with other settings and metrics."""
 
     def prepare(folder: Path) -> None:
         run = shutil.copytree(folder / "run", folder / "run2")
-        (run / "config.yaml").write_text(
-            yaml.safe_dump(yaml.safe_load((run / "config.yaml").read_text()) | (settings or {}))
-        )
-        values = json.loads((run / "metrics.json").read_text())
-        (run / "metrics.json").write_text(
-            json.dumps({**values, **metrics, "test": {**values["test"], **metrics.get("test", {})}})
-        )
+        config, values = run / "config.yaml", run / "metrics.json"
+        config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | (settings or {})))
+        old = json.loads(values.read_text())
+        values.write_text(json.dumps({**old, **metrics, "test": {**old["test"], **metrics.get("test", {})}}))
 
     return prepare
 
 
 def curve(*columns: str) -> Maker:
-    """The run with a curve of these names in its metrics.csv."""
+    """The run with columns of these names in its metrics.csv."""
     rows = (("step", *columns), *((str(step), *("1",) * len(columns)) for step in range(3)))
     return lambda folder: (folder / "run/metrics.csv").write_text("".join(",".join(row) + "\n" for row in rows))
 
 
 def seed(text: str) -> Maker:
-    """A second run whose config.yaml has this text for its seed."""
+    """A second run with this text as the seed in its config.yaml."""
 
     def prepare(folder: Path) -> None:
         second()(folder)
@@ -96,7 +93,7 @@ def seed(text: str) -> Maker:
 
 
 def disputed_images(folder: Path) -> None:
-    """Two runs that dispute 400,000 images."""
+    """Two runs that disagree on 400,000 images."""
     count = 400_000
     metrics = {"recipe": "a", "test": {"accuracy": 0.5, "loss": 1.0, "images": count, "fingerprint": "same"}}
     for number in range(2):
@@ -108,10 +105,10 @@ def disputed_images(folder: Path) -> None:
 
 
 def compare_cheaply() -> int:
-    """Compares the large runs, and says whether that takes less than 5 s of the CPU."""
-    began = time.process_time()
+    """Compare the large runs and print whether that takes less than 5 s of CPU time."""
+    start = time.process_time()
     code = main(["compare", "large-*"])
-    print("cheap" if time.process_time() - began < 5 else "expensive")
+    print("cheap" if time.process_time() - start < 5 else "expensive")
     return code
 
 
@@ -124,7 +121,7 @@ def picture(path: str) -> Maker:
 
 
 def classes(*names: str, beside: str = "") -> Maker:
-    """A folder of images of classes `a` and of these names; and a file beside them that is none."""
+    """A folder of images of class `a` and the given classes, and a file `beside` that is no image."""
 
     def prepare(folder: Path) -> None:
         for name in ("a", *names):
@@ -141,7 +138,7 @@ def config(text: str) -> Maker:
 
 
 def card(**values: Any) -> Maker:
-    """The run's model.safetensors with other values on its card, and a picture."""
+    """The run's model.safetensors with other values on its card, and an image."""
 
     def prepare(folder: Path) -> None:
         net = load_model_file(folder / "run")
@@ -153,19 +150,12 @@ def card(**values: Any) -> Maker:
 
 COMPARE = ["compare", "run", "run2"]
 CSV = [*COMPARE, "--csv", "-"]
+JSON = [*COMPARE, "--json", "-"]
 REPORT = ["report", "run", "--device", "cpu"]
 REPORT2 = ["report", "run2", "--device", "cpu"]
 CLASSIFY = ["classify", "run", "a.png", "--csv", "--top=4"]
 PICTURES = ["classify", "run", "p", "--csv"]
-OWN = [
-    "train",
-    "--config",
-    "small.yaml",
-    "--config",
-    "own.yaml",
-    "--logs",
-    "runs",
-]  # in which the last may name the run
+OWN = ["train", "--config", "small.yaml", "--config", "own.yaml", "--logs", "runs"]
 RECALL = """model:
   metrics:
     accuracy: {class_path: torchmetrics.classification.MulticlassRecall, init_args: {num_classes: 4}}
@@ -175,18 +165,18 @@ TEMPERATURE = {"calibration": {"error": 0.1, "temperature": 10**400, "tempered_e
 LOGS = "'import cifar_lit; print(cifar_lit.load(\"$(mkdir ran)"
 
 ATTACKS: dict[str, Attack] = {
-    # a foreign run, beside others
-    "a setting that clears the terminal and names its window": harmless(second({"recipe": CLEAR}), COMPARE, r"\x1b[2J"),
-    "a setting of two lines, the second a result": harmless(second({"recipe": "x\nrun 99.99%"}), COMPARE, r"x\nrun"),
+    # a run from elsewhere, compared with others
+    "a setting that clears the terminal and sets its title": harmless(second({"recipe": CLEAR}), COMPARE, r"\x1b[2J"),
+    "a setting with a forged result on its second line": harmless(
+        second({"recipe": "x\nrun 99.99%"}), COMPARE, r"x\nrun"
+    ),
     "a setting's name that clears the terminal": harmless(second({CLEAR: 1}), COMPARE, r"\x1b[2J"),
     "a setting that is a date": harmless(second({"when": yaml.safe_load("2026-01-01")}), COMPARE, "2026-01-01"),
     "a recipe called [/b]": harmless(second({"recipe": "[/b]"}, recipe="[/b]"), COMPARE, "[/b]"),
-    "a run's folder that clears the terminal": harmless(renamed(f"run{CLEAR}"), ["compare", "run*"], r"run\x1b[2J"),
-    "a run's folder whose name is an emoji's, and markup": harmless(
-        renamed("run:skull:[b]"), ["compare", "."], "run:skull:[b]"
-    ),
-    "a run's folder that turns the line round": harmless(renamed("run\u202e1"), ["compare", "."], r"run\u202e1"),
-    "a run's folder that is a formula for TeX": harmless(
+    "a run folder that clears the terminal": harmless(renamed(f"run{CLEAR}"), ["compare", "run*"], r"run\x1b[2J"),
+    "a run folder with an emoji and markup": harmless(renamed("run:skull:[b]"), ["compare", "."], "run:skull:[b]"),
+    "a run folder that reverses the line": harmless(renamed("run\u202e1"), ["compare", "."], r"run\u202e1"),
+    "a run folder with a TeX formula": harmless(
         renamed(r"run$\frac$"), ["compare", ".", "--plot", "curves.png"], "wrote curves.png"
     ),
     "a test of 10¹⁰ images": harmless(second(test={"images": 10**10, "fingerprint": "same"}), COMPARE, "run2"),
@@ -195,69 +185,69 @@ ATTACKS: dict[str, Attack] = {
         for name, value in (("accuracy", 1e300), ("accuracy", float("nan")), ("images", -5))
     },
     "a time that is text": harmless(second(train_seconds=CLEAR), COMPARE, "damaged"),
-    "a setting that a spreadsheet would run": harmless(second({"recipe": "=cmd|' /C calc'!A0"}), CSV, "'=cmd|"),
-    "a setting's name that a spreadsheet would run": harmless(second({"+1+cmd": 1}), CSV, "'+1+cmd"),
-    "a setting in JSON that turns the line round": harmless(
-        second({"recipe": "\u202e\x9bx"}), [*COMPARE, "--json", "-"], r"\u202e\u009bx"
-    ),
+    "a setting that is a spreadsheet formula": harmless(second({"recipe": "=cmd|' /C calc'!A0"}), CSV, "'=cmd|"),
+    "a setting's name that is a spreadsheet formula": harmless(second({"+1+cmd": 1}), CSV, "'+1+cmd"),
+    "a setting in JSON that reverses the line": harmless(second({"recipe": "\u202e\x9bx"}), JSON, r"\u202e\u009bx"),
     "an integer of 8,000 hexadecimal digits": harmless(seed("0x" + "f" * 8000), COMPARE, "run2"),
     "an integer of 4,000 sexagesimal digits": harmless(seed(":".join("1" * 4000)), COMPARE, "run2"),
-    "an integer of 30,000 bits, as JSON": harmless(seed("0b" + "1" * 30_000), [*COMPARE, "--json", "-"], "run2"),
-    "an integer of 8,000 digits, of a run to report": Attack(
+    "an integer of 30,000 bits, as JSON": harmless(seed("0b" + "1" * 30_000), JSON, "run2"),
+    "an integer of 8,000 digits in a run to report": Attack(
         seed("0x" + "f" * 8000), REPORT2, says="an integer of more than 64 bits at line"
     ),
     "400,000 disputed images": harmless(disputed_images, compare_cheaply, "cheap"),
-    # its page
+    # its report
     "curves with huge values": harmless(
         lambda folder: (folder / "run/metrics.csv").write_text(HUGE), REPORT, "report run"
     ),
     "a temperature of 10⁴⁰⁰": harmless(second(test=TEMPERATURE), REPORT2, "report run"),
-    "a number of devices that asks for 400 GB": harmless(second(devices="{:>400000000000}"), REPORT2, "report run"),
-    "a curve's name that is a place in a pattern": harmless(curve(r"val/\g<9>"), REPORT, "report run"),
-    "a curve's name that is a formula for TeX": harmless(curve(r"$\frac$", r"val/$\frac$"), REPORT, "report run"),
-    "a version in the page that turns the line round": harmless(
-        second(versions={"torch": "\u202e\x1b[2J"}), and_then_shows(REPORT2, "run2/report.html"), r"\u202e\x1b[2J"
+    "a number of devices that formats to 400 GB": harmless(second(devices="{:>400000000000}"), REPORT2, "report run"),
+    "a curve's name with a group reference": harmless(curve(r"val/\g<9>"), REPORT, "report run"),
+    "a curve's name that is a TeX formula": harmless(curve(r"$\frac$", r"val/$\frac$"), REPORT, "report run"),
+    "a version that reverses a line of the report": harmless(
+        second(versions={"torch": "\u202e\x1b[2J"}), and_print(REPORT2, "run2/report.html"), r"\u202e\x1b[2J"
     ),
     # its net
-    "class names that turn the line round": harmless(card(classes=["\u202egnp", *"bcd"]), CLASSIFY, r"\u202egnp"),
-    "class names that a spreadsheet would run": harmless(card(classes=["=1+1", *"bcd"]), CLASSIFY, "'=1+1"),
+    "class names that reverse the line": harmless(card(classes=["\u202egnp", *"bcd"]), CLASSIFY, r"\u202egnp"),
+    "class names that are spreadsheet formulas": harmless(card(classes=["=1+1", *"bcd"]), CLASSIFY, "'=1+1"),
     # images
-    "a picture's name that clears the terminal": harmless(picture(f"p/{CLEAR}.png"), PICTURES, r"p/\x1b[2J"),
-    "a picture's name that a spreadsheet would run": harmless(
+    "an image name that clears the terminal": harmless(picture(f"p/{CLEAR}.png"), PICTURES, r"p/\x1b[2J"),
+    "an image name that is a spreadsheet formula": harmless(
         picture("=1+1.png"), ["classify", "run", "=1+1.png", "--csv"], "'=1+1.png"
     ),
-    "a picture's name that is no text": harmless(
-        picture(os.fsdecode(b"p/\x9b2J\xff.png")), and_then_shows([*PICTURES[:-1], "--csv=r.csv"], "r.csv"), r"\udc9b"
+    "an image name that is not UTF-8": harmless(
+        picture(os.fsdecode(b"p/\x9b2J\xff.png")), and_print([*PICTURES[:-1], "--csv=r.csv"], "r.csv"), r"\udc9b"
     ),
-    "a damaged image that clears the terminal": harmless(classes("b", beside=f"{CLEAR}.png"), SKIP, "test accuracy"),
-    "a file that is no image and clears the terminal": harmless(
+    "a damaged image whose name clears the terminal": harmless(
+        classes("b", beside=f"{CLEAR}.png"), SKIP, "test accuracy"
+    ),
+    "a text file whose name clears the terminal": harmless(
         classes("b", beside=f"{CLEAR}.txt"), FOLDER, "test accuracy"
     ),
     # classes
     "a class folder that clears the terminal": Attack(classes(CLEAR), FOLDER, says=r"'\x1b[2J"),
-    "a class folder whose name is no text": Attack(
+    "a class folder whose name is not UTF-8": Attack(
         classes(os.fsdecode(b"b\xff")), FOLDER, says=r"'b\udcff' has to be renamed"
     ),
-    "class folders that are markup, formulas and from right to left": harmless(
+    "class folders with markup, formulas and right-to-left text": harmless(
         classes("[x]", ":cat:", "=1+1", r"$\frac$", "\u202eb"), on_terminal(*FOLDER), r"\u202eb"
     ),
-    "class folders that are options, patterns, images and hidden": harmless(
+    "class folders named as options, patterns, images and hidden files": harmless(
         classes("-r", "*", "a.png", ".hidden", "__MACOSX", "con"), FOLDER, "test accuracy"
     ),
-    "a class folder that a spreadsheet would run": harmless(
-        classes("=1+1"), and_then_shows(FOLDER, "runs/*/predictions.csv"), "'=1+1"
+    "a class folder that is a spreadsheet formula": harmless(
+        classes("=1+1"), and_print(FOLDER, "runs/*/predictions.csv"), "'=1+1"
     ),
     # a configuration
     "a recipe's name that clears the terminal": Attack(config('recipe: "\\e[2J"\n'), OWN, says=r"\x1b[2J"),
-    "a recipe's name that no file takes": Attack(config('recipe: "\\uD800"\n'), OWN, says="invalid Unicode"),
-    "a recipe's name that is markup": harmless(config("recipe: '[red]x'\n"), on_terminal(*OWN), "[red]x"),
-    "a deviation of the colours that no model file takes": Attack(
-        config("data: {std: .inf}\n"), OWN, says="its std cannot be"
+    "a recipe's name that is invalid as a file name": Attack(
+        config('recipe: "\\uD800"\n'), OWN, says="invalid Unicode"
     ),
-    "a metric that stands for the accuracy": Attack(config(RECALL), OWN, says="rename it"),
+    "a recipe's name that is markup": harmless(config("recipe: '[red]x'\n"), on_terminal(*OWN), "[red]x"),
+    "an infinite standard deviation": Attack(config("data: {std: .inf}\n"), OWN, says="its std cannot be"),
+    "a metric that replaces the accuracy": Attack(config(RECALL), OWN, says="rename it"),
     "images of 3,000 pixels a side": Attack(classes("b"), [*FOLDER, "--data.image_size=3000"], says="2,048"),
-    "logs that a shell runs, where one types the line that is printed": harmless(
+    "logs that inject a shell command into the printed lines": harmless(
         lambda folder: None, [*TRAIN[:-1], "$(mkdir ran)'"], LOGS
     ),
-    "logs that are markup": harmless(lambda folder: None, on_terminal(*TRAIN[:-1], "x[bold]y[/z]"), "run x[bold]y[/z]"),
+    "logs with markup": harmless(lambda folder: None, on_terminal(*TRAIN[:-1], "x[bold]y[/z]"), "run x[bold]y[/z]"),
 }

@@ -1,4 +1,4 @@
-"""Runs, checkpoints and configurations that want classes imported, or files written, deleted or fetched where they say."""
+"""Attacks that choose classes to import, or paths to write, delete or download to."""
 
 from __future__ import annotations
 
@@ -21,68 +21,67 @@ from cifar_lit.cli import main
 
 RESUME = ["--resume", "run", "--epochs", "2"]
 NO_SHAPES = ["--data.image_size=null", "--data.num_classes=null"]
-CHOSEN = "which no file may choose: type that setting yourself, or give --trust"
-WATCHED: dict[str, Any] = {
-    "monitor": "val/loss"
-}  # of a ModelCheckpoint: it keeps the best, and removes what was best before
+NO_DOWNLOAD = ["--data.url", "none", *NO_SHAPES]
+REFUSED = "which no file may choose: type that setting yourself, or give --trust"
+CLEAR = "\x1b[2J" * 40
+FASHION_FILE = "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"
+OWN_IMAGES = {"dataset": "folder", "root": "../images", "cache_dir": "OUTSIDE"}
+PART = "class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n"
 
 Prepare = Callable[[Path], object]
 
 
-# ---- a run that is gone on with
+# ---- a run to resume
 
 
 def unfinished(folder: Path, callback: dict[str, Any], state: dict[str, Any]) -> None:
-    """Makes of the run one to go on with: with a ModelCheckpoint in its config.yaml, and this state of it in its checkpoint."""
+    """Make the run resumable, with a ModelCheckpoint in its config.yaml and that callback's state in its checkpoint."""
     (folder / "run/metrics.json").unlink()
     config, path = folder / "run/config.yaml", folder / "run/checkpoints/last.ckpt"
     text = json.dumps([{"class_path": "ModelCheckpoint", "init_args": callback}])
     config.write_text(config.read_text().replace("callbacks: null", f"callbacks: {text}"))
     checkpoint = torch.load(path, weights_only=True)
-    paths = dict.fromkeys(("best_model_path", "last_model_path", "kth_best_model_path"), "")
-    empty = {**paths, "best_k_models": {}, "best_model_score": None}
-    checkpoint["callbacks"][ModelCheckpoint(**callback).state_key] = {
-        **empty,
-        "dirpath": callback.get("dirpath"),
-        **state,
-    }
+    empty = dict.fromkeys(("best_model_path", "last_model_path", "kth_best_model_path"), "")
+    empty |= {"best_k_models": {}, "best_model_score": None, "dirpath": callback.get("dirpath")}
+    checkpoint["callbacks"][ModelCheckpoint(**callback).state_key] = {**empty, **state}
     torch.save(checkpoint, path)
 
 
 def best(path: object) -> dict[str, Any]:
-    """The state of a ModelCheckpoint whose best model so far is at `path`, and is bad."""
+    """Return the state of a ModelCheckpoint whose best model is at `path` and has a bad score."""
     score = torch.tensor(1e9)
     scores = {"best_model_score": score, "current_score": score, "kth_value": score}
-    return {
-        "best_model_path": str(path),
-        "kth_best_model_path": str(path),
-        "best_k_models": {str(path): score},
-        **scores,
-    }
+    paths = {"best_model_path": str(path), "kth_best_model_path": str(path)}
+    return {**paths, "best_k_models": {str(path): score}, **scores}
 
 
-def removal(
+def deletion(
     target: str, inside: bool = False, state: Callable[[object], dict[str, Any]] = best, **callback: Any
 ) -> Prepare:
-    """A checkpoint that names `target` for removal; the callback's folder is above it or, if `inside`, that of the run."""
+    """A checkpoint that names `target` for deletion: by a path inside the run, or in the callback's own `dirpath`."""
 
     def prepare(folder: Path) -> None:
         path = folder / "run/checkpoints" / ".." / ".." / target if inside else folder / target
         own = {} if inside else {"dirpath": str(path.parent)}
-        unfinished(folder, {**callback, **own}, {**state(path), "dirpath": str(folder / "run/checkpoints"), **own})
+        settings = {"monitor": "val/loss", **callback, **own}
+        unfinished(folder, settings, {**state(path), "dirpath": str(folder / "run/checkpoints"), **own})
 
     return prepare
 
 
-def whole_run() -> int:
-    """Goes on with the run, which must be there afterwards."""
+def resumed(prepare: Prepare) -> Attack:
+    return harmless(prepare, RESUME)
+
+
+def resume_whole_run() -> int:
+    """Resume the run and assert that it still exists."""
     code = main(RESUME)
-    assert Path("run/config.yaml").exists(), "the run was removed"
+    assert Path("run/config.yaml").exists(), "the run was deleted"
     return code
 
 
 def momentum(value: Callable[[torch.Tensor], Any]) -> Prepare:
-    """A run with momentum, of whose optimizer's state a checkpoint holds this."""
+    """A run with these momentum buffers in its checkpoint."""
 
     def prepare(folder: Path) -> None:
         unfinished(folder, {}, {})
@@ -102,7 +101,7 @@ def momentum(value: Callable[[torch.Tensor], Any]) -> Prepare:
 
 
 def version(text: str) -> Prepare:
-    """A run whose checkpoint names this version of Lightning."""
+    """A run whose checkpoint contains this version of Lightning."""
 
     def prepare(folder: Path) -> None:
         unfinished(folder, {}, {})
@@ -116,7 +115,7 @@ def version(text: str) -> Prepare:
 
 
 def config(text: str, **files: str) -> Prepare:
-    """The configuration own.yaml, in a working folder beside the user's one; OUTSIDE in it is the path of that."""
+    """A configuration own.yaml in the folder `work`; OUTSIDE in it stands for the path of the user's folder."""
 
     def prepare(folder: Path) -> None:
         (folder / "work").mkdir()
@@ -127,66 +126,84 @@ def config(text: str, **files: str) -> Prepare:
     return prepare
 
 
-def trainer(key: str, class_path: str, **init_args: Any) -> Prepare:
-    """A configuration with a class of Lightning's."""
-    value = json.dumps({"class_path": class_path, "init_args": init_args})
-    return config(f"trainer: {{{key}: {f'[{value}]' if key == 'callbacks' else value}}}")
-
-
-def metric(name: str, **init_args: Any) -> Prepare:
-    """A configuration with a metric of torchmetrics."""
-    value = {"class_path": f"torchmetrics.classification.{name}", "init_args": init_args}
-    return config(f"model: {{metrics: {json.dumps({'curve': value})}}}")
-
-
-def and_also(prepare: Prepare, add: Callable[[Path], object]) -> Prepare:
-    """What is prepared, and then something more."""
-    return lambda folder: (prepare(folder), add(folder))
-
-
 def with_pictures(prepare: Prepare) -> Prepare:
-    """And a folder of images of two classes."""
-    return and_also(prepare, lambda folder: draw_folder(folder / "images", {"a": 4, "b": 4}))
+    """The preparation and a folder of images of two classes."""
+    return lambda folder: (prepare(folder), draw_folder(folder / "images", {"a": 4, "b": 4}))
 
 
-def with_link(prepare: Prepare, name: str) -> Prepare:
-    """And a link of this name to the user's folder."""
-    return and_also(prepare, lambda folder: (folder / "work" / name).symlink_to(folder / "outside"))
+def with_link(text: str, name: str) -> Prepare:
+    """A configuration and a link of this name to the user's folder."""
+    return lambda folder: (config(text)(folder), (folder / "work" / name).symlink_to(folder / "outside"))
 
 
 def in_work(line: Sequence[str]) -> Callable[[], int]:
-    def typed() -> int:
+    def run() -> int:
         os.chdir("work")
         return main(list(line))
 
-    return typed
+    return run
 
 
-def beside(*words: str) -> Callable[[], int]:
-    """A training with own.yaml, typed in the folder where it lies."""
+def fit_own(*words: str) -> Callable[[], int]:
+    """A training with own.yaml, started in its folder."""
     return in_work(["fit", "--recipe", "../small.yaml", "--config", "own.yaml", *words])
 
 
-def refused_place(prepare: Prepare, setting: str, *words: str) -> Attack:
-    return Attack(prepare, beside(*words), says=f"a configuration file sets {setting} to ")
+def refused_setting(setting: str, own: str | Prepare, *words: str) -> Attack:
+    """A setting that configuration files may not choose; `own` is the text of own.yaml or writes it."""
+    prepare = config(own) if isinstance(own, str) else own
+    return Attack(prepare, fit_own(*words), says=f"a configuration file sets {setting} to ")
 
 
-def half_there(dataset: str, decoy: str) -> Attack:
-    """A configuration with a data set's folder elsewhere, in which one file has a name of that data set."""
+def trainer_class(key: str, class_path: str, setting: str, *words: str, **init_args: Any) -> Attack:
+    """A refused setting of a class of Lightning."""
+    value = json.dumps({"class_path": class_path, "init_args": init_args})
+    text = f"trainer: {{{key}: {f'[{value}]' if key == 'callbacks' else value}}}"
+    return refused_setting(f"trainer.{key}.{setting}", text, *words)
+
+
+def checkpoint(setting: str = "filename", **init_args: Any) -> Attack:
+    return trainer_class("callbacks", "ModelCheckpoint", setting, **init_args)
+
+
+def metric_config(setting: str, name: str, value: Any) -> Prepare:
+    """A configuration with a metric of torchmetrics."""
+    curve = {"class_path": f"torchmetrics.classification.{name}", "init_args": {setting: value}}
+    return config(f"model: {{metrics: {json.dumps({'curve': curve})}}}")
+
+
+def metric(setting: str, name: str, value: Any) -> Attack:
+    return refused_setting(f"model.metrics.curve.{setting}", metric_config(setting, name, value))
+
+
+def referring(setting: str, part: str | None) -> Attack:
+    """A configuration that sets `setting` to the file part.yaml, a named pipe if `part` is None."""
 
     def prepare(folder: Path) -> None:
-        place = folder / "elsewhere" / decoy
-        place.parent.mkdir(parents=True)
-        place.write_text("mine")
+        config(f"{setting}: part.yaml", part_yaml=part or "")(folder)
+        if part is None:
+            (folder / "work/part.yaml").unlink()
+            os.mkfifo(folder / "work/part.yaml")
+
+    return Attack(prepare, fit_own(), says="a configuration file refers to settings in 'part.yaml', which is not read")
+
+
+def incomplete(dataset: str, decoy: str) -> Attack:
+    """A configuration with a data folder elsewhere that contains only one file with a name of that data set."""
+
+    def prepare(folder: Path) -> None:
+        path = folder / "elsewhere" / decoy
+        path.parent.mkdir(parents=True)
+        path.write_text("mine")
         config(f"data: {{dataset: {dataset}, root: {folder}/elsewhere}}")(folder)
 
-    def typed() -> int:
-        code = beside("--data.url", "none", *NO_SHAPES)()
+    def run() -> int:
+        code = fit_own(*NO_DOWNLOAD)()
         files = [path.relative_to("../elsewhere") for path in Path("../elsewhere").rglob("*") if path.is_file()]
         assert files == [Path(decoy)] and (Path("../elsewhere") / decoy).read_text() == "mine", files
         return code
 
-    return Attack(prepare, typed, says=f"where {dataset} is not complete")
+    return Attack(prepare, run, says=f"where {dataset} is not complete")
 
 
 DOWNLOADING = """import pathlib
@@ -197,17 +214,13 @@ def load(settings, train):
 
 
 def own_source(folder: Path) -> None:
-    """A source of the user's own that writes to its root, as torchvision's do with download=True."""
+    """A custom source that writes to its root, like a torchvision data set with download=True."""
     (folder / "mine.py").write_text(DOWNLOADING)
     config("data: {root: OUTSIDE}")(folder)
 
 
-def pointing(prepare: Prepare) -> Attack:
-    return Attack(prepare, beside(), says="a configuration file refers to settings in 'part.yaml', which is not read")
-
-
 def imported(*words: str, key: str = "callbacks") -> Attack:
-    """A configuration that names a class of a module which leaves a trace; the line has its name for something else."""
+    """A configuration that names a class of a harmful module; the command line uses its name for another setting."""
 
     def prepare(folder: Path) -> None:
         (folder / "pics.py").write_text(BESIDE["evil.py"].replace("Evil", "Set"))
@@ -217,7 +230,7 @@ def imported(*words: str, key: str = "callbacks") -> Attack:
 
 
 def forged_mark(folder: Path) -> None:
-    """A configuration with a class of its own, and a note in the cache beside it that it is the user's."""
+    """A configuration with a custom class, and a forged cache entry that marks it as the user's own."""
     (folder / "evil.py").write_text(BESIDE["evil.py"])
     text = "trainer: {callbacks: [{class_path: evil.Evil}]}\n"
     (folder / "own.yaml").write_text(text)
@@ -226,11 +239,11 @@ def forged_mark(folder: Path) -> None:
     mark.touch()
 
 
-# ---- a run that is looked at
+# ---- a run to report or export
 
 
 def data_of_run(**settings: Any) -> Prepare:
-    """A run whose config.yaml names these data; OUTSIDE is the path of the user's folder."""
+    """A run with these data settings; OUTSIDE stands for the path of the user's folder."""
 
     def prepare(folder: Path) -> None:
         (folder / "work").mkdir()
@@ -246,164 +259,132 @@ def report(setting: str, **settings: Any) -> Attack:
     return Attack(with_pictures(data_of_run(**settings)), line, says=f"a configuration file sets data.{setting} to ")
 
 
-def names_checkpoint(says: str = "trainer.callbacks.filename", **init_args: Any) -> Attack:
-    return refused_place(trainer("callbacks", "ModelCheckpoint", **init_args), says)
-
-
-SHAPES_OFF = ("--data.url", "none", *NO_SHAPES)
-PART = "class_path: ModelCheckpoint\ninit_args: {dirpath: OUTSIDE}\n"
-LAST = lambda path: {"last_model_path": str(path)}  # noqa: E731
-
 ATTACKS: dict[str, Attack] = {
-    # what a checkpoint names for removal
-    "a run to resume that names a folder of the user's as its earlier best checkpoint": Attack(
-        removal("outside/Documents", **WATCHED), RESUME, says=CHOSEN
+    # checkpoints that name paths to delete
+    "a run that names a folder of the user as its best checkpoint": Attack(
+        deletion("outside/Documents"), RESUME, says=REFUSED
     ),
-    "a checkpoint that leads out of the run to a folder of the user's": harmless(
-        removal("outside/Documents", inside=True, **WATCHED), RESUME
+    "a checkpoint that names a folder of the user by a relative path": resumed(deletion("outside/Documents", True)),
+    "the same for a file as last checkpoint": resumed(
+        deletion("outside/notes.txt", True, lambda path: {"last_model_path": str(path)}, monitor=None, save_last=True)
     ),
-    "the same, to a file, as its last checkpoint": harmless(
-        removal("outside/notes.txt", True, LAST, save_last=True), RESUME
+    "the same for a callback that monitors nothing": resumed(
+        deletion("outside/notes.txt", True, lambda path: {"best_model_path": str(path)}, monitor=None)
     ),
-    "the same, of a callback that watches nothing": harmless(
-        removal("outside/notes.txt", True, lambda path: {"best_model_path": str(path)}), RESUME
-    ),
-    "a checkpoint that names the run's own folder as its best": harmless(
-        removal("run", inside=True, **WATCHED), whole_run
-    ),
-    "a momentum smaller than its weights, beyond whose end torch would write": Attack(
+    "a checkpoint that names its run folder as the best checkpoint": harmless(deletion("run", True), resume_whole_run),
+    "a momentum buffer smaller than its weights, past whose end torch would write": Attack(
         momentum(lambda weight: torch.zeros(1)), RESUME, says="its optimizer has another momentum_buffer"
     ),
     "best scores that are text": Attack(
-        removal("x", inside=True, **WATCHED, state=lambda path: {**best(path), "best_k_models": {str(path): "x"}}),
+        deletion("x", True, lambda path: {**best(path), "best_k_models": {str(path): "x"}}),
         RESUME,
         says="its best checkpoints have no scores",
     ),
     "a version of Lightning that moves the cursor": Attack(version("99.0\r\x85"), RESUME, says="is not a version"),
-    # where a configuration has files written
-    "a callback that keeps its checkpoints in the user's folder": names_checkpoint(
-        "trainer.callbacks.dirpath", dirpath="../outside"
-    ),
-    "the same, in a file that it points to": pointing(config("trainer: {callbacks: part.yaml}", part_yaml=PART)),
-    "the same, by dotted names": refused_place(
-        config("trainer.callbacks.class_path: ModelCheckpoint\ntrainer.callbacks.init_args.dirpath: OUTSIDE"),
+    # configurations that choose output paths
+    "a callback that writes checkpoints to the user's folder": checkpoint("dirpath", dirpath="../outside"),
+    "the same in a referenced file": referring("trainer.callbacks", PART),
+    "the same by dotted names": refused_setting(
         "trainer.callbacks.dirpath",
+        "trainer.callbacks.class_path: ModelCheckpoint\ntrainer.callbacks.init_args.dirpath: OUTSIDE",
     ),
-    "the same, in a part of the configuration that is a file": Attack(
+    "the same in a file for one group of settings": Attack(
         config("model: {}", part_yaml="callbacks: [{class_path: ModelCheckpoint, init_args: {dirpath: OUTSIDE}}]"),
-        beside("--trainer", "part.yaml"),
-        says=CHOSEN,
+        fit_own("--trainer", "part.yaml"),
+        says=REFUSED,
     ),
-    "a checkpoint's name that leads out of the run": names_checkpoint(filename="../../../../outside/x"),
-    "a checkpoint's name of two lines, with a terminal's commands": names_checkpoint(
-        filename="\n".join(["\x1b[2J" * 40] * 2)
+    "a checkpoint's name that leads out of the run": checkpoint(filename="../../../../outside/x"),
+    "a checkpoint's name of two lines with terminal controls": checkpoint(filename=CLEAR + "\n" + CLEAR),
+    "a checkpoint's name that becomes a path when formatted": checkpoint(filename="{epoch:/>9}"),
+    "a checkpoint's name with a metric that leads out of the run": checkpoint(filename="{../../../../outside/x}"),
+    "a checkpoint's name of 400 million digits": checkpoint(filename="{epoch:0400000000d}"),
+    "a checkpoint's name with 400 million decimals": checkpoint(filename="{val/loss:.400000000f}", monitor="val/loss"),
+    "a checkpoint's name with the same metric 4000 times": checkpoint(filename="{0}" * 4000),
+    "metrics of 400 million decimals in the progress bar": trainer_class(
+        "callbacks", "RichProgressBar", "theme.metrics_format", theme={"metrics_format": ".400000000f"}
     ),
-    "a checkpoint's name that becomes a path when it is filled in": names_checkpoint(filename="{epoch:/>9}"),
-    "a metric whose name leads out of the run, in a checkpoint's name": names_checkpoint(
-        filename="{../../../../outside/x}"
-    ),
-    "a checkpoint's name of 400 million digits": names_checkpoint(filename="{epoch:0400000000d}"),
-    "a checkpoint's name with 400 million digits behind the point": names_checkpoint(
-        monitor="val/loss", filename="{val/loss:.400000000f}"
-    ),
-    "a checkpoint's name with the same metric 4000 times": names_checkpoint(filename="{0}" * 4000),
-    "figures of 400 million digits beside the bar": refused_place(
-        trainer("callbacks", "RichProgressBar", theme={"metrics_format": ".400000000f"}),
-        "trainer.callbacks.theme.metrics_format",
-    ),
-    "a metric of 10⁹ thresholds": refused_place(
-        metric("BinaryPrecisionRecallCurve", thresholds=10**9), "model.metrics.curve.thresholds"
-    ),
+    "a metric of 10⁹ thresholds": metric("thresholds", "BinaryPrecisionRecallCurve", 10**9),
     "a metric of 1,000 listed thresholds": Attack(
-        metric("BinaryPrecisionRecallCurve", thresholds=[0.5] * 1000), beside(), says="has more than 200 elements"
+        metric_config("thresholds", "BinaryPrecisionRecallCurve", [0.5] * 1000),
+        fit_own(),
+        says="has more than 200 elements",
     ),
-    "a metric of 10⁵ classes": refused_place(
-        metric("MulticlassConfusionMatrix", num_classes=10**5), "model.metrics.curve.num_classes"
-    ),
+    "a metric of 10⁵ classes": metric("num_classes", "MulticlassConfusionMatrix", 10**5),
     "a net of a million times the width": Attack(
-        config("model: {width: 1000000}"), beside(), says="width multiplies the hidden widths: it must be above 0"
+        config("model: {width: 1000000}"), fit_own(), says="width multiplies the hidden widths: it must be above 0"
     ),
-    "a table of curves in the user's folder": refused_place(
-        trainer("logger", "CSVLogger", save_dir="../outside", name="", version=""), "trainer.logger.save_dir"
+    "curves in the user's folder": trainer_class(
+        "logger", "CSVLogger", "save_dir", save_dir="../outside", name="", version=""
     ),
-    "curves over those of another run, below a folder that is typed": refused_place(
-        trainer("logger", "CSVLogger", save_dir="../outside", version=".."),
-        "trainer.logger.version",
-        "--trainer.logger=CSVLogger",
-        "--trainer.logger.save_dir=../outside",
+    "curves that overwrite those of another run": trainer_class(
+        *("logger", "CSVLogger", "version", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=../outside"),
+        save_dir="../outside",
+        version="..",
     ),
-    "a profile in the user's folder": refused_place(
-        trainer("profiler", "SimpleProfiler", dirpath="../outside", filename="x"), "trainer.profiler.dirpath"
+    "a profile in the user's folder": trainer_class(
+        "profiler", "SimpleProfiler", "dirpath", dirpath="../outside", filename="x"
     ),
-    "run folders in the user's folder": refused_place(config("logs: OUTSIDE"), "logs"),
-    "run folders in the user's folder, by a link": refused_place(with_link(config("logs: results"), "results"), "logs"),
+    "run folders in the user's folder": refused_setting("logs", "logs: OUTSIDE"),
+    "run folders in the user's folder by a link": refused_setting("logs", with_link("logs: runs", "runs")),
     "a recipe's name that leads out of the folder of runs": Attack(
         config(f"{SMALL}recipe: ../../outside/x"),
         in_work(["fit", "--config", "own.yaml"]),
         says="a configuration file sets recipe to ",
     ),
-    "decoded images in the user's folder": refused_place(
-        with_pictures(config("data: {dataset: folder, cache_dir: OUTSIDE}")),
+    "decoded images in the user's folder": refused_setting(
         "data.cache_dir",
-        "--data-dir",
-        "../images",
-        *NO_SHAPES,
+        with_pictures(config("data: {dataset: folder, cache_dir: OUTSIDE}")),
+        *["--data-dir", "../images", *NO_SHAPES],
     ),
-    "archives that are fetched into the user's folder": refused_place(
-        config("data: {dataset: cifar10, root: OUTSIDE}"), "data.root", *SHAPES_OFF
+    "archives downloaded into the user's folder": refused_setting(
+        "data.root", "data: {dataset: cifar10, root: OUTSIDE}", *NO_DOWNLOAD
     ),
-    "the same, by a link": refused_place(
-        with_link(config("data: {dataset: fashion_mnist, root: here}"), "here"), "data.root", *SHAPES_OFF
+    "the same by a link": refused_setting(
+        "data.root", with_link("data: {dataset: fashion_mnist, root: here}", "here"), *NO_DOWNLOAD
     ),
-    "a folder with a file that is called as CIFAR-10's archive": half_there("cifar10", "cifar-10-python.tar.gz"),
-    "a folder with a file that is called as one of CIFAR-100's": half_there("cifar100", "cifar-100-python/meta"),
-    "a folder with a file of Fashion-MNIST's": half_there(
-        "fashion_mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"
+    "a folder with a file named like CIFAR-10's archive": incomplete("cifar10", "cifar-10-python.tar.gz"),
+    "a folder with a file named like one of CIFAR-100": incomplete("cifar100", "cifar-100-python/meta"),
+    "a folder with a file named like one of Fashion-MNIST": incomplete("fashion_mnist", FASHION_FILE),
+    "a root in the user's folder for a custom source": refused_setting(
+        "data.root", own_source, "--dataset", "mine.load", *NO_SHAPES
     ),
-    "a root in the user's folder for a source of the user's own": refused_place(
-        own_source, "data.root", "--dataset", "mine.load", *NO_SHAPES
+    # configurations that choose inputs
+    "an archive from an attacker's address": refused_setting(
+        "data.url", "data: {dataset: cifar10, root: ., url: 'http://127.0.0.1:9/x'}", *NO_SHAPES
     ),
-    # what a configuration has fetched and read
-    "an archive from an address of a stranger's": refused_place(
-        config("data: {dataset: cifar10, root: ., url: 'http://127.0.0.1:9/x'}"), "data.url", *NO_SHAPES
+    "an archive that is the user's key": refused_setting(
+        "data.url", "data: {dataset: cifar10, root: ., url: 'OUTSIDE/.ssh/config'}", *NO_SHAPES
     ),
-    "an archive that is the user's key": refused_place(
-        config("data: {dataset: cifar10, root: ., url: 'OUTSIDE/.ssh/config'}"), "data.url", *NO_SHAPES
-    ),
-    "a checkpoint of the user's to begin with": refused_place(config("ckpt_path: OUTSIDE/best.ckpt"), "ckpt_path"),
-    # how much it starts and reads
+    "a checkpoint of the user to start from": refused_setting("ckpt_path", "ckpt_path: OUTSIDE/best.ckpt"),
+    # resource use
     **{
-        f"{setting} in a file of 10¹² values": pointing(config(f"{setting}: part.yaml", part_yaml=LAUGHS))
+        f"{setting} in a file of 10¹² values": referring(setting, LAUGHS)
         for setting in ("trainer.callbacks", "trainer.logger", "model.metrics", "config")
     },
-    "a further configuration that is a named pipe": pointing(
-        and_also(config("config: part.yaml"), lambda folder: os.mkfifo(folder / "work/part.yaml"))
+    "a second configuration that is a named pipe": referring("config", None),
+    "a hundred processes": refused_setting("trainer.devices", "trainer: {devices: 100}"),
+    "a hundred worker processes": refused_setting(
+        "data.workers", "data: {placement: host, workers: 100}", "--epochs", "2"
     ),
-    "a hundred processes": refused_place(config("trainer: {devices: 100}"), "trainer.devices"),
-    "a hundred processes that read images": refused_place(
-        config("data: {placement: host, workers: 100}"), "data.workers", "--epochs", "2"
-    ),
-    # what is imported
+    # imports
     **{
-        f"a class's name as {flag}": imported(flag, "pics.Set")
+        f"a class name as {flag}": imported(flag, "pics.Set")
         for flag in ("--data-dir", "--data.cache_dir", "--data.url", "--trainer.default_root_dir")
     },
-    "a folder of checkpoints whose name is a class's too": imported(
+    "a checkpoint folder with the name of a class": imported(
         "--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.dirpath=pics.Set", key="logger"
     ),
-    "a note in the cache that a configuration is the user's own": Attack(
+    "a forged cache entry that a configuration is the user's own": Attack(
         forged_mark, [*FIT, "--config", "own.yaml"], says="names evil.Evil, whose code would run"
     ),
-    # a run that is looked at
-    "a run to report whose archives are fetched into the user's folder": report("root", root="OUTSIDE"),
-    "a run to report whose archive is fetched from a stranger's address": report(
+    # runs to report or export
+    "a run to report whose archives are downloaded into the user's folder": report("root", root="OUTSIDE"),
+    "a run to report whose archive comes from an attacker's address": report(
         "url", root=".", url="http://127.0.0.1:9/"
     ),
-    "a run to report whose images are decoded into the user's folder": report(
-        "cache_dir", dataset="folder", root="../images", cache_dir="OUTSIDE"
-    ),
+    "a run to report whose images are decoded into the user's folder": report("cache_dir", **OWN_IMAGES),
     "a run to export whose images are decoded into the user's folder": harmless(
-        with_pictures(data_of_run(dataset="folder", root="../images", cache_dir="OUTSIDE")),
+        with_pictures(data_of_run(**OWN_IMAGES)),
         in_work(["export", "../run", "--to", "safetensors", "--out", "x.safetensors"]),
         "generated images",
     ),

@@ -1,4 +1,4 @@
-"""Readers of files: models, checkpoints, configurations, images."""
+"""Fuzzed readers of models, checkpoints, configurations and images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import struct
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.model_file import CHECKSUM, FORMAT, ModelCard, checksum, load_model_file
 from cifar_lit.training.checkpoint import describe_net, read_checkpoint
 
-# ---- Nets and settings.
+# ---- models, checkpoints, configurations
 
 NET = build_net("lenet", channels=1, image_size=16, num_classes=2, width=0.5)
 CARD = asdict(ModelCard("lenet", 0.5, [1, 16, 16], ["a", "b"], [0.5], [0.5]))
@@ -62,12 +63,7 @@ CONTENTS = {
     ],
     "cifar_lit": {"seconds": 1.0},
 }
-ODD_TENSORS = (
-    torch.zeros(0),
-    torch.zeros(3, dtype=torch.complex64),
-    torch.full((2, 2), float("nan")),
-    torch.zeros(1).expand(9, 9),
-)
+ODD_TENSORS = (torch.zeros(0), torch.zeros(3) * 1j, torch.full((2, 2), float("nan")), torch.zeros(1).expand(9, 9))
 
 
 def checkpoint_file(contents: Any, zipped: bool = True) -> bytes:
@@ -90,11 +86,7 @@ def read_any_checkpoint(content: bytes) -> None:
 CONFIG: dict[str, Any] = {
     "seed_everything": 3,
     "recipe": "small",
-    "trainer": {
-        "accelerator": "cpu",
-        "max_epochs": 3,
-        "callbacks": [{"class_path": "Timer", "init_args": {"interval": "epoch"}}],
-    },
+    "trainer": {"max_epochs": 3, "callbacks": [{"class_path": "Timer", "init_args": {"interval": "epoch"}}]},
     "model": {"net": "lenet", "lr": 0.1},
     "data": {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 200, "mean": [0.1, 0.2, 0.3]},
 }
@@ -105,7 +97,7 @@ def read_config(content: bytes) -> None:
     refused_or_read(lambda: plain_values(Path("own.yaml")))
 
 
-# ---- Images.
+# ---- images
 
 
 def image_file(kind: str, side: int = 16, **settings: Any) -> bytes:
@@ -122,24 +114,23 @@ PICTURES = (
     image_file("BMP"), image_file("BMP", mode="1"),
 )  # fmt: skip
 pictures = st.sampled_from(PICTURES)
-png_headers = st.tuples(*[st.sampled_from([0, 1, 2, 16, 2**31, 2**32 - 1])] * 2, *[st.integers(0, 16)] * 2).map(
-    lambda claim: struct.pack(">IIBBBBB", *claim, 0, 0, claim[0] % 2)
+sides = st.sampled_from([0, 1, 2, 16, 2**31, 2**32 - 1])
+png_headers = st.builds(
+    lambda width, height, depth, colour: struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, width % 2),
+    *[sides, sides, st.integers(0, 16), st.integers(0, 16)],
 )
-png_chunks = st.tuples(
-    st.sampled_from([b"tRNS", b"PLTE", b"eXIf", b"iCCP", b"zTXt", b"iTXt", b"fcTL", b"acTL"]), st.binary()
-)
+png_kinds = st.sampled_from([b"tRNS", b"PLTE", b"eXIf", b"iCCP", b"zTXt", b"iTXt", b"fcTL", b"acTL"])
+png_chunks = st.lists(st.tuples(png_kinds, st.binary()), max_size=3)
 images = (
     st.tuples(pictures, pictures).flatmap(lambda pair: damaged(*pair))
-    | st.tuples(png_headers, st.binary(), st.lists(png_chunks, max_size=3)).map(
-        lambda parts: png(parts[0], parts[1], *parts[2])
-    )
+    | st.builds(lambda header, pixels, chunks: png(header, pixels, *chunks), png_headers, st.binary(), png_chunks)
     | st.binary(max_size=100)
 )
 
 
 def read_image(content: bytes) -> None:
     for channels, shape, resize in ((3, (8, 8), "crop"), (1, (8, 5), "letterbox")):
-        pixels = refused_or_read(lambda: decode(io.BytesIO(content), shape, channels, resize))  # noqa: B023 (called at once)
+        pixels = refused_or_read(partial(decode, io.BytesIO(content), shape, channels, resize))
         assert pixels is None or pixels.shape == (*shape, channels)
 
 
@@ -163,7 +154,9 @@ READERS = {
         ],
     ),
     "a configuration": Reader(
-        yaml_files(CONFIG), read_config, found=[b"!!int a: 3\n", b"count: !!int \n", b"a: 2001-99-99\n", b"a: !!bool x\n"]
+        yaml_files(CONFIG),
+        read_config,
+        found=[b"!!int a: 3\n", b"count: !!int \n", b"a: 2001-99-99\n", b"a: !!bool x\n"],
     ),
     "an image": Reader(images, read_image),
 }

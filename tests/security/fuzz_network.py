@@ -1,4 +1,4 @@
-"""The reader of what clients send to the service: bodies of requests."""
+"""The fuzzed reader of request bodies."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from security.mutations import damaged, json_files
 
 from cifar_lit.inference.serve.bodies import Limits, parse_body
 
+PART = b"\r\n--xx\r\nContent-Disposition: form-data; "
 FORM = (
-    b'--xx\r\nContent-Disposition: form-data; name="image"; filename="cat.png"\r\nContent-Type: image/png\r\n\r\n'
-    + PICTURES[0]
-    + b'\r\n--xx\r\nContent-Disposition: form-data; name="note"\r\n\r\nhello\r\n--xx\r\nContent-Disposition: form-data; '
-    b"filename*=UTF-8''%e2%82%ac.gif\r\n\r\nGIF89a\r\n--xx--\r\n"
+    PART[2:]
+    + b'name="image"; filename="cat.png"\r\nContent-Type: image/png\r\n\r\n%b' % PICTURES[0]
+    + PART
+    + b'name="note"\r\n\r\nhello'
+    + PART
+    + b"filename*=UTF-8''%e2%82%ac.gif\r\n\r\nGIF89a\r\n--xx--\r\n"
 )
 FORM_TYPE = "multipart/form-data; boundary=xx"
 BASE64 = {"images": ["R0lGODlhAQABAAAAACw=", "data:image/gif;base64,R0lGODlh"]}
 TYPE_WORDS = (
-    "multipart/form-data", "; boundary=", "; boundary*=", "; boundary*0=xx", "; boundary*1*=utf-8''x", "xx", '"', "''", ";",
-    "image/png", "application/json", "; charset=bogus", "application/octet-stream", "\xff", "%", "\r\n", "*", ",",
+    "multipart/form-data", "; boundary=", "; boundary*=", "; boundary*0=xx", "; boundary*1*=utf-8''x", "xx", '"', "''",
+    ";", "image/png", "application/json", "; charset=bogus", "application/octet-stream", "\xff", "%", "\r\n", "*", ",",
 )  # fmt: skip
 content_types = st.sampled_from([FORM_TYPE, "application/json", "image/png", ""]) | st.lists(
     st.sampled_from(TYPE_WORDS) | st.text(st.characters(max_codepoint=255), max_size=4), max_size=6
@@ -32,19 +35,19 @@ DISPOSITIONS = (
 
 @st.composite
 def forms(draw: st.DrawFn) -> bytes:
-    """The form with pieces of the grammar of its headers anywhere."""
+    """The form with pieces of header syntax in random places."""
     form = FORM
     for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.integers(0, 120) | st.integers(0, len(form)))
-        form = form[:place] + draw(st.sampled_from(DISPOSITIONS) | st.binary(max_size=4)) + form[place:]
+        index = draw(st.integers(0, 120) | st.integers(0, len(form)))
+        form = form[:index] + draw(st.sampled_from(DISPOSITIONS) | st.binary(max_size=4)) + form[index:]
     return form
 
 
 bodies = damaged(FORM) | forms() | json_files(BASE64) | json_files({"image": BASE64["images"][0]}) | pictures
 
 
-def read_body(given: tuple[str, bytes]) -> None:
-    parsed = refused_or_read(lambda: parse_body(*given, Limits()))
+def read_body(request: tuple[str, bytes]) -> None:
+    parsed = refused_or_read(lambda: parse_body(*request, Limits()))
     if parsed is not None:
         assert all(name.isprintable() and len(name) < 200 and data for name, data in parsed.files), parsed
 

@@ -1,4 +1,4 @@
-"""Readers of runs that others made: compared, reported, resumed."""
+"""Fuzzed commands that compare, report and resume runs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 import yaml
 from hypothesis import strategies as st
 from security.fuzz_files import ODD_TENSORS, PICTURES, checkpoint_file
-from security.fuzzing import Reader, typed
+from security.fuzzing import Reader, run_line
 from security.mutations import changed, csv_files, damaged, json_files, plain, yaml_files, zip_files
 
-GENUINE: dict[str, bytes] = {}  # the files of a run by their places in its folder; filled before any reader is tried
+GENUINE: dict[str, bytes] = {}  # contents of a run folder by path; filled before the first test
 
 CHECKPOINTS = ("checkpoints/last.ckpt", "checkpoints/best.ckpt")
 TARGETS = {"link to a file": "outside/secret.png", "link to a folder": "outside", "link to /dev/zero": "/dev/zero"}
-PLACES = (*TARGETS, "link to itself", "pipe", "folder", "nothing")
+REPLACEMENTS = (*TARGETS, "link to itself", "pipe", "folder", "nothing")
 
 
-def files_of(kind: str) -> st.SearchStrategy[Any]:
-    """Contents for a file of a run."""
-    content = GENUINE[kind]
-    match Path(kind).suffix:
+def changed_file(name: str) -> st.SearchStrategy[Any]:
+    """Changed contents for a file of a run."""
+    content = GENUINE[name]
+    match Path(name).suffix:
         case ".yaml":
             return yaml_files(yaml.safe_load(content))
         case ".json":
@@ -39,18 +39,20 @@ def files_of(kind: str) -> st.SearchStrategy[Any]:
     return damaged(content)
 
 
-def runs(*kinds: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Some files of a run changed, or something else in their places."""
-    contents = {kind: st.deferred(lambda kind=kind: files_of(kind)) | st.sampled_from(PLACES) for kind in kinds}
-    one = st.sampled_from(kinds).flatmap(lambda kind: st.tuples(st.just(kind), contents[kind]))
+def runs(*names: str) -> st.SearchStrategy[dict[str, Any]]:
+    """One or two files of a run, changed or replaced by something else."""
+    replacements = st.sampled_from(REPLACEMENTS)
+    contents = {name: st.deferred(lambda name=name: changed_file(name)) | replacements for name in names}
+    one = st.sampled_from(names).flatmap(lambda name: st.tuples(st.just(name), contents[name]))
     return st.lists(one, min_size=1, max_size=2).map(dict)
 
 
-def put_run(given: dict[str, Any], place: str = "logs/run") -> None:
-    """A copy of the genuine run with these files in it."""
+def put_run(files: dict[str, Any]) -> None:
+    """Write a copy of the genuine run with these files to logs/run."""
     shutil.rmtree("logs", ignore_errors=True)
     for name, genuine_content in GENUINE.items():
-        path, content = Path(place, name), given.get(name, genuine_content)
+        path = Path("logs/run", name)
+        content = files.get(name, genuine_content)
         path.parent.mkdir(parents=True, exist_ok=True)
         match content:
             case bytes():
@@ -63,28 +65,28 @@ def put_run(given: dict[str, Any], place: str = "logs/run") -> None:
                 path.symlink_to(TARGETS.get(content, path.name))
 
 
-def compare_runs(given: tuple[dict[str, Any], dict[str, Any], list[str]]) -> None:
-    first, second, rest = given
+def compare_runs(inputs: tuple[dict[str, Any], dict[str, Any], list[str]]) -> None:
+    first, second, flags = inputs
     put_run(first)
     shutil.move("logs", "first")
     put_run(second)
     shutil.move("first/run", "logs/an\x1b[2Jother [b]")
     shutil.rmtree("first")
-    typed("compare", "logs", *rest)
+    run_line("compare", "logs", *flags)
 
 
-def report_run(given: dict[str, Any]) -> None:
-    put_run(given)
-    typed("report", "logs/run", "--device", "cpu")
+def report_run(files: dict[str, Any]) -> None:
+    put_run(files)
+    run_line("report", "logs/run", "--device", "cpu")
 
 
-# What keeps a run small that goes on, and from downloading a data set.
+# Settings that keep a resumed run small and offline.
 BOUNDS = ("--dataset=shapes", "--data.image_size=16", "--data.num_classes=4", "--data.count=60", "--data.val_size=20")
 
 
-def resume_run(given: dict[str, Any]) -> None:
-    put_run({"metrics.json": None, **given})
-    typed("fit", "--resume", "logs/run", "--epochs=2", "--trainer.limit_train_batches=1", "--devices=1", *BOUNDS)
+def resume_run(files: dict[str, Any]) -> None:
+    put_run({"metrics.json": None, **files})
+    run_line("fit", "--resume", "logs/run", "--epochs=2", "--trainer.limit_train_batches=1", "--devices=1", *BOUNDS)
 
 
 def put_secret() -> None:
@@ -92,6 +94,7 @@ def put_secret() -> None:
     Path("outside/secret.png").write_bytes(PICTURES[0])
 
 
+OUTPUTS = ([], [], ["--csv", "-"], ["--json", "-"], ["--plot", "curves.png"])
 COMPARED = ("config.yaml", "metrics.json", "metrics.csv", "predictions.csv")
 WRONG_KINDS = [
     {"config.yaml": b"data: {dataset: shapes, num_classes: {}}"},
@@ -100,13 +103,7 @@ WRONG_KINDS = [
 ]
 READERS = {
     "runs to compare": Reader(
-        st.tuples(
-            runs(*COMPARED),
-            runs(*COMPARED),
-            st.sampled_from([[], [], ["--csv", "-"], ["--json", "-"], ["--plot", "curves.png"]]),
-        ),
-        compare_runs,
-        put_secret,
+        st.tuples(runs(*COMPARED), runs(*COMPARED), st.sampled_from(OUTPUTS)), compare_runs, put_secret
     ),
     "a run to report": Reader(runs(*COMPARED, "model.safetensors"), report_run, put_secret, WRONG_KINDS, seconds=20),
     "a run to resume": Reader(

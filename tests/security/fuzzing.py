@@ -1,4 +1,4 @@
-"""A process of its own that gives a reader inputs for some seconds, and watches what the reader does with each."""
+"""Fuzz a reader in a forked process for some seconds and watch what it does with each input."""
 
 from __future__ import annotations
 
@@ -25,55 +25,49 @@ from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from security.sandbox import PATIENCE, PROGRAMS, in_a_fork, memory_of
+from security.sandbox import PATIENCE, PROGRAMS, memory_of, run_in_fork
 
 from cifar_lit.cli import main
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.errors import Failure, InvalidFileError, UsageError
 from cifar_lit.inference.serve.bodies import RequestError
 
-# what has failed and is not mended yet is tried first; it is kept from one CI run to the next
+# Inputs that failed and are not fixed yet; they are tried first, and CI caches them between runs.
 CORPUS = Path(__file__).parent / "corpus"
 REFUSALS = (UsageError, Failure, InvalidFileError, RequestError)
 MAX_CPU_SECONDS, MAX_MEGABYTES = 4.0, 400.0  # for one input
-ADDRESSES = 8 << 30  # bytes of addresses beyond those at the start
-ROUND = 200  # inputs between two looks at the clock
+ADDRESSES = 8 << 30  # bytes of address space beyond those at the start
+ROUND = 200  # inputs between two checks of the clock
 
-OBEYED = ("Cc", "Cs", "Zl", "Zp")  # what a terminal obeys, or what ends a line: by Unicode's categories
-BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # turns letters round
-# Audit events that write, with the places of the paths among their arguments.
+OBEYED = ("Cc", "Cs", "Zl", "Zp")  # Unicode categories of terminal controls and line breaks
+BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # reverse text
+# Audit events that write, with the positions of the paths in their arguments.
 WRITES = {
     "os.mkdir": (0,), "os.remove": (0,), "os.rmdir": (0,), "os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,),
     "os.truncate": (0,), "os.chmod": (0,), "os.chown": (0,), "os.utime": (0,), "os.setxattr": (0,),
 }  # fmt: skip
-FOLLOWED = (
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-    "os.utime",
-    "os.setxattr",
-)  # also where the last part of the path is a link
+FOLLOWED = ("os.truncate", "os.chmod", "os.chown", "os.utime", "os.setxattr")  # events that follow a final link
 CHANGING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Harm(AssertionError):
-    """What a reader did and must not do."""
+    """A reader did something forbidden."""
 
 
 class Limit(BaseException):
-    """An input took too long; no reader catches it."""
+    """An input took too long. A BaseException, so that no reader catches it."""
 
 
 @dataclass
 class Reader:
-    """What reads something from outside.
+    """A reader of untrusted input.
 
     Args:
-        inputs: what it is given.
-        read: reads one input, in a folder of its own.
-        prepare: puts files into that folder before.
-        found: inputs that once did harm, tried each time.
-        seconds: of the CPU that one input may take.
+        inputs: strategy that generates its inputs.
+        read: reads one input, in the reader's own folder.
+        prepare: writes files to that folder first.
+        found: inputs that once did harm; tried every time.
+        seconds: limit of CPU time for one input.
     """
 
     inputs: st.SearchStrategy[Any]
@@ -84,7 +78,7 @@ class Reader:
 
 
 class Outcome(NamedTuple):
-    """How many inputs were tried, the most that one took, and what went wrong, empty if nothing did."""
+    """Number of inputs, the maximum cost of one, and the failure (empty if there is none)."""
 
     inputs: int = 0
     cpu_seconds: float = 0.0
@@ -93,7 +87,7 @@ class Outcome(NamedTuple):
 
 
 class Watch:
-    """Refuses what no reader may do: to write outside of `folder`, to start programs, to call other machines."""
+    """Audit hook that refuses writing outside `folder`, starting programs and opening connections."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
@@ -111,8 +105,8 @@ class Watch:
             harm = self._outside(event, arguments[0], follow=not (arguments[2] or 0) & (os.O_NOFOLLOW | os.O_EXCL))
         elif event in WRITES:
             descriptor = -1 if event in ("os.truncate", "os.setxattr") else arguments[-1]
-            for place in WRITES[event]:
-                harm = harm or self._outside(event, arguments[place], descriptor, event in FOLLOWED)
+            for position in WRITES[event]:
+                harm = harm or self._outside(event, arguments[position], descriptor, event in FOLLOWED)
         elif event in ("socket.connect", "socket.getaddrinfo"):
             harm = f"{event} of {arguments}"
         if harm:
@@ -120,21 +114,21 @@ class Watch:
             raise PermissionError(harm)
 
     def _outside(self, event: str, path: Any, descriptor: Any = -1, follow: bool = True) -> str:
-        """What is done to a path, if that is not in the folder."""
+        """Describe the event if the path is not in the folder, else return an empty text."""
         if isinstance(path, int) or os.fspath(path) in ("/dev/null", b"/dev/null"):
             return ""
-        place = Path(os.fsdecode(path))
+        target = Path(os.fsdecode(path))
         if isinstance(descriptor, int) and descriptor >= 0:
-            place = Path(f"/proc/self/fd/{descriptor}").readlink() / place
-        with suppress(ValueError):  # a NUL in it: there is no such file
-            real = Path(os.path.realpath(place if follow else place.parent))
+            target = Path(f"/proc/self/fd/{descriptor}").readlink() / target
+        with suppress(ValueError):  # a path with a NUL does not exist
+            real = Path(os.path.realpath(target if follow else target.parent))
             if not real.is_relative_to(self.folder):
-                return f"{event} of {str(place)!r}, which is in {str(real)!r}"
+                return f"{event} of {str(target)!r}, which is in {str(real)!r}"
         return ""
 
 
 def refused_or_read(read: Callable[[], Any]) -> Any:
-    """What `read` gives, None where it refuses; raises Harm for any other exception, and for a refusal of several lines."""
+    """Return the result of `read`, or None if it refuses. Raise Harm for a refusal of several lines."""
     try:
         return read()
     except Exception as refusal:
@@ -142,12 +136,12 @@ def refused_or_read(read: Callable[[], Any]) -> Any:
         if not _foreseen(refusal):
             raise
         if any(category(letter) in OBEYED for letter in line):
-            raise Harm(f"a refusal that is no line: {line!r}") from refusal
+            raise Harm(f"a refusal of more than one line: {line!r}") from refusal
         return None
 
 
 def _foreseen(error: BaseException) -> bool:
-    """Whether an exception is a refusal: one of ours, of Lightning's, or one that the program has words for."""
+    """Whether an exception is a refusal: ours, Lightning's, or one that `explain_error` describes."""
     if isinstance(error, (*REFUSALS, MisconfigurationException)):
         return True
     if isinstance(error, ValueError) and "the checkpoint does not fit" not in explain_error(error)[0]:
@@ -155,8 +149,8 @@ def _foreseen(error: BaseException) -> bool:
     return not explain_error(error)[0].endswith("(--debug shows where)")
 
 
-def typed(*words: str) -> int:
-    """Runs a command line, which must end with 0, or with 1 or 2 and one line at its end; returns the code."""
+def run_line(*words: str) -> int:
+    """Run a command line and return its exit code: 0, or 1 or 2 with one line of error at the end."""
     out, err, errors = StringIO(), StringIO(), []
     with redirect_stdout(out), redirect_stderr(err), patch("cifar_lit.cli.errors.explain_error") as explain:
         explain.side_effect = lambda error: errors.append(error) or explain_error(error)
@@ -166,17 +160,16 @@ def typed(*words: str) -> int:
         raise Harm(f"exit code {code} and {lines}")
     for error in errors:
         if not _foreseen(error):
-            raise Harm(f"nobody thought of this: {lines}") from error
-    controls = {
-        letter for letter in out.getvalue() + err.getvalue() if category(letter) in OBEYED or letter in BIDI
-    } - {"\n"}
+            raise Harm(f"an unexpected exception: {lines}") from error
+    printed = set(out.getvalue() + err.getvalue()) - {"\n"}
+    controls = {letter for letter in printed if category(letter) in OBEYED or letter in BIDI}
     if controls:
         raise Harm(f"printed {controls}")
     return code
 
 
 def fuzz(name: str, reader: Reader, folder: Path, seconds: float, first: int) -> Outcome:
-    """Gives a reader the inputs from the seeds `first` on for so many seconds, in a process that works in `folder`."""
+    """Fuzz a reader for some seconds in a forked process in `folder`, with random seeds from `first` on."""
     folder.mkdir()
     log = folder.with_suffix(".log")
 
@@ -187,41 +180,39 @@ def fuzz(name: str, reader: Reader, folder: Path, seconds: float, first: int) ->
             faulthandler.enable(2)
             return _fuzzed(name, reader, folder, seconds, first)
 
-    # what was found is also made smaller
-    outcome = in_a_fork(folder.with_suffix(".json"), work, seconds + 10 * PATIENCE)
+    timeout = seconds + 10 * PATIENCE  # a failing input is shrunk, too
+    outcome = run_in_fork(folder.with_suffix(".json"), work, timeout)
     return Outcome(*outcome) if outcome else Outcome(failure=f"the process died or hung: {log.read_text()[-3000:]}")
 
 
 def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int) -> Outcome:
     os.chdir(folder)
     sys.dont_write_bytecode = True
-    os.environ |= {
-        "CIFAR_LIT_CACHE": str(folder / "cache"),
-        "TMPDIR": str(folder),
-        "MPLCONFIGDIR": str(folder / "matplotlib"),
-    }
+    os.environ |= {"CIFAR_LIT_CACHE": f"{folder}/cache", "TMPDIR": f"{folder}", "MPLCONFIGDIR": f"{folder}/matplotlib"}
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (memory_of("VmSize") + ADDRESSES,) * 2)
     reader.prepare()
-    watch, began = Watch(folder), time.monotonic()
+    watch = Watch(folder)
+    end = time.monotonic() + seconds
     inputs, most_seconds, most_megabytes, failed = 0, 0.0, 0.0, False
 
     def read(value: Any) -> None:
         nonlocal inputs, most_seconds, most_megabytes
         inputs += 1
-        Path("/proc/self/clear_refs").write_text("5")  # the highest use so far is forgotten
-        before, started = memory_of("VmRSS"), time.process_time()
-        print(repr(value)[:3000], file=sys.__stderr__, flush=True)  # in the log, should the process die of it
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of memory
+        before, start = memory_of("VmRSS"), time.process_time()
+        print(repr(value)[:3000], file=sys.__stderr__, flush=True)  # in the log if the process dies
         with _limits(reader.seconds):
             watch.active = True
             try:
                 reader.read(value)
             finally:
                 watch.active = False
-        used, memory = time.process_time() - started, (memory_of("VmHWM") - before) / 1e6
+        used, memory = time.process_time() - start, (memory_of("VmHWM") - before) / 1e6
         most_seconds, most_megabytes = max(most_seconds, used), max(most_megabytes, memory)
         os.truncate(folder.with_suffix(".log"), 0)
-        harm, watch.harm[:] = [*watch.harm], []
+        harm = watch.harm.copy()
+        watch.harm.clear()
         if harm or (folder / "ran").exists():
             raise Harm(f"{harm or 'code ran'}")
         if used > reader.seconds or memory > MAX_MEGABYTES:
@@ -229,8 +220,8 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int)
 
     def one(value: Any) -> None:
         nonlocal failed
-        if time.monotonic() - began > seconds and not failed:
-            return  # the rest of a round, but for what makes an input smaller
+        if time.monotonic() > end and not failed:
+            return  # skip the rest of a round, but not the shrinking of a failing input
         try:
             read(value)
         except Limit as limit:
@@ -240,12 +231,12 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int)
             failed = True
             raise
 
-    one.__name__ = one.__qualname__ = name  # what its failures are stored under
+    one.__name__ = one.__qualname__ = name  # the key of its failures in the corpus
     test = given(value=reader.inputs)(lambda value: one(value))
     for value in reader.found:
         test = example(value=value)(test)
     phases = [Phase.explicit, Phase.reuse, Phase.generate]
-    if reader.seconds <= MAX_CPU_SECONDS:  # of others, to make an input smaller would take minutes
+    if reader.seconds <= MAX_CPU_SECONDS:  # shrinking takes minutes for slower readers
         phases.append(Phase.shrink)
     test = settings(
         max_examples=ROUND,
@@ -259,7 +250,7 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int)
     try:
         for number in count(first):
             seed(number)(test)()
-            if time.monotonic() - began > seconds:
+            if time.monotonic() > end:
                 break
         text = ""
     except BaseException as error:
@@ -271,10 +262,10 @@ def _fuzzed(name: str, reader: Reader, folder: Path, seconds: float, first: int)
 
 @contextmanager
 def _limits(seconds: float) -> Any:
-    """Stops what is within after so many seconds of the CPU, or where it waits for something that does not come."""
+    """Interrupt the block after twice `seconds` of CPU time, or after PATIENCE seconds of wall-clock time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Limit("it took too long" if number == signal.SIGPROF else "it waits for something")
+        raise Limit("it took too long" if number == signal.SIGPROF else "it hangs")
 
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, stop)

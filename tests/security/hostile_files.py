@@ -1,4 +1,4 @@
-"""Configurations, archives and images that want to run code, to write elsewhere, or to take memory."""
+"""Configurations, archives and images that try to run code, write to other places or exhaust memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from security.hostile_models import MKDIR, Maker, content, kernel_messages
+from security.hostile_models import MKDIR, Maker, content, kernel_log
 
-# A module in the working folder, whose import leaves the folder `ran`, and a configuration that names it.
+# A module of the working folder that creates the folder `ran` when imported, and a configuration that names it.
 BESIDE = {
     "evil.py": "import os\nos.makedirs('ran', exist_ok=True)\nclass Evil: pass\ndef evil(*a, **k): pass\n",
     "callback.yaml": "class_path: evil.Evil\n",
@@ -31,7 +31,7 @@ def _setting(name: str, value: str) -> Maker:
 
 
 def _beside_checkpoint(path: Path) -> None:
-    """The callback in the config.yaml of the run."""
+    """Put the callback into the run's config.yaml."""
     config = path.parent / "run" / "config.yaml"
     config.write_text(config.read_text().replace("callbacks: null", "callbacks: [{class_path: evil.Evil}]"))
 
@@ -43,9 +43,9 @@ CONFIGS: dict[str, Maker] = {
     "!!python/name:evil.evil": _setting("max_epochs", "!!python/name:evil.evil ''"),
     "a tag of its own": _setting("max_epochs", "!evil 3"),
     "a callback from the working folder": _setting("callbacks", "[{class_path: evil.Evil}]"),
-    "the same, without brackets": _setting("callbacks", "evil.Evil"),
-    "the same, in a file that it points to": _setting("callbacks", "callback.yaml"),
-    "the same, in the config.yaml beside a checkpoint": _beside_checkpoint,
+    "the same without brackets": _setting("callbacks", "evil.Evil"),
+    "the same in a referenced file": _setting("callbacks", "callback.yaml"),
+    "the same in the config.yaml beside a checkpoint": _beside_checkpoint,
     "subprocess.Popen as logger": _setting("logger", "{class_path: subprocess.Popen, init_args: {args: [mkdir, ran]}}"),
     "os.system as profiler": _setting("profiler", "{class_path: os.system, init_args: {command: mkdir ran}}"),
     "a strategy": _setting("strategy", "{class_path: evil.Evil}"),
@@ -57,7 +57,7 @@ CONFIGS: dict[str, Maker] = {
     "Lightning's LambdaCallback with os.abort": _setting(
         "callbacks", "[{class_path: LambdaCallback, init_args: {on_fit_start: os.abort}}]"
     ),
-    "os through a module of Lightning's": _setting(
+    "os.system through a module of Lightning": _setting(
         "callbacks",
         "[{class_path: lightning.pytorch.callbacks.early_stopping.os.system, init_args: {command: mkdir ran}}]",
     ),
@@ -67,25 +67,25 @@ CONFIGS: dict[str, Maker] = {
     "30,000 brackets": _config("[" * 30_000),
     "a group that is a file": _config("trainer: callback.yaml\n"),
     "a megabyte of settings": _config("trainer:\n" + "".join(f"  a{n}: 1\n" for n in range(100_000))),
-    "bytes that are no text": content(b"\xff\xfe\x00trainer: 1"),
+    "bytes that are not UTF-8": content(b"\xff\xfe\x00trainer: 1"),
 }
 
 
 def _archive(path: Path) -> None:
-    """CIFAR-10's archive with one member of another's making."""
+    """An archive with a member outside its folder."""
     info = tarfile.TarInfo("../ran")
     info.size = 1
     with tarfile.open(path, "w:gz") as tar:
         tar.addfile(info, io.BytesIO(b"x"))
 
 
-def _hole(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(4 << 30)
+def _sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 4 << 30)
 
 
 def _batches(maker: Maker) -> Maker:
-    """An unpacked archive, whose files are made so."""
+    """An unpacked archive whose files come from `maker`."""
 
     def make(path: Path) -> None:
         folder = path.parent / "cifar-10-batches-py"
@@ -98,44 +98,46 @@ def _batches(maker: Maker) -> Maker:
 
 ARCHIVES: dict[str, Maker] = {
     "a member called ../ran": _archive,
-    "an archive of 4 GB, all of it a hole": _hole,
+    "a sparse archive of 4 GB": _sparse,
     "an archive that is a named pipe": os.mkfifo,
-    "an archive that is a link to the kernel's messages": kernel_messages,
-    "batches that are links to the kernel's messages": _batches(kernel_messages),
+    "an archive that is a link to the kernel log": kernel_log,
+    "batches that are links to the kernel log": _batches(kernel_log),
     "batches that are gadgets": _batches(content(pickle.dumps(MKDIR))),
-    "batches of 4 GB, all of it a hole": _batches(_hole),
+    "sparse batches of 4 GB": _batches(_sparse),
 }
 
 
-def png(header: bytes, pixels: bytes, *further: tuple[bytes, bytes]) -> bytes:
-    """A PNG of these contents of IHDR and IDAT, with further chunks between them."""
-    chunks = [(b"IHDR", header), *further, (b"IDAT", pixels), (b"IEND", b"")]
-    packed = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def _png(
-    width: int, height: int, pixels: Callable[[], bytes], chunk: Callable[[], bytes] | None = None, mode: int = 0
-) -> Maker:
-    """A PNG of 8-bit grey (mode 0) or RGBA (6) with this claim of its size, and one chunk more."""
-    header = struct.pack(">IIBBBBB", width, height, 8, mode, 0, 0, 0)
-    return content(lambda: png(header, pixels(), *([((data := chunk())[:4], data[4:])] if chunk else [])))
+def png(header: bytes, pixels: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """Return a PNG with these contents of IHDR and IDAT, and other chunks between them."""
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", pixels), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
 
 
-def _packed(count: int) -> bytes:
-    """Zeros, packed."""
-    packer = zlib.compressobj(1)
-    return b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(count >> 20)), packer.flush()])
+def _png(width: int, height: int, pixels: Callable[[], bytes], chunk: bytes = b"", zeros: int = 0) -> Maker:
+    """A grey PNG that claims this size, with a `chunk` that ends in compressed zeros."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return content(lambda: png(header, pixels(), *([(chunk[:4], chunk[4:] + _zeros(zeros))] if chunk else [])))
+
+
+def _rgba(side: int, zeros: int) -> Maker:
+    """A transparent PNG that claims this size, with this many bytes of pixels."""
+    return content(lambda: png(struct.pack(">IIBBBBB", side, side, 8, 6, 0, 0, 0), _zeros(zeros)))
+
+
+def _zeros(count: int) -> bytes:
+    """Return compressed zeros."""
+    compressor = zlib.compressobj(1)
+    return b"".join([*(compressor.compress(bytes(1 << 20)) for _ in range(count >> 20)), compressor.flush()])
 
 
 def _jpeg_claim() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(file, "JPEG")
-    data = bytearray(file.getvalue())
-    place = data.index(b"\xff\xc0") + 5
-    data[place : place + 4] = struct.pack(">HH", 65500, 65500)
+    data = bytearray(_encoded("JPEG"))
+    start = data.index(b"\xff\xc0") + 5
+    data[start : start + 4] = struct.pack(">HH", 65500, 65500)
     return bytes(data)
 
 
@@ -146,17 +148,17 @@ def _encoded(kind: str, side: int = 8, **settings: Any) -> bytes:
 
 
 def progressive_jpeg(scans: int, side: int = 8) -> bytes:
-    """A progressive JPEG whose last scan is repeated."""
+    """Return a progressive JPEG whose last scan is repeated."""
     data = _encoded("JPEG", side, progressive=True)
-    place = data.rindex(b"\xff\xda")
-    return data[:place] + data[place:-2] * scans + b"\xff\xd9"
+    start = data.rindex(b"\xff\xda")
+    return data[:start] + data[start:-2] * scans + b"\xff\xd9"
 
 
 def _scans_behind_an_end() -> bytes:
-    """1,000 scans behind a comment that holds the bytes which end an image."""
+    """1,000 scans behind a comment that contains an end-of-image marker."""
     data = progressive_jpeg(1000, 1000)
-    place = data.index(b"\xff\xda")
-    return data[:place] + b"\xff\xfe\0\4\xff\xd9" + data[place:]
+    start = data.index(b"\xff\xda")
+    return data[:start] + b"\xff\xfe\0\4\xff\xd9" + data[start:]
 
 
 def jpeg_with(segment: bytes, count: int) -> bytes:
@@ -165,15 +167,15 @@ def jpeg_with(segment: bytes, count: int) -> bytes:
 
 
 def png_with_chunks(count: int) -> bytes:
-    """A PNG with empty chunks that no reader knows."""
+    """A PNG with empty chunks of an unknown kind."""
     return png(struct.pack(">IIBBBBB", 8, 8, 8, 0, 0, 0, 0), zlib.compress(bytes(72)), *[(b"prVt", b"")] * count)
 
 
 def gif_with_blocks(count: int) -> bytes:
-    """A GIF with a comment in blocks of a byte."""
+    """A GIF with a comment in blocks of one byte."""
     data = _encoded("GIF")
-    place = data.index(b",", 13 + (3 << (data[10] % 8 + 1)))
-    return data[:place] + b"!\xfe" + b"\1a" * count + b"\0" + data[place:]
+    start = data.index(b",", 13 + (3 << (data[10] % 8 + 1)))
+    return data[:start] + b"!\xfe" + b"\1a" * count + b"\0" + data[start:]
 
 
 def _webp_claim(side: int, animated: bool) -> bytes:
@@ -189,49 +191,46 @@ def _webp_claim(side: int, animated: bool) -> bytes:
 
 
 def _packed_bmp(width: int) -> bytes:
-    """A run-length encoded BMP of one line, which ends after its first pixel."""
+    """A run-length encoded BMP with one row, cut off after its first pixel."""
     pixels = b"\1\0\0\0\0\1"
     header = struct.pack("<IiiHHIIiiII", 40, width, 1, 1, 8, 1, len(pixels), 0, 0, 256, 0)
     return b"BM" + struct.pack("<IHHI", 1078 + len(pixels), 0, 0, 1078) + header + bytes(1024) + pixels
 
 
+FILL = b"\xff" * 65535
 EXIF = b"\xff\xe1\xff\xffExif\0\0" + bytes(65535 - 8)
 BMP = b"BM" + struct.pack("<IHHIIiiHHIIiiII", 200, 0, 0, 54, 40, 60000, 60000, 1, 24, 0, 0, 0, 0, 0, 0)
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(%pipe%touch ran) (w) file\n"
 
-# What is left out of the pixels of this one nobody asks for, so that it is an image like any other.
-READ = {"a PNG whose pixels go on for 200 MB", "a link to a folder above"}
+# Valid images: the surplus pixels are never read.
+READ = {"a PNG with 200 MB of surplus pixels", "a link to a folder above"}
 
 IMAGES: dict[str, Maker] = {
-    "a PNG of 100 bytes that claims 65535 × 65535": _png(65535, 65535, lambda: _packed(0)),
-    "a PNG that claims 9000 × 9000 and holds nothing": _png(9000, 9000, lambda: _packed(0), mode=6),
-    "a PNG of 9400 × 9400 clear pixels in 300 KB": _png(9400, 9400, lambda: _packed(338 << 20), mode=6),
-    "a PNG whose pixels go on for 200 MB": _png(8, 9, lambda: _packed(200 << 20)[:100_000]),
-    "a PNG with 200 MB of text": _png(
-        8, 8, lambda: zlib.compress(bytes(72)), lambda: b"zTXtComment\0\0" + _packed(200 << 20)
-    ),
-    "a PNG with a colour profile of 200 MB": _png(8, 8, lambda: _packed(0), lambda: b"iCCPp\0\0" + _packed(200 << 20)),
+    "a PNG of 100 bytes that claims 65535 × 65535": _png(65535, 65535, lambda: _zeros(0)),
+    "a PNG that claims 9000 × 9000 and holds no pixels": _rgba(9000, 0),
+    "a PNG of 9400 × 9400 transparent pixels in 300 KB": _rgba(9400, 338 << 20),
+    "a PNG with 200 MB of surplus pixels": _png(8, 9, lambda: _zeros(200 << 20)[:100_000]),
+    "a PNG with 200 MB of text": _png(8, 8, lambda: zlib.compress(bytes(72)), b"zTXtComment\0\0", 200 << 20),
+    "a PNG with a colour profile of 200 MB": _png(8, 8, lambda: _zeros(0), b"iCCPp\0\0", 200 << 20),
     "a GIF that claims 65535 × 65535": content(b"GIF89a\xff\xff\xff\xff\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x08\0;"),
     "a BMP that claims 60000 × 60000": content(BMP),
     "a JPEG that claims 65500 × 65500": content(_jpeg_claim),
     "a progressive JPEG of 1,000 scans": content(lambda: progressive_jpeg(1000, 1000)),
-    "the same, with the end of an image in a comment": content(_scans_behind_an_end),
+    "the same with an end-of-image marker in a comment": content(_scans_behind_an_end),
     "a progressive JPEG of 60 scans of 6100 × 6100": content(lambda: progressive_jpeg(60, 6100)),
     "a progressive JPEG of 8500 × 8500": content(lambda: progressive_jpeg(1, 8500)),
-    "a JPEG with 500 times EXIF": content(lambda: jpeg_with(EXIF, 500)),
+    "a JPEG with 500 EXIF segments": content(lambda: jpeg_with(EXIF, 500)),
     "a JPEG with a million comments": content(lambda: jpeg_with(b"\xff\xfe\0\2", 1_000_000)),
     "a JPEG with 20 MB of fill bytes before its first segment": content(lambda: jpeg_with(b"\xff", 20_000_000)),
-    "a JPEG with fill bytes in segments without a length": content(
-        lambda: jpeg_with(b"\xff\xf0" + b"\xff" * 65535, 390)
-    ),
+    "a JPEG with fill bytes in segments without a length": content(lambda: jpeg_with(b"\xff\xf0" + FILL, 390)),
     "a PNG of 300,000 empty chunks": content(lambda: png_with_chunks(300_000)),
     "a GIF with a comment of three million blocks": content(lambda: gif_with_blocks(3_000_000)),
-    "a GIF that begins with 20 MB of nothing": content(lambda: _encoded("GIF")[:13] + b"a" * 20_000_000),
+    "a GIF with 20 MB of junk before its first block": content(lambda: _encoded("GIF")[:13] + b"a" * 20_000_000),
     "a WebP animation of 100 bytes that claims 5701 × 5701": content(lambda: _webp_claim(5701, True)),
     "a WebP of 40 bytes that claims 5701 × 5701": content(lambda: _webp_claim(5701, False)),
-    "a packed BMP that ends a line of 33 million pixels after the first": content(lambda: _packed_bmp(33_000_000)),
+    "a run-length encoded BMP of 33 million pixels, cut off after the first": content(lambda: _packed_bmp(33_000_000)),
     "PostScript that would start ghostscript": content(POSTSCRIPT),
     "a named pipe": os.mkfifo,
-    "a link to the kernel's messages": kernel_messages,
+    "a link to the kernel log": kernel_log,
     "a link to a folder above": lambda path: path.symlink_to(".."),
 }

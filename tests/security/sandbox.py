@@ -1,4 +1,4 @@
-"""A process of its own in which a file is read, watched for what it takes and for programs that it starts."""
+"""Run a reader in a forked process and measure its CPU time, its memory and the programs that it starts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-# what a file may take of the CPU and the memory; measured: 0.7 s at most, 1.7 to 2.5 on a CPU with busy caches
+# Limits of CPU time and memory for one file. Measured: at most 0.7 s, and 1.7 to 2.5 s on a busy CPU.
 SECONDS, MEGABYTES = 4.0, 512.0
-PATIENCE = 60  # seconds of the clock until a reader counts as hanging
-ADDRESSES = 32 << 30  # bytes of addresses that a reader may ask for beyond what it starts with
+PATIENCE = 60  # seconds of wall-clock time until a reader counts as hanging
+ADDRESSES = 32 << 30  # bytes of address space beyond those at the start
 PROGRAMS = (
     "os.system",
     "os.exec",
     "os.posix_spawn",
     "os.spawn",
     "subprocess.Popen",
-)  # audit events of starting a program
-# a recipe that trains in a second, as it lies in the folder of each reader
+)  # audit events that start programs
+# A recipe that trains in a second.
 SMALL = """seed_everything: 3
 trainer: {accelerator: cpu, max_epochs: 1, precision: 32-true}
 model: {net: lenet, lr: 0.05}
@@ -40,10 +40,15 @@ data: {dataset: shapes, image_size: 16, num_classes: 4, count: 200, val_size: 40
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reader gave.
+    """The result of a reader.
 
-    code: the exit code, None where the reader hung or died. lines: on stderr. cpu_seconds: those of the process itself.
-    megabytes: its memory at the highest, beyond what it started with. ran: signs that code of the file ran. out: its stdout.
+    Args:
+        code: exit code; None if the reader hung or died.
+        lines: its lines on stderr.
+        cpu_seconds: CPU time of its process.
+        megabytes: peak memory of its process, beyond the memory at the start.
+        ran: signs that code of the file was executed.
+        out: its stdout.
     """
 
     code: int | None
@@ -55,27 +60,26 @@ class Answer:
 
     @property
     def harmless(self) -> bool:
-        """Whether it came in time, within the memory, and nothing ran."""
+        """Whether the reader stayed within its limits and executed nothing."""
         return not self.ran and self.cpu_seconds < SECONDS and self.megabytes < MEGABYTES
 
     @property
     def refused(self) -> bool:
-        """Whether the file was refused in one line, cheaply."""
-        return (
-            self.harmless and self.code in (1, 2) and len(self.lines) == 1 and self.lines[0].startswith("cifar-lit: ")
-        )
+        """Whether the file was refused with one line and within the limits."""
+        one_line = len(self.lines) == 1 and self.lines[0].startswith("cifar-lit: ")
+        return self.harmless and self.code in (1, 2) and one_line
 
 
-def read_apart(folder: Path, reader: Callable[[], int]) -> Answer:
-    """What `reader`, which returns an exit code, gives in a process that is forked off and works in `folder`."""
-    answer = in_a_fork(folder / "report.json", lambda: _watched(folder, reader), PATIENCE)
+def read_in_fork(folder: Path, reader: Callable[[], int]) -> Answer:
+    """Run `reader`, which returns an exit code, in a forked process in `folder`."""
+    answer = run_in_fork(folder / "report.json", lambda: _watched(folder, reader), PATIENCE)
     if answer is None:
         return Answer(None, ["it hung or died"])
     return Answer(**{**answer, "ran": answer["ran"] + ["a trace was left"] * (folder / "ran").exists()})
 
 
-def in_a_fork(report: Path, work: Callable[[], Any], seconds: float) -> Any:
-    """What `work` returns in a process that is forked off and writes it to `report`; None if it dies, or hangs for so long."""
+def run_in_fork(report: Path, work: Callable[[], Any], seconds: float) -> Any:
+    """Return the result of `work`, which a forked process writes to `report`; None if it dies or times out."""
     sys.stdout.flush()
     process = os.fork()
     if process == 0:
@@ -86,11 +90,11 @@ def in_a_fork(report: Path, work: Callable[[], Any], seconds: float) -> Any:
         finally:
             os._exit(0)
     try:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             time.sleep(0.005)
     finally:
-        os.kill(process, signal.SIGKILL)  # it is still to be waited for, so that the number is its own
+        os.kill(process, signal.SIGKILL)  # not reaped yet, so its id is not reused
         os.waitpid(process, 0)
     if not report.exists():
         return None
@@ -102,21 +106,21 @@ def in_a_fork(report: Path, work: Callable[[], Any], seconds: float) -> Any:
 def _watched(folder: Path, reader: Callable[[], int]) -> dict[str, Any]:
     os.chdir(folder)
     os.environ["CIFAR_LIT_CACHE"] = str(folder / "cache")
-    sys.path.insert(0, str(folder))  # the worst case: modules that came with a run can be imported
+    sys.path.insert(0, str(folder))  # the worst case: modules from the run's folder can be imported
     torch.set_num_threads(1)
     events: set[str] = set()
     sys.addaudithook(lambda event, _: events.add(event) if event in PROGRAMS else None)
     before = memory_of("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the highest use so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of memory
     resource.setrlimit(resource.RLIMIT_AS, (memory_of("VmSize") + ADDRESSES,) * 2)
     out, err = io.StringIO(), io.StringIO()
-    began = time.process_time()
+    start = time.process_time()
     with redirect_stdout(out), redirect_stderr(err):
         code = reader()
     return {
         "code": code,
         "lines": [line for line in err.getvalue().splitlines() if not line.startswith("decoding images")],
-        "cpu_seconds": round(time.process_time() - began, 3),
+        "cpu_seconds": round(time.process_time() - start, 3),
         "megabytes": round((memory_of("VmHWM") - before) / 1e6, 1),
         "ran": sorted(events),
         "out": out.getvalue(),
@@ -124,7 +128,7 @@ def _watched(folder: Path, reader: Callable[[], int]) -> dict[str, Any]:
 
 
 def memory_of(name: str) -> int:
-    """Bytes of this process's memory as Linux counts them."""
+    """Return a figure in bytes from /proc/self/status."""
     match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) * 1024

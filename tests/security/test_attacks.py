@@ -1,7 +1,7 @@
-"""Attacks through whatever comes from outside: nothing is executed, deleted, overwritten or hidden, and the user is told.
+"""Attacks through untrusted input: nothing is executed, deleted, overwritten or hidden, and the user is informed.
 
-All of them with -m stress; some in any other run. Each of the modules in `AREAS` has the attacks on one thing, `docs/security.md`
-what that thing may decide.
+-m stress runs all of them, other runs a sample. Each module in `AREAS` covers one kind of input; `docs/security.md`
+says what that input may decide.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from security.attack import Attack
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and programs are watched as Linux shows them")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures memory and programs in Linux's /proc")
 
 AREAS = sorted(path.stem for path in Path(__file__).parent.glob("attacks_*.py"))
-EVERY = 4  # one of so many in the short form
+EVERY = 4  # the short form runs every fourth attack
 
 
 def test_no_attack_does_any_harm(
@@ -35,5 +35,4 @@ def test_no_attack_does_any_harm(
             shutil.rmtree(folder)
         headline[area.replace("_", ": ")] = len(harm) - sum(headline.values())
     write_counts({"harm": harm, "headline": headline, "unit": dict.fromkeys(headline, "tried")})
-    done = [f"{name}: {'; '.join(lines)}" for name, lines in harm.items() if lines]
-    assert not done, "\n".join(done)
+    assert {name: lines for name, lines in harm.items() if lines} == {}

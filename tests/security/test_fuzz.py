@@ -1,8 +1,8 @@
-"""Readers of what may come from anyone, given inputs that nobody wrote: a value or one line, soon, and nothing else happens.
+"""Readers of untrusted input, fuzzed: each input gives a value or one line of error in time, and has no side effect.
 
-For some seconds a reader, new ones after each change of the code: they are drawn from a checksum of it, so that a run can be
-repeated. With -m stress for STRESS_FUZZ_SECONDS, and new ones each time. What a run finds lies in `corpus/` until it is mended,
-and then becomes one of the `found` of its reader.
+The short form fuzzes each reader for two seconds. Its seed is a checksum of the code, so a run can be repeated.
+-m stress fuzzes for STRESS_FUZZ_SECONDS with a new seed. `corpus/` keeps failing inputs until they are fixed; then
+add them to the reader's `found`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from stress.forked import size
 
 import cifar_lit
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and what is done is watched as Linux shows it")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures memory in Linux's /proc")
 
 READERS = {**fuzz_files.READERS, **fuzz_network.READERS, **fuzz_runs.READERS}
-SECONDS = 2  # for each reader, in any run
+SECONDS = 2  # for each reader in the short form
 
 
 @pytest.fixture(scope="module")
 def genuine_files(genuine: Path) -> None:
-    """Reads the files of the run that are changed."""
-    fuzz_runs.GENUINE |= {
-        str(path.relative_to(genuine)): path.read_bytes() for path in genuine.rglob("*") if path.is_file()
-    }
+    """Read the files of the genuine run."""
+    files = [path for path in genuine.rglob("*") if path.is_file()]
+    fuzz_runs.GENUINE |= {str(path.relative_to(genuine)): path.read_bytes() for path in files}
 
 
 @cache
 def checksum_of_code() -> int:
-    """A number of 60 bits that changes with the package and the tests of this folder."""
+    """Return a 60-bit checksum of the package and the tests in this folder."""
     files = [*Path(cifar_lit.__file__).parent.rglob("*.py"), *Path(__file__).parent.glob("*.py")]
     contents = sorted(sha256(file.read_bytes()).digest() for file in files)
     return int.from_bytes(sha256(b"".join(contents)).digest()) >> 196
@@ -49,7 +48,7 @@ OUTCOMES: dict[str, Outcome] = {}
 
 @pytest.mark.usefixtures("genuine_files")
 @pytest.mark.parametrize("name", READERS)
-def test_whatever_is_read_ends_with_a_value_or_one_line_and_nothing_else_happens(
+def test_every_input_gives_a_value_or_one_line_without_side_effects(
     name: str, long_form: bool, write_counts: Callable[[dict[str, Any]], None], tmp_path: Path
 ) -> None:
     seconds = size("FUZZ_SECONDS", 30) if long_form else SECONDS

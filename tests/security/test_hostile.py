@@ -1,6 +1,6 @@
-"""Files that want to run code or to take memory, each read as a user would: refused in one line, soon, and nothing runs.
+"""Files that try to run code or exhaust memory: each is refused with one line in time, and nothing is executed.
 
-All of them with -m stress; of each kind some in any other run.
+-m stress reads all of them, other runs a sample of each kind.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import pytest
 from contract.command_line import draw_folder
 from security.hostile_files import ARCHIVES, BESIDE, CONFIGS, IMAGES, READ
 from security.hostile_models import CHECKPOINTS, MODELS, Maker
-from security.sandbox import SMALL, Answer, read_apart
+from security.sandbox import SMALL, Answer, read_in_fork
 
 from cifar_lit.cli import main
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.inference.load import load
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory and programs are watched as Linux shows them")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures memory and programs in Linux's /proc")
 
-# of each kind where the file lies beside the copy of a genuine run, and one of how many is read in the short form
+# Files of each kind, their path beside the copy of a genuine run, and the step with which the short form samples them.
 KINDS: dict[str, tuple[dict[str, Maker], str, int]] = {
     "model": (MODELS, "run/model.safetensors", 3),
     "checkpoint": (CHECKPOINTS, "run/checkpoints/best.ckpt", 6),
@@ -37,7 +37,7 @@ FIT = ["fit", "--recipe", "small.yaml", "--logs", "runs"]
 
 
 def read(folder: Path, genuine: Path, kind: str, maker: Maker | None) -> Answer:
-    """Reads a file of the maker, or the genuine one, as a user would who has it."""
+    """Read the maker's file, or the genuine one, as a user would."""
     shutil.copytree(genuine, folder / "run")
     for name, text in {"small.yaml": SMALL, **BESIDE}.items():
         (folder / name).write_text(text)
@@ -46,21 +46,21 @@ def read(folder: Path, genuine: Path, kind: str, maker: Maker | None) -> Answer:
     if maker:
         maker(path)
     if kind == "model":
-        return read_apart(folder, lambda: load_model(path))
+        return read_in_fork(folder, lambda: load_model(path))
     argv = ["test", "--ckpt_path", "run/checkpoints/best.ckpt", "--logs", "runs"]
-    if kind == "configuration" and os.path.lexists(path):  # else it is the one beside the checkpoint
+    if kind == "configuration" and os.path.lexists(path):  # else the maker changed the run's config.yaml
         argv = [*FIT, "--config", path.name]
-    if kind == "archive":  # and nowhere to download it from
+    if kind == "archive":  # without a source to download it from
         own = (f"--data.{name}=null" for name in ("image_size", "num_classes"))
         argv = [*FIT, "--dataset", "cifar10", "--data-dir", ".", "--data.url", "none", *own]
     if kind == "image":
         draw_folder(folder / "images", {"b": 4})
         argv = [*FIT, "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null", "--data.val_size=1"]
-    return read_apart(folder, lambda: main(argv))
+    return read_in_fork(folder, lambda: main(argv))
 
 
 def load_model(path: Path) -> int:
-    """Reads a model as the commands do that use one; the exit code."""
+    """Load a model as the commands do and return the exit code."""
     try:
         load(path)
     except Exception as error:
@@ -70,7 +70,7 @@ def load_model(path: Path) -> int:
     return 0
 
 
-def test_every_hostile_file_is_refused_in_one_line_soon_in_little_memory_and_nothing_runs(
+def test_every_hostile_file_is_refused_with_one_line_within_the_limits_and_nothing_is_executed(
     genuine: Path, long_form: bool, write_counts: Callable[[dict[str, Any]], None], tmp_path: Path
 ) -> None:
     answers: dict[str, Answer] = {}
@@ -91,13 +91,12 @@ def test_every_hostile_file_is_refused_in_one_line_soon_in_little_memory_and_not
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "model"])
-def test_what_is_refused_is_made_of_what_would_be_taken(kind: str, genuine: Path, tmp_path: Path) -> None:
-    """The genuine file in the place of the hostile one gives no complaint: what is refused is the harm."""
+def test_the_genuine_file_is_accepted_in_place_of_a_hostile_one(kind: str, genuine: Path, tmp_path: Path) -> None:
     answer = read(tmp_path / "sandbox", genuine, kind, None)
     assert (answer.code, answer.lines, answer.ran) == (0, [], [])
 
 
-def test_code_that_runs_is_noticed(tmp_path: Path) -> None:
-    answer = read_apart(tmp_path, lambda: os.system("mkdir ran") or print("cifar-lit: no", file=sys.stderr) or 1)
+def test_the_sandbox_detects_executed_code(tmp_path: Path) -> None:
+    answer = read_in_fork(tmp_path, lambda: os.system("mkdir ran") or print("cifar-lit: no", file=sys.stderr) or 1)
     assert answer.ran == ["os.system", "a trace was left"]
     assert not answer.refused

@@ -1,6 +1,6 @@
-"""Requests that want to read along, to take time or memory, or to hold others out, each sent to a service as it is by default.
+"""Requests that try to read data, take time or memory, or block other clients, sent to a service with default flags.
 
-All of them with -m stress; some in any other run.
+-m stress sends all of them, other runs a sample.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from inference.small_nets import write_net
 from PIL import Image
 
 pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="time and memory are watched as Linux shows them")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures time and memory in Linux's /proc")
 
-EVERY = 4  # one of so many in the short form
-MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # of all the service's processes, for one request
+EVERY = 4  # the short form sends every fourth request
+MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # per request, in all processes of the service
 LOCAL = "Host: localhost\r\n"
+BAD_ORIGIN = LOCAL + "Origin: http://[\r\n"
+GZIP = LOCAL + "Content-Encoding: gzip\r\n"
+CHUNKED = LOCAL + "Transfer-Encoding: chunked"
+EXPECT = LOCAL + "Expect: 100-continue\r\n"
 
 
 def get(path: str = "/health", headers: str = LOCAL, version: str = "1.1") -> bytes:
@@ -53,14 +57,14 @@ def chunked(body: bytes) -> bytes:
 
 
 def flat(kind: str, mode: str = "RGB", side: int = 4990) -> bytes:
-    """25 million pixels of one colour, in few bytes."""
+    """An image of 25 million pixels of one colour in few bytes."""
     file = io.BytesIO()
     Image.new(mode, (side, side)).save(file, kind)
     return file.getvalue()
 
 
 def runs(side: int = 4990) -> bytes:
-    """A BMP of 25 million pixels that begins with 4.9 million runs of one pixel each, and is cut short then."""
+    """A BMP of 25 million pixels, cut off after 4.9 million runs of one pixel each."""
     data = bytes((1, 7)) * 4_900_000
     header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(data), 0, 0, 256, 0)
     return b"BM" + struct.pack("<IHHI", 54 + 1024 + len(data), 0, 0, 54 + 1024) + header + bytes(1024) + data
@@ -82,14 +86,14 @@ def many(data: bytes, count: int) -> bytes:
 
 Made = bytes | Callable[[], bytes]
 
-# What is sent, and the statuses that it may be answered with; 0 for none.
+# The bytes sent, and the permitted statuses; 0 stands for no answer.
 REQUESTS: dict[str, tuple[Made, set[int]]] = {
     "two Hosts": (get(headers=LOCAL + "Host: evil.example\r\n"), {400}),
     "no Host": (get(headers=""), {400}),
     "no Host, by HTTP/1.0": (get(headers="", version="1.0"), {400}),
     "another host in the request line": (get("http://evil.example/health", "Host: evil.example\r\n"), {400}),
-    "a path with an escape, from no site that is one": (
-        post(b"", headers=LOCAL + "Origin: http://[\r\n", path="/%1b]0;owned%07%1b[31m"),
+    "a path with an escape, from an invalid origin": (
+        post(b"", headers=BAD_ORIGIN, path="/%1b]0;owned%07%1b[31m"),
         {403},
     ),
     "a path with a line break": (get("/a%0d%0aSet-Cookie:%20a"), {404}),
@@ -106,35 +110,26 @@ REQUESTS: dict[str, tuple[Made, set[int]]] = {
     "JSON of ten million brackets": (lambda: as_json(b"[" * 9_999_999), {400}),
     "JSON of a number of ten million digits": (lambda: as_json(b'{"image": ' + b"9" * 9_999_900 + b"}"), {400}),
     "base64 in three million words": (lambda: as_json(b'{"image": "' + b"aa " * 3_300_000 + b'"}'), {415, 422}),
-    "a gigabyte of zeros, packed": (
-        lambda: post(gzip.compress(bytes(100 << 20), 1) * 10, headers=LOCAL + "Content-Encoding: gzip\r\n"),
-        {415},
-    ),
+    "a gigabyte of compressed zeros": (lambda: post(gzip.compress(bytes(100 << 20), 1) * 10, headers=GZIP), {415}),
     "a body in chunks of one byte": (lambda: chunked(b"1\r\nx\r\n" * 3_000_000), {413}),
-    "a chunk with a note of 30 MB": (lambda: chunked(b"1;" + b"x" * 30_000_000 + b"\r\nx\r\n0\r\n\r\n"), {413}),
+    "a chunk with an extension of 30 MB": (lambda: chunked(b"1;" + b"x" * 30_000_000 + b"\r\nx\r\n0\r\n\r\n"), {413}),
     "a million trailers": (lambda: chunked(b"1\r\nx\r\n0\r\n" + b"a: b\r\n" * 1_000_000 + b"\r\n"), {431}),
     "a trailer that is another Host": (chunked(b"1\r\nx\r\n0\r\nHost: evil.example\r\n\r\n"), {400, 415}),
     "a hundred thousand headers": (lambda: get(headers="a: b\r\n" * 100_000), {431}),
     "a header of ten megabytes": (lambda: get(headers=f"a: {'b' * 10_000_000}\r\n"), {431}),
-    "an address of a megabyte": (lambda: get("/" + "a" * 1_000_000), {431}),
-    "a question of a hundred thousand parts": (lambda: get("/health?" + "a&" * 100_000), {431}),
+    "a URL of a megabyte": (lambda: get("/" + "a" * 1_000_000), {431}),
+    "a query of a hundred thousand parts": (lambda: get("/health?" + "a&" * 100_000), {431}),
     "ten thousand requests in one": (get() * 10_000, {200}),
-    "a request behind a body that is longer than told": (post(b"\xff\xd8\xff" + get(), length=3), {422}),
+    "a request behind a body that is longer than declared": (post(b"\xff\xd8\xff" + get(), length=3), {422}),
     "a body of 10¹⁸ bytes": (post(b"", length=10**18), {413}),
     "a body of -1 bytes": (post(b"", length=-1), {400}),
     "two lengths": (post(b"abc", headers=LOCAL + "Content-Length: 30\r\n"), {400}),
-    "a length, and chunks": (post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked\r\n"), {400}),
-    "chunks that are no last encoding": (
-        post(b"0\r\n\r\n", headers=LOCAL + "Transfer-Encoding: chunked, x\r\n"),
-        {400},
-    ),
-    "a body of 10¹⁸ bytes that waits for a word": (
-        post(b"", headers=LOCAL + "Expect: 100-continue\r\n", length=10**18),
-        {413},
-    ),
+    "a length and chunks": (post(b"0\r\n\r\n", headers=CHUNKED + "\r\n"), {400}),
+    "chunks that are not the last encoding": (post(b"0\r\n\r\n", headers=CHUNKED + ", x\r\n"), {400}),
+    "a body of 10¹⁸ bytes that waits for 100 Continue": (post(b"", headers=EXPECT, length=10**18), {413}),
     "a header with a NUL": (get(headers=LOCAL + "a: \0\r\n"), {400}),
     "a header with a line break in it": (get(headers=LOCAL + "a: b\r\n c: d\r\n"), {200, 400}),
-    "lines that end in nothing but a line feed": (b"GET /health HTTP/1.1\nHost: localhost\n\n", {200, 400}),
+    "lines that end in a line feed only": (b"GET /health HTTP/1.1\nHost: localhost\n\n", {200, 400}),
 }
 
 
@@ -146,15 +141,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(run: Path) -> Iterator[Service]:
-    """A service without any flag, which must not have printed anything in the end."""
-    with running(run) as opened:
-        yield opened
-        opened.process.terminate()
-        assert opened.process.stdout is not None and opened.process.stdout.read() == "stopped\n"
+    """A service without flags that must have printed nothing at the end."""
+    with running(run) as service:
+        yield service
+        assert_stops_silently(service)
+
+
+def assert_stops_silently(service: Service) -> None:
+    service.process.terminate()
+    assert service.process.stdout is not None and service.process.stdout.read() == "stopped\n"
 
 
 def answer_to(service: Service, data: bytes, seconds: float = 20) -> tuple[int, bytes]:
-    """The status and the body that come back, 0 and nothing where the connection is closed without."""
+    """Return status and body of the response, or 0 and nothing if the connection is closed without one."""
     with socket.create_connection(("127.0.0.1", service.port), timeout=seconds) as connection:
         with suppress(ConnectionError):
             connection.sendall(data)
@@ -165,7 +164,7 @@ def answer_to(service: Service, data: bytes, seconds: float = 20) -> tuple[int, 
 
 
 def cpu_seconds(service: Service) -> float:
-    """Of all the service's processes, also of those that are gone."""
+    """Return the CPU time of all processes of the service, including terminated ones."""
     ticks = 0
     for process in service.processes():
         with suppress(OSError):
@@ -174,7 +173,7 @@ def cpu_seconds(service: Service) -> float:
 
 
 def megabytes(service: Service) -> float:
-    """Of the service's first process, at the highest."""
+    """Return the peak memory of the service's main process."""
     lines = Path(f"/proc/{service.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
@@ -183,33 +182,29 @@ def open_files(service: Service) -> int:
     return len(list(Path(f"/proc/{service.process.pid}/fd").iterdir()))
 
 
-def test_no_request_takes_a_second_or_much_memory_or_is_answered_that_should_not_be(
+def test_every_request_gets_a_permitted_status_within_the_limits(
     service: Service, long_form: bool, write_counts: Callable[[dict[str, Any]], None]
 ) -> None:
     rows: dict[str, dict[str, Any]] = {}
     honest = service.predict(picture()).body
     for name, (made, statuses) in list(REQUESTS.items())[:: 1 if long_form else EVERY]:
         data = made() if callable(made) else made
-        Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")  # the highest use so far is forgotten
+        Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")  # resets the peak of memory
         cpu, memory = cpu_seconds(service), megabytes(service)
         status, body = answer_to(service, data)
-        for _ in service.processes()[2:]:  # until a lost decoder is there again: they take turns
+        for _ in service.processes()[2:]:  # the decoders take turns; wait until a lost one is replaced
             assert service.predict(picture()).body == honest, name
-        row = {
-            "status": status,
-            "cpu_seconds": round(cpu_seconds(service) - cpu, 2),
-            "megabytes": round(megabytes(service) - memory),
-            "harm": [],
-        }
+        used, grown = round(cpu_seconds(service) - cpu, 2), round(megabytes(service) - memory)
+        row = {"status": status, "cpu_seconds": used, "megabytes": grown, "harm": []}
         if status not in statuses:
             row["harm"].append(f"answered with {status} {body[:200]!r}")
         if status >= 400:
             text = json.loads(body)["error"]
             row["answer"] = text
             if not text.isprintable() or len(text) > 300:
-                row["harm"].append("the answer is no line of text")
-        if row["cpu_seconds"] > MAX_CPU_SECONDS or row["megabytes"] > MAX_MEGABYTES:
-            row["harm"].append("it takes too much")
+                row["harm"].append("the answer is not one line of text")
+        if used > MAX_CPU_SECONDS or grown > MAX_MEGABYTES:
+            row["harm"].append("it exceeds the limits")
         rows[name] = row
     headline = {
         "hostile requests": len(rows),
@@ -222,10 +217,10 @@ def test_no_request_takes_a_second_or_much_memory_or_is_answered_that_should_not
     assert {name: row for name, row in rows.items() if row["harm"]} == {}
 
 
-# ---- many at a time
+# ---- many clients
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
-SLOW = {  # what a client sends that then sends a byte now and then, or nothing any more
+SLOW = {  # the first bytes of a slow client, and those it sends from time to time
     "headers": (HEAD, b"x"),
     "bodies": (HEAD + b"Content-Length: 9000000\r\n\r\n" + bytes(200_000), b"x"),
     "readers": (get("/page.js"), b""),
@@ -233,53 +228,47 @@ SLOW = {  # what a client sends that then sends a byte now and then, or nothing 
 }
 
 
-def test_slow_clients_that_are_more_than_there_is_room_for_hold_nobody_out(run: Path, long_form: bool) -> None:
+def test_more_slow_clients_than_connections_block_nobody(run: Path, long_form: bool) -> None:
     count = 1000 if long_form else 200
     with running(run, files=0 if long_form else 256) as service:
         for kind, (first, further) in SLOW.items():
             with ExitStack() as sockets:
                 clients = []
                 for _ in range(count):
-                    clients.append(
-                        sockets.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=20))
-                    )
-                    clients[-1].setblocking(False)
+                    client = socket.create_connection(("127.0.0.1", service.port), timeout=20)
+                    clients.append(sockets.enter_context(client))
+                    client.setblocking(False)
                     with suppress(OSError):
-                        clients[-1].send(first)
+                        client.send(first)
                 for number in range(50):
                     assert service.predict(picture()).status == 200, kind
                     for client in clients[number % 10 :: 10]:
                         with suppress(OSError):
                             client.send(further)
-        service.process.terminate()
-        assert service.process.stdout is not None and service.process.stdout.read() == "stopped\n"
+        assert_stops_silently(service)
 
 
-def test_large_bodies_that_stand_still_make_room_for_others(service: Service) -> None:
+def test_stalled_large_bodies_are_dropped_for_other_clients(service: Service) -> None:
     with ExitStack() as clients, ThreadPoolExecutor(40) as threads:
         Path(f"/proc/{service.process.pid}/clear_refs").write_text("5")
         memory = megabytes(service)
         sockets = [clients.enter_context(socket.create_connection(("127.0.0.1", service.port))) for _ in range(40)]
-        sent = [
-            threads.submit(one.sendall, HEAD + b"Content-Length: 9900000\r\n\r\n" + bytes(9_000_000)) for one in sockets
-        ]
-        wait(sent, 5)
+        head = HEAD + b"Content-Length: 9900000\r\n\r\n"
+        wait([threads.submit(client.sendall, head + bytes(9_000_000)) for client in sockets], 5)
         assert service.predict(picture(size=(1700, 1700), kind="BMP")).status == 200  # 8.7 MB
         assert megabytes(service) - memory < 500
-        for one in sockets:
-            with suppress(OSError):  # it was closed
-                one.shutdown(socket.SHUT_RDWR)
+        for client in sockets:
+            with suppress(OSError):  # the service has closed it
+                client.shutdown(socket.SHUT_RDWR)
 
 
-def test_an_answer_that_nobody_takes_is_dropped_with_its_connection(tmp_path: Path) -> None:
+def test_a_response_that_is_not_read_is_dropped_with_its_connection(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=30)
     body, headers = form(*[("a.jpg", file.getvalue())] * 40)  # answered with 8 MB
-    with (
-        running(write_net(tmp_path / "run", "lenet", side=224), "--body-seconds", 0.5) as service,
-        socket.socket() as client,
-    ):
+    run = write_net(tmp_path / "run", "lenet", side=224)
+    with running(run, "--body-seconds", 0.5) as service, socket.socket() as client:
         before = open_files(service)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2304)
         client.connect(("127.0.0.1", service.port))

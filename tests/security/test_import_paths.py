@@ -1,4 +1,4 @@
-"""What the working folder, the environment and a new version of Lightning must not decide, beside what files may say."""
+"""The working folder is not on the import path, and only typed or trusted names are imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cifar_lit import plugins
 from cifar_lit.cli.trust import SAFE
 from cifar_lit.runs.config_file import PLACES
 
-# texts that the classes in SAFE take, and that are no places
+# Text settings of the classes in SAFE that are not paths.
 NO_PLACES = {"console_kwargs", "device", "duration", "interval", "mode", "monitor", "prefix", "process_group_backend"}
 OWN_CALLBACK = "import helper_beside\nfrom lightning.pytorch.callbacks import Callback\nclass Own(Callback): pass\n"
 OWN_NET = """from torch import nn
@@ -29,12 +29,13 @@ def net(channels, image_size, num_classes, width):
 """
 
 
-# Files that libraries look for by themselves, and words of the Trainer that its parser takes for names of files.
+# Files that libraries search for, and settings of the Trainer that its parser could read as file names.
 TRAPS = (
-    "matplotlibrc", "auto", "simple", "libcuda.so.1", "pyproject.toml", "setup.cfg", ".env", ".netrc", "sitecustomize.py",
-    "usercustomize.py", "_ops.py", "_classes.py", "fonts.conf", ".condarc", "hparams.yaml", "lenet", "shapes",
+    "matplotlibrc", "auto", "simple", "libcuda.so.1", "pyproject.toml", "setup.cfg", ".env", ".netrc",
+    "sitecustomize.py", "usercustomize.py", "_ops.py", "_classes.py", "fonts.conf", ".condarc", "hparams.yaml", "lenet",
+    "shapes",
 )  # fmt: skip
-# Run command lines in one process; print the files of the working folder that it opened, and the libraries that it loaded there.
+# Run command lines in one process, and print the files opened in the working folder and the libraries loaded from it.
 WATCH = """
 import os, sys
 here, opened = os.getcwd(), set()
@@ -51,8 +52,8 @@ print("opened:", *sorted(traps - {"small.yaml", "lightning_logs"}), "loaded:", *
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what a process has loaded is listed as Linux does it")
-def test_no_library_reads_what_lies_in_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads loaded libraries from Linux's /proc")
+def test_no_library_reads_files_of_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
     for name in TRAPS:
         (working_folder / name).write_text("class_path: evil.Evil\n")
     (working_folder / "matplotlibrc").write_text("savefig.dpi: 5000\n")
@@ -72,15 +73,8 @@ def test_no_library_reads_what_lies_in_the_working_folder(working_folder: Path, 
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["opened: loaded:"]), done.stderr
 
 
-def test_no_process_imports_what_lies_in_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
-    for name in (
-        "yaml",
-        "torch",
-        "jsonargparse",
-        "rich",
-        "pathlib",
-        "json",
-    ):  # the last is what a process of the parser imports
+def test_no_process_imports_modules_of_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
+    for name in ("yaml", "torch", "jsonargparse", "rich", "pathlib", "json"):
         (working_folder / f"{name}.py").write_text(BESIDE["evil.py"])
     words = ["fit", "--recipe", "small.yaml", "--trainer.logger", "TensorBoardLogger", "--print_config"]
     command = [sys.executable, "-m", "cifar_lit", *words]
@@ -90,7 +84,7 @@ def test_no_process_imports_what_lies_in_the_working_folder(working_folder: Path
     assert not (working_folder / "ran").exists()
 
 
-def test_the_working_folder_is_searched_only_while_a_module_is_imported_that_was_typed(
+def test_the_working_folder_is_searched_only_while_a_typed_module_is_imported(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (working_folder / "own_beside.py").write_text(OWN_CALLBACK)
@@ -109,17 +103,16 @@ def test_the_working_folder_is_searched_only_while_a_module_is_imported_that_was
     assert searched == ["own_beside", "helper_beside"]
 
 
-def test_every_text_that_a_class_takes_which_files_may_name_is_known_to_be_a_place_or_none() -> None:
+def test_every_text_setting_of_a_safe_class_is_classified_as_path_or_other() -> None:
     for group, names in SAFE.items():
         for name in names:
             parameters = inspect.signature(getattr(import_module(f"lightning.pytorch.{group}"), name)).parameters
-            texts = {
-                key for key, one in parameters.items() if "str" in str(one.annotation) or "Path" in str(one.annotation)
-            }
-            assert texts - PLACES - NO_PLACES == set(), f"{name} has new settings: are they places?"
+            annotations = {key: str(parameter.annotation) for key, parameter in parameters.items()}
+            texts = {key for key, annotation in annotations.items() if "str" in annotation or "Path" in annotation}
+            assert texts - PLACES - NO_PLACES == set(), f"{name} has new settings: are they paths?"
 
 
-def test_a_net_of_a_run_from_elsewhere_is_imported_with_trust_only(
+def test_a_net_of_a_run_from_elsewhere_is_imported_only_with_trust(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = "nets_from_elsewhere"
@@ -128,18 +121,17 @@ def test_a_net_of_a_run_from_elsewhere_is_imported_with_trust_only(
     assert run_command(*words).code == 0
     run = working_folder / "lightning_logs/small-1"
     export = ("export", run, "--to", "safetensors", "--images", "10", "--out")
-    assert run_command(*export, "own.safetensors").code == 0  # its configuration is one that this user's run wrote
+    assert run_command(*export, "own.safetensors").code == 0  # a run of this user wrote its configuration
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\n")
     sys.modules.pop(module)
-    monkeypatch.setattr(plugins, "_allowed", set())  # as in another process
-    assert_refused(
-        run_command(*export, "other.safetensors"), 2, f"{module}.net would run code of its module", "--trust"
-    )
+    monkeypatch.setattr(plugins, "_allowed", set())  # a new process would start like this
+    answer = run_command(*export, "other.safetensors")
+    assert_refused(answer, 2, f"{module}.net would run code of its module", "--trust")
     assert module not in sys.modules
     assert run_command(*export, "other.safetensors", "--trust").code == 0
 
 
-def test_a_file_that_the_user_trusts_names_places(working_folder: Path) -> None:
+def test_a_trusted_configuration_may_choose_paths(working_folder: Path) -> None:
     (working_folder / "work").mkdir()
     os.chdir(working_folder / "work")
     words = ("fit", "--recipe", "../small.yaml", "--epochs", "1", "--config", "own.yaml")
@@ -147,6 +139,6 @@ def test_a_file_that_the_user_trusts_names_places(working_folder: Path) -> None:
     assert_refused(run_command(*words), 2, "a configuration file sets logs to", "type that setting yourself", "--trust")
     assert run_command(*words, "--trust").code == 0
     assert run_command(*words, "--logs", f"{working_folder}/elsewhere").code == 0
-    own = f"{working_folder}/elsewhere/small-1/config.yaml"  # a run of the user's wrote it
+    own = f"{working_folder}/elsewhere/small-1/config.yaml"  # written by a run of this user
     assert run_command("fit", "--config", own).code == 0
     assert len(list((working_folder / "elsewhere").iterdir())) == 3

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import torch
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from cifar_lit.hardware import keep_freed_memory
@@ -31,7 +31,11 @@ from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.text import note
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -141,6 +145,8 @@ class App:
             "channels": classifier.preparation.channels, "device": str(classifier.net.mean.device),
             "version": version, "limits": asdict(limits),
         }  # fmt: skip
+        # In memory: an open file per slow reader would use up the file descriptors.
+        self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
         self._running = 0  # requests that have arrived completely and have no answer yet
         self._parsing = asyncio.Lock()
         self._held = 0  # bytes of all bodies in memory; `scope["held"]` counts those of one request
@@ -187,7 +193,8 @@ class App:
         if method not in allowed:
             raise RequestError(405, f"{path} does not take {method[:20]}: use {allowed[0]}")
         if path in FILES:
-            return FileResponse(PAGE / FILES[path])
+            content, kind = self._pages[path]
+            return Response(content, media_type=kind)
         return JSONResponse(self._health if path == "/health" else await self._predict(request))
 
     async def _predict(self, request: Request) -> dict[str, Any]:
