@@ -19,7 +19,7 @@ from cifar_lit.runs.predictions import PredictionTable, prediction_table
 from cifar_lit.runs.report import render
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-URI = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+URI = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"  # 1 × 1 pixel
 METRICS = {
     "recipe": HOSTILE, "net": "lenet", "parameters": 7000, "seed": 7000, "train_seconds": 61.3, "accelerator": "gpu",
     "devices": 2, "val": {"accuracy": 1.0, "f1": 0.75}, "versions": {"torch": "2"},
