@@ -16,7 +16,7 @@ from cifar_lit.bench.recipe import process_age, run_once
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
-RUN: dict[str, Any] = {  # as `run_once` returns it
+RUN: dict[str, Any] = {  # a result of `run_once`
     "seed": 0, "dataset": "shapes", "accelerator": "cpu", "precision": "32-true", "parameters": 10, "accuracy": 0.5,
     "loss": 1.0, "views": None, "seconds": 10.0, "images_per_second": 100.0, "cold_seconds": None, "memory_mb": 100,
     "device_memory_mb": None,

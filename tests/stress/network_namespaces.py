@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NETWORK = "10.77.31"
-CLONE_NEWNET = 0x40000000  # of Linux's <sched.h>
+CLONE_NEWNET = 0x40000000  # Linux's <sched.h>
 
 
 def why_not() -> str | None:

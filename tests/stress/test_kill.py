@@ -20,7 +20,7 @@ from stress.forked import SMALL_TRAINING, Forked, size
 
 ANNOUNCE = "--trainer.callbacks=stress.fault_hooks.Announce"
 TRAINING = [*SMALL_TRAINING, ANNOUNCE]
-ROUNDING = 1e-5  # of floats; weights under SGD differ by 6e-8, and losses are written with six digits
+ROUNDING = 1e-5  # tolerance of floats; weights under SGD differ by 6e-8, and losses are written with six digits
 PATIENCE = 5.0  # seconds for the other of two processes to notice
 NINE, TERM, ONE_OF_TWO = "kill -9", "SIGTERM", "kill -9 of one of two"
 
