@@ -156,6 +156,7 @@ def import_callable(path: str) -> Callable[..., Any]:
     module = import_module_of(path)
     name = path.rpartition(".")[2]
     if not hasattr(module, name):
-        raise UsageError(f"{module.__name__} has no {name!r}.{nearest(name, vars(module))}")
+        names = [each for each in vars(module) if not each.startswith("_")]
+        raise UsageError(f"{module.__name__} has no {name!r}.{nearest(name, names)}")
     target: Callable[..., Any] = getattr(module, name)
     return target
