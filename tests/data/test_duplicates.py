@@ -136,7 +136,7 @@ def test_near_duplicates_are_found_once_and_cached(
     index = next((twins.parent / "cache").glob("*/index.json"))
     old = json.loads(index.read_text())
     assert len(old["duplicates"]) == 6
-    old["duplicates"] = None  # as a full disk leaves it
+    old["duplicates"] = None  # the state after a full disk
     index.write_text(json.dumps(old))
     for part, images in zip((True, False), first, strict=True):
         assert torch.equal(open_set(twins, part).images, images)
