@@ -31,7 +31,7 @@ STAYS_OPEN = "tensorboard"  # not run, because it does not end
 
 
 class Block(NamedTuple):
-    """A fenced block. `kind` and `value` come from the comment before it, such as ("file", "my_nets.py"), or are empty."""
+    """A fenced block. `kind` and `value` come from the comment before it, such as ("file", "my_nets.py")."""
 
     language: str
     text: str

@@ -109,7 +109,7 @@ def test_an_optimizer() -> None:
     assert [group["weight_decay"] for group in state["param_groups"]] == [
         0.01,
         0.0,
-    ]  # of the recipe, for weights and biases
+    ]  # the weights, then the biases
     PAGE.run(["cifar-lit", "test", "--ckpt_path", f"{RUN}/checkpoints/best.ckpt"])  # the run is this user's own
 
 
