@@ -132,8 +132,10 @@ def test_pairs_count_the_images_that_only_one_run_classifies_correctly_on_the_sa
     without_fingerprint, truncated = make_run("d", HALF, fingerprint=None), make_run("e", HALF)
     predictions = truncated.path / "predictions.csv"
     predictions.write_text("".join(predictions.read_text().splitlines(keepends=True)[:-1]))
-    reason = "not compared image by image, because predictions.csv is missing or incomplete: d, e"
-    assert pairs([first, without_fingerprint, truncated]) == ([], [reason])
+    claims_too_many = make_run("f", HALF)
+    claims_too_many.metrics["test"]["images"] = 10**10
+    reason = "not compared image by image, because predictions.csv is missing or incomplete: d, e, f"
+    assert pairs([first, without_fingerprint, truncated, claims_too_many]) == ([], [reason])
 
 
 def test_many_runs_are_each_compared_with_the_best() -> None:
