@@ -44,8 +44,8 @@ NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path", "folds"
 CODE = ("data/**/*.py", "models/**/*.py", "training/**/*.py", "cli/fit.py", "hardware.py", "train.py")
 LEGEND = (
     f"± is the standard deviation over n seeds, with a 95 % confidence interval (Student's t) where n >= {FEW}",
-    "training: the fit with validation, without the first run of each process; median and quartiles, range if n < 4",
-    "start to end: from process start to the test result; peak memory: of the process, including earlier runs",
+    "training time: fit with validation, without the first run of each process; median and quartiles, range if n < 4",
+    "start to result: from process start to the test result; peak memory: of the process, including earlier runs",
     "The runs share one process and the decoded images. Each run draws its random numbers from its own seed.",
 )
 Runs = dict[int, dict[str, Any]]  # results of `run_once` by seed
@@ -252,9 +252,9 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     memory = f"{max(run['memory_mb'] for run in runs):,} MB"
     return {
         "test accuracy": mean_text([run["accuracy"] for run in runs]),
-        "with views": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
-        "training": spread_text(spread(run["seconds"] for run in warm), "s"),
-        "start to end": spread_text(spread(cold), "s") if cold else "–",
+        "with TTA": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
+        "training time": spread_text(spread(run["seconds"] for run in warm), "s"),
+        "start to result": spread_text(spread(cold), "s") if cold else "–",
         "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
         "peak memory": memory + (f" + {device:,} MB on the device" if device else ""),
     }
