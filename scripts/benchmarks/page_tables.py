@@ -141,7 +141,10 @@ TABLES: dict[str, Table] = {
             (
                 f"`{name}`",
                 aim,
-                *(recipe_figure(name, label, f"gpu/{name}") for label in ("test accuracy", "with TTA", "training time")),
+                *(
+                    recipe_figure(name, label, f"gpu/{name}")
+                    for label in ("test accuracy", "with TTA", "training time")
+                ),
             )
             for name, aim in (
                 ("fast94", "94 % with TTA"),
