@@ -98,6 +98,7 @@ TABLES: dict[str, Table] = {
             "for a GPU",
             UNMEASURED,
         ),
+        "Measured on {machines}; {dates}. ± is the standard deviation over n seeds; times are medians. Source: {link}.",
     ),
     "readme-zh": Table(
         ("配方", "训练内容", "测试准确率", "时间(支持 bfloat16 的 CPU)", "时间(不支持的 CPU)"),
