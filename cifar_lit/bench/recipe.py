@@ -44,8 +44,9 @@ NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path", "folds"
 CODE = ("data/**/*.py", "models/**/*.py", "training/**/*.py", "cli/fit.py", "hardware.py", "train.py")
 LEGEND = (
     f"± is the standard deviation over n seeds, with a 95 % confidence interval (Student's t) where n >= {FEW}",
-    "training: the fit with validation, without the first run of each process; median and quartiles, range if n < 4",
-    "start to end: from process start to the test result; peak memory: of the process, including earlier runs",
+    "training time: fit with validation, without the first run of each process if there are others",
+    "times and speed: median (quartiles; range if n < 4)",
+    "start to result: from process start to the test result; peak memory: of the process, including earlier runs",
     "The runs share one process and the decoded images. Each run draws its random numbers from its own seed.",
 )
 Runs = dict[int, dict[str, Any]]  # results of `run_once` by seed
@@ -100,7 +101,7 @@ def run(settings: argparse.Namespace) -> None:
             mean = f"mean {100 * accuracy_of(done)['mean']:.2f} %"
             line = f"{name} seed {seed} ({len(done)} of {goal}): {100 * run['accuracy']:.2f} % · {mean}"
             line += f" · {run['seconds']:.2f} s · {run['images_per_second'] or 0:,.0f} images/s"
-            say(line + " · first run: not in the times" * done[seed]["first"])
+            say(line + " · first run: not in the times" * (done[seed]["first"] and goal > 1))
     except Interrupted as interruption:
         if file:
             interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(settings.line)}"
@@ -121,7 +122,7 @@ def check(settings: argparse.Namespace) -> dict[str, Path]:
     for word in (word for word in settings.flags if word.startswith("--")):
         flag = word.removeprefix("--").partition("=")[0]
         if flag in NOT_TAKEN:
-            advice = "name recipes before all flags; each seed of --seed0 and --runs is one new training"
+            advice = "it trains each seed anew. Name recipes before all flags; set the seeds with --seed0 and --runs"
             raise UsageError(f"bench recipe takes no --{flag}: {advice}")
         if "." not in flag and flag not in valid:  # the training would not suggest our flags
             raise UsageError(f"there is no flag --{flag}.{nearest(flag, valid).replace('mean ', 'mean --')}")
@@ -252,9 +253,9 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     memory = f"{max(run['memory_mb'] for run in runs):,} MB"
     return {
         "test accuracy": mean_text([run["accuracy"] for run in runs]),
-        "with views": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
-        "training": spread_text(spread(run["seconds"] for run in warm), "s"),
-        "start to end": spread_text(spread(cold), "s") if cold else "–",
+        "with TTA": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
+        "training time": spread_text(spread(run["seconds"] for run in warm), "s"),
+        "start to result": spread_text(spread(cold), "s") if cold else "–",
         "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
         "peak memory": memory + (f" + {device:,} MB on the device" if device else ""),
     }

@@ -77,6 +77,7 @@ def compare(words: list[str]) -> None:
         say(*pair_lines(first, second, test))
     if tests:
         say("p: probability of a difference at least as large if both runs were equally good (McNemar's mid-p).")
+        say("The test compares these trained nets, not their recipes: for those, compare means over several seeds.")
     if len(tests) > 1:
         say(f"Of {len(tests)} pairs of equally good runs, {0.05 * len(tests):.1f} would have p < 0.05 by chance.")
     files = filter(None, (settings.plot, settings.csv, settings.json))

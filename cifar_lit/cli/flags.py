@@ -148,7 +148,8 @@ def packaged_recipe(name: str) -> Path:
     """Return the YAML file of a packaged recipe; raise UsageError if there is none of this name."""
     names = recipe_names()
     if name not in names:
-        raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
+        file = f" Your own file: {name}.yaml." if Path(f"{name}.yaml").is_file() else nearest(name, names)
+        raise UsageError(f"no recipe is called {name!r}.{file} There are {', '.join(names)}.")
     return RECIPES / f"{name}.yaml"
 
 

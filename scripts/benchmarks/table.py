@@ -199,8 +199,8 @@ def _run_texts(metrics: Mapping[str, Any]) -> dict[str, str]:
     tta = test.get("tta")
     return {
         "test accuracy": mean_text([test["accuracy"]]) if test else "–",
-        "with views": f"{mean_text([tta['accuracy']])}, {tta['views']}" if tta else "–",
-        "training": f"{spread_text(seconds, 's')} (n = 1)" if seconds is not None else "–",
+        "with TTA": f"{mean_text([tta['accuracy']])}, {tta['views']}" if tta else "–",
+        "training time": f"{spread_text(seconds, 's')} (n = 1)" if seconds is not None else "–",
     }
 
 
@@ -213,11 +213,11 @@ def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
         texts, first, date = _run_texts(figures), figures, "not recorded"
     texts = {label: short(text) for label, text in texts.items()}
     score = f"{texts['test accuracy']}; {first['dataset']}"
-    if texts["with views"] != "–":
-        score += f", with TTA {texts['with views']}"
-    time = texts["training"]
-    if texts.get("start to end", "–") != "–":
-        time += f"; {texts['start to end']} from process start to result"
+    if texts["with TTA"] != "–":
+        score += f", with TTA {texts['with TTA']}"
+    time = texts["training time"]
+    if texts.get("start to result", "–") != "–":
+        time += f"; {texts['start to result']} from process start to result"
     return {"Score": score, "Time": time, "Hardware": f"{_machine(figures)}, {first['precision']}", "Date": date}
 
 
@@ -254,7 +254,7 @@ def results_text(files: Sequence[Path], home: Path) -> str:
     parts: list[str] = []
     if runs:
         legend = [textwrap.fill(line, MARKDOWN_WIDTH, initial_indent="- ", subsequent_indent="  ") for line in LEGEND]
-        parts += [markdown(("recipe", "images", "machine", *RUN_COLUMNS.values(), "file"), runs), "\n".join(legend)]
+        parts += [markdown(("recipe", "images", "machine", *RUN_COLUMNS, "file"), runs), "\n".join(legend)]
     if others:
         parts.append(markdown(OTHER_COLUMNS, others))
     return "\n\n".join(parts)

@@ -47,7 +47,8 @@ def test_compare_prints_settings_results_and_a_significance_test(logs: Path, wor
     assert "by recipe" not in answer.out
     verdict = answer.lines.index("logs/small-2 is significantly better than logs/small-1 (p = 9.5e-07):")
     assert answer.lines[verdict + 1] == "  20 images are correct only in logs/small-2, 0 only in logs/small-1."
-    assert answer.lines[-2].endswith("if both runs were equally good (McNemar's mid-p).")
+    assert answer.lines[-3].endswith("if both runs were equally good (McNemar's mid-p).")
+    assert "not their recipes" in answer.lines[-2]
     assert answer.lines[-1] == "False"  # torch is not imported
 
 

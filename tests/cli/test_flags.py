@@ -95,3 +95,5 @@ def test_a_packaged_recipe_is_given_by_name_and_another_by_path(working_folder: 
         recipe_path("quikstart")
     with pytest.raises(UsageError, match="no recipe is called 'a/b'"):
         recipe_path("a/b")
+    with pytest.raises(UsageError, match=r"'small'\. Your own file: small\.yaml\."):
+        recipe_path("small")
