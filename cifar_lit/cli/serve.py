@@ -48,7 +48,7 @@ def serve(argv: list[str]) -> None:
     limits = Limits(round(settings.max_mb * 1e6), *(settings[name] for name in names[1:]))
     file = weights_file(settings.run)
     if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
-        raise Failure(f'serve needs {" and ".join(missing)}, not installed: pip install "cifar-lit[serve]"')
+        raise Failure(f'serve needs packages that are missing ({", ".join(missing)}): pip install "cifar-lit[serve]"')
     from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
 

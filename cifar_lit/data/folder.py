@@ -112,8 +112,8 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
 
     if train and test_size is not None and len(parts) > 1 and "test" not in parts:
         note_once(
-            f"{root}: no test images except the validation images, which select the best epoch: "
-            "the score may be too good; --folds 5 tests on other images"
+            f"{root} has no test images: the validation images are also the test images. They select the best epoch, "
+            "so the score may be too high; --folds 5 avoids this"
         )
     used = [part for part in parts if part != "test"] if train else [*parts][-1:]
     labels: dict[str, list[int]] = {}

@@ -220,9 +220,11 @@ class EpochLines(Callback):
         self._validated = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print why the training was stopped early."""
+        """Print why the training was stopped before its last epoch."""
+        if not trainer.is_global_zero or trainer.current_epoch == last_epoch(trainer):
+            return
         for each in trainer.early_stopping_callbacks:
-            if trainer.is_global_zero and each.stopped_epoch and each.wait_count >= each.patience:
+            if each.stopped_epoch and each.wait_count >= each.patience:
                 say(f"stopped early: {counted(each.wait_count, 'validation')} without a better {each.monitor}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -181,7 +181,7 @@ def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
     told = capsys.readouterr().err
     assert ": data.val_size 0 is ignored" in told
-    assert (f"{root}: no test images except the validation images" in told) is not test
+    assert (f"{root} has no test images: the validation images are also the test images" in told) is not test
 
 
 def test_a_test_folder_without_classes_is_named_as_not_used(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch
         0,
         10,
     ]  # no config, no held-out images
+
+
+def test_training_images_exclude_the_validation_images_of_the_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_validation(settings: SourceSettings, train: bool) -> ImageSet:
+        return replace(stripes(settings, train), val_rows=range(30, 40) if train else None)
+
+    monkeypatch.setitem(SOURCES, "stripes", Source(with_validation))
+    (tmp_path / "config.yaml").write_text("data: {dataset: stripes}\n")
+    sample = RunData(tmp_path / "model.safetensors", CARD).load(train=True, count=0)
+    assert sample.images[:, 0, 0, 0].tolist() == list(range(30))
 
 
 def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(
