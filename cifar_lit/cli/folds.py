@@ -106,7 +106,7 @@ def finish(
         table.add_row(name, *(f"{values[figure][name]:.4f}" for figure in FIGURES), "")
     for_tables().print(table)
     say(
-        f"{suspects} of {count} predictions contradict the label, the most suspicious first: {display_path(folder)}/label_errors.csv",
+        f"{suspects} of {count} predictions contradict the label: {display_path(folder)}/label_errors.csv",
         f"95 % interval of the accuracy {low:.4f} … {high:.4f}",
         f"accuracy over all folds {right / count:.4f} · {count} images",
         f"results {display_path(folder)}",

@@ -182,7 +182,7 @@ def test_the_limits_of_disagreement(int8: bool, accepted: list[Any], refused: li
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     check_request("torch-export", None)
-    text = r"--to onnx needs packages that are missing \(onnx, onnxscript, onnxruntime\): pip install .cifar-lit\[export\]"
+    text = r"--to onnx needs missing packages \(onnx, onnxscript, onnxruntime\): pip install .cifar-lit\[export\]"
     with pytest.raises(Failure, match=text):
         check_request("onnx", None)
 
