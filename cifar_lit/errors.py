@@ -10,7 +10,7 @@ from cifar_lit.text import printable
 
 
 class _OneLine(Exception):
-    """An exception whose text is one printable line, whatever names it quotes."""
+    """An exception whose text is one printable line, even if it quotes names from untrusted files."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
@@ -29,7 +29,7 @@ class UsageError(_OneLine, ValueError):
 
 
 class InvalidFileError(ValueError):
-    """Inconsistent or incomplete contents of a file. The text is half a sentence, for a message with its name."""
+    """Inconsistent or incomplete contents of a file. The caller adds the file's name to the text."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Atomic writes: write to a temporary file, sync it to disk, then rename it. Bounded reads.
 
-A folder may come from anyone and contain symlinks. The temporary name is random and new, and renaming replaces a
+A folder may come from anyone and contain symlinks. The temporary name is random and unused, and renaming replaces a
 symlink instead of following it.
 """
 
@@ -37,7 +37,7 @@ def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
     Args:
         path: the file.
         error: the error of the write.
-        resumable: whether the run has a checkpoint. A missing folder (ENOENT) is assumed to have one.
+        resumable: whether the run has a checkpoint; assumed if its folder is missing (ENOENT).
     """
     remedy = "free some space" if error.errno in DISK_FULL else "fix that"
     advice = f"Nothing was saved yet: {remedy}, then start again."
@@ -50,17 +50,17 @@ def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
 def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path, then replace `path` by that file. If anything fails, `path` is unchanged.
 
-    The file has the mode given by the umask, and is synced to disk before the return.
+    The file has the mode given by the umask, and is synced to disk.
 
     Args:
         path: the file to write.
-        previous: new name for the file that `path` was before.
+        previous: new name for an existing file at `path`.
 
     Raises:
-        OSError: for a failed write, with the filename `path`, whatever the library raised.
+        OSError: for a failed write, whichever error a library raised instead. Its filename is `path`.
     """
     if path.absolute().parent == Path("/dev"):  # root could replace a device
-        raise OSError(errno.EINVAL, "it is no place for files", str(path))
+        raise OSError(errno.EINVAL, "files cannot be written to /dev", str(path))
     partial = _new_name(path)
     partial.touch(exist_ok=False)
     mode = partial.stat().st_mode
@@ -116,21 +116,21 @@ def write_text(path: Path, text: str) -> None:
 
 
 def file_size(path: str | Path, most: int | None = None) -> int:
-    """Return the size in bytes of a regular file. Raise OSError for any other, and above `most` bytes.
+    """Return the size in bytes of a regular file. Raise OSError for other kinds of files, and above `most` bytes.
 
     An empty file is refused too: kernel files such as /proc/kmsg have size 0, and reading them may never end.
     """
-    state = os.stat(path)  # noqa: PTH116 (faster than Path for many small files)
-    if stat.S_ISDIR(state.st_mode):
+    status = os.stat(path)  # noqa: PTH116 (faster than Path for many small files)
+    if stat.S_ISDIR(status.st_mode):
         raise OSError(errno.EISDIR, "it is a folder", str(path))
-    if not stat.S_ISREG(state.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
-    if state.st_size == 0:
+    if status.st_size == 0:
         raise OSError(errno.EINVAL, "the file is empty", str(path))
-    if most is not None and state.st_size > most:
+    if most is not None and status.st_size > most:
         limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
         raise OSError(errno.EFBIG, f"it is larger than {limit}", str(path))
-    return state.st_size
+    return status.st_size
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
@@ -150,7 +150,7 @@ def _new_name(path: Path) -> Path:
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Give `path` the second name `previous`, by a hard link, so that `path` is never missing."""
+    """Add the name `previous` to the file at `path`, by a hard link, so that `path` is never missing."""
     second = _new_name(previous)
     try:
         second.hardlink_to(path)

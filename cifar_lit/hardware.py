@@ -14,7 +14,7 @@ from cifar_lit.errors import UsageError, nearest
 if TYPE_CHECKING:
     import torch
 
-MAX_FLOATS = 1 << 28  # 1 GB of float32; limit for images that are processed at once before training
+MAX_FLOATS = 1 << 28  # 1 GB of float32; limit for images processed in one batch before training
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Trainer's names
 DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # choices for commands without a Trainer
 MIN_BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, so noise does not matter
@@ -56,7 +56,7 @@ class Machine:
         return ["cpu", *(f"cuda:{number}" for number in range(len(self.gpus))), *(["mps"] if self.mps else [])]
 
     def kind(self, accelerator: str) -> str:
-        """Resolve an accelerator to gpu (CUDA or ROCm), mps or cpu; return a missing one unchanged."""
+        """Resolve an accelerator to gpu (CUDA or ROCm), mps or cpu; return an unavailable accelerator unchanged."""
         if accelerator in ("auto", "gpu", "cuda") and self.gpus:
             return "gpu"
         if accelerator in ("auto", "gpu", "mps") and self.mps:
@@ -72,10 +72,10 @@ def core_count() -> int:
 def limit_busy_waiting(sleep_at_once: bool = False) -> None:
     """Limit how long idle OpenMP threads spin, unless the user has set it. Call it before importing torch.
 
-    By default they keep their cores busy for milliseconds after each operation, which slows down other processes.
+    By default, threads spin for milliseconds after each operation, which slows down other processes.
 
     Args:
-        sleep_at_once: do not spin at all; replaces the limit of an earlier call.
+        sleep_at_once: do not spin at all, even if an earlier call set a limit.
     """
     current = {name: os.environ[name] for name in SPIN_SETTINGS if name in os.environ}
     if current in ({}, SPIN_LIMITS):
@@ -112,8 +112,8 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
     """Return torch's name of a device ("cpu", "cuda", "cuda:1", "mps"), for commands without a Trainer.
 
     Args:
-        name: auto (a GPU, else Apple's, else the CPU), cpu, gpu (also Apple's), cuda or mps; gpu:1 and cuda:1 are the
-            second GPU.
+        name: auto (a CUDA GPU, else an Apple GPU, else the CPU), cpu, gpu (also an Apple GPU), cuda or mps; gpu:1 and
+            cuda:1 are the second GPU.
         machine: detected if not given.
 
     Raises:
@@ -131,7 +131,7 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
             return kind
     hint = "" if match else nearest(name, DEVICE_NAMES)
     fault = f"this machine has no device {name!r}: it has {', '.join(machine.devices)}."
-    raise UsageError(f"{fault}{hint} auto takes the fastest.")
+    raise UsageError(f"{fault}{hint} auto selects the fastest.")
 
 
 def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
@@ -191,7 +191,7 @@ def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:
 
 
 def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
-    """Return the default precision, the fastest that trains as well as float32, and the reason for it."""
+    """Return the default precision, which is the fastest that trains as well as float32, and the reason for it."""
     kind = machine.kind(accelerator)
     if kind == "gpu" and machine.gpus:
         if machine.gpu_bf16:
@@ -210,22 +210,22 @@ def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
 def probe_bf16() -> float:
     """Return the speed of bfloat16 relative to float32 on this CPU, measured on a convolution in 20 ms.
 
-    A CPU with the instructions may still be slow at them, or its torch may lack kernels. The result is the best of a
-    few interleaved tries in CPU time of one thread. In wall-clock time, other processes once made bfloat16 look five
-    times slower than it is.
+    A CPU may execute the bfloat16 instructions slowly, or torch may lack kernels for them. Each speed is the best of
+    five interleaved measurements in CPU time of one thread. In wall-clock time, other processes once made bfloat16 look
+    five times slower than it is.
     """
     import time
 
     import torch
 
-    own = torch.Generator()  # leaves the random numbers of the run unchanged
-    images = torch.rand(32, 32, 16, 16, generator=own).contiguous(memory_format=torch.channels_last).requires_grad_()
-    weight = torch.rand(32, 32, 3, 3, generator=own).contiguous(memory_format=torch.channels_last).requires_grad_()
+    rng = torch.Generator()  # leaves the random numbers of the run unchanged
+    images = torch.rand(32, 32, 16, 16, generator=rng).contiguous(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.rand(32, 32, 3, 3, generator=rng).contiguous(memory_format=torch.channels_last).requires_grad_()
     best = {True: float("inf"), False: float("inf")}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for attempt in range(6):  # the first selects kernels
+        for attempt in range(6):  # the first attempt selects kernels and is not measured
             for bf16 in best:
                 started = time.thread_time()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -238,17 +238,17 @@ def probe_bf16() -> float:
     return best[False] / max(best[True], 1e-9)  # Windows counts in steps of 16 ms
 
 
-# ---- memory of the C library; on a CPU, it accounts for a fifth of the time of a training step
+# ---- memory of the C library: on a CPU, a fifth of the time of a training step
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of glibc's malloc.h
 MIN_RETURNED_BLOCK = 2**17  # bytes; the default of glibc
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step; return whether it does (not on macOS, Windows, musl).
+    """Make glibc keep freed memory for the next step; return whether this worked (not on macOS, Windows, musl).
 
-    By default, glibc returns a large block as soon as its tensor is freed. The system then clears its pages again for
-    the next step. With this setting, the process stays as large as at its peak.
+    By default, glibc returns a large block to the system as soon as its tensor is freed. The system then has to clear
+    new pages in the next step. With this setting, the process stays as large as at its peak.
     """
     # Before 2.35, glibc refuses more than 32 MiB.
     is_kept = _mallopt(_MMAP_THRESHOLD, 2**30) or _mallopt(_MMAP_THRESHOLD, 2**25)
@@ -258,8 +258,8 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> None:
     """Make glibc return large blocks to the system as soon as they are freed, despite `keep_freed_memory`.
 
-    For processes that make blocks for others. Before 2.38, glibc often does not reuse a freed block for an aligned one
-    of the same size, as torch needs. Kept memory would then grow with every block.
+    Needed in processes that prefetch batches. Before 2.38, glibc often cannot reuse a freed block for an aligned block
+    of the same size, which torch requests. Kept memory would then grow with every batch.
     """
     _mallopt(_MMAP_THRESHOLD, MIN_RETURNED_BLOCK)
     _mallopt(_TRIM_THRESHOLD, MIN_RETURNED_BLOCK)
@@ -278,8 +278,8 @@ def free_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         import torch
 
-        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return int(ask(device)[0]) if ask else None
+        mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return int(mem_get_info(device)[0]) if mem_get_info else None
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Nets, data sets and optimizers from the user's own files, by their dotted name, such as `my_nets.MyNet`.
 
 An import runs the code of a module. A config.yaml or a model file may come from anyone, so only names that the user
-typed or trusted are imported (`allow_imports`). The working folder may also come from anyone. It is searched for these
-modules only, after all other places, and is not on the import path otherwise.
+typed or trusted are imported (`allow_imports`). The working folder may also come from anyone. It is on the import path
+only while such a module is imported, after all other folders.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def all_imports_allowed() -> Iterator[None]:
 def guard_child_processes() -> None:
     """Keep the working folder off the import path of child processes.
 
-    `python -c` and multiprocessing put it first, and so does the parser when it resolves a signature. A script's own
-    folder would be left out too, so it is added again.
+    Python puts the working folder first for `python -c` and in spawned processes. PYTHONSAFEPATH prevents this, but
+    also leaves out a script's own folder, which is therefore added to PYTHONPATH.
     """
     if not os.environ.get("PYTHONSAFEPATH"):
-        own = [] if sys.flags.safe_path else sys.path[:1]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH")]))
+        script_folder = [] if sys.flags.safe_path else sys.path[:1]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*script_folder, os.environ.get("PYTHONPATH")]))
         os.environ["PYTHONSAFEPATH"] = "1"
 
 
 class _AwayLoader(SourceFileLoader):
-    """Execute a package while the folder that it is installed in is the working folder."""
+    """Import a package with the folder that it is installed in as the working folder."""
 
     def exec_module(self, module: ModuleType) -> None:
         with chdir(Path(self.path).parents[1]):
@@ -68,8 +68,8 @@ class _AwayLoader(SourceFileLoader):
 class _AwayFinder:
     """Find packages that read files of the working folder on import, and give them an `_AwayLoader`.
 
-    torch loads libcusparseLt, whose run path has an empty entry: the system runs a `libcuda.so.1` of the working
-    folder. matplotlib reads `matplotlibrc` there, which may be a named pipe, may be endless, and can start TeX.
+    torch loads libcusparseLt, whose run path has an empty entry, so the linker would load a `libcuda.so.1` from the
+    working folder. matplotlib reads a `matplotlibrc` there, which may be a named pipe or endless, and can start TeX.
     """
 
     packages = ("torch", "matplotlib")
@@ -108,24 +108,24 @@ def import_module_of(path: str) -> ModuleType:
             raise UsageError(f"{path}: there is no module {error.name!r} here or on PYTHONPATH") from None
         raise Failure(f"{name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
     finally:
-        sys.path[:] = [place for place in sys.path if place is not here]  # keeps places that the module added
+        sys.path[:] = [folder for folder in sys.path if folder is not here]  # keeps folders that the module added
 
 
 def check_no_file(name: str) -> None:
-    """Raise UsageError if `name` is a Python file rather than the dotted name of something in it.
+    """Raise UsageError if `name` is a Python file instead of the dotted name of a class or function.
 
     Recognises `my_nets.py`, `folder/my_nets.py`, `my_nets.py:MyNet`, and `my_nets` if there is such a file. Nothing is
     imported.
     """
-    place, _, member = name.partition(":")
-    file = Path(place if place.endswith(".py") else f"{place}.py")
-    if not place.endswith(".py") and (not place.isidentifier() or not file.is_file()):
+    file_name, _, member = name.partition(":")
+    file = Path(file_name if file_name.endswith(".py") else f"{file_name}.py")
+    if not file_name.endswith(".py") and (not file_name.isidentifier() or not file.is_file()):
         return
     path = file.resolve()
     is_below = path.is_relative_to(Path.cwd())
     module = ".".join(path.relative_to(Path.cwd()).with_suffix("").parts) if is_below else path.stem
     if not path.is_file():
-        raise UsageError(f"there is no file {place}: name a class or function as {module}.{member or 'NAME'}")
+        raise UsageError(f"there is no file {file_name}: name a class or function as {module}.{member or 'NAME'}")
     names = [member] if member else [*_public_names(path), "NAME"]
     elsewhere = "" if is_below else f", and put {path.parent} on PYTHONPATH"
     raise UsageError(f"{name} is a file: name a class or function in it, as {module}.{names[0]}{elsewhere}.")
@@ -134,8 +134,8 @@ def check_no_file(name: str) -> None:
 def _public_names(file: Path) -> list[str]:
     """Return the classes, then the functions, that a Python file defines; none if it cannot be parsed."""
     try:
-        with file.open("rb") as opened:
-            nodes = ast.parse(opened.read(MAX_SOURCE)).body
+        with file.open("rb") as stream:
+            nodes = ast.parse(stream.read(MAX_SOURCE)).body
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     kinds = (ast.ClassDef, ast.FunctionDef)
@@ -156,6 +156,7 @@ def import_callable(path: str) -> Callable[..., Any]:
     module = import_module_of(path)
     name = path.rpartition(".")[2]
     if not hasattr(module, name):
-        raise UsageError(f"{module.__name__} has no {name!r}.{nearest(name, vars(module))}")
+        names = [each for each in vars(module) if not each.startswith("_")]
+        raise UsageError(f"{module.__name__} has no {name!r}.{nearest(name, names)}")
     target: Callable[..., Any] = getattr(module, name)
     return target

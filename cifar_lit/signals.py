@@ -19,10 +19,10 @@ def stop_signals() -> list[int]:
 
 
 def ignore_stop_signals(*, but: Container[int] = ()) -> None:
-    """Ignore STOP_SIGNALS in a worker process. They reach it too, but the main process handles them and ends it.
+    """Ignore STOP_SIGNALS in a worker process. The main process handles them and ends its workers.
 
     Args:
-        but: signals to leave as they are.
+        but: signals that are not ignored.
     """
     for number in STOP_SIGNALS:
         if number not in but:
@@ -30,28 +30,28 @@ def ignore_stop_signals(*, but: Container[int] = ()) -> None:
 
 
 def accept_hangup() -> None:
-    """Ignore further SIGHUPs, and discard output to a terminal that is gone: writing to it would raise an OSError.
+    """Ignore further SIGHUPs, and discard output to a closed terminal, which would raise an OSError.
 
-    Call it from the handler. A lost ssh session sends SIGHUP twice, from the shell and from the kernel.
+    Call it from the signal handler. A lost ssh session sends SIGHUP twice, from the shell and from the kernel.
     """
     if HANGUP:
         signal.signal(HANGUP, signal.SIG_IGN)
     for descriptor in (1, 2):
         with suppress(OSError):  # a closed descriptor
             if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, descriptor)
+                os.close(devnull)
 
 
 def start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker, which ignores Ctrl-C and SIGTERM by itself, with SIGHUP blocked too.
+    """Start multiprocessing's resource tracker with SIGHUP blocked. It already ignores Ctrl-C and SIGTERM.
 
-    Call it before processes are spawned. A closed terminal would end it while they run, with warnings.
+    Call this before processes are spawned. Otherwise, a closed terminal ends the tracker while they run, with warnings.
     """
     if HANGUP:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {HANGUP})
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {HANGUP})
         try:
             resource_tracker.ensure_running()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)

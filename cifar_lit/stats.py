@@ -11,10 +11,10 @@ Z95 = 1.959964  # a standard normal variable lies within ± this value with prob
 
 
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
-    """Return the t for which Student's t lies in -t … t with probability `confidence`.
+    """Return the two-sided quantile t of Student's distribution: a variable lies in -t … t with this `confidence`.
 
-    For integer degrees of freedom, this probability is a finite sum over the angle atan(t / sqrt(freedom)). See
-    M. Abramowitz and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by
+    For integer degrees of freedom, the probability is a finite sum over the angle atan(t / sqrt(freedom)). See M.
+    Abramowitz and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by
     bisection.
 
     Args:
@@ -66,21 +66,21 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
 
 
 def newcombe_margin(share: float, interval: tuple[float, float]) -> float:
-    """Return the difference that two equally good classifiers stay below with probability 0.95 on separate test sets.
+    """Return the largest difference between two equally good classifiers on separate test sets, at 95 % confidence.
 
     This is half the width of the interval of the difference between two equal fractions (R. Newcombe, Interval
     Estimation for the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10).
 
     Args:
-        share: fraction of correct images of both classifiers.
-        interval: its Wilson interval, for test sets of one size.
+        share: accuracy of both classifiers.
+        interval: Wilson interval of `share`. Both test sets have the same size.
     """
     low, high = interval
     return math.hypot(share - low, high - share)
 
 
 class McNemar(NamedTuple):
-    """Result of `mcnemar`: numbers of images that only one of the two has right, and two p-values."""
+    """Result of `mcnemar`: numbers of images that only the first or second classifier has right, and two p-values."""
 
     first: int
     second: int
@@ -97,21 +97,21 @@ def mcnemar(first: int, second: int) -> McNemar:
 
     Returns:
         `exact` is the two-sided probability of a split at least as uneven, if each of these images falls to either
-        classifier with probability 1/2. `mid` is the mid-p value, which counts half of the probability of the split
-        itself. It is less conservative and recommended for accuracies (M. Fagerland, S. Lydersen and P. Laake, BMC
-        Medical Research Methodology 13:91, 2013).
+        classifier with probability 1/2. `mid` is the mid-p value, which counts only half of the probability of the
+        observed split. The mid-p value is less conservative and recommended for accuracies (M. Fagerland, S. Lydersen
+        and P. Laake, BMC Medical Research Methodology 13:91, 2013).
     """
     count = first + second
-    least = min(first, second)
+    smaller = min(first, second)
     if not count:
         return McNemar(0, 0, 1.0, 1.0)
-    log_ways = math.lgamma(count + 1) - math.lgamma(least + 1) - math.lgamma(count - least + 1)
-    itself = math.exp(log_ways - count * math.log(2))
-    term = total = 1.0  # probabilities of more uneven splits, relative to that of this one
-    for place in range(least, 0, -1):
-        term *= place / (count - place + 1)
+    log_ways = math.lgamma(count + 1) - math.lgamma(smaller + 1) - math.lgamma(count - smaller + 1)
+    probability = math.exp(log_ways - count * math.log(2))
+    term = total = 1.0  # probabilities of splits at least as uneven, relative to this split's
+    for right in range(smaller, 0, -1):
+        term *= right / (count - right + 1)
         total += term
         if term < 1e-17 * total:
             break
-    exact = min(1.0, 2 * total * itself)
-    return McNemar(first, second, exact, exact - (itself / 2 if first == second else itself))
+    exact = min(1.0, 2 * total * probability)
+    return McNemar(first, second, exact, exact - (probability / 2 if first == second else probability))

@@ -30,26 +30,25 @@ def printable(text: str) -> str:
     """Return text on one line, with escapes for control, invisible and direction-changing characters."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        letter if _shows(text, place) else letter.encode("unicode_escape").decode() for place, letter in enumerate(text)
-    )
+    letters = enumerate(text)
+    return "".join(char if _is_visible(text, i) else char.encode("unicode_escape").decode() for i, char in letters)
 
 
-def _shows(text: str, place: int) -> bool:
-    if text[place] in _JOINERS:
-        around = text[max(place - 1, 0) : place] + text[place + 1 : place + 2]
-        return len(around) == 2 and around.isprintable() and not any(map(str.isascii, around))
-    return text[place].isprintable() and not _BLANK.match(text[place])
+def _is_visible(text: str, index: int) -> bool:
+    if text[index] in _JOINERS:
+        neighbours = text[max(index - 1, 0) : index] + text[index + 1 : index + 2]
+        return len(neighbours) == 2 and neighbours.isprintable() and not any(map(str.isascii, neighbours))
+    return text[index].isprintable() and not _BLANK.match(text[index])
 
 
 def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
     """Return a sort key that orders numbers within names by value. Only equal names have equal keys."""
     parts = re.split(r"([0-9]+)", name)
-    return [(int(part), "") if place % 2 else (-1, part.casefold()) for place, part in enumerate(parts)], name
+    return [(int(part), "") if index % 2 else (-1, part.casefold()) for index, part in enumerate(parts)], name
 
 
 def csv_cell(value: object) -> object:
-    """Return a value for a spreadsheet cell: text that would run as a formula gets an apostrophe in front."""
+    """Return a value for a spreadsheet cell. Text that would run as a formula gets an apostrophe in front."""
     if not isinstance(value, str):
         return value
     text = printable(value)

@@ -25,12 +25,12 @@ from cifar_lit.training.metrics import Score
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a command.
+    """Results of one run.
 
     Args:
         metrics: contents of metrics.json.
-        val: score on the validation images, None if they were not evaluated.
-        test: score on the test images, likewise.
+        val: score on the validation images; None if they were not evaluated.
+        test: score on the test images; None if they were not evaluated.
     """
 
     metrics: dict[str, Any]
@@ -49,10 +49,10 @@ def fit(
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    best = load_weights(model, run.checkpoint)
+    best_checkpoint = load_weights(model, run.checkpoint)
     val = None
     if run.best.best_model_path:
-        val = Score.from_dict(best.get("cifar_lit", {}).get("score"), data.class_count)
+        val = Score.from_dict(best_checkpoint.get("cifar_lit", {}).get("score"), data.class_count)
     test = _score("test", trainer, model, data) if run.command == "train" else None
     if val and not test:
         trainer.loggers = []  # This pass only collects predictions; the score is already logged.
@@ -63,7 +63,7 @@ def fit(
 def evaluate(
     run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path
 ) -> Results | None:
-    """Evaluate a checkpoint on the validation or test images, and write the results. Returns None like `fit`."""
+    """Evaluate a checkpoint on the validation or test images, and write the results. Returns None when `fit` does."""
     is_validation = run.command == "validate"
     if is_validation and not len(data.split[1]):
         raise UsageError("there is nothing to validate on: data.val_size is 0. Use test, or set data.val_size")
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> int:
-    """Write a checkpoint's predictions for the test images. Returns their number, 0 in a `fast_dev_run`."""
+    """Write a checkpoint's predictions for the test images. Return the number of images, 0 in a `fast_dev_run`."""
     load_weights(model, checkpoint)
     batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageDa
 def write_results(
     run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None
 ) -> Results | None:
-    """Write weights, predictions, images, report and metrics.json. The last one marks the run as finished."""
+    """Write weights, predictions, figures, report and metrics.json. A run with metrics.json counts as finished."""
     trainer = model.trainer
     folder = run.folder.path
     if not trainer.is_global_zero:
@@ -97,7 +97,7 @@ def write_results(
         draw_for_tensorboard(run.board, val, test, model.predictions, data, trainer.global_step)
     if run.trains:
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
-        with suppress(OSError):  # a leftover checkpoint does no harm
+        with suppress(OSError):  # a leftover checkpoint is harmless
             (folder / PREVIOUS).unlink()
     if test and model.predictions is not None:
         write_predictions(folder / "predictions.csv", data.classes, [model.predictions], data.test_images.names)
@@ -108,7 +108,7 @@ def write_results(
 
 
 def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
-    """Raise UsageError before a run folder is made if data, model and devices do not fit together."""
+    """Raise UsageError, before a run folder is created, if data, model and devices are incompatible."""
     check_card(model_card(model, data))
     data.trainer = trainer
     data.train_dataloader()  # Fail early if a batch cannot be split across the devices.

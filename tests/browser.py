@@ -1,4 +1,4 @@
-"""A real browser for tests: Chromium, driven by Playwright, that tells what went wrong on a page and what it asked for."""
+"""A real browser for tests: Chromium, driven by Playwright. It records the errors and requests of each page."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--no-first-run",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # nothing but this machine
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",  # this machine only
 )
 
 CONTRASTS = """() => {
   const number = text => text.match(/[\\d.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map(x => x / 255).map(x => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4)
-    .reduce((sum, x, place) => sum + x * [.2126, .7152, .0722][place], 0);
-  const over = ([r, g, b, a = 1], under) => [r, g, b].map((x, place) => a * x + (1 - a) * under[place]);
-  const ground = one => {
-    if (!one) return [255, 255, 255];
-    const back = number(getComputedStyle(one).backgroundColor);
-    return over(back, back[3] === undefined ? back : ground(one.parentElement));
+  const linear = x => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
+  const blend = ([r, g, b, a = 1], under) => [r, g, b].map((x, i) => a * x + (1 - a) * under[i]);
+  const background = element => {
+    if (!element) return [255, 255, 255];
+    const color = number(getComputedStyle(element).backgroundColor);
+    return blend(color, color[3] === undefined ? color : background(element.parentElement));
   };
   const low = [];
-  for (const one of document.querySelectorAll('body *')) {
-    if (![...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim())) continue;
-    if (!one.checkVisibility() || one.closest('.hidden')) continue;
-    const style = getComputedStyle(one), svg = one.namespaceURI.includes('svg');
-    if (svg && one.tagName !== 'text') continue;
-    const both = [number(svg ? style.fill : style.color), ground(svg ? one.closest('figure') : one)].map(light);
+  for (const element of document.querySelectorAll('body *')) {
+    const text = element.textContent.trim(), svg = element.namespaceURI.includes('svg');
+    if (![...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim())) continue;
+    if (!element.checkVisibility() || element.closest('.hidden') || svg && element.tagName !== 'text') continue;
+    const style = getComputedStyle(element), behind = svg ? element.closest('figure') : element;
+    const both = [number(svg ? style.fill : style.color), background(behind)].map(luminance);
     const contrast = (Math.max(...both) + .05) / (Math.min(...both) + .05);
-    if (!(contrast >= 4.5)) low.push(`${one.tagName} ${one.textContent.trim().slice(0, 20)} ${contrast.toFixed(2)}`);
+    if (!(contrast >= 4.5)) low.push(`${element.tagName} ${text.slice(0, 20)} ${contrast.toFixed(2)}`);
   }
   return low;
 }"""
@@ -49,30 +49,26 @@ CONTRASTS = """() => {
 
 @dataclass
 class Opened:
-    """A page that is open.
-
-    errors: what the console and uncaught exceptions said of errors so far. requests: addresses that it asked for besides the
-    one it was opened by; data URIs are none.
-    """
+    """An open page."""
 
     page: Page
-    errors: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # from the console and uncaught exceptions
+    requests: list[str] = field(default_factory=list)  # without the page itself and data URIs
 
     @property
     def overflow(self) -> int:
-        """Pixels by which the page is wider than its window: above 0 it scrolls sideways."""
+        """Return the pixels by which the page is wider than its window; above 0 it scrolls sideways."""
         return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
     @property
     def unloaded(self) -> list[str]:
-        """Beginnings of the addresses of images that did not load, or have nothing in them."""
+        """Return the start of the address of each image that did not load or is empty."""
         script = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.currentSrc.slice(0, 80))"
         return list(self.page.evaluate(script))
 
     @property
     def nameless(self) -> list[str]:
-        """Beginnings of images and figures that a screen reader could not name: without alternative text."""
+        """Return the start of each image or figure without alternative text for screen readers."""
         script = """[...document.querySelectorAll('img, svg, canvas')].filter(i => !i.closest('[aria-hidden="true"]')
             && !(i.getAttribute('alt') || i.getAttribute('aria-label') || i.querySelector('title')))
             .map(i => i.outerHTML.slice(0, 80))"""
@@ -80,7 +76,7 @@ class Opened:
 
     @property
     def low_contrasts(self) -> list[str]:
-        """Texts that show, with a contrast to what lies behind them of less than 4.5 (WCAG 2)."""
+        """Return visible texts whose contrast to their background is below 4.5 (WCAG 2)."""
         return list(self.page.evaluate(CONTRASTS))
 
 
@@ -89,23 +85,22 @@ Open = Callable[..., Opened]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium for the tests of one file; they skip themselves where there is none.
+    """Start Chromium for the tests of one file, or skip them.
 
-    Of one file only: while it is open, nothing else in the process can have an event loop of its own.
+    The scope is the file because no other event loop can run in the process while Chromium is open.
     """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("there is no Chromium here: apt-get install chromium")
     sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-    with sync.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
+    launch = {"executable_path": chromium, "args": list(FLAGS)}
+    with sync.sync_playwright() as playwright, playwright.chromium.launch(**launch) as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens pages: `open_page(url, width=400, height=800, scheme="dark")` gives an `Opened`; they close with the test."""
+    """Return open_page(url, width, height, scheme); the test's end closes its pages."""
     contexts: list[Any] = []
 
     def opened(url: str, width: int = 1200, height: int = 800, scheme: Literal["light", "dark"] = "light") -> Opened:

@@ -1,7 +1,7 @@
-"""Fixtures for all folders; with this file here, tests import `browser`, `stress.…` and `security.…` by their names.
+"""Fixtures for all folders. This file's place also lets tests import `browser`, `stress.…` and `security.…`.
 
-Tests with `long_form` have two: plain `pytest` runs the short one, `pytest -m stress` the long one. `--stress-json DIR` writes
-the counts of what the stress tests did.
+A test with `long_form` has a short form for plain `pytest` and a long form for `pytest -m stress`.
+`--stress-json DIR` writes the counts of the stress tests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # before torch is imported: workers with a thread for each core slow each other down
+# Set before torch is imported: workers with a thread per core slow each other down.
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -46,7 +45,7 @@ def pytest_configure() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--stress-json", metavar="DIR", help="write what the stress tests count to files there")
+    parser.addoption("--stress-json", metavar="DIR", help="write the counts of the stress tests to files in DIR")
 
 
 @pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.stress)])
@@ -56,7 +55,7 @@ def long_form(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def write_counts(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """write_counts(counts, part): into the folder of --stress-json, if there is one, in a file of the test's name and `part`."""
+    """Return write_counts(counts, part), which writes a file for the test and `part` with --stress-json."""
     folder = request.config.getoption("--stress-json")
 
     def write(counts: dict[str, Any], part: str = "") -> None:
@@ -64,17 +63,15 @@ def write_counts(request: pytest.FixtureRequest) -> Callable[..., None]:
             from cifar_lit.bench.report import environment, write_figures
 
             name = Path(request.node.path).stem.removeprefix("test_") + part
-            write_figures(
-                Path(folder) / f"stress-{name}.json",
-                {"bench": f"stress {name}", **counts, "environment": environment()},
-            )
+            figures = {"bench": f"stress {name}", **counts, "environment": environment()}
+            write_figures(Path(folder) / f"stress-{name}.json", figures)
 
     return write
 
 
 @pytest.fixture(scope="session")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A training by the recipe small.yaml, in one process on the CPU."""
+    """Train the recipe small.yaml in one process on the CPU."""
     folder = tmp_path_factory.mktemp("training")
     (folder / "small.yaml").write_text(RECIPE)
     with chdir(folder):
@@ -85,13 +82,13 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 @pytest.fixture(scope="session")
 def run_dir(training: Training) -> Path:
-    """The run folder of the training; to be left as it is."""
+    """Return the run folder of the shared training. Tests must not change it."""
     return training.run_dir
 
 
 @pytest.fixture
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder with the recipe small.yaml."""
+    """Change to an empty folder with the recipe small.yaml."""
     (tmp_path / "small.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -99,28 +96,26 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
-    """For processes that import this package and these tests."""
+    """Return the environment of processes that import this package and these tests."""
     paths = [str(TESTS.parent), str(TESTS), str(TESTS / "training"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @pytest.fixture(scope="session")
 def forking(environment: dict[str, str]) -> Iterator[Callable[..., Any]]:
-    """forking(function, **arguments): what a function of these tests returns in a process that may be forked."""
+    """Return forking(function, **arguments), which calls a function of these tests in a process that may be forked."""
     if not hasattr(os, "fork"):
-        pytest.skip("these trainings are forked, which this system cannot do")
+        pytest.skip("this system has no fork")
     command = [sys.executable, "-m", "stress.forked"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as process:
+        assert process.stdin and process.stdout
 
         def call(function: Callable[..., Any], **arguments: Any) -> Any:
             module = f"{Path(inspect.getfile(function)).parent.name}.{function.__module__}"
             process.stdin.write(json.dumps([module, function.__name__, arguments]) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
-            result, error = json.loads(line) if line else (None, f"it ended with {process.wait()}")
+            result, error = json.loads(line) if line else (None, f"the process exited with {process.wait()}")
             assert error is None, error
             return result
 

@@ -1,3 +1,5 @@
+"""Files are written atomically and read only up to a bounded size."""
+
 import errno
 import os
 import re
@@ -18,7 +20,7 @@ def write(path: Path, text: str, previous: Path | None = None) -> None:
         partial.write_text(text)
 
 
-def test_a_file_has_the_mode_that_the_umask_gives_whatever_a_library_sets(tmp_path: Path) -> None:
+def test_a_file_gets_the_mode_of_the_umask_whatever_mode_a_library_sets(tmp_path: Path) -> None:
     mask = os.umask(0o027)
     try:
         with atomic_write(tmp_path / "a") as partial:
@@ -29,7 +31,7 @@ def test_a_file_has_the_mode_that_the_umask_gives_whatever_a_library_sets(tmp_pa
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
-def test_the_file_before_is_kept_under_another_name_and_stays_when_a_write_breaks_off(tmp_path: Path) -> None:
+def test_a_write_keeps_the_previous_file_and_an_interrupted_write_changes_nothing(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     write(a, "1", b)
     assert names(tmp_path) == ["a"]
@@ -44,9 +46,7 @@ def test_the_file_before_is_kept_under_another_name_and_stays_when_a_write_break
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_a_failed_write_names_the_file_whatever_the_library_raised_and_other_errors_stay_as_they_are(
-    tmp_path: Path,
-) -> None:
+def test_a_failed_write_names_its_file_and_other_errors_pass_unchanged(tmp_path: Path) -> None:
     def fail(error: Exception) -> None:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -65,70 +65,61 @@ def test_a_failed_write_names_the_file_whatever_the_library_raised_and_other_err
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_kill_between_the_renames_and_a_file_system_without_second_names_lose_nothing(
+def test_a_kill_between_the_renames_or_a_file_system_without_hard_links_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
 ) -> None:
-    def refused(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     a, b = tmp_path / "a", tmp_path / "b"
     write(a, "1")
     if linked:
-        b.hardlink_to(a)  # as a kill leaves it: one file of two names, which a rename leaves alone
+        b.hardlink_to(a)  # left by a kill; a rename of one name to the other does nothing
     else:
-        monkeypatch.setattr(os, "link", refused)
+        monkeypatch.setattr(os, "link", fail)
     write(a, "2", b)
     assert (a.read_text(), b.read_text()) == ("2", "1")
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_the_file_and_its_folder_are_synced_before_and_after_the_rename(
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads the names of open files from /proc")
+def test_the_file_is_synced_before_the_rename_and_its_folder_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = []
-    sync = os.fsync
+    fsync = os.fsync
 
-    def noted(descriptor: int) -> None:
+    def recording(descriptor: int) -> None:
         synced.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, (tmp_path / "a").exists()))
-        sync(descriptor)
+        fsync(descriptor)
 
-    if not Path("/proc/self/fd").exists():
-        pytest.skip("the system does not tell the names of open files")
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", recording)
     write(tmp_path / "a", "text")
-    (part, before), folder = synced
-    assert part.endswith(PART) and not before
+    (part, renamed), folder = synced
+    assert part.endswith(PART) and not renamed
     assert folder == (tmp_path.name, True)
 
 
-def test_neither_a_link_in_its_place_nor_one_in_that_of_the_part_or_the_previous_is_written_through(
-    tmp_path: Path,
-) -> None:
-    theirs = tmp_path / "theirs"
-    theirs.write_text("as it was")
+def test_a_symlink_in_place_of_the_file_its_part_or_its_predecessor_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("unchanged")
     a, b = tmp_path / "a", tmp_path / "b"
-    links = (a, b, tmp_path / f"a{PART}", tmp_path / f"b{PART}")
-    for link in links:
-        link.symlink_to(theirs)
+    for link in (a, b, tmp_path / f"a{PART}", tmp_path / f"b{PART}"):
+        link.symlink_to(target)
     write(a, "1", b)
     write(a, "2", b)
-    assert (a.read_text(), b.read_text(), theirs.read_text()) == ("2", "1", "as it was")
+    assert (a.read_text(), b.read_text(), target.read_text()) == ("2", "1", "unchanged")
     assert not a.is_symlink() and not b.is_symlink()
 
 
-def test_only_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 1 << 40)
-    (tmp_path / "empty").touch()  # files of the kernel that block, such as /proc/kmsg, have size 0 too
-    reasons = {
-        "pipe": "a pipe or a device",
-        "device": "a pipe or a device",
-        "large": "larger than 8 MiB",
-        ".": "a folder",
-    }
-    for name, reason in {**reasons, "empty": "is empty"}.items():
+    (tmp_path / "empty").touch()  # kernel files that block, such as /proc/kmsg, have size 0 too
+    special = dict.fromkeys(("pipe", "device"), "a pipe or a device")
+    for name, reason in {**special, "large": "larger than 8 MiB", ".": "a folder", "empty": "is empty"}.items():
         with pytest.raises(OSError, match=reason):
             read_text(tmp_path / name)
     (tmp_path / "text").write_text("…")

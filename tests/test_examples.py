@@ -1,4 +1,4 @@
-"""The scheduler files in examples/: their form, and that our command line takes what they start."""
+"""The scheduler files in examples/ are well-formed, and the command line accepts their arguments."""
 
 from __future__ import annotations
 
@@ -17,40 +17,17 @@ from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import parse
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-# From sbatch's manual, https://slurm.schedmd.com/sbatch.html, of those that a training may want.
+# Options from https://slurm.schedmd.com/sbatch.html that a training may need.
 SBATCH = {
-    *(
-        "account",
-        "array",
-        "chdir",
-        "constraint",
-        "cpus-per-task",
-        "error",
-        "exclusive",
-        "gpus-per-node",
-        "gres",
-        "job-name",
-    ),
-    *(
-        "mail-type",
-        "mail-user",
-        "mem",
-        "nodes",
-        "ntasks-per-node",
-        "open-mode",
-        "output",
-        "partition",
-        "qos",
-        "requeue",
-    ),
-    *("signal", "time"),
-}
-# From srun's, https://slurm.schedmd.com/srun.html.
-SRUN = {"cpus-per-task", "kill-on-bad-exit"}
+    "account", "array", "chdir", "constraint", "cpus-per-task", "error", "exclusive", "gpus-per-node", "gres",
+    "job-name", "mail-type", "mail-user", "mem", "nodes", "ntasks-per-node", "open-mode", "output", "partition",
+    "qos", "requeue", "signal", "time",
+}  # fmt: skip
+SRUN = {"cpus-per-task", "kill-on-bad-exit"}  # from https://slurm.schedmd.com/srun.html
 
 
 def settings(words: list[str]) -> dict[str, Any]:
-    """What our command line makes of the words of a training; nothing is run."""
+    """Return the settings of a training command without running it."""
     command = parse(words[0], [*words[1:], "--print_config"])
     out = io.StringIO()
     with redirect_stdout(out), pytest.raises(SystemExit) as ended:
@@ -67,19 +44,19 @@ def sbatch() -> str:
     return (EXAMPLES / "slurm.sbatch").read_text()
 
 
-def test_the_slurm_file_is_a_script_of_bash_with_sbatchs_options_before_its_first_command(sbatch: str) -> None:
+def test_the_slurm_file_is_a_bash_script_with_sbatch_options_before_its_first_command(sbatch: str) -> None:
     assert subprocess.run(["bash", "-n", EXAMPLES / "slurm.sbatch"], check=False, capture_output=True).stderr == b""
     head, commands = re.split(r"^(?=[^#\n])", sbatch, maxsplit=1, flags=re.MULTILINE)
     assert sbatch.startswith("#!/bin/bash\n") and "#SBATCH" not in commands
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", head, flags=re.MULTILINE))
     assert len(options) == head.count("#SBATCH")
     assert options.keys() <= SBATCH
-    assert not any(" " in value for value in options.values())  # a comment on the line would be taken for options
+    assert not any(" " in value for value in options.values())  # sbatch parses a comment on the line as options
     assert options["ntasks-per-node"] == options["gpus-per-node"]
-    assert re.fullmatch(r"USR1@\d+", options["signal"]) and "requeue" in options  # which our training takes
+    assert re.fullmatch(r"USR1@\d+", options["signal"]) and "requeue" in options  # the training handles SIGUSR1
 
 
-def test_its_srun_line_is_a_training_that_our_command_line_takes(sbatch: str) -> None:
+def test_the_command_line_accepts_the_training_of_the_srun_line(sbatch: str) -> None:
     (line,) = re.findall(r"^srun (?:.*\\\n)*.*", sbatch, flags=re.MULTILINE)
     before, _, ours = line.removeprefix("srun ").replace("\\\n", "").partition(" cifar-lit ")
     assert {word.removeprefix("--").partition("=")[0] for word in shlex.split(before)} == SRUN
@@ -96,7 +73,7 @@ def job() -> dict[str, Any]:
     return yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
 
 
-def test_the_kubernetes_file_is_a_pytorch_job_as_the_operator_defines_it(job: dict[str, Any]) -> None:
+def test_the_kubernetes_file_is_a_valid_pytorch_job(job: dict[str, Any]) -> None:
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     spec = job["spec"]
@@ -110,7 +87,7 @@ def test_the_kubernetes_file_is_a_pytorch_job_as_the_operator_defines_it(job: di
 
 
 @pytest.mark.parametrize("role", ["Master", "Worker"])
-def test_its_pods_have_what_a_training_needs_and_find_their_run_again(job: dict[str, Any], role: str) -> None:
+def test_the_pods_have_the_resources_of_a_training_and_resume_its_run(job: dict[str, Any], role: str) -> None:
     pod = job["spec"]["pytorchReplicaSpecs"][role]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["name"] == "pytorch" and container["image"]
@@ -118,10 +95,10 @@ def test_its_pods_have_what_a_training_needs_and_find_their_run_again(job: dict[
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     assert mounts["shm"] == "/dev/shm"
-    named = {variable["name"]: variable for variable in container["env"]}
-    label = named["CIFAR_LIT_JOB"]["valueFrom"]["fieldRef"]["fieldPath"]
+    variables = {variable["name"]: variable for variable in container["env"]}
+    label = variables["CIFAR_LIT_JOB"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert label == "metadata.labels['training.kubeflow.org/job-name']"
-    assert all(isinstance(variable.get("value", ""), str) for variable in named.values())
+    assert all(isinstance(variable.get("value", ""), str) for variable in variables.values())
     assert container["command"][:3] == ["torchrun", "-m", "cifar_lit"]
     config = settings([*container["command"][3:], *container["args"]])
     for folder in (config["logs"], config["data"]["root"]):

@@ -1,4 +1,4 @@
-"""Which device computes, whatever command asks; in which precision; and what becomes of freed memory."""
+"""Choice of device and precision, and reuse of freed memory."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ ONE, TWO, EIGHT, OLD = gpus(1), gpus(2), gpus(8), gpus(1, bf16=False)
 @pytest.mark.parametrize(
     ("machine", "accelerator", "devices", "chosen", "count"),
     [
-        (CPU, "auto", "auto", "auto", 1), (CPU, "auto", 2, 2, 2), (MPS, "auto", "auto", "auto", 1), (MPS, "gpu", "1", 1, 1),
-        (ONE, "gpu", "-1", -1, 1), (ONE, "auto", "0,", [0], 1), (TWO, "cuda", "[1]", [1], 1), (TWO, "auto", [1, 0], [1, 0], 2),
-        (TWO, "auto", -1, -1, 2), (TWO, "cpu", "2", 2, 2), (EIGHT, "gpu", "8", 8, 8), (EIGHT, "gpu", "3, 7", [3, 7], 2),
-        (CPU, "tpu", "auto", "auto", 1),  # which only the Trainer can look for
+        (CPU, "auto", "auto", "auto", 1), (CPU, "auto", 2, 2, 2), (MPS, "auto", "auto", "auto", 1),
+        (MPS, "gpu", "1", 1, 1), (ONE, "gpu", "-1", -1, 1), (ONE, "auto", "0,", [0], 1), (TWO, "cuda", "[1]", [1], 1),
+        (TWO, "auto", [1, 0], [1, 0], 2), (TWO, "auto", -1, -1, 2), (TWO, "cpu", "2", 2, 2),
+        (EIGHT, "gpu", "8", 8, 8), (EIGHT, "gpu", "3, 7", [3, 7], 2),
+        (CPU, "tpu", "auto", "auto", 1),  # only the Trainer can detect it
     ],
 )  # fmt: skip
-def test_what_the_machine_has_is_passed_to_the_trainer(
+def test_devices_that_exist_are_passed_to_the_trainer(
     machine: Machine, accelerator: str, devices: Any, chosen: Any, count: int
 ) -> None:
     assert choose_devices(machine, accelerator, devices) == (accelerator, chosen)
@@ -78,7 +79,7 @@ NONE = "{} is not a valid device list: use a number (2), ids (0,1) or auto."
         ),
     ],
 )
-def test_what_the_machine_lacks_is_answered_with_what_it_has(
+def test_an_error_about_missing_devices_lists_the_devices_of_the_machine(
     machine: Machine, accelerator: str, devices: Any, line: str
 ) -> None:
     with pytest.raises(UsageError) as refusal:
@@ -97,16 +98,16 @@ def test_what_the_machine_lacks_is_answered_with_what_it_has(
         (OLD, ("auto", "gpu"), 2.0, "32-true"),
     ],
 )
-def test_precision_is_bf16_where_the_device_computes_in_it_and_a_cpu_gains_by_it(
+def test_bf16_is_chosen_on_gpus_that_support_it_and_on_cpus_that_are_faster_with_it(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, accelerators: tuple[str, ...], gain: float, precision: str
 ) -> None:
     monkeypatch.setattr(hardware, "probe_bf16", lambda: gain)
     for accelerator in accelerators:
         chosen, reason = choose_precision(machine, accelerator)
-        assert chosen == precision and reason  # for the start card
+        assert chosen == precision and reason
 
 
-def test_the_probe_of_bf16_leaves_threads_and_random_numbers_as_they_are() -> None:
+def test_the_bf16_probe_changes_neither_thread_count_nor_random_state() -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     assert probe_bf16() > 0
     assert torch.get_num_threads() == threads
@@ -125,7 +126,7 @@ def test_the_probe_of_bf16_leaves_threads_and_random_numbers_as_they_are() -> No
         (MPS, {"auto": "mps", "gpu": "mps", "mps": "mps", "gpu:0": "mps", "cpu": "cpu"}, ["cuda", "gpu:1"], "cpu, mps"),
     ],
 )
-def test_a_name_is_turned_into_torchs_or_answered_with_the_devices_there_are(
+def test_a_device_name_becomes_a_torch_device_or_an_error_that_lists_the_devices(
     machine: Machine, names: dict[str, str], missing: list[str], devices: str
 ) -> None:
     assert {name: resolve_device(name, machine) for name in names} == names
@@ -133,16 +134,17 @@ def test_a_name_is_turned_into_torchs_or_answered_with_the_devices_there_are(
         with pytest.raises(UsageError) as refusal:
             resolve_device(name, machine)
         assert str(refusal.value).startswith(f"this machine has no device {name!r}: it has {devices}.")
-    with pytest.raises(UsageError, match=r"no device 'cuba': it has .*\. Did you mean cuda\? auto takes the fastest\."):
+    with pytest.raises(
+        UsageError, match=r"no device 'cuba': it has .*\. Did you mean cuda\? auto selects the fastest\."
+    ):
         resolve_device("cuba", machine)
 
 
-def test_this_machine_is_seen_and_computes_where_auto_says() -> None:
+def test_this_machine_is_detected_and_auto_names_one_of_its_devices() -> None:
     machine = detect_machine()
     assert machine.threads >= 1 and machine.cpu and "GPU" in str(machine)
-    assert torch.zeros(1, device=resolve_device("auto")).device.type in {
-        name.partition(":")[0] for name in machine.devices
-    }
+    types = {name.partition(":")[0] for name in machine.devices}
+    assert torch.zeros(1, device=resolve_device("auto")).device.type in types
 
 
 # ---- memory
@@ -150,7 +152,7 @@ def test_this_machine_is_seen_and_computes_where_auto_says() -> None:
 COUNT_FAULTS = """
 import resource, sys
 from cifar_lit.hardware import keep_freed_memory
-assert sys.argv[1] == "left" or keep_freed_memory()
+assert sys.argv[1] == "default" or keep_freed_memory()
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     parts = [b"x" * count for count in (3_000_000, 20_000_000, 48_000_000)]
@@ -160,20 +162,20 @@ print([step() for _ in range(4)][-1])
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
-def test_what_a_step_frees_serves_the_next_without_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-c", COUNT_FAULTS]
-    kept, left = (
-        int(subprocess.run([*command, how], capture_output=True, check=True).stdout) for how in ("kept", "left")
-    )
-    assert kept < 10
-    assert left > kept  # some 17,000 where pages are of 4 KiB
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_memory_freed_by_a_step_is_reused_by_the_next_without_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = {}
+    for mode in ("keep", "default"):
+        done = subprocess.run([sys.executable, "-c", COUNT_FAULTS, mode], capture_output=True, check=True)
+        faults[mode] = int(done.stdout)
+    assert faults["keep"] < 10
+    assert faults["default"] > faults["keep"]  # about 17,000 with pages of 4 KiB
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert not keep_freed_memory()  # another C library is left as it is
+    assert not keep_freed_memory()  # no effect with another C library
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux only")
-def test_idle_openmp_threads_give_up_their_core_soon_and_at_once_beside_those_that_decode() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="torch ships GNU OpenMP on Linux only")
+def test_idle_openmp_threads_spin_briefly_and_not_at_all_while_threads_decode() -> None:
     inherited = {name: value for name, value in os.environ.items() if name not in SPIN_SETTINGS}
     for line, count in ((["recipes"], 2000), (["classify", "model.safetensors", "cat.jpg"], 0)):
         code = f"from cifar_lit.cli import main; main({line}); import torch; torch.ones(1)"
@@ -182,7 +184,8 @@ def test_idle_openmp_threads_give_up_their_core_soon_and_at_once_beside_those_th
         assert f"GOMP_SPINCOUNT = '{count}'" in done.stderr
 
 
-def test_what_the_user_decides_of_openmps_waiting_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", variables := {"OMP_WAIT_POLICY": "ACTIVE"})
+def test_an_openmp_wait_policy_of_the_user_is_not_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"OMP_WAIT_POLICY": "ACTIVE"}
+    monkeypatch.setattr(os, "environ", variables)
     limit_busy_waiting()
     assert variables == {"OMP_WAIT_POLICY": "ACTIVE"}

@@ -1,4 +1,4 @@
-"""The house's rules that a reader relies on: data flows one way between the folders, and devices are the Trainer's business."""
+"""Architecture rules: folders import in one direction, and only the Trainer names devices."""
 
 import ast
 import re
@@ -10,8 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "cifar_lit"
 
-# What a folder may import besides itself and the modules at the top level; `data.decode` turns a file into pixels, and
-# `data.progress` shows how far a long preparation is.
+# The imports allowed to each folder besides itself and the top-level modules.
 ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "models": set(),
@@ -31,7 +30,7 @@ def folder_of(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Full names of the modules that a file imports anywhere in it, with the names taken from them."""
+    """Yield the full name of everything that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -41,31 +40,24 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", ALLOWED)
-def test_a_folder_imports_only_what_stands_before_it(folder: str) -> None:
-    allowed = ALLOWED[folder] | TOP_LEVEL | {folder}
+def test_a_folder_imports_only_the_folders_below_it(folder: str) -> None:
+    allowed = tuple(f"cifar_lit.{module}." for module in (*ALLOWED[folder], *TOP_LEVEL, folder))
     for path in (PACKAGE / folder).rglob("*.py"):
         for name in imported(path):
-            inner = name.removeprefix("cifar_lit.")
-            if inner != name:
-                assert any(inner == other or inner.startswith(f"{other}.") for other in allowed), (
-                    f"{path} imports {name}"
-                )
+            assert not name.startswith("cifar_lit.") or f"{name}.".startswith(allowed), f"{path} imports {name}"
 
 
-def test_no_module_imports_itself_through_others_not_even_for_type_checkers() -> None:
-    modules = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in SOURCES
-    }
-    graph = {
-        name: {full if full in modules else full.rpartition(".")[0] for full in imported(path)}
-        & modules.keys() - {name}
-        for name, path in modules.items()
-    }
+def test_there_are_no_import_cycles_not_even_for_type_checkers() -> None:
+    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in SOURCES}
+    modules = {name.removesuffix(".__init__"): path for path, name in names.items()}
+    graph = {}
+    for name, path in modules.items():
+        targets = {full if full in modules else full.rpartition(".")[0] for full in imported(path)}
+        graph[name] = targets & modules.keys() - {name}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_nets_and_their_use_do_without_lightning() -> None:
+def test_nets_and_inference_do_not_import_lightning() -> None:
     for path in (path for path in SOURCES if folder_of(path) in NO_LIGHTNING):
         packages = {name.split(".")[0] for name in imported(path)}
         assert not packages & {"lightning", "pytorch_lightning", "torchmetrics"}, path
@@ -75,7 +67,7 @@ DEVICE = re.compile(r"(cuda|mps|xpu|hpu|tpu|gpu)(:\d+)?")
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if folder_of(path) in ("models", "training")], ids=str)
-def test_no_device_is_named_where_nets_and_training_are_written(path: Path) -> None:
+def test_models_and_training_name_no_device(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             assert not DEVICE.fullmatch(node.value), node.value
@@ -86,7 +78,7 @@ def test_no_device_is_named_where_nets_and_training_are_written(path: Path) -> N
             assert node.func.attr != "to" or "device" not in call, call
 
 
-# Printing goes through `text.py`; rich's consoles are allowed where they draw.
+# Printing goes through `text.py`. These modules draw with rich's consoles.
 PRINTING = {
     "text.py": {"print"},
     "cli/console.py": {"Console"},
@@ -95,7 +87,7 @@ PRINTING = {
 }
 
 
-def test_what_is_printed_goes_through_one_function() -> None:
+def test_everything_is_printed_through_one_function() -> None:
     for path in SOURCES:
         allowed = PRINTING.get(str(path.relative_to(PACKAGE)), set())
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Text from outside on its way to a terminal, and to a table."""
+"""Untrusted text is escaped for terminals and for tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cifar_lit.text import csv_cell, is_name, note, printable, say
 @pytest.mark.parametrize(
     "text", ["a b", "Ä", "猫", "emoji 😀", "👩‍💻", "❤️‍🔥", "می‌خواهم", "क्‍ष", "C:\\run", "x[bold]", ":cat:", ""]
 )
-def test_letters_of_every_script_and_emoji_stay_as_they_are(text: str) -> None:
+def test_letters_of_every_script_and_emoji_are_unchanged(text: str) -> None:
     assert printable(text) == text
 
 
@@ -26,25 +26,25 @@ def test_letters_of_every_script_and_emoji_stay_as_they_are(text: str) -> None:
         ("a\x85b\u2028c", r"a\x85b\u2028c"),
         ("a\u202eb\u2066", r"a\u202eb\u2066"),
         ("a\u200b\ufeff\xad\xa0", r"a\u200b\ufeff\xad\xa0"),
-        ("cat\u200d", r"cat\u200d"),  # which joins nothing
+        ("cat\u200d", r"cat\u200d"),  # a joiner without a second character
         ("猫\u200d\u200d猫", r"猫\u200d\u200d猫"),
         ("\u3164\u2800\u115f", r"\u3164\u2800\u115f"),
         ("\udcff\ud800", r"\udcff\ud800"),
         ("\U000e0041", r"\U000e0041"),
     ],
 )
-def test_what_a_terminal_obeys_and_what_is_not_seen_is_escaped_once(text: str, shown: str) -> None:
+def test_terminal_commands_and_invisible_characters_are_escaped_once(text: str, shown: str) -> None:
     assert printable(text) == shown == printable(shown)
 
 
-def test_lines_are_printed_as_lines_whatever_they_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_text_is_printed_as_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     say("a\nb", "c")
     note("\x1b[2J")
     assert capsys.readouterr() == ("a\\nb\nc\n", "\\x1b[2J\n")
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+cmd|x", "-x", "@SUM(1)", "＝1", "x;=1+1", "'=1", "-1;=1"])
-def test_no_cell_is_computed_and_different_texts_stay_different(text: str) -> None:
+def test_no_spreadsheet_evaluates_a_cell_and_different_texts_stay_different(text: str) -> None:
     cell = str(csv_cell(text))
     assert not any(part[:1] in "=+-@＝" for part in cell.split(";") if part != "-1")
     assert csv_cell(cell) != cell
@@ -53,16 +53,16 @@ def test_no_cell_is_computed_and_different_texts_stay_different(text: str) -> No
 @pytest.mark.parametrize(
     "value", [1, -0.5, None, True, "-1", "+1e5", "1", "cat", "a=b", "T-shirt/top", "", "'s", "日本"]
 )
-def test_numbers_and_common_texts_stay_as_they_are(value: object) -> None:
+def test_numbers_and_ordinary_texts_are_unchanged(value: object) -> None:
     assert csv_cell(value) is value or csv_cell(value) == value
 
 
-def test_a_cell_is_one_line_of_the_file() -> None:
+def test_a_cell_never_breaks_the_line() -> None:
     out = io.StringIO()
     csv.writer(out).writerow([csv_cell("a\nb"), csv_cell('"\x1b'), csv_cell("\udcff")])
     assert out.getvalue() == 'a\\nb,"""\\x1b",\\udcff\r\n'
 
 
-def test_names_are_texts_of_up_to_300_characters_without_control() -> None:
-    assert all(map(is_name, ("cat", "x" * 300, "T-shirt/top", "猫 😀", "\u202e")))  # which is shown, but never obeyed
+def test_names_have_1_to_300_characters_and_no_control_characters() -> None:
+    assert all(map(is_name, ("cat", "x" * 300, "T-shirt/top", "猫 😀", "\u202e")))  # the last is printed escaped
     assert not any(map(is_name, ("", "x" * 301, "a\tb", "a\nb", "\x7f", "\x9b", "\ud800", 5, None, b"cat")))

@@ -145,10 +145,9 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
     p = f"p = {test.mid:.3f}" if test.mid >= 0.001 else f"p = {test.mid:.1e}" if test.mid > 1e-300 else "p < 1e-300"
     better, worse = (first, second) if test.first >= test.second else (second, first)
     counts = f"  {max(test[:2])} images are correct only in {better}, {min(test[:2])} only in {worse}."
-    if test.first == test.second:
-        return f"{first} and {second} are correct equally often:", counts
-    verdict = "more than chance" if test.mid < 0.05 else "may be chance"
-    return f"{better} is better than {worse} ({p}, {verdict}):", counts
+    if test.mid < 0.05:
+        return f"{better} is significantly better than {worse} ({p}):", counts
+    return f"{better} and {worse} do not differ significantly ({p}):", counts
 
 
 # ---- files

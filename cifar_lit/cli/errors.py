@@ -56,6 +56,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "cifar-lit: a file name is too long for the file system: check the path", 2
     elif isinstance(error, PermissionError):
         text = f"no permission for {error.filename}: choose another folder with --logs or --data-dir"
+    elif text.startswith("operator torchvision::"):  # torchvision's compiled operators do not load
+        text = "torch and torchvision are of different builds: uninstall both, then install both from one source"
     elif text.startswith("Could not determine home directory"):  # pathlib, for ~name with an unknown user
         return "cifar-lit: a path begins with an unknown home folder: write the path out", 2
     elif text.startswith("Symlink loop"):  # pathlib

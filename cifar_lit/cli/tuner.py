@@ -27,7 +27,7 @@ from cifar_lit.hardware import MAX_FLOATS, Machine, count_devices, free_memory, 
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.text import say
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import hold_norms
+from cifar_lit.training.finetune import freeze_norms
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 from cifar_lit.training.whitening import images_to_whiten
 
@@ -60,7 +60,7 @@ class Trial:
         self.device, self.smoothing = device, model.hparams["label_smoothing"]
         self.net = deepcopy(model.net).to(device).train()
         if model.hparams["fixed_norms"]:
-            hold_norms(self.net)
+            freeze_norms(self.net)
         if isinstance(self.net, WhitenedNet):
             self.net.initialise(images_to_whiten(data).to(device))
             self.net.whitened.fill_(True)

@@ -1,4 +1,4 @@
-"""Images in: sources, the decode cache, augmentation on batches, loaders and `ImageData`.
+"""Data: sources, the decode cache, batch augmentation, loaders and `ImageData`.
 
 Nothing is imported here, so that decoding processes start without torch.
 """

@@ -25,8 +25,8 @@ class Augmentation:
 
     Args:
         crop: pixels of reflect padding on every side. A window of the image's own size is then cut at random.
-        flip: "none"; "random", mirrored with probability 1/2; or "alternating", a random half in the first epoch, then
-            the other half, in turn. Two epochs show both sides of each image (Jordan, airbench, 2024).
+        flip: "none"; "random", mirrored with probability 1/2; or "alternating", one random half of the images is
+            mirrored in even epochs and the other half in odd ones (Jordan, airbench, 2024).
         cutout: side in pixels of a square painted with `fill` at a random place (DeVries and Taylor, 2017); 0 for none.
 
     Raises:
@@ -79,7 +79,7 @@ def augment_batch(
         indices: int64 (B,), rows of the batch.
         plan: int32 (N, 5) from `Augmentation.plan`, or None.
         cutout: side of the painted square in pixels.
-        fill: uint8 (C,), its colour.
+        fill: uint8 (C,), colour of the square.
     """
     if plan is None:
         return images.index_select(0, indices)

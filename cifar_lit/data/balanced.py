@@ -15,22 +15,22 @@ _CYCLES = 0  # number of this random stream; `data.order` has 1, `data.augment` 
 
 
 def balanced(labels: Tensor) -> Order:
-    """Return the order of balanced epochs. labels: int64 (N,) of the whole image set, on the CPU."""
+    """Return an `Order` of balanced epochs. labels: int64 (N,) of the whole image set, on the CPU."""
     return lambda rows, seed, epoch: rows[balanced_order(labels[rows], seed, epoch)]
 
 
 def check_balanced(sampling: str, shuffle: bool) -> None:
-    """Raise UsageError for an unknown `data.sampling`, or a balanced one without shuffling."""
+    """Raise UsageError for an unknown `data.sampling`, and for `balanced` without shuffling."""
     check_choice("data.sampling", sampling, SAMPLINGS)
     if sampling == "balanced" and not shuffle:
         raise UsageError("data.sampling balanced draws a new order every epoch: leave data.shuffle at true")
 
 
 def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
-    """Return indices into `labels`, int64 (N,), one per image, with each class equally often.
+    """Return indices into `labels`, int64 (N,), of an epoch in which each class occurs equally often.
 
-    Each class has a shuffled cycle of its images, and an epoch continues where the previous one ended. In each epoch
-    and over all epochs, the counts of two images of a class differ by at most one. So do the counts of two classes.
+    The images of each class form a shuffled cycle, which an epoch continues where the previous epoch ended. In each
+    epoch and over all epochs, any two images of a class occur equally often, plus or minus one. So do any two classes.
     """
     count = len(labels)
     shuffled = np.random.default_rng([_CYCLES, seed]).permutation(count)
@@ -39,7 +39,8 @@ def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
     cycles = np.split(by_class, starts[1:])
     parts = []
     for number, cycle in enumerate(cycles):
-        # Both ends are rounded, so that the classes add up to `count` in every epoch.
-        begin, end = ((count * each + number) // len(cycles) for each in (epoch, epoch + 1))
+        # Rounding both ends makes the classes add up to `count` in every epoch.
+        begin = (count * epoch + number) // len(cycles)
+        end = (count * (epoch + 1) + number) // len(cycles)
         parts.append(cycle[np.arange(begin, end) % len(cycle)])
     return torch.from_numpy(np.concatenate(parts))[epoch_order(count, seed, epoch)]

@@ -20,8 +20,8 @@ class Batch:
         images: uint8 (B, H, W, C) from a loader; float32 (B, C, H, W) in channels_last memory after preprocessing.
         labels: int64 (B,), `PADDING` for images that are not counted.
         indices: int64 (B,), rows of the image set.
-        loss_weight: this part's fraction of the global batch times the number of devices, 0 without a part. The
-            gradient averaged over devices is then that of the mean over the global batch.
+        loss_weight: this part's fraction of the global batch, times the number of devices; 0 for a device without a
+            part. Averaged over devices, the gradients are then the gradient of the global batch's mean loss.
         targets: float32 (B, classes), the share of each class in mixed images; None if images are not mixed.
         epoch: epoch of the augmentation.
     """
@@ -36,8 +36,8 @@ class Batch:
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.images, self.labels))
 
-    def __getitem__(self, place: int) -> Tensor:
-        return (self.images, self.labels)[place]
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.images, self.labels)[index]
 
     def __len__(self) -> int:
         return 2

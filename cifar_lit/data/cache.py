@@ -1,13 +1,13 @@
-"""Decoded images of a folder, kept in one file outside of it and mapped into memory.
+"""Cache of decoded images: one memory-mapped file, outside the folder of the images.
 
-A cache is a folder of its own for each (root, size, channels, way of resizing), with
+Each (root, size, channels, resize) has its own cache folder with
 
     index.json           shape, files in row order with size and time, unreadable files, data file, near-duplicates
     images-<random>.u8   the pixels, uint8 (N, H, W, C), rows in the order of the readable files
     lock                 held while a process checks the cache or decodes
 
-The index is replaced in one step, after the rows that it names have been synced to disk. It is also saved from time to
-time during decoding, so that interrupted decoding resumes.
+The index is replaced atomically, after the rows that it names have been synced to disk. It is also saved periodically
+during decoding, so that interrupted decoding resumes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
-FORMAT = 3  # raise it when files of the cache or pixels of the decoder change
-MAX_OWN_SIZE = 64  # images that all have one size up to this keep it …
-COMMON_SIZE = 32  # … others get this one if no size is set
+FORMAT = 3  # incremented when files of the cache or pixels of the decoder change
+MAX_OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
+COMMON_SIZE = 32  # pixels; side of all other images if no size is set
 MAX_INDEX = 1 << 30  # bytes; a file takes about 100
 CHUNK = 64  # files that a decoding process takes at a time
 SAVE_EVERY = 30.0  # seconds; a killed process loses this much work at most
-POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # less is decoded before other processes have started
+POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # smaller jobs end before worker processes would have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on
 
 Duplicates = list[list[str]]  # paths of near-duplicates, by group
@@ -61,7 +61,7 @@ class File(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Contents of index.json. duplicates: None before near-duplicates were looked for."""
+    """Contents of index.json. `duplicates` is None until near-duplicates have been searched."""
 
     shape: tuple[int, int, int, int]
     files: list[File]
@@ -71,7 +71,7 @@ class Index(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Images of the readable files in order, uint8 (N, H, W, C); {path: reason} of the others; near-duplicates."""
+    """Images of the readable files, uint8 (N, H, W, C); reasons why files are unreadable, by path; near-duplicates."""
 
     images: np.ndarray
     bad: dict[str, str]
@@ -87,48 +87,48 @@ def decoded(
     resize: str,
     cache_dir: Path,
 ) -> Decoded:
-    """Return the images of `files` from the cache. Decode and cache those that it lacks, with a progress bar.
+    """Return the images of `files` from the cache. Decode and cache missing images, with a progress bar.
 
     The array is private to the process: writing to it changes no file.
 
     Args:
         root: the folder that the files' paths are relative to, or a table in that folder.
-        files: what to decode, in the order of the rows if there are no near-duplicates.
-        arrange: returns the files in the order of the rows, given the near-duplicates.
-        size: (H, W) of the images; None for their own size if all agree and it is at most 64, else 32×32.
+        files: the files, in row order if there are no near-duplicates.
+        arrange: function that returns the files in row order, given the near-duplicates.
+        size: (H, W) of the images. If None, a common size of up to 64 pixels is kept; else images become 32×32.
         channels: 1 or 3.
         resize: one of `decode.RESIZES`.
-        cache_dir: if it cannot be written, a line says so, and a temporary file is used.
+        cache_dir: folder of all caches. If it is not writable, a note says so, and a temporary file is used.
 
     Raises:
         Failure: the disk is full, or a decoding process was killed.
     """
     real_root = root.resolve()
     key = sha256(json.dumps([FORMAT, str(real_root), size, channels, resize]).encode()).hexdigest()[:16]
-    slot = cache_dir / f"{real_root.name[:40]}-{key}"
+    cache = cache_dir / f"{real_root.name[:40]}-{key}"
     folder = root.parent if root.is_file() else root
     with ExitStack() as stack:
         try:
-            if slot.is_symlink():  # not created here: what it leads to must not be written or removed
-                raise OSError(errno.ELOOP, f"{slot.name} is a link")
-            stack.enter_context(file_lock(slot / "lock", f"decodes {root}", patience=2))
+            if cache.is_symlink():  # not created by this program, so its target must not be changed
+                raise OSError(errno.ELOOP, f"{cache.name} is a link")
+            stack.enter_context(file_lock(cache / "lock", f"decodes {root}", patience=2))
         except OSError as error:
-            index = _load(slot, folder, files)
-            if index and (index := _searched(slot, index)).files == arrange(index.duplicates or []):
-                return _mapped(slot, index)  # a read-only cache can still be used
+            index = _load(cache, folder, files)
+            if index and (index := _searched(cache, index)).files == arrange(index.duplicates or []):
+                return _mapped(cache, index)  # a read-only cache can still be used
             reason = error.strerror or type(error).__name__
             note(f"nothing is cached: {cache_dir}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
-            slot = Path(stack.enter_context(temporary))  # the mapping outlives the name of its file
-        index = _load(slot, folder, files) or _decode_to(slot, folder, files, size, channels, resize)
+            cache = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
+        index = _load(cache, folder, files) or _decode_to(cache, folder, files, size, channels, resize)
         if index.duplicates is None:
-            index = _searched(slot, index)
-            with suppress(OSError):  # if the disk is full now, they are looked for again next time
-                _write_index(slot, index)
+            index = _searched(cache, index)
+            with suppress(OSError):  # with a full disk, near-duplicates are searched again next time
+                _write_index(cache, index)
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
-            index = _decode(slot, folder, ordered, Preparation(index.shape[1:3], channels, resize))
-        return _mapped(slot, index)
+            index = _decode(cache, folder, ordered, Preparation(index.shape[1:3], channels, resize))
+        return _mapped(cache, index)
 
 
 def default_cache_dir() -> Path:
@@ -138,10 +138,10 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
 
 
-def read_index(slot: Path) -> Index | None:
+def read_index(cache: Path) -> Index | None:
     """Return the index, None if it is missing or damaged, or its data file is incomplete."""
     try:
-        values = json.loads(read_text(slot / "index.json", MAX_INDEX))
+        values = json.loads(read_text(cache / "index.json", MAX_INDEX))
         rows, height, width, channels = map(int, values["shape"])
         files = [File(str(path), int(size), int(mtime_ns)) for path, size, mtime_ns in values["files"]]
         bad = {str(path): str(reason) for path, reason in values["bad"].items()}
@@ -152,39 +152,39 @@ def read_index(slot: Path) -> Index | None:
             return None
         readable = sum(file.path not in index.bad for file in files)
         whole = readable == rows == len(files) - len(bad) and min(height, width, channels) > 0
-        whole = whole and (slot / index.data).stat().st_size >= prod(index.shape)
+        whole = whole and (cache / index.data).stat().st_size >= prod(index.shape)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return index if whole else None
 
 
-def _write_index(slot: Path, index: Index) -> None:
-    write_text(slot / "index.json", json.dumps(index._asdict()))
+def _write_index(cache: Path, index: Index) -> None:
+    write_text(cache / "index.json", json.dumps(index._asdict()))
 
 
-def _load(slot: Path, folder: Path, files: Sequence[File]) -> Index | None:
+def _load(cache: Path, folder: Path, files: Sequence[File]) -> Index | None:
     """Return the index of a cache with exactly these files, in any order, else None.
 
-    None also if a file that was unreadable can be read now: a change of rights leaves its size and time as before.
+    Also None if a file that was unreadable is readable now: a change of permissions changes neither size nor time.
     """
-    index = read_index(slot)
+    index = read_index(cache)
     if index is None or len(index.files) != len(files) or set(index.files) != set(files):
         return None
     bad = [str(folder / path) for path in index.bad]
     return index if len(decode_files(bad, Preparation((1, 1)))[1]) == len(bad) else None
 
 
-def _searched(slot: Path, index: Index) -> Index:
+def _searched(cache: Path, index: Index) -> Index:
     """Return the index with the near-duplicates of its images."""
     if index.duplicates is not None:
         return index
     readable = [file.path for file in index.files if file.path not in index.bad]
-    groups = near_duplicates(map_images(slot / index.data, index.shape))
+    groups = near_duplicates(map_images(cache / index.data, index.shape))
     return index._replace(duplicates=[[readable[row] for row in group] for group in groups])
 
 
-def _mapped(slot: Path, index: Index) -> Decoded:
-    return Decoded(map_images(slot / index.data, index.shape), index.bad, index.duplicates or [])
+def _mapped(cache: Path, index: Index) -> Decoded:
+    return Decoded(map_images(cache / index.data, index.shape), index.bad, index.duplicates or [])
 
 
 def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
@@ -199,43 +199,43 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def _decode_to(
-    slot: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, channels: int, resize: str
+    cache: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, channels: int, resize: str
 ) -> Index:
-    """Decode `files` to `size`. If it is None, to their own size or to squares of 32."""
+    """Decode `files` to `size`; if it is None, to their own size or to 32×32."""
     for file in files if size is None else ():
         with suppress(DecodeError):
             if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
                 with suppress(SizesDiffer):
-                    return _decode(slot, folder, files, Preparation(own_size, channels, resize), all_of_size=True)
+                    return _decode(cache, folder, files, Preparation(own_size, channels, resize), all_of_size=True)
             break
-    return _decode(slot, folder, files, Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, resize))
+    return _decode(cache, folder, files, Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, resize))
 
 
 def _decode(
-    slot: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
+    cache: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
 ) -> Index:
-    """Replace the cache at `slot` by `files`. Unchanged files are copied from it, the others decoded."""
+    """Replace the cache by one of `files`. Unchanged images are copied; new and changed ones are decoded."""
     shape = (*preparation.size, preparation.channels)
     row_bytes = prod(shape)
-    data = slot / f"images-{secrets.token_hex(4)}.u8"
-    before = read_index(slot)
-    # A cache of another shape stays until it is certain that all images are `all_of_size`.
-    may_replace = before is None or before.shape[1:] == shape or not all_of_size
+    data = cache / f"images-{secrets.token_hex(4)}.u8"
+    old = read_index(cache)
+    # Keep an old cache of another shape until all images are known to have the same size.
+    may_replace = old is None or old.shape[1:] == shape or not all_of_size
     rows: dict[File, memoryview] = {}  # pixels of unchanged files
     duplicates: Duplicates | None = None
-    if before and before.shape[1:] == shape:
+    if old and old.shape[1:] == shape:
         wanted = set(files)
-        readable = (file for file in before.files if file.path not in before.bad)
-        images = map_images(slot / before.data, before.shape)
+        readable = (file for file in old.files if file.path not in old.bad)
+        images = map_images(cache / old.data, old.shape)
         rows = {file: row.data for file, row in zip(readable, images, strict=True) if file in wanted}
-        duplicates = before.duplicates if set(before.files) == wanted else None
+        duplicates = old.duplicates if set(old.files) == wanted else None
     new = [file for file in files if file not in rows]
     left_to_copy = len(rows)
     bad: dict[str, str] = {}
     index: Index | None = None
 
     def new_rows() -> Iterator[bytes | str]:
-        """Yield the pixels of each new file, or the reason why there are none."""
+        """Yield the pixels of each new file, or the reason why it is unreadable."""
         paths = [f"{folder / file.path}" for file in new]
         chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
         all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
@@ -250,21 +250,21 @@ def _decode(
         """Sync the images to disk, and write an index of the first `count` files."""
         output.flush()
         os.fsync(output.fileno())
-        named = list(files[:count])
-        reasons = {file.path: bad[file.path] for file in named if file.path in bad}
-        index = Index((count - len(reasons), *shape), named, reasons, data.name, duplicates)
-        _write_index(slot, index)
+        done_files = list(files[:count])
+        reasons = {file.path: bad[file.path] for file in done_files if file.path in bad}
+        index = Index((count - len(reasons), *shape), done_files, reasons, data.name, duplicates)
+        _write_index(cache, index)
         return index
 
     try:
-        if shutil.disk_usage(slot).free < len(files) * row_bytes:
+        if shutil.disk_usage(cache).free < len(files) * row_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
         with data.open("xb") as output, bar as advance:
             decoded_rows, saved, done = new_rows(), time.monotonic(), 0
             try:
                 for done, file in enumerate(files):
-                    # Until all rows are copied, the cache before holds more than an index of this file would.
+                    # Until all unchanged rows are copied, the old cache holds more images than the new one.
                     if may_replace and not left_to_copy and time.monotonic() - saved > SAVE_EVERY:
                         save(done)
                         saved = time.monotonic()
@@ -281,17 +281,17 @@ def _decode(
                     with suppress(OSError):
                         save(done)
                 raise
-            if before and bad.keys() != before.bad.keys():
-                duplicates = None  # there are other images now
+            if old and bad.keys() != old.bad.keys():
+                duplicates = None  # the set of readable images has changed
             index = save(len(files))
     except BrokenProcessPool as error:
         raise Failure("a decoding process was killed, probably for lack of memory: start again to resume") from error
     except OSError as error:
         need = f"free {len(files) * row_bytes / 1e6:,.1f} MB there, or set $CIFAR_LIT_CACHE to another folder"
-        raise Failure(f"the decoded images could not be written to {slot.parent}: {error.strerror}; {need}") from error
+        raise Failure(f"the decoded images could not be written to {cache.parent}: {error.strerror}; {need}") from error
     finally:
-        named = index or read_index(slot)  # read it: it may have been saved just before an interruption
-        for leftover in (*slot.glob("images-*.u8"), *slot.glob(f"*{PART}")):
-            if not named or leftover.name != named.data:
+        current = index or read_index(cache)  # an index may have been saved just before an interruption
+        for leftover in (*cache.glob("images-*.u8"), *cache.glob(f"*{PART}")):
+            if not current or leftover.name != current.data:
                 leftover.unlink(missing_ok=True)
     return index

@@ -39,13 +39,13 @@ class ImageData(pl.LightningDataModule):
         val_size: number (1 or more) or fraction (below 1) of training images to validate on. 0 trains on all of them.
             A validation set that comes with the data set is never trained on.
         test_size: fraction of your own images to test on, if the folder or table has no test set.
-        split_seed: seed of the split and of generated images, apart from `seed`: all runs then share a test set.
-        seed: seed of order and augmentation; follows --seed.
+        split_seed: seed of the split and of generated images. Runs that differ in `seed` share the same test set.
+        seed: seed of order and augmentation; --seed sets it.
         shuffle: draw a new order every epoch.
-        sampling: none, or balanced: each epoch shows every class equally often. Images of rare classes are repeated,
-            those of common classes take turns.
-        skip_easy: share of training images to skip late in the training, those with the lowest last loss. An epoch
-            repeats the others. This helps short trainings.
+        sampling: none, or balanced: each epoch shows every class equally often. Images of rare classes are repeated;
+            images of common classes take turns.
+        skip_easy: share of training images to skip late in training: those whose latest loss is lowest. The other
+            images are shown more often. This improves short trainings.
         skip_from: share of the steps after which easy images are skipped.
         crop: pixels of reflect padding for a random crop; 0 for none.
         flip: none, random, or alternating (each image is mirrored in every second epoch).
@@ -53,30 +53,30 @@ class ImageData(pl.LightningDataModule):
         resolutions: train on smaller images first: share of the epochs by side in pixels, such as {24: 0.4, 28: 0.3}.
             The remaining epochs and all evaluation are at full size.
         augment: further augmentations by name, such as {scale: [0.35, 1], brightness: 0.4}, drawn per image and
-            computed on the training device. There are scale (range of the area that a random crop keeps) and ratio,
-            rotation (degrees), perspective (0 … 1), policy (trivial; randaugment with operations and magnitude),
-            brightness, contrast, saturation, hue, blur (pixels), erasing (probability), mixup and cutmix (alpha).
-        placement: device, all images in its memory; host, prefetched by worker processes; auto, device if the images
-            fit into half of its free memory.
+            computed on the training device. Names: scale and ratio (area and aspect ratio of a random crop), rotation
+            (degrees), perspective (0 … 1), policy (trivial, or randaugment with operations and magnitude), brightness,
+            contrast, saturation, hue, blur (pixels), erasing (probability), mixup and cutmix (alpha).
+        placement: device (all images in the memory of the training device), host (worker processes prefetch them), or
+            auto. auto means device if the images fit into half of its free memory.
         workers: number of worker processes that prefetch.
-        mean: mean of the channels, in [0, 1] units; measured on the training images if not given.
-        std: standard deviation of the channels, likewise.
+        mean: mean of each channel, for pixels in [0, 1]; measured on the training images if not given.
+        std: standard deviation of each channel, for pixels in [0, 1]; measured if not given.
         image_size: pixels of your own images and of shapes: a number for squares, or height and width (96x128,
             [96, 128]).
-        resize: how to resize your own images of other proportions: crop (scale to cover, then crop the centre),
-            letterbox (scale to fit, with grey borders), or squash (ignore proportions).
+        resize: how to resize your own images of another aspect ratio: crop (scale to cover, then crop the centre),
+            letterbox (scale to fit, with grey borders), or squash (change the aspect ratio).
         channels: 1 or 3, for your own images and shapes.
         num_classes: number of classes of shapes.
         count: number of training images of shapes; the test set is a fifth of it.
-        url: your own address or path of the archive.
+        url: URL or path of the archive, instead of the built-in sources.
         skip_bad: skip damaged and missing images instead of stopping.
-        cache_dir: folder of decoded images; the user's cache folder if not given.
+        cache_dir: folder for decoded images; the user's cache folder if not given.
         labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes.
         group: table column, such as patient: images with equal values stay on the same side of every split. Default:
             the column `group`, if the table has one.
-        folds: number of folds of a cross-validation; 0 for none. They are stratified, and cut from the training images,
-            or from all of your own images if there is no test set. `--folds 5` trains on each in turn.
-        fold: the fold to test on, counted from 0.
+        folds: number of stratified folds for cross-validation; 0 for none. The training images are divided into folds,
+            or all of your own images if there is no test set. `--folds 5` tests on each fold in turn.
+        fold: index of the fold to test on, from 0.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class ImageData(pl.LightningDataModule):
         return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
 
     def placed(self, part: str) -> tuple[ImageSet, str]:
-        """Return the `train` or `test` images, and whether they are on the `device` or the `host`."""
+        """Return the `train` or `test` images, and their placement, `device` or `host`."""
         return self.placement.placed(part, self.device)
 
     @property
@@ -239,9 +239,9 @@ class ImageData(pl.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Create the training loader of this rank."""
         self.preprocessing.check()
-        if self.device_augmentation and self.device_augmentation.mixes and not self._share["weighted"]:
-            fault = "data.augment mixup and cutmix need a model that reads batch.targets, such as ImageClassifier"
-            raise UsageError(f"{fault}: use one, or remove them")
+        if self.device_augmentation and self.device_augmentation.mixes and not self._rank_settings["weighted"]:
+            fault = "data.augment mixup and cutmix need a model that reads batch.targets"
+            raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
         images, _ = self.placed("train")
         order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
         settings: dict[str, Any] = {
@@ -254,7 +254,7 @@ class ImageData(pl.LightningDataModule):
             "fill": self.preprocessing.mean_colour(images.images.device),
             "workers": self.workers if self.reads_ahead else 0,
             "pin_memory": self.reads_ahead and self.device.type != "cpu",
-            **self._share,
+            **self._rank_settings,
         }
         if self.last_losses:
             begin = first_hard_batch(self.skip_from, self._length)
@@ -269,18 +269,18 @@ class ImageData(pl.LightningDataModule):
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """Create the validation loader of this rank, or an empty list if there are no validation images."""
-        loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, **self._share)
+        loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, **self._rank_settings)
         return loader if len(loader) else []
 
     def test_dataloader(self) -> EvalLoader:
         """Create the loader of this rank's test batches."""
         rows = torch.arange(len(self.test_images))
-        return EvalLoader(self.placed("test")[0], rows, self.eval_batch_size, **self._share)
+        return EvalLoader(self.placed("test")[0], rows, self.eval_batch_size, **self._rank_settings)
 
     predict_dataloader = test_dataloader
 
     @property
-    def _share(self) -> dict[str, Any]:
+    def _rank_settings(self) -> dict[str, Any]:
         """Arguments of loaders: rank, world size, and whether the model uses `Batch.loss_weight`."""
         if not self.trainer:
             return {"rank": 0, "world": 1, "weighted": True}
@@ -298,33 +298,33 @@ class ImageData(pl.LightningDataModule):
     # ---- batches on the device
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Augment, resize and normalise a training batch; normalise any other."""
+        """Augment, resize and normalise a training batch; only normalise other batches."""
         trainer = self.trainer
         if trainer and trainer.training:
             return self.preprocessing.train_batch(batch, self.side(trainer.current_epoch))
         return self.preprocessing.eval_batch(batch)
 
     def side(self, epoch: int) -> int | None:
-        """Return the side in pixels that training images are scaled to in an epoch, None for full size."""
+        """Return the side of training images in an epoch, in pixels; None for full size."""
         return self.preprocessing.side(epoch, self.epochs) if self.resolutions else None
 
     # ---- length and position of a fit
 
     @property
     def epochs(self) -> int | None:
-        """Number of epochs of the fit, from its limits of epochs and steps; None if it has none."""
+        """Number of epochs of the fit, from the Trainer's limits of epochs and steps; None without limits."""
         return self._length.epochs
 
     @property
     def _length(self) -> FitLength:
-        parts = 1 if self._share["weighted"] else self._share["world"]
+        parts = 1 if self._rank_settings["weighted"] else self._rank_settings["world"]
         return fit_length(self.trainer, count_batches(len(self.split[0]), self.batch_size, parts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch, in batches, with the batch size.
+        """Return the position in the epoch, in batches, and the batch size.
 
-        The state of the loader itself is not enough. If a schedule needs the length of the fit, Lightning sets up the
-        loaders before it reads the checkpoint, and does not restore them.
+        If a schedule needs the length of the fit, Lightning sets up the loaders before it reads the checkpoint, and
+        does not restore them.
         """
         loader = self._train_loader
         if loader is None:
@@ -333,7 +333,7 @@ class ImageData(pl.LightningDataModule):
         return {**loader.state_dict(), **rounds, "batch_size": self.batch_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at a saved position. Raise UsageError if it counts batches of another size."""
+        """Resume at a saved position. Raise UsageError if the batch size changed in the middle of an epoch."""
         self._resumed = state_dict or None
         size = state_dict.get("batch_size", self.batch_size)
         if size != self.batch_size and 0 < state_dict.get("position", 0) < count_batches(len(self.split[0]), size):

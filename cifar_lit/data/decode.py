@@ -1,4 +1,4 @@
-"""Decode image files to uint8 arrays. It imports neither torch nor Lightning: decoding processes import this module."""
+"""Decode image files to uint8 arrays. Decoding processes import this module, so it imports no torch."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ _OTHER_FORMATS = {  # unsupported image formats, by their bytes from the first o
     b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC",
     b"jP  \r\n\x87\n": "a JPEG 2000",
 }  # fmt: skip
-RESIZES = {  # ways to resize an image of other proportions
-    "crop": "scaled to cover the size, and cut to its middle",
+RESIZES = {  # ways to resize an image of another aspect ratio
+    "crop": "scaled to cover the size, then cropped to its centre",
     "letterbox": "scaled to fit into the size, with grey (128) borders",
-    "squash": "scaled to the size, ignoring its proportions",
+    "squash": "scaled to the size, ignoring the aspect ratio",
 }
 _PLAIN_REASONS = {  # by a part of Pillow's message
     "truncated": "cut short",
@@ -71,11 +71,11 @@ _UPRIGHT = {  # by EXIF orientation
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 T = TypeVar("T")
-Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; {position: reason} of the others
+Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; reasons of the unreadable by position
 
 
 class Preparation(NamedTuple):
-    """The form that images are brought into: size (H, W), channels (3 for RGB, 1 for grey), and one of `RESIZES`."""
+    """Format of decoded images: size (H, W), channels (3 for RGB, 1 for grey), and one of `RESIZES`."""
 
     size: tuple[int, int]
     channels: int = 3
@@ -94,7 +94,7 @@ class DecodeError(Failure):
 
 
 class SizesDiffer(ValueError):
-    """An image has another size than all images were expected to have."""
+    """An image does not have the size that was expected of all images."""
 
 
 def decode(
@@ -106,7 +106,7 @@ def decode(
 
     Args:
         source: path or open file.
-        size: (H, W) to scale to (bicubic, antialiased); None for the image's own.
+        size: (H, W) to scale to (bicubic, antialiased); None for the image's own size.
         channels: 3 for RGB, 1 for grey.
         resize: one of `RESIZES`.
 
@@ -114,18 +114,18 @@ def decode(
         uint8 (H, W, channels).
 
     Raises:
-        DecodeError: the file is no image, damaged, cut short (never a half-grey image), or larger than `pixel_limit`.
+        DecodeError: the file is not an image, damaged, truncated, or larger than `pixel_limit`.
     """
     with _decode_errors(source):
         data = _read(source)
         image = _open(data)
-        _refuse_cut(data, image.format)
+        _check_complete(data, image.format)
         if size is not None and image.format in ("JPEG", "MPO"):
             width, height = _scaled_size(size[::-1], image.size, resize, turned=_orientation(image) >= 5)
             image.draft(None, (2 * width, 2 * height))  # decode at a smaller scale, at least twice the final size
-        most = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_UNPACKED_PIXELS
-        if image.width * image.height > most:
-            raise OSError(f"more than {most:,} pixels to unpack: save it smaller")
+        limit = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_UNPACKED_PIXELS
+        if image.width * image.height > limit:
+            raise OSError(f"more than {limit:,} pixels to unpack: save it smaller")
         image.load()
         return _upright(image, size, channels, resize)
 
@@ -154,7 +154,7 @@ def pixel_limit(pixels: int) -> Iterator[None]:
 
 
 def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
-    """Return (H, W) of what `decode` would give without `size`, without unpacking it. Raise DecodeError."""
+    """Return the (H, W) that `decode` gives without `size`, from the image's header. Raise DecodeError."""
     with _decode_errors(source):
         image = _open(_read(source))
         width, height = image.size
@@ -178,9 +178,9 @@ def visible_entries(folder: str, on_error: Callable[[OSError], object]) -> list[
 def walk(folder: str, on_error: Callable[[OSError], object]) -> Iterator[os.DirEntry[str]]:
     """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
 
-    Links to folders are followed. A folder is entered once, however many links lead to it: links that double at every
-    level would otherwise take 2^levels visits, and a link to a folder above would never end. `on_error` is called for
-    each folder that cannot be read.
+    Links to folders are followed, but each folder is entered only once. Otherwise a link to a parent folder would never
+    end, and links that double at every level would take 2^levels visits. `on_error` is called for each folder that
+    cannot be read.
     """
     visited: set[tuple[int, int]] = set()
     stack: list[os.DirEntry[str]] = []
@@ -230,7 +230,7 @@ def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bo
 def decode_chunks(
     chunks: Sequence[Sequence[str]], preparation: Preparation, all_cores: bool, all_of_size: bool = False
 ) -> Iterator[Pixels]:
-    """Yield the result of `decode_files` for each chunk of paths, in order. all_cores: use a process per core."""
+    """Yield the result of `decode_files` for each chunk of paths, in order. `all_cores`: use a process per core."""
     work = partial(decode_files, preparation=preparation, all_of_size=all_of_size)
     cores = core_count()
     if not all_cores or cores == 1:
@@ -281,7 +281,7 @@ def _read(source: str | Path | BinaryIO) -> bytes:
 
 
 def _open(data: bytes) -> Image.Image:
-    """Open an image without unpacking it. Raise OSError for other formats, and for files built to take long."""
+    """Open an image without unpacking it. Raise OSError for other formats, and for files crafted to take long."""
     if not data:
         raise OSError("the file is empty")
     for signature, kind in _OTHER_FORMATS.items():
@@ -289,7 +289,7 @@ def _open(data: bytes) -> Image.Image:
             raise OSError(f"it is {kind}: save it as JPEG or PNG")
     scans = _count_scans(data) if data.startswith(b"\xff\xd8") else 1
     if next(islice(_parts(data), MAX_PARTS + len(data) // 1000, None), None) is not None:
-        raise OSError("too many parts for an image: save it anew")
+        raise OSError("too many parts for an image: save it again")
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     pixels = image.width * image.height
     if scans > 1 and (pixels > MAX_BUFFERED_PIXELS or scans * pixels > MAX_SCANNED_PIXELS):
@@ -300,67 +300,67 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _count_scans(data: bytes) -> int:
-    """Return the number of scans of a JPEG. Raise OSError for more scans, segments or fill bytes than a picture has."""
-    place, segments, scans, fill = 2, 0, 0, 0
+    """Return the number of scans of a JPEG. Raise OSError for more scans, segments or fill bytes than a photo has."""
+    offset, segments, scans, fill = 2, 0, 0, 0
     while True:
-        match = _JPEG_MARKER.search(data, place)
+        match = _JPEG_MARKER.search(data, offset)
         if not scans:
-            fill += (match.start() if match else len(data)) - place
+            fill += (match.start() if match else len(data)) - offset
         if fill > MAX_FILL:
-            raise OSError(f"more than {MAX_FILL:,} bytes between the segments of a JPEG: save it anew")
+            raise OSError(f"more than {MAX_FILL:,} bytes between the segments of a JPEG: save it again")
         if match is None or match[0] == b"\xff\xd9":
             return scans
-        place = match.end() + max(int.from_bytes(data[match.end() : match.end() + 2], "big"), 2)
+        offset = match.end() + max(int.from_bytes(data[match.end() : match.end() + 2], "big"), 2)
         segments += 1
         scans += match[0] == b"\xff\xda"
         if scans > MAX_SCANS or segments > MAX_SEGMENTS:
-            most = f"{MAX_SCANS} scans" if scans > MAX_SCANS else f"{MAX_SEGMENTS} segments"
-            raise OSError(f"more than {most}: save it as a baseline JPEG")
+            limit = f"{MAX_SCANS} scans" if scans > MAX_SCANS else f"{MAX_SEGMENTS} segments"
+            raise OSError(f"more than {limit}: save it as a baseline JPEG")
 
 
 def _parts(data: bytes) -> Iterator[int]:
-    """Yield the place of each chunk of a PNG or WebP, or of each block before the image of a GIF."""
+    """Yield the offset of each chunk of a PNG or WebP, or of each block before the image of a GIF."""
     if data.startswith(b"\x89PNG"):
-        place = 8
-        while place < len(data) and data[place + 4 : place + 8] != b"IEND":
-            yield place
-            place += 12 + int.from_bytes(data[place : place + 4], "big")
+        offset = 8
+        while offset < len(data) and data[offset + 4 : offset + 8] != b"IEND":
+            yield offset
+            offset += 12 + int.from_bytes(data[offset : offset + 4], "big")
     elif data.startswith(b"RIFF"):
-        place = 12
+        offset = 12
         end = min(len(data), 8 + int.from_bytes(data[4:8], "little"))
-        while place < end:
-            yield place
-            length = int.from_bytes(data[place + 4 : place + 8], "little")
-            place += 8 + length + length % 2
+        while offset < end:
+            yield offset
+            length = int.from_bytes(data[offset + 4 : offset + 8], "little")
+            offset += 8 + length + length % 2
     elif data.startswith(b"GIF8") and len(data) > 13:
-        place = 13 + (3 << (data[10] % 8 + 1) if data[10] >= 128 else 0)  # after the palette
+        offset = 13 + (3 << (data[10] % 8 + 1) if data[10] >= 128 else 0)  # after the palette
         in_extension = False
-        while place < len(data) and (in_extension or data[place] not in b",;"):
-            yield place
+        while offset < len(data) and (in_extension or data[offset] not in b",;"):
+            yield offset
             if in_extension:
-                in_extension = data[place] > 0
-                place += 1 + data[place]
-            else:  # Pillow skips a byte that begins nothing
-                in_extension = data[place : place + 1] == b"!"
-                place += 1 + in_extension
+                in_extension = data[offset] > 0
+                offset += 1 + data[offset]
+            else:  # Pillow skips unknown bytes
+                in_extension = data[offset : offset + 1] == b"!"
+                offset += 1 + in_extension
 
 
-def _refuse_cut(data: bytes, file_format: str | None) -> None:
-    """Raise OSError if the end of a file was never written and is filled with zeros. Decoders would return grey pixels.
+def _check_complete(data: bytes, file_format: str | None) -> None:
+    """Raise OSError if the end of a file was never written and holds zeros. Decoders would return grey pixels.
 
-    Pillow itself refuses files that simply stop.
+    Pillow itself refuses a file that is too short.
     """
     if file_format in ("JPEG", "MPO"):
-        place = 2  # skip the segments up to the first scan; other data may follow the image, such as a phone's film
-        while data[place : place + 1] == b"\xff" and data[place + 1 : place + 2] != b"\xda":
-            length = int.from_bytes(data[place + 2 : place + 4], "big")
-            place += 1 if data[place + 1 : place + 2] == b"\xff" else 2 + length
-        cut = data.find(b"\xff\xd9", place) < 0  # no end of the image
+        offset = 2  # skip the segments before the first scan, because an embedded preview has its own end marker
+        while data[offset : offset + 1] == b"\xff" and data[offset + 1 : offset + 2] != b"\xda":
+            length = int.from_bytes(data[offset + 2 : offset + 4], "big")
+            offset += 1 if data[offset + 1 : offset + 2] == b"\xff" else 2 + length
+        is_cut = data.find(b"\xff\xd9", offset) < 0  # the end marker may not be last: phones append a video
     elif file_format == "PNG":
-        cut = b"IEND" not in data
+        is_cut = b"IEND" not in data
     else:
-        cut = file_format == "WEBP" and data.endswith(bytes(32))
-    if cut:
+        is_cut = file_format == "WEBP" and data.endswith(bytes(32))
+    if is_cut:
         raise OSError("cut short")
 
 
@@ -384,7 +384,7 @@ def _resized(image: Image.Image, size: tuple[int, int], resize: str) -> Image.Im
         scale = max(width / image.width, height / image.height)
         left = max((image.width - width / scale) / 2, 0.0)
         top = max((image.height - height / scale) / 2, 0.0)
-        box = (left, top, image.width - left, image.height - top)  # cut first: thin images would become very large
+        box = (left, top, image.width - left, image.height - top)  # crop first: scaled thin images would be huge
     part = _scaled_size(size, image.size, resize)
     scaled = image.resize(part, Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
     if part == size:
@@ -396,7 +396,7 @@ def _resized(image: Image.Image, size: tuple[int, int], resize: str) -> Image.Im
 
 
 def _scaled_size(size: tuple[int, int], image: tuple[int, int], resize: str, turned: bool = False) -> tuple[int, int]:
-    """Return the (width, height) that an image is scaled to within `size`. turned: the file stores it on its side."""
+    """Return the (width, height) of a scaled image within `size`. turned: EXIF swaps width and height."""
     width, height = size[::-1] if turned else size
     if resize != "letterbox":
         return width, height
@@ -434,7 +434,7 @@ def _as_mode(image: Image.Image, mode: str) -> Image.Image:
 
 @contextmanager
 def _decode_errors(source: object) -> Iterator[None]:
-    """Raise every error in reading `source` as a DecodeError. Pillow does not document all that it raises."""
+    """Convert every error into a DecodeError for `source`. Pillow does not document all that it raises."""
     name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "the image"))
     try:
         with warnings.catch_warnings():

@@ -2,7 +2,7 @@
 
 The draws of an image are a function of (seed, epoch, row) alone; see `data.draws`. The operations are float32 versions
 of torchvision's functions of the same names, with parameters per image. torchvision rounds to whole levels after each
-operation; these do not. On a CPU, a boolean mask takes ten times as long as an addition, so most of them avoid masks.
+operation; this module does not. Most operations avoid boolean masks, which take ten times as long as additions on CPUs.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ Parameters = dict[str, Tensor]
 class DeviceAugmentation:
     """Settings of the augmentation, applied in this order. All mean the same as in torchvision, and default to off.
 
-    Crop, rotation and perspective are one warp, so pixels are interpolated once. The colour operations run in this
-    order; torchvision's ColorJitter draws it.
+    Crop, rotation and perspective are one warp, so pixels are interpolated once. The colour operations run in a fixed
+    order, unlike in torchvision's ColorJitter.
 
     Args:
         scale: smallest and largest share of the area that a random crop keeps, such as [0.35, 1]. The crop is scaled to
             the image's size.
         ratio: smallest and largest aspect ratio (width / height) of the crop; [3/4, 4/3] if not given.
         rotation: largest angle in degrees, to either side.
-        perspective: how far corners move inwards at most, as a share of half the image, 0 … 1.
+        perspective: largest inward shift of the corners, as a share of half the image, 0 … 1.
         policy: "none"; "trivial", TrivialAugmentWide (Müller and Hutter, 2021), one operation of random magnitude; or
             "randaugment" (Cubuk et al., 2019), `operations` of them with the magnitude `magnitude`.
         operations: number of operations of randaugment, 1 … 8.
         magnitude: magnitude of the operations of randaugment, 0 … 30.
         brightness: factors are drawn from 1 ± this value, but not below 0.
-        contrast: likewise.
-        saturation: likewise.
+        contrast: like brightness.
+        saturation: like brightness.
         hue: largest shift, as a share of the colour wheel, 0 … 0.5.
         blur: largest standard deviation of a Gaussian in pixels. Each image draws from 0 to this value.
-        erasing: probability of painting a random box with the mean colour, which also fills what a warp leaves empty.
+        erasing: probability of painting a random box with the mean colour. Warps fill areas outside the image with it.
         mixup: alpha of the Beta distribution of the blending weights (Zhang et al., 2017).
         cutmix: alpha of the Beta distribution of the areas of pasted boxes (Yun et al., 2019). With both, each image
             draws one of them.
@@ -99,7 +99,7 @@ class DeviceAugmentation:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> DeviceAugmentation:
-        """Return the augmentation for `data.augment`, values by name."""
+        """Return the augmentation for the settings by name in `data.augment`."""
         names = [field.name for field in fields(cls)]
         for name in settings:
             if name not in names:
@@ -117,7 +117,7 @@ class DeviceAugmentation:
         _check_range("scale", self.scale, 1.0, "two rising shares of the area, above 0 and up to 1")
         _check_range("ratio", self.ratio, math.inf, "two rising numbers above 0")
         if self.ratio and not self.scale:
-            raise UsageError("data.augment.ratio is of the random crop: set data.augment.scale too, such as [0.35, 1]")
+            raise UsageError("data.augment.ratio needs a random crop: set data.augment.scale too, such as [0.35, 1]")
 
     @property
     def mixes(self) -> bool:
@@ -144,7 +144,7 @@ class DeviceAugmentation:
         Args:
             images: uint8 (B, H, W, C).
             rows, seed, epoch: key of the draws; rows of the image set, int64 (B,).
-            fill: float32 (C,) in 0 … 255, colour of areas that are painted or left empty.
+            fill: float32 (C,) in 0 … 255, colour of erased boxes and of areas outside the image.
             finish: function from float32 (B, H, W, C) in 0 … 255 to (B, …), applied to each image independently.
 
         Returns:
@@ -158,21 +158,21 @@ class DeviceAugmentation:
 
         if images.device.type != "cpu":
             return augmented(images, parameters)
-        # Sorted by operation, a chunk has few different ones.
+        # Sort by operation, so that each chunk has few different operations.
         is_sorted = "operations" in parameters
         order = parameters["operations"][:, 0].argsort(stable=True) if is_sorted else torch.arange(count)
-        memory = result = torch.empty(0)
+        results = result = torch.empty(0)
         for part in order.split(max(1, CHUNK_BYTES // (4 * height * width * channels))):
             chunk = {name: values.index_select(0, part) for name, values in parameters.items()}
             result = augmented(images.index_select(0, part), chunk)
             size = result[0].numel()
             flat = result.as_strided((len(part), size), (size, 1))  # one row per image, in memory order
-            memory = memory if len(memory) else flat.new_empty(count, size)
-            memory[part if is_sorted else slice(int(part[0]), int(part[-1]) + 1)] = flat
-        return memory.as_strided((count, *result.shape[1:]), result.stride())
+            results = results if len(results) else flat.new_empty(count, size)
+            results[part if is_sorted else slice(int(part[0]), int(part[-1]) + 1)] = flat
+        return results.as_strided((count, *result.shape[1:]), result.stride())
 
     def _draw(self, rows: Tensor, seed: int, epoch: int, height: int, width: int) -> Parameters:
-        """Return the parameters of all operations that are on, each (B,) or (B, …)."""
+        """Return the parameters of all enabled operations, each (B,) or (B, …)."""
 
         def draws(stream: str, count: int) -> Tensor:
             return uniform(rows, count, _SEEDS, seed, epoch, _STREAMS.index(stream))
@@ -187,7 +187,7 @@ class DeviceAugmentation:
             shares = draws("perspective", 8).view(-1, 4, 2)
             bounds = (int(self.perspective * (size // 2)) + 1 for size in (width, height))
             inward = torch.stack([(shares[..., axis] * bound).floor() for axis, bound in enumerate(bounds)], 2)
-            # Corners at 0 move by `inward`, those at the far end by its negative.
+            # Coordinates at 0 increase by `inward`; coordinates at the far end decrease by it.
             parameters["perspective"] = (image_corners(height, width, rows.device) - inward).abs()
         if self.policy != "none":
             count = 1 if self.policy == "trivial" else int(self.operations)
@@ -242,9 +242,9 @@ class DeviceAugmentation:
     def mix(
         self, images: Tensor, labels: Tensor, classes: int, rows: Tensor, seed: int, epoch: int
     ) -> tuple[Tensor, Tensor]:
-        """Mix each image with another one of this device's part of the batch, by mixup or cutmix.
+        """Mix each image with another image of this device's part of the batch, by mixup or cutmix.
 
-        The pairs are a function of (seed, epoch, rows). Another number of devices gives other pairs.
+        The pairs are a function of (seed, epoch, rows), and therefore depend on the number of devices.
 
         Args:
             images: float32 (B, C, H, W) in channels_last memory; changed in place.
@@ -258,7 +258,7 @@ class DeviceAugmentation:
         count, channels, height, width = images.shape
         draws = uniform(rows, 5, _SEEDS, seed, epoch, _STREAMS.index("mixing"))
         order = draws[:, 0].argsort(stable=True)
-        others = torch.empty_like(order).index_copy_(0, order, order.roll(1))  # the next image in a random ring
+        partners = torch.empty_like(order).index_copy_(0, order, order.roll(1))  # the next image in a random ring
         is_paste = draws[:, 4] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
         weights = torch.zeros_like(draws[:, :1, None])
         if self.mixup:
@@ -266,13 +266,13 @@ class DeviceAugmentation:
         if self.cutmix:
             boxes = _cutmix_boxes(beta(draws[:, 1], self.cutmix) * is_paste, draws[:, 2:4], height, width)
             rows_within, columns_within = within(boxes, height, width)
-            # A weight for each number of a row of pixels: a broadcast over three channels is far slower.
+            # One weight for each value of a row of pixels. Broadcasting over 3 channels is far slower.
             columns_within = columns_within.repeat_interleave(channels, 1)
             weights = weights + rows_within[:, :, None] * columns_within[:, None, :]
         pixels = images.permute(0, 2, 3, 1).reshape(count, height, width * channels)
-        pixels.lerp_(pixels.index_select(0, others), weights)
-        own = F.one_hot(labels, classes).float()
-        targets = torch.lerp(own, own.index_select(0, others), weights.mean((1, 2))[:, None])
+        pixels.lerp_(pixels.index_select(0, partners), weights)
+        one_hot = F.one_hot(labels, classes).float()
+        targets = torch.lerp(one_hot, one_hot.index_select(0, partners), weights.mean((1, 2))[:, None])
         return pixels.view(count, height, width, channels).permute(0, 3, 1, 2), targets
 
 
@@ -289,7 +289,7 @@ def _check_range(name: str, value: Any, most: float, rule: str) -> None:
 
 # ---- boxes: (B, 4) of top, left, height and width in pixels
 #
-# No constant below becomes a tensor of its own: copying it to a GPU would synchronise the host.
+# Constants below stay Python numbers: copying a tensor to a GPU would synchronise the host.
 
 
 def _boxes(
@@ -309,16 +309,16 @@ def _boxes(
     rows, columns = (areas / ratios).sqrt().round(), (areas * ratios).sqrt().round()
     fits = (rows > 0) & (rows <= height - margin) & (columns > 0) & (columns <= width - margin)
     first = fits.int().argmax(1, keepdim=True)
-    sizes = [each.gather(1, first)[:, 0] for each in (rows, columns)]
-    places = [
+    sizes = [lengths.gather(1, first)[:, 0] for lengths in (rows, columns)]
+    starts = [
         (draws[:, 2 * TRIES + axis] * (most - size + 1)).floor()
         for axis, (most, size) in enumerate(zip((height, width), sizes, strict=True))
     ]
-    return [*places, *sizes], fits.any(1)
+    return [*starts, *sizes], fits.any(1)
 
 
 def _crops(draws: Tensor, area: Sequence[float], ratio: Sequence[float], height: int, width: int) -> Tensor:
-    """Return boxes (B, 4) of random crops. If none fits, it is the largest central box with an allowed ratio."""
+    """Return boxes (B, 4) of random crops. If none fits, use the largest central box with an allowed ratio."""
     boxes, fits = _boxes(draws, area, ratio, height, width, margin=0)
     shape = min(max(width / height, ratio[0]), ratio[1])
     rows, columns = min(height, round(width / shape)), min(width, round(height * shape))
@@ -327,7 +327,7 @@ def _crops(draws: Tensor, area: Sequence[float], ratio: Sequence[float], height:
 
 
 def _cutmix_boxes(shares: Tensor, centres: Tensor, height: int, width: int) -> Tensor:
-    """Return boxes (B, 4) with shares (B,) of the area, cut at the borders, at centres (B, 2) drawn uniformly."""
+    """Return boxes (B, 4) with `shares` (B,) of the area, clipped at the borders. centres: uniform draws (B, 2)."""
     starts, lengths = [], []
     for axis, size in enumerate((height, width)):
         middle, half = (centres[:, axis] * size).floor(), (0.5 * shares.sqrt() * size).floor()
@@ -340,8 +340,8 @@ def within(boxes: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Return 1.0 for rows (B, height) and columns (B, width) inside the boxes (B, 4), 0.0 outside."""
 
     def inside(start: Tensor, length: Tensor, size: int) -> Tensor:
-        places = torch.arange(size, device=boxes.device)
-        return ((places >= start) & (places < start + length)).float()
+        positions = torch.arange(size, device=boxes.device)
+        return ((positions >= start) & (positions < start + length)).float()
 
     top, left, rows, columns = boxes.split(1, dim=1)
     return inside(top, rows, height), inside(left, columns, width)
@@ -384,9 +384,9 @@ def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:
     # 1 + green + blue - red everywhere.
     distance = (green + blue).sub_(red).sub_(lowest).div_(chroma.clamp_min(1e-6)).add_(1)
     hue = torch.copysign(distance, green - blue).add_(6 * shifts[:, None, None])
-    for channel, place in enumerate((0, 2, -2)):
-        # Shorter distance from the channel's own place. The channel is highest up to 1, and lowest from 2 on.
-        distance = (hue - place).abs_().sub_(3).abs_().sub_(3).abs_()
+    for channel, primary in enumerate((0, 2, -2)):
+        # Distance from the channel's primary colour, 0 … 3. The channel is highest up to 1, and lowest from 2 on.
+        distance = (hue - primary).abs_().sub_(3).abs_().sub_(3).abs_()
         torch.addcmul(highest, chroma, distance.sub_(1).clamp_(0, 1), value=-1, out=images[:, channel])
     return images
 
@@ -418,9 +418,9 @@ def solarize(images: Tensor, thresholds: Tensor) -> Tensor:
 
 def autocontrast(images: Tensor) -> Tensor:
     """Stretch each channel to the full range."""
-    least, most = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
-    flat = least == most
-    return images.sub_(least.masked_fill(flat, 0)).mul_(255 / (most - least).masked_fill(flat, 255))
+    lowest, highest = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
+    flat = lowest == highest
+    return images.sub_(lowest.masked_fill(flat, 0)).mul_(255 / (highest - lowest).masked_fill(flat, 255))
 
 
 def equalize(images: Tensor) -> Tensor:
@@ -467,8 +467,8 @@ def _grey(images: Tensor) -> Tensor:
 def resized_crop(images: Tensor, boxes: Tensor) -> Tensor:
     """Crop boxes and scale them to the images' own size with bilinear interpolation.
 
-    This only enlarges, so there is nothing to antialias. It blends whole rows, then columns as rows of transposed
-    images. On a CPU that takes half as long as `grid_sample`.
+    Boxes are only enlarged, so no antialiasing is needed. Rows are blended first, then columns as rows of the
+    transposed images. On a CPU this takes half as long as `grid_sample`.
 
     Args:
         images: uint8 or float32 (B, H, W, C).
@@ -483,29 +483,29 @@ def resized_crop(images: Tensor, boxes: Tensor) -> Tensor:
     blended = _blend_rows(images.reshape(-1, width * channels), _neighbours(top, rows, height), image * height)
     transposed = blended.view(count, height, width, channels).permute(0, 3, 2, 1).reshape(-1, height)
     planes = torch.arange(count * channels, device=images.device)[:, None]
-    columns_of_planes = [each.repeat_interleave(channels, 0) for each in _neighbours(left, columns, width)]
+    columns_of_planes = [values.repeat_interleave(channels, 0) for values in _neighbours(left, columns, width)]
     blended = _blend_rows(transposed, columns_of_planes, planes * width)
     return blended.view(count, channels, width, height).transpose(2, 3)
 
 
 def _neighbours(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the two source rows of each of `size` scaled rows, int64 (B, size), and the share of the second one."""
-    places = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] - 0.5
+    positions = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] - 0.5
     last = length[:, None] - 1
-    places = places.clamp_min(0).minimum(last)  # pixels outside the box do not count
-    before = places.floor()
-    return (start[:, None] + before).long(), (start[:, None] + (before + 1).minimum(last)).long(), places - before
+    positions = positions.clamp_min(0).minimum(last)  # pixels outside the box do not count
+    before = positions.floor()
+    return (start[:, None] + before).long(), (start[:, None] + (before + 1).minimum(last)).long(), positions - before
 
 
 def _blend_rows(rows: Tensor, neighbours: Sequence[Tensor], first: Tensor) -> Tensor:
-    """Blend rows, float32, by `_neighbours` (N, n), which count from `first` (N, 1)."""
+    """Blend pairs of rows from `_neighbours`, (N, n) and relative to `first` (N, 1), to float32 (N·n, columns)."""
     before, after, shares = neighbours
-    lower, upper = (rows.index_select(0, (first + each).flatten()).float() for each in (before, after))
+    lower, upper = (rows.index_select(0, (first + numbers).flatten()).float() for numbers in (before, after))
     return lower.lerp_(upper, shares.view(-1, 1))
 
 
 def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
-    """Sample each pixel bilinearly from the place that a matrix maps it to; `fill` (C,) outside the image.
+    """Sample each pixel bilinearly from the position that a matrix maps it to; use `fill` (C,) outside the image.
 
     Args:
         images: float32 (B, C, H, W).
@@ -553,9 +553,9 @@ def perspective_matrices(corners: Tensor, height: int, width: int) -> Tensor:
     x = torch.cat((points, zeros, -start[..., 0:1] * end), 2)
     y = torch.cat((zeros, points, -start[..., 1:2] * end), 2)
     # Each corner gives two of eight equations (Heckbert, Fundamentals of texture mapping, 1989).
-    equations, places = torch.cat((x, y), 1), torch.cat((start[..., 0], start[..., 1]), 1)
-    numbers = torch.linalg.solve_ex(equations, places).result  # `solve` would synchronise the host to check for errors
-    return F.pad(numbers, (0, 1), value=1.0).view(-1, 3, 3)
+    equations, values = torch.cat((x, y), 1), torch.cat((start[..., 0], start[..., 1]), 1)
+    entries = torch.linalg.solve_ex(equations, values).result  # `solve` would synchronise the host to check for errors
+    return F.pad(entries, (0, 1), value=1.0).view(-1, 3, 3)
 
 
 _MOVES = {"crop": crop_matrices, "rotation": rotation_matrices, "perspective": perspective_matrices}
@@ -569,7 +569,7 @@ def image_corners(height: int, width: int, device: torch.device) -> Tensor:
 
 
 def _matrices(*rows: tuple[Tensor | float, ...]) -> Tensor:
-    """Return matrices (B, 3, 3) of two rows, and 0, 0, 1."""
+    """Return matrices (B, 3, 3) with the given two rows, then 0, 0, 1."""
     values = [*rows[0], *rows[1], 0, 0, 1]
     like = next(value for value in values if isinstance(value, Tensor))
     return torch.stack(
@@ -595,15 +595,15 @@ def policy_magnitudes(policy: str, height: int, width: int, device: torch.device
 
 
 def apply_operations(images: Tensor, operations: Tensor, magnitudes: Tensor, fill: Tensor) -> Tensor:
-    """Apply one of `OPERATIONS` to each image. Each is computed on the images that drew it only.
+    """Apply one of `OPERATIONS` to each image. An operation is computed only for the images that drew it.
 
-    This synchronises a GPU once: the host needs the number of images of each operation.
+    This synchronises a GPU once, because the host needs the number of images of each operation.
 
     Args:
         images: float32 (B, C, H, W) in 0 … 255; may be changed in place.
         operations: int64 (B,), indices into `OPERATIONS`.
         magnitudes: (B,), signed.
-        fill: (C,), colour of areas that a move leaves empty.
+        fill: (C,), colour of areas outside the image.
     """
     order = operations.argsort(stable=True)
     counts = (operations[:, None] == torch.arange(len(OPERATIONS), device=operations.device)).sum(0).tolist()
@@ -619,7 +619,7 @@ def apply_operations(images: Tensor, operations: Tensor, magnitudes: Tensor, fil
 def _move(images: Tensor, magnitudes: Tensor, operations: Tensor, fill: Tensor) -> Tensor:
     """Shear, translate or rotate each image in one warp."""
     height, width = images.shape[2:]
-    # Each image has one of these, and 0 for the others.
+    # Each image has one of these five magnitudes. The others are 0.
     shear_x, shear_y, x, y, angles = (magnitudes * (operations == number) for number in range(1, 6))
     shear_x, shear_y = shear_x * (height / width), shear_y * (width / height)
     matrices = rotation_matrices(angles, height, width)[:, :2]
@@ -629,7 +629,7 @@ def _move(images: Tensor, magnitudes: Tensor, operations: Tensor, fill: Tensor) 
     return warp(images, matrices, fill)
 
 
-# From images, magnitudes, operations and fill to images, in the order of OPERATIONS. The five moves share one function.
+# Functions of (images, magnitudes, operations, fill), in the order of OPERATIONS. The five moves share one function.
 _OPERATIONS: tuple[Callable[..., Tensor], ...] = (
     lambda images, *_: images,
     _move,

@@ -29,12 +29,12 @@ RETRY_PAUSE = 1.0  # seconds before a broken transfer resumes
 MEASURE_SECONDS = 15.0  # period over which the rate is measured
 SLOW_RATE = 150e3  # bytes/s; below it the next mirror is tried (CIFAR-10 would take 19 minutes)
 CHUNK_BYTES = 1 << 18
-MAX_DOWNLOAD = 1 << 28  # bytes, as a server may send without end; the largest archive has 170 MB
+MAX_DOWNLOAD = 1 << 28  # bytes; the largest archive has 170 MB, but a server may never stop sending
 MAX_INTERIM = 10  # "100 Continue" responses
 
 
 class _MirrorError(Exception):
-    """Why a mirror is given up, whether because it is slow, and whether the transfer may resume from it at once."""
+    """Reason to give up a mirror. `slow`: its rate is too low. `retry`: the transfer may resume from it at once."""
 
     def __init__(self, reason: str, slow: bool = False, retry: bool = False) -> None:
         super().__init__(reason)
@@ -50,8 +50,8 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
     Args:
         name: name of the file in progress and errors.
         urls: URLs or local paths of byte-identical copies.
-        md5: its md5, in hexadecimal.
-        target: its path.
+        md5: md5 of the file, in hexadecimal.
+        target: path to write the file to.
 
     Raises:
         Failure: the existing file has another md5, no mirror has the file, or it cannot be written.
@@ -94,7 +94,7 @@ def _md5_of(path: Path) -> str:
 
 @contextmanager
 def file_lock(path: Path, work: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold a lock at `path`. After `patience` seconds, report that another process does `work`."""
+    """Hold a lock at `path`. After `patience` seconds of waiting, note that another process `work`, "decodes …"."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
@@ -120,7 +120,7 @@ def disk_errors(folder: Path, needed: int = 0) -> Iterator[None]:
 
 
 def _download(name: str, urls: Sequence[str], md5: str, part: Path, target: Path) -> None:
-    """Download to `part` from the urls in turn. Slow ones get a second turn, without a minimum rate."""
+    """Download to `part` from the urls in turn. Slow mirrors get a second turn without a minimum rate."""
     reasons: dict[str, str] = {}
     turns = [(url, SLOW_RATE if len(urls) > 1 else 0.0) for url in urls]
     for turn, (url, min_rate) in enumerate(turns, 1):
@@ -132,11 +132,11 @@ def _download(name: str, urls: Sequence[str], md5: str, part: Path, target: Path
                 turns.append((url, 0.0))
             if turn < len(turns):
                 note(f"{name} from {_host(url)}: {error}; trying another source")
-    listed = "; ".join(f"{_host(url)}: {reason}" for url, reason in reasons.items())
-    kept = " The partial download is kept; the next start resumes it." if _size(part) else ""
+    faults = "; ".join(f"{_host(url)}: {reason}" for url, reason in reasons.items())
+    hint = " The partial download is kept; the next start resumes it." if _size(part) else ""
     raise Failure(
-        f"{name} could not be downloaded ({listed}). Place it at {target.absolute()} (md5 {md5}), "
-        f"or name a source with --data.url; `--recipe quickstart` needs no download.{kept}"
+        f"{name} could not be downloaded ({faults}). Place it at {target.absolute()} (md5 {md5}), "
+        f"or name a source with --data.url; `--recipe quickstart` needs no download.{hint}"
     )
 
 
@@ -153,7 +153,7 @@ def _download_from(name: str, url: str, md5: str, part: Path, min_rate: float) -
         if _md5_of(part) == md5:
             return
         part.unlink()
-        if not start:  # a resumed part may have been wrong before: try again from byte 0
+        if not start:  # A resumed part may have been damaged before. Then try again from byte 0.
             break
     raise _MirrorError("wrong md5")
 
@@ -164,7 +164,7 @@ def _transfer(name: str, url: str, part: Path, min_rate: float) -> int:
     Raise _MirrorError, also for a rate below `min_rate` (bytes/s) over MEASURE_SECONDS. Raise Failure if writing fails.
     """
     response, start, total = _open(url, _size(part))
-    what = f"{name} from {_host(url)}" + (f", resumed at {start / 1e6:,.0f} MB" if start else "")
+    description = f"{name} from {_host(url)}" + (f", resumed at {start / 1e6:,.0f} MB" if start else "")
     missing = max(total - start, 0)
     size = measured_size = start
     measured_from = time.monotonic()
@@ -176,7 +176,7 @@ def _transfer(name: str, url: str, part: Path, min_rate: float) -> int:
         response,
         disk_errors(part.parent, missing),
         part.open("ab" if start else "wb") as file,
-        progress(what, missing, unit="MB", scale=1e-6) as advance,
+        progress(description, missing, unit="MB", scale=1e-6) as advance,
     ):
         while True:
             try:
@@ -229,7 +229,7 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
         response = build_opener(_Handler).open(Request(address, headers=headers), timeout=STALL_SECONDS)
     except HTTPError as error:
         error.close()
-        if error.code == 416 and start:  # the file ends before `start`, so the part is of another file
+        if error.code == 416 and start:  # the file ends before `start`, so the part belongs to another file
             return _open(url, 0)
         raise _MirrorError(f"HTTP {error.code}") from error
     except (OSError, HTTPException, ValueError, OverflowError) as error:

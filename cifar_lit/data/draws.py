@@ -15,9 +15,9 @@ _POINTS = 1024  # size of the quantile table of a Beta distribution
 def uniform(rows: Tensor, count: int, *key: int) -> Tensor:
     """Draw numbers in [0, 1), float32 (B, count), each a function of `key`, its row and its column alone.
 
-    The generator is counter-based (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011). Rows and columns
-    are counters. Each is mixed with a word of the key by the finaliser of MurmurHash3 (Appleby, 2011), in 32 bits held
-    in int64.
+    The generator is counter-based (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011), with rows and
+    columns as counters. The finaliser of MurmurHash3 (Appleby, 2011) mixes each counter with a word of the key. The
+    words have 32 bits and are stored as int64.
 
     Args:
         rows: int64 (B,), in 0 … 2³² - 1.
@@ -33,9 +33,9 @@ def uniform(rows: Tensor, count: int, *key: int) -> Tensor:
 def beta(draws: Tensor, alpha: float) -> Tensor:
     """Transform uniform draws to the Beta(alpha, alpha) distribution, by its quantile function."""
     quantiles = _beta_quantiles(alpha, draws.device)
-    places = draws * _POINTS
-    below = places.long()
-    return torch.lerp(quantiles[below], quantiles[below + 1], places - below)
+    positions = draws * _POINTS
+    below = positions.long()
+    return torch.lerp(quantiles[below], quantiles[below + 1], positions - below)
 
 
 def _mix(words: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def _words(key: tuple[int, ...]) -> tuple[int, int]:
 def _beta_quantiles(alpha: float, device: torch.device) -> Tensor:
     """Return the quantiles of Beta(alpha, alpha) at 0, 1/_POINTS, … 1, float32.
 
-    The lower half is integrated over x^alpha if alpha < 1, which removes the pole of the density at 0. The upper half
-    mirrors it.
+    If alpha < 1, the lower half is integrated over x^alpha, because the density has a pole at 0. The upper half mirrors
+    the lower half.
     """
     power = min(alpha, 1.0)
     x = np.linspace(0, 0.5**power, 100_001) ** (1 / power)

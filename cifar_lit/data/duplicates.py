@@ -17,13 +17,13 @@ from cifar_lit.data.splits import connect
 
 SIDE = 9  # side of a thumbnail in pixels; it has 8×8 differences across and as many down, one bit each
 HASH_BITS = 2 * (SIDE - 1) ** 2
-MIN_STEP = 1.0  # smallest difference in grey levels that sets a bit, so that noise in plain areas does not
+MIN_STEP = 1.0  # smallest difference in grey levels that sets a bit; noise in plain areas is smaller
 MIN_CONTRAST = 6.0  # standard deviation of a thumbnail in grey levels; plainer images all look alike
 # Recall for 3,000 photos that were scaled, brightened, cropped by 3 % and encoded again: 99.6 % among 60,000 images of
-# CIFAR-10, 98.3 % among a million mixtures of these. A few percent of CIFAR-10's pairs above 0.97 are false.
+# CIFAR-10, 98.3 % among a million blends of these. Above 0.97, a few percent of the pairs in CIFAR-10 are false.
 PASSES, NEIGHBOURS = 8, 32
 MAX_BITS = 24  # different bits, of 128
-MIN_CORRELATION = 0.98  # between thumbnails
+MIN_CORRELATION = 0.98  # between thumbnails of near-duplicates
 # Groups above both this share of the images and this number are ignored.
 MAX_SHARE, FEW = 0.1, 10
 CHUNK_BYTES = 1 << 22  # images read at once
@@ -36,8 +36,8 @@ _ONES = np.unpackbits(np.arange(1 << 16, dtype="<u2")[:, None].view(np.uint8), a
 def near_duplicates(images: np.ndarray) -> list[list[int]]:
     """Return the rows of each group of near-duplicates among uint8 images (N, H, W, C), ascending.
 
-    A group holds all images that are connected by pairs. Images with almost no contrast have no near-duplicates. A
-    group of more than a tenth of the images is ignored: all images of such a data set look alike.
+    Pairs that share an image are in the same group. Images with almost no contrast have no near-duplicates. A group of
+    more than a tenth of the images is ignored, because then most images of the data set look alike.
     """
     if len(images) < 2:
         return []
@@ -69,7 +69,7 @@ def near_duplicates(images: np.ndarray) -> list[list[int]]:
 def _thumbnails(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return row (N,), thumbnail, uint8 (N, 81, C), and hash, uint16 (8, N), of each image with enough contrast.
 
-    They are preallocated: for a million images, a concatenation would need half a gigabyte more.
+    The arrays are preallocated: for a million images, concatenation would need half a gigabyte more.
     """
     rows = np.empty(len(images), np.int64)
     thumbnails = np.empty((len(images), SIDE * SIDE, images.shape[3]), np.uint8)
@@ -101,9 +101,9 @@ def _correlations(thumbnails: np.ndarray, left: np.ndarray, right: np.ndarray) -
     result = np.empty(len(left), np.float32)
     for start in range(0, len(left), CHUNK_PAIRS):
         part = slice(start, start + CHUNK_PAIRS)
-        one, other = (thumbnails[rows[part]].astype(np.float32) for rows in (left, right))
-        one -= one.mean(1, keepdims=True)
-        other -= other.mean(1, keepdims=True)
-        squares = np.square(one).sum((1, 2)) * np.square(other).sum((1, 2))
-        result[part] = (one * other).sum((1, 2)) / np.sqrt(squares)
+        first, second = (thumbnails[rows[part]].astype(np.float32) for rows in (left, right))
+        first -= first.mean(1, keepdims=True)
+        second -= second.mean(1, keepdims=True)
+        squares = np.square(first).sum((1, 2)) * np.square(second).sum((1, 2))
+        result[part] = (first * second).sum((1, 2)) / np.sqrt(squares)
     return result

@@ -13,7 +13,7 @@ def count_batches(images: int, batch_size: int, parts: int = 1) -> int:
     Args:
         images: number of training images.
         batch_size: images per global batch.
-        parts: number of devices that all need images of every batch.
+        parts: number of devices that each need images of every batch.
     """
     full, remaining = divmod(images, batch_size)
     return full + (remaining >= 2 * parts or full == 0)
@@ -42,9 +42,9 @@ def fit_length(trainer: Any, batches: int) -> FitLength:
         return FitLength(max(1, batches), None)
     limit = trainer.limit_train_batches
     epoch = max(1, min(batches, limit) if isinstance(limit, int) else int(limit * batches))
-    ends = [epoch * trainer.max_epochs] if (trainer.max_epochs or -1) > 0 else []
+    limits = [epoch * trainer.max_epochs] if (trainer.max_epochs or -1) > 0 else []
     if trainer.max_steps > 0:
         accumulated = trainer.accumulate_grad_batches  # the last step of an epoch may have fewer
         epochs, steps = divmod(trainer.max_steps, -(-epoch // accumulated))
-        ends.append(epochs * epoch + min(epoch, steps * accumulated))
-    return FitLength(epoch, min(ends, default=None))
+        limits.append(epochs * epoch + min(epoch, steps * accumulated))
+    return FitLength(epoch, min(limits, default=None))

@@ -28,13 +28,8 @@ from cifar_lit.errors import Failure, UsageError, nearest
 KINDS = "JPEG, PNG, WebP, BMP or GIF"
 HEIC_REMEDY = "convert HEIC photos to JPEG first, such as with `magick mogrify -format jpg *.heic`"
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
-PARTS = {
-    "train": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "test": "test",
-}  # by their names in tables
+# Parts by their names in tables.
+PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
 Tree = dict[str, list[File]]  # the files of each class, both sorted
 
@@ -43,8 +38,8 @@ Tree = dict[str, list[File]]  # the files of each class, both sorted
 class Listing:
     """The image files of a data set.
 
-    parts: train, then val and test if they exist; or only `all`, from which the test images are to be drawn. All have
-        the same classes; in all but train, a class may be empty.
+    parts: train, then val and test if they exist; or only `all`, from which test images are drawn. All parts have the
+        same classes. Classes may be empty except in train.
     groups: group by path, for files that must be on the same side of a split.
     """
 
@@ -56,15 +51,16 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     """Return the training or test images of a folder or a table, see `list_table`.
 
     Classes are the sorted names of the class folders, whose subfolders are searched too. Hidden files are ignored. The
-    images of ROOT/val or ROOT/valid follow those of ROOT/train, as `val_rows`; without ROOT/test they are also the test
-    images. Images are memory-mapped from the cache, so they may exceed the memory.
+    images of ROOT/val or ROOT/valid follow the images of ROOT/train, as `val_rows`; without ROOT/test they are also the
+    test images. Images are memory-mapped from the cache, so they may exceed the memory.
 
-    A drawn split keeps near-duplicates on one side. For a given split, a line reports near-duplicates across its sides.
+    A split drawn by seed keeps near-duplicates on one side. For a split given by folders or a table, a note reports
+    near-duplicates across its sides.
 
     Args:
-        settings: `root` is the folder or table. Without train/ and test/, `test_size` of each class is drawn for
-            testing, as a function of `split_seed`, the paths below ROOT, groups and near-duplicates. None draws
-            nothing.
+        settings: `root` is the folder or table. Without train/ and test/, a fraction `test_size` of each class is drawn
+            for testing. The draw depends on `split_seed`, the paths below ROOT, groups and near-duplicates. None draws
+            no test images.
         train: whether to return the training images.
 
     Raises:
@@ -82,7 +78,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
     is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
     if settings.group is not None and not is_table:
-        raise UsageError(f"data.group names a column of a table, but {root} is no table: list the images in one")
+        raise UsageError(f"data.group names a column of a table, but {root} is not a table: list the images in a table")
     listing = list_table(root, settings.group, settings.skip_bad) if is_table else scan(root)
     where = f"of {root}" if is_table else f"below {root}"
     classes = tuple(next(iter(listing.parts.values())))
@@ -112,22 +108,22 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
 
     if train and test_size is not None and len(parts) > 1 and "test" not in parts:
         note_once(
-            f"{root} has no test images: the validation images are also the test images. They select the best epoch, "
-            "so the score may be too high; --folds 5 avoids this"
+            f"{root}: no test images except the validation images, which also select the best epoch. "
+            "The test score may be too high; --folds 5 tests on separate images"
         )
     used = [part for part in parts if part != "test"] if train else [*parts][-1:]
     labels: dict[str, list[int]] = {}
     for part, tree in parts.items():
-        left_out = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
+        skipped = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
         for name, members in tree.items():
-            if members and all(file.path in left_out for file in members):
+            if members and all(file.path in skipped for file in members):
                 raise Failure(f"no {part} image of class {name} {where} can be read: {_listed(bad)}")
         labels[part] = [
             label for label, members in enumerate(tree.values()) for file in members if file.path not in bad
         ]
-        if left_out and part in used:
+        if skipped and part in used:
             total = f"{sum(map(len, tree.values())):,} {part} images {where}"
-            note_once(f"{len(left_out):,} of {total} are {_fault(left_out)} and left out: {_listed(left_out)}")
+            note_once(f"{len(skipped):,} of {total} are {_fault(skipped)} and left out: {_listed(skipped)}")
     used_labels = torch.tensor([label for part in used for label in labels[part]], dtype=torch.int64)
     count = len(used_labels)
     pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
@@ -153,15 +149,15 @@ def draw_test(
     files = files_of({"all": tree})
     counts = np.array([len(members) for members in tree.values()])
     labels = np.repeat(np.arange(len(counts)), counts)
-    # Order by hash: it is the same with every library and machine.
+    # The order by hash is the same with every library and on every machine.
     digests = [sha256(os.fsencode(f"{split_seed}/{file.path}")).digest() for file in files]
     order = np.empty(len(files), np.int64)
     order[sorted(range(len(files)), key=digests.__getitem__)] = np.arange(len(files))
-    # A class with two images or more has at least one on each side.
+    # A class with two or more images has at least one image on each side.
     sizes = np.array([min(max(round(count * test_size), 1), count - 1) for count in counts.tolist()])
     tests = draw_rows(labels, sizes, order, group_files([file.path for file in files], groups, duplicates))
     if not tests.any():
-        raise UsageError(f"every class {where} has one image only, or one group of them, so none is left to test with")
+        raise UsageError(f"every class {where} has only one image or group, so no test images can be drawn: add images")
     parts: dict[str, Tree] = {part: {name: [] for name in tree} for part in ("train", "test")}
     names = [*tree]
     for file, label, test in zip(files, labels.tolist(), tests.tolist(), strict=True):
@@ -180,7 +176,7 @@ def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where:
     if across:
         example = f"such as {across[0][0]} of {across[0][1]}"
         note_once(
-            f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too good"
+            f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too high"
         )
     else:
         count = f"{sum(map(len, duplicates)):,} of {len(part_of):,} images {where}"
@@ -188,21 +184,23 @@ def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where:
 
 
 def scan(root: Path) -> Listing:
-    """Return the image files below a folder. Raise UsageError if `root` has not the layout of a data set."""
+    """Return the image files below a folder. Raise UsageError if `root` lacks the layout of a data set."""
     if not root.is_dir():
         wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
         raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
     ignored: list[str] = []
-    level = {entry.name: entry for entry in visible_entries(str(root), _unreadable) if is_folder(entry)}
-    others = [name for name in level if name not in ("train", "test")]
-    parts_here = [name for name in ("train", "test") if name in level and (not others or _has_subfolders(level[name]))]
+    folders = {entry.name: entry for entry in visible_entries(str(root), _unreadable) if is_folder(entry)}
+    others = [name for name in folders if name not in ("train", "test")]
+    parts_here = [name for name in ("train", "test") if name in folders]
+    if others:  # train and test may be classes too
+        parts_here = [name for name in parts_here if _has_subfolders(folders[name])]
     if parts_here:
         val = [name for name in ("val", "valid", "validation") if name in others][:1]
-        others = [name for name in level if name not in (*parts_here, *val)]
+        others = [name for name in folders if name not in (*parts_here, *val)]
         if "train" not in parts_here or len(parts_here + val) == 1:
             missing = "test" if "train" in parts_here else "train"
-            hint = f" Is {others[0]}/ meant?" if len(others) == 1 else ""
-            raise UsageError(f"{root} has {parts_here[0]}/ but no {missing}/<class>/… beside it: want {LAYOUT}.{hint}")
+            hint = f" If {others[0]}/ has the {missing} images, rename it." if len(others) == 1 else ""
+            raise UsageError(f"{root} has {parts_here[0]}/ but no {missing}/<class>/…: expected {LAYOUT}.{hint}")
         names: list[str] = ["train", *val, *parts_here[1:]]
         if others:
             note_once(f"{root}: only {' and '.join(f'{name}/' for name in names)} are used, not {', '.join(others)}")
@@ -210,7 +208,7 @@ def scan(root: Path) -> Listing:
         for name in names[1:]:
             if parts[name].keys() != parts["train"].keys():
                 differences = " and ".join(
-                    f"{part}/ alone has {_listed(sorted(only))}"
+                    f"only {part}/ has {_listed(sorted(only))}"
                     for part, other in (("train", name), (name, "train"))
                     if (only := parts[part].keys() - parts[other].keys())
                 )
@@ -220,7 +218,7 @@ def scan(root: Path) -> Listing:
     if ignored:
         heic = sum(name.lower().endswith(HEIC_SUFFIXES) for name in ignored)
         remedy = f". {heic:,} are HEIC: {HEIC_REMEDY}" if heic else ""
-        note_once(f"{root}: {len(ignored):,} files that are no {KINDS} are ignored: {_listed(ignored)}{remedy}")
+        note_once(f"{root}: {len(ignored):,} files are not {KINDS} and are ignored: {_listed(ignored)}{remedy}")
     return Listing(parts)
 
 
@@ -240,7 +238,8 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     part_of_group: dict[str, str] = {}
     repeated = 0
     for number, path, label, split, group_name in read_table(table, group):
-        part, fault = split and PARTS.get(split.lower(), "none"), ""
+        part = PARTS.get(split.lower(), "none") if split else ""
+        fault = ""
         if part == "none":
             fault = f"split {split[:80]!r} is none of {', '.join(PARTS)}.{nearest(split[:80], PARTS)}"
         elif path in rows:
@@ -282,8 +281,8 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
     used = {part for _, part, _ in rows.values()}
     if "" not in used and ("train" not in used or len(used) == 1):
-        lacking = "val or test" if "train" in used else "train"
-        raise UsageError(f"{table} has no {lacking} rows: without a split column, test images are drawn")
+        absent = "val or test" if "train" in used else "train"
+        raise UsageError(f"{table} has no {absent} rows: add some, or remove the split column to draw test images")
     parts: dict[str, Tree] = {
         part or "all": {name: [] for name in classes} for part in ("train", "val", "test", "") if part in used
     }
@@ -298,19 +297,20 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
 
 def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
     """Return the classes below `root` with their files, whose paths get `prefix`. Add other files to `ignored`."""
-    level = visible_entries(str(root), _unreadable)
-    table = next((f" Is --data-dir {entry.path} meant?" for entry in level if entry.name.lower().endswith(TABLES)), "")
-    classes = sorted((entry for entry in level if is_folder(entry)), key=lambda entry: entry.name)
-    loose = [entry.name for entry in level if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry)]
+    entries = visible_entries(str(root), _unreadable)
+    tables = (entry.path for entry in entries if entry.name.lower().endswith(TABLES))
+    table_hint = next((f" Did you mean --data-dir {path}?" for path in tables), "")
+    classes = sorted((entry for entry in entries if is_folder(entry)), key=lambda entry: entry.name)
+    loose = [entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry)]
     if loose:
         raise UsageError(
             f"{len(loose):,} images lie directly in {root} ({_listed(loose)}): "
-            f"move each into a folder named after its class, such as {root / 'cat' / loose[0]}.{table}"
+            f"move each into a folder named after its class, such as {root / 'cat' / loose[0]}.{table_hint}"
         )
     if not classes:
-        raise UsageError(f"{root} has no class folders: want {LAYOUT}.{table}")
+        raise UsageError(f"{root} has no class folders: expected {LAYOUT}.{table_hint}")
     if len(classes) == 1:
-        hint = f" Is --data-dir {classes[0].path} meant?" if _has_subfolders(classes[0]) else table
+        hint = f" Did you mean --data-dir {classes[0].path}?" if _has_subfolders(classes[0]) else table_hint
         raise UsageError(f"{root} has one class only ({classes[0].name}), a classifier needs two or more.{hint}")
     check_class_names([entry.name for entry in classes], f"in {root}, the folder")
     tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
@@ -351,7 +351,7 @@ def _has_subfolders(folder: os.DirEntry[str]) -> bool:
 
 
 def _fault(bad: Mapping[str, str]) -> str:
-    """Return whether files are damaged or missing, given the reason of each."""
+    """Return "damaged", "missing" or "damaged or missing" for unreadable files with their reasons."""
     missing = [reason == MISSING for reason in bad.values()]
     return "missing" if all(missing) else "damaged or missing" if any(missing) else "damaged"
 

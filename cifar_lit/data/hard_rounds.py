@@ -86,9 +86,9 @@ class LastLosses:
 
 @dataclass(eq=False)
 class HardRoundsLoader(TrainLoader):
-    """Training batches of one rank, late in the training in rounds through the hardest images.
+    """Training batches of one rank. Late in the training, they are rounds through the hardest images.
 
-    Each round is augmented like an epoch of its own.
+    Each round is augmented like a separate epoch.
 
     Args:
         losses: the last loss of each image, recorded by the training steps.
@@ -120,7 +120,7 @@ class HardRoundsLoader(TrainLoader):
             self._hard = hard[torch.isin(hard, self.indices)]
 
     def __iter__(self) -> Iterator[Batch]:
-        self.losses.merge()  # before the devices get other images
+        self.losses.merge()  # before images move to other devices
         yield from super().__iter__()
 
     def next_pass(self) -> Pass:
@@ -135,8 +135,8 @@ class HardRoundsLoader(TrainLoader):
         epoch, batch = self.skip_from
         # Round numbers continue the epoch numbers, so that alternating flips alternate.
         draw_epoch = epoch + (batch > 0) + (self.epoch - epoch) * rounds_per_epoch + number
-        if batches_done == 0 or len(self._hard) != size:  # a new round, or a checkpoint of other images
-            rows = shuffled(self.indices, self.seed, draw_epoch)  # decides between equal losses
+        if batches_done == 0 or len(self._hard) != size:  # a new round, or a checkpoint with other images
+            rows = shuffled(self.indices, self.seed, draw_epoch)  # random order of equal losses
             losses = self.losses.gather()[rows]
             self._hard = rows[losses.argsort(descending=True, stable=True)[:size]]
         first = begin + number * length

@@ -23,13 +23,13 @@ class ImageSet:
         images: uint8 (N, H, W, C), with C = 1 or 3.
         labels: int64 (N,), values in [0, len(classes)).
         classes: names of the classes, in label order.
-        val_rows: rows of the validation images, if the data set comes with its own.
+        val_rows: rows of the data set's own validation images, if it has any.
         mapped: whether the images are memory-mapped from a file.
         groups: int64 (N,), equal for images that must stay on the same side of a split.
         names: names of the images, such as their paths in the folder.
 
     Raises:
-        ValueError: if the arguments do not fit together.
+        ValueError: for an invalid shape, dtype, label or class name.
     """
 
     images: Tensor
@@ -65,9 +65,9 @@ class ImageSet:
         return self.images.index_select(0, rows)
 
     def prefetch(self, rows: Tensor | None = None) -> None:
-        """Prefetch memory-mapped images at `rows`, int64 (B,), or all (madvise).
+        """Prefetch memory-mapped images with madvise: those at `rows`, int64 (B,), or all of them.
 
-        Without it, page faults make reads 30 times slower.
+        Without madvise, page faults make reads 30 times slower.
         """
         if not self.mapped or sys.platform != "linux" or not len(self):
             return
@@ -86,18 +86,18 @@ class ImageSet:
         return [channels, height, width]
 
 
-def check_class_names(names: Sequence[object], of: str = "the data set's class") -> None:
-    """Raise UsageError for an invalid or repeated class name. `of` says in the message whose name it is."""
+def check_class_names(names: Sequence[object], subject: str = "the data set's class") -> None:
+    """Raise UsageError for an invalid or repeated class name. The message begins with `subject`."""
     for name in names:
         if not is_name(name):
             rule = f"a class name has 1 to {MAX_NAME} characters, without tabs, line breaks or other control characters"
-            raise UsageError(f"{of} {str(name)[:80]!r} has to be renamed: {rule}")
+            raise UsageError(f"{subject} {str(name)[:80]!r} has to be renamed: {rule}")
     if len(set(names)) < len(names):
         distinct = counted(len(set(names)), "distinct name")
         raise UsageError(f"{len(names)} classes have {distinct}: give each class its own")
 
 
-def spread_rows(rows: Tensor, most: int) -> Tensor:
-    """Return at most `most` of `rows`, int64 (N,), evenly spaced. The first rows may all be of one class."""
-    count = min(len(rows), most)
+def spread_rows(rows: Tensor, limit: int) -> Tensor:
+    """Return at most `limit` of `rows`, int64 (N,), evenly spaced, because the first rows may all be of one class."""
+    count = min(len(rows), limit)
     return rows[torch.arange(count) * len(rows) // max(1, count)]

@@ -24,7 +24,7 @@ from cifar_lit.data.order import Order, shuffled
 from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
 
-# Small batches are augmented in blocks of this size. One by one, kernel launches would cost more than the work.
+# Small batches are augmented in blocks of this size. For single batches, launching the kernels would take longest.
 BLOCK_BYTES = 512 * 32 * 32 * 3
 
 Block = list[tuple[Tensor, float]]  # rows and loss weight of each batch
@@ -43,10 +43,10 @@ class Pass(NamedTuple):
 class TrainLoader:
     """Training batches of one rank. Order and augmentation are functions of (seed, epoch, image).
 
-    Each rank gets its part of the same global batches. They do not depend on the number of devices, so a training can
-    be resumed on more or fewer. The last, smaller batch is kept unless it is a single image, because batch norm needs
-    two. If it has fewer than two images per device, fewer devices share it. The others get two of its images with a
-    loss weight of 0.
+    Each rank gets its part of the same global batches. The global batches do not depend on the number of devices, so a
+    training can be resumed on more or fewer devices. A smaller last batch is kept unless it is a single image, because
+    batch norm needs two. A last batch of fewer than two images per device is shared by fewer devices. Each other device
+    gets two of its images with a loss weight of 0.
 
     Args:
         source: the images.
@@ -61,7 +61,7 @@ class TrainLoader:
         workers: number of processes that prefetch batches; 0 for images in memory.
         pin_memory: whether workers return page-locked memory.
         weighted: whether the model multiplies its loss by `Batch.loss_weight`. Otherwise a last batch with fewer than
-            two images per device is dropped, unless it is the only one.
+            two images per device is dropped, unless it is the only batch.
 
     Raises:
         UsageError: if a global batch cannot be split across the devices.
@@ -115,7 +115,7 @@ class TrainLoader:
         self._resume = (state["epoch"], state["position"])
 
     def __iter__(self) -> Iterator[Batch]:
-        # The Trainer calls `iter` before `set_epoch`. As a generator, this runs on the first `next`.
+        # The Trainer calls `iter` before `set_epoch`. A generator's body runs only on the first `next`.
         epoch, position = self._resume
         self.position = position if epoch == self.epoch else 0
         self._resume = (-1, 0)
@@ -133,10 +133,10 @@ class TrainLoader:
         parts = [self._part(batch) for batch in batches]
         size = max(1, BLOCK_BYTES // (math.prod(self.source.input_shape) * self.batch_size))
         blocks = [parts[start : start + size] for start in range(0, len(parts), size)]
-        made: Iterable[list[Batch]] = map(current.make, blocks)
+        batches_of_blocks: Iterable[list[Batch]] = map(current.make, blocks)
         if self.workers:
-            made = read_ahead(blocks, current.make, self.workers, self.pin_memory)
-        for batch in chain.from_iterable(made):
+            batches_of_blocks = read_ahead(blocks, current.make, self.workers, self.pin_memory)
+        for batch in chain.from_iterable(batches_of_blocks):
             self.position += 1
             if self.position == len(self):
                 self.plan_next_epoch()
@@ -194,8 +194,8 @@ def _make_block(
 class EvalLoader:
     """Batches for validation, test and prediction. They hold each image exactly once over all devices.
 
-    The batches do not depend on the number of devices, which take them in turn. A device without a last batch gets a
-    batch of padding.
+    The batches do not depend on the number of devices. Rank r takes batch r, r + world, and so on. If no batch is left
+    for a rank, it gets a batch of padding.
 
     Args:
         source: the images.

@@ -20,8 +20,8 @@ class Placement:
 
     Args:
         parts: the images.
-        kind: device, in the memory of the training device; host, in their file or host memory; auto, on the device if
-            they fit into half of its free memory.
+        kind: device (the memory of the training device), host (their file or host memory), or auto. auto means device
+            if the images fit into half of its free memory.
     """
 
     def __init__(self, parts: SplitImages, kind: str = "auto") -> None:
@@ -31,16 +31,16 @@ class Placement:
         self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
 
     def placed(self, part: str, device: torch.device) -> tuple[ImageSet, str]:
-        """Return the `train` or `test` images, and whether they are on the `device` or the `host`."""
+        """Return the `train` or `test` images, and their placement, `device` or `host`."""
         key = (part, device)
         if key not in self._placed:
             images: ImageSet = getattr(self.parts, f"{part}_images")
-            place = self.place_of(images, free_memory(device))
-            if place == "device":
+            placement = self.place_of(images, free_memory(device))
+            if placement == "device":
                 images.prefetch()
                 pixels, labels = (tensor.to(device) for tensor in (images.images, images.labels))
                 images = replace(images, images=pixels, labels=labels, mapped=False)
-            self._placed[key] = images, place
+            self._placed[key] = images, placement
         return self._placed[key]
 
     def place_of(self, images: ImageSet, free: int | None) -> str:

@@ -26,8 +26,8 @@ class Preprocessing:
 
     Args:
         parts: the images. Missing statistics are measured on their training part.
-        mean: mean of the channels in [0, 1] units, one number for all channels or one for each.
-        std: standard deviation of the channels, likewise.
+        mean: mean of the channels for pixels in [0, 1], one number for all channels or one for each.
+        std: standard deviation of the channels for pixels in [0, 1], one number or one for each channel.
         augmentation: augmentation on the device.
         resolutions: share of the epochs by side in pixels, in the order of training.
         seed: seed of the augmentation.
@@ -51,7 +51,7 @@ class Preprocessing:
         self._constants: Tensor | None = None  # mean and std on the device of the batches
 
     def check(self) -> None:
-        """Raise UsageError if the settings do not fit the size of the images."""
+        """Raise UsageError if the settings are invalid for the size of the images."""
         _, height, width = self.parts.train_images.input_shape
         check_resolutions(self.resolutions, height, width)
         if self.augmentation:
@@ -77,7 +77,7 @@ class Preprocessing:
         return (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(device)
 
     def side(self, epoch: int, epochs: int | None) -> int | None:
-        """Return the side in pixels that training images are scaled to in an epoch, None for full size."""
+        """Return the side of training images in an epoch, in pixels; None for full size."""
         return side_at(self.resolutions, epoch, epochs) if epochs else None
 
     def normalise(self, images: Tensor, side: int | None = None) -> Tensor:
@@ -116,15 +116,15 @@ class Preprocessing:
         return self._constants
 
 
-def channel_statistics(images: ImageSet, rows: Tensor, most: int = 50_000) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel in [0, 1] units, rounded to 4 digits.
+def channel_statistics(images: ImageSet, rows: Tensor, limit: int = 50_000) -> tuple[list[float], list[float]]:
+    """Return mean and standard deviation of each channel for pixels in [0, 1], rounded to 4 digits.
 
     Args:
         images: the images.
         rows: int64 (N,), rows to measure.
-        most: measure at most this many, evenly spaced.
+        limit: number of rows to measure at most, evenly spaced.
     """
-    rows = spread_rows(rows, most)
+    rows = spread_rows(rows, limit)
     channels, height, width = images.input_shape
     pixels = height * width * len(rows)
     total, squares = torch.zeros(2, channels, dtype=torch.float64)
@@ -140,12 +140,12 @@ def channel_statistics(images: ImageSet, rows: Tensor, most: int = 50_000) -> tu
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return (x / 255 - mean) / std, float32 (B, C, H, W) in channels_last memory.
 
-    Constants are tiled to whole rows of pixels, which vectorises better than a broadcast over 3 channels.
+    Constants are tiled to whole rows of pixels, which vectorises better than broadcasting over 3 channels.
 
     Args:
         images: uint8 or float32 (B, H, W, C) in 0 … 255. Floats are changed in place.
-        mean: (C,), in [0, 1] units.
-        std: (C,), in [0, 1] units.
+        mean: (C,), for pixels in [0, 1].
+        std: (C,), for pixels in [0, 1].
     """
     count, height, width, channels = images.shape
     scale = (1.0 / (255.0 * std)).repeat(width)

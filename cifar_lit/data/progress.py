@@ -28,12 +28,12 @@ def _is_silent() -> bool:
 
 @contextmanager
 def progress(
-    what: str, total: int, unit: str = "images", scale: float = 1.0, min_seconds: float = 0.0
+    description: str, total: int, unit: str = "images", scale: float = 1.0, min_seconds: float = 0.0
 ) -> Iterator[Callable[[int], None]]:
     """Show progress on stderr, on local rank 0 only. Yields `advance(amount)`.
 
     Args:
-        what: description.
+        description: text in front of the bar.
         total: amount at the end; 0 if unknown.
         unit: unit of amounts multiplied by `scale`, such as "MB" with 1e-6 for bytes.
         scale: factor of amounts.
@@ -50,12 +50,12 @@ def progress(
         amounts = TextColumn("{task.fields[amount]}")
         columns = (TextColumn("{task.description}"), BarColumn(), amounts, TimeRemainingColumn())
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        task = bar.add_task(escape(printable(what)), total=total or None, amount="")
+        task = bar.add_task(escape(printable(description)), total=total or None, amount="")
 
     def amount() -> str:
         rate = done * scale / max(time.monotonic() - started, 1e-6)
-        of = f"/{total * scale:,.0f}" if total else ""
-        return f"{done * scale:,.0f}{of} {unit} · {rate:,.{0 if rate >= 100 else 2}f} {unit}/s"
+        of_total = f"/{total * scale:,.0f}" if total else ""
+        return f"{done * scale:,.0f}{of_total} {unit} · {rate:,.{0 if rate >= 100 else 2}f} {unit}/s"
 
     def advance(count: int) -> None:
         nonlocal done, last_line
@@ -64,9 +64,9 @@ def progress(
             bar.update(task, completed=done, amount=amount())
         elif not silent and time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
-            note(f"{what}: {amount()}")
+            note(f"{description}: {amount()}")
 
     with bar or nullcontext():
         yield advance
     if not silent and time.monotonic() - started >= min_seconds:
-        note(f"{what}: {amount()} · {time.monotonic() - started:.1f} s")
+        note(f"{description}: {amount()} · {time.monotonic() - started:.1f} s")

@@ -41,7 +41,7 @@ def read_ahead(
             pin_memory=pin_memory,
             multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
             worker_init_fn=_start_worker,
-            # Without its own generator, the loader would draw its seed from torch's global one.
+            # Without a generator, the loader would draw its seed from torch's global generator.
             generator=torch.Generator(),
         )
         iterator: Any = iter(loader)

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
 
-LEAST_SIDE = 4
+LEAST_SIDE = 4  # pixels
 
 
 def check_resolutions(resolutions: Mapping[int, float], height: int, width: int) -> None:
     """Raise UsageError if a schedule of sizes is invalid for images of this size."""
-    least = max(LEAST_SIDE, -(-LEAST_SIDE * height // width))  # for narrow images, the width counts
+    least = max(LEAST_SIDE, -(-LEAST_SIDE * height // width))  # narrow images need a width of LEAST_SIDE
     for side, share in resolutions.items():
         if not least <= side <= height:
             raise UsageError(f"data.resolutions has a side of {side} pixels: use {least} … {height} for these images")

@@ -1,7 +1,7 @@
 """`shapes`: a generated data set, so that a first run needs no download.
 
 Each image shows a figure with random position, size, angle and colours, on a graded background with thin lines, dots
-and noise. Figure or background may be the brighter one, so a linear model cannot tell the classes apart.
+and noise. Either the figure or the background is brighter, so a linear model cannot tell the classes apart.
 
 A figure is a signed distance function of coordinates x, y (float arrays of one shape), negative inside. It fills about
 the unit disc. Every figure is symmetric, so a flip never changes a class.
@@ -122,7 +122,7 @@ def _draw(rng: Generator, labels: NDArray[np.int64], size: tuple[int, int], chan
     x, y = np.broadcast_to(columns, (count, *size)), np.broadcast_to(rows[:, None], (count, *size))
     wide, high = _extents(x)
     ground = rng.random((channels, count, 1, 1), np.float32)
-    # Brightness is a circle. A step of 0.3 to 0.7 is clearly visible in every channel, brighter or darker.
+    # Brightness wraps around at 1. A step of 0.3 to 0.7 is clearly visible in every channel, brighter or darker.
     figure = (ground + _uniform(rng, 0.3, 0.7, (channels, count, 1, 1))) % 1
     slope_x, slope_y = (_uniform(rng, -0.12, 0.12, (channels, count, 1, 1)) for _ in "xy")
     canvas = ground + (slope_x * (2 * x / wide - 1) + slope_y * (2 * y / high - 1))
@@ -152,7 +152,7 @@ def _paint(canvas: Array, coverage: Array, colour: Array) -> None:
 
 
 def _coverage(distance: Array, size: int) -> Array:
-    """Return the share of each pixel inside, antialiased over one pixel. The unit of distance is `size` pixels."""
+    """Return the share of each pixel inside the figure, antialiased over one pixel. `distance` 1 is `size` pixels."""
     return np.clip(0.5 - distance * size, 0, 1)
 
 
@@ -183,10 +183,10 @@ def _figures(rng: Generator, labels: NDArray[np.int64], x: Array, y: Array) -> I
     # Place the middle of the figure or pair so that no edge leaves the image.
     reach = radius + small + gap
     middle_x, middle_y = (reach + (extent - 2 * reach) * rng.random(shape, np.float32) for extent in _extents(x))
-    towards = _uniform(rng, 0, 2 * np.pi, shape)
+    direction = _uniform(rng, 0, 2 * np.pi, shape)
     kinds = (np.where(is_pair, labels // len(FIGURES) - 1, labels), np.where(is_pair, labels % len(FIGURES), -1))
     for kind, size, offset in ((kinds[0], radius, -small - gap), (kinds[1], small, radius + gap)):
-        centre_x, centre_y = middle_x + offset * np.cos(towards), middle_y + offset * np.sin(towards)
+        centre_x, centre_y = middle_x + offset * np.cos(direction), middle_y + offset * np.sin(direction)
         angle = _uniform(rng, 0, 2 * np.pi, shape)
         yield _figure_coverage(kind, x - centre_x, y - centre_y, size, angle)
 

@@ -1,4 +1,4 @@
-"""`SourceSettings`, what `ImageData` passes to a data source."""
+"""`SourceSettings`, the settings that `ImageData` passes to a data source."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SourceSettings:
 
     @property
     def path(self) -> Path:
-        """The root as a path, `data` if not given."""
+        """The root as a path; `data` if not given."""
         return Path(self.root or "data").expanduser()
 
     @property

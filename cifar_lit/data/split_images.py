@@ -23,7 +23,7 @@ class SplitImages:
 
     Args:
         dataset: name of the data set; see `data.sources`.
-        settings: settings of its source.
+        settings: settings of the data source.
         val_size: number (1 or more) or fraction (below 1) of the training images to validate on.
         folds: number of folds of a cross-validation; 0 for none.
         fold: the fold to test on.

@@ -1,7 +1,7 @@
 """Splits by seed: test images for a data set without a test set, validation images, and folds.
 
 All splits are stratified. Rows of one group, such as images of one patient or near-duplicates, stay on the same side.
-Groups come first, so shares of classes are only met as closely as whole groups allow.
+With large groups, the shares of the classes are approximate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     _, numbers, counts = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
     exact = counts * (val_count / count)
     sizes = np.floor(exact).astype(int)
-    # Classes that would have no image left come last.
+    # Classes that would have no training image left come last.
     sizes[np.lexsort((sizes - exact, sizes + 1 >= counts))[: val_count - sizes.sum()]] += 1
     rng = np.random.default_rng(seed)
     order = np.empty(count, np.int64)
@@ -62,9 +62,9 @@ def rows_by_class(labels: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
 def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
     """Draw the first rows of each class in `order`, keeping groups together; return a mask, bool (N,).
 
-    Groups of several rows come first, the largest before the others. A group is drawn if that brings its classes nearer
-    to their shares of the groups so far, and leaves some of each. Single rows fill up the rest. A class without any
-    drawn row gives its smallest group that leaves some.
+    Groups of several rows come first, in descending size. A group is drawn if the drawn shares of its classes come
+    nearer to their targets, and undrawn rows remain in each of them. Single rows then fill up each class. A class
+    without any drawn row gives its smallest group that leaves undrawn rows.
 
     Args:
         labels: int64 (N,), values in [0, classes).
@@ -75,36 +75,37 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
     drawn = np.zeros(len(labels), bool)
     is_single = np.ones(len(labels), bool)
     totals = np.bincount(labels, minlength=len(sizes)).tolist()
-    share = [size / max(total, 1) for size, total in zip(sizes.tolist(), totals, strict=True)]
+    shares = [size / max(total, 1) for size, total in zip(sizes.tolist(), totals, strict=True)]
     counts = [0] * len(sizes)  # drawn rows of each class
     surplus = [0.0] * len(sizes)  # drawn rows over the share of the groups so far
 
-    def draw(rows: np.ndarray, members: Mapping[int, int]) -> bool:
-        if any(totals[label] - counts[label] <= count for label, count in members.items()):
+    def draw(rows: np.ndarray, class_counts: Mapping[int, int]) -> bool:
+        """Draw a group unless one of its classes would have no row left. Return whether it was drawn."""
+        if any(totals[label] - counts[label] <= count for label, count in class_counts.items()):
             return False
         drawn[rows] = True
-        for label, count in members.items():
+        for label, count in class_counts.items():
             counts[label] += count
         return True
 
     large_groups = list_groups(labels, order, groups)
-    for rows, members in large_groups:
+    for rows, class_counts in large_groups:
         is_single[rows] = False
-        for label, count in members.items():
-            surplus[label] -= share[label] * count
-        if further_off(members, surplus, totals) < 0 and draw(rows, members):
-            for label, count in members.items():
+        for label, count in class_counts.items():
+            surplus[label] -= shares[label] * count
+        if imbalance_change(class_counts, surplus, totals) < 0 and draw(rows, class_counts):
+            for label, count in class_counts.items():
                 surplus[label] += count
 
     singles = np.flatnonzero(is_single)
     singles = singles[np.lexsort((order[singles], labels[singles]))]
     single_labels = labels[singles]
-    places = np.arange(len(singles)) - np.searchsorted(single_labels, single_labels)
-    drawn[singles[places < (sizes - counts)[single_labels]]] = True
+    positions = np.arange(len(singles)) - np.searchsorted(single_labels, single_labels)  # within each class
+    drawn[singles[positions < (sizes - counts)[single_labels]]] = True
     counts[:] = np.bincount(labels[drawn], minlength=len(sizes)).tolist()
-    for rows, members in reversed(large_groups):
-        if any(sizes[label] and not counts[label] for label in members):
-            draw(rows, members)
+    for rows, class_counts in reversed(large_groups):
+        if any(sizes[label] and not counts[label] for label in class_counts):
+            draw(rows, class_counts)
     return drawn
 
 
@@ -112,8 +113,8 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     """Return the fold of each row for a cross-validation, int64 (N,) in [0, folds).
 
     Folds are stratified, and as even as the classes allow. As in scikit-learn's StratifiedGroupKFold, groups of several
-    rows come first, largest first, each to the fold with the fewest images of its classes. Single rows are then dealt
-    out class by class.
+    rows come first, in descending size. Each group goes to the fold with the fewest images of its classes. Single rows
+    are then distributed class by class.
 
     Args:
         labels: int64 (N,).
@@ -134,13 +135,13 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     result = np.full(len(labels), -1)
     counts = [[0] * len(classes) for _ in range(folds)]
     sizes = [0] * folds
-    for rows, members in list_groups(numbers, order, None if groups is None else groups.numpy()):
-        fold = min(range(folds), key=lambda fold: (further_off(members, counts[fold], totals), sizes[fold]))
+    for rows, class_counts in list_groups(numbers, order, None if groups is None else groups.numpy()):
+        fold = min(range(folds), key=lambda fold: (imbalance_change(class_counts, counts[fold], totals), sizes[fold]))
         result[rows] = fold
         sizes[fold] += len(rows)
-        for label, count in members.items():
+        for label, count in class_counts.items():
             counts[fold][label] += count
-    few = 0  # classes that some fold lacks
+    small_classes = 0  # classes with fewer images or groups than folds
     for label, rows in enumerate(rows_by_class(numbers, class_sizes)):
         rows = rows[result[rows] < 0]
         heap = [(counts[fold][label], sizes[fold], fold) for fold in range(folds)]
@@ -151,16 +152,16 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
             heapq.heapreplace(heap, (count + 1, size + 1, fold))
         for _, size, fold in heap:
             sizes[fold] = size
-        few += min(heap)[0] == 0
-    if few:
-        fault = f"{few} of {len(classes)} classes have fewer images, or groups of them, than there are folds"
+        small_classes += min(heap)[0] == 0
+    if small_classes:
+        fault = f"{small_classes} of {len(classes)} classes have fewer images, or groups of them, than there are folds"
         note(f"{fault}: some folds lack them")
     return torch.from_numpy(result)
 
 
-def further_off(members: Mapping[int, int], surplus: Sequence[float], totals: Sequence[int]) -> float:
-    """Return how much a group increases the sum of squared relative surpluses of its classes."""
-    return sum(count * (count + 2 * surplus[label]) / totals[label] ** 2 for label, count in members.items())
+def imbalance_change(class_counts: Mapping[int, int], surplus: Sequence[float], totals: Sequence[int]) -> float:
+    """Return by how much a group increases the sum of squared relative surpluses of its classes."""
+    return sum(count * (count + 2 * surplus[label]) / totals[label] ** 2 for label, count in class_counts.items())
 
 
 def list_groups(
@@ -197,7 +198,7 @@ def connect(firsts: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
 def group_files(
     paths: Sequence[str], groups: Mapping[str, str], duplicates: Sequence[Sequence[str]]
 ) -> np.ndarray | None:
-    """Return the first row of each file's group, int64 (N,), or None if every file stands alone.
+    """Return the first row of each file's group, int64 (N,), or None if every group is a single file.
 
     Args:
         paths: paths of the files.

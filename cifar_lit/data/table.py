@@ -27,7 +27,7 @@ MAX_COLUMNS = 1000  # further columns are ignored
 
 
 class Row(NamedTuple):
-    """A row: its number, from 1 for the header row, and its cells. split and group may be empty."""
+    """A row of the table. `number` is 1 for the header row; `split` and `group` may be empty."""
 
     number: int
     path: str
@@ -39,35 +39,35 @@ class Row(NamedTuple):
 def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
     """Yield the rows of a table.
 
-    The first row of CSV (with commas, semicolons or tabs) names the columns. In JSON lines, the keys of the first
-    object do.
+    The columns are named by the first row of CSV (with commas, semicolons or tabs), or by the keys of the first JSON
+    object.
 
     Args:
         table: the file.
-        group: the column of groups; `group` if not given and the table has it.
+        group: the column of groups. Default: the column `group`, if the table has one.
 
     Raises:
-        UsageError: a column is missing, a row has no path or label, or the file is no table.
+        UsageError: a column is missing, a row has no path or label, or the file is not a table.
     """
     records = _objects(table) if table.suffix.lower() in (".jsonl", ".ndjson") else _cells(table)
     names = next(records, (0, []))[1][:MAX_COLUMNS]
     plain = [_plain(name) for name in names]
-    places = {
+    positions = {
         column: next((plain.index(name) for name in aliases if name in plain), None)
         for column, aliases in COLUMNS.items()
     }
     columns = ", ".join(name[:80] for name in names[:20])
     for column in ("path", "label"):
-        if places[column] is None:
+        if positions[column] is None:
             fault = f"has no column called {' or '.join(COLUMNS[column])}, only {columns}" if any(names) else "is empty"
             raise UsageError(f"{table} {fault}: its first row must name the columns, path and label at least")
     if group is not None:
         if group not in names:
             raise UsageError(f"{table} has no column {group!r} for data.group, only {columns}.{nearest(group, names)}")
-        places["group"] = names.index(group)
+        positions["group"] = names.index(group)
     rows = 0
     for number, cells in records:
-        row = Row(number, *["" if place is None or place >= len(cells) else cells[place] for place in places.values()])
+        row = Row(number, *["" if i is None or i >= len(cells) else cells[i] for i in positions.values()])
         if row.path and row.label:
             rows += 1
             yield row
@@ -135,12 +135,12 @@ def _lines(table: Path) -> Iterator[str]:
             while line := file.readline(MAX_LINE):
                 if len(line) == MAX_LINE or "\0" in line:
                     fault = f"a line is longer than {MAX_LINE:,} characters, or has a NUL"
-                    raise UsageError(f"{table} is not a text: {fault}")
+                    raise UsageError(f"{table} is not a text file: {fault}")
                 empty += line.isspace()
                 if empty > MAX_EMPTY_LINES:
                     raise UsageError(f"{table} has more than {MAX_EMPTY_LINES:,} empty lines: remove them")
                 yield line
     except UnicodeDecodeError:
-        raise UsageError(f"{table} is not a UTF-8 text: save it as CSV UTF-8") from None
+        raise UsageError(f"{table} is not a UTF-8 text file: save it as CSV UTF-8") from None
     except OSError as error:
         raise UsageError(f"{table} cannot be read: {error.strerror}") from None

@@ -18,8 +18,8 @@ from cifar_lit.models.registry import build_net
 def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_classes: int) -> None:
     """Raise UsageError unless `net` maps images (B, *input_shape) to logits (B, num_classes).
 
-    Two blank images pass through the net in evaluation mode. Weights, buffers, modes and the CPU's random state stay
-    the same.
+    Two blank images pass through the net in evaluation mode. Weights, buffers, modes and the CPU's random state do not
+    change.
     """
     weight = next(net.parameters(), torch.empty(0))
     modes = {module: module.training for module in net.modules()}
@@ -29,7 +29,7 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
             output = net(weight.new_zeros(2, *input_shape))
     except Exception as error:
         if _NEEDS_GPU.search(str(error)):
-            return  # the net has GPU kernels only, and is still on the CPU
+            return  # the net only has GPU kernels, and is still on the CPU
         images = f"images of {'×'.join(map(str, input_shape))} (channels, height, width)"
         remedy = "Build the net for its arguments channels and image_size."
         reason = f"{_failed_layer(net, error)}{first_line(error).rstrip('.')}"
@@ -49,7 +49,7 @@ _NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)
 
 
 def _failed_layer(net: nn.Module, error: Exception) -> str:
-    """Return the start of a sentence that names the leaf layer in which an error was raised; '' if there is none."""
+    """Return a clause that names the leaf layer in which an error was raised; "" for an error outside a leaf layer."""
     names = {module: name for name, module in net.named_modules()}
     modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     layers = [module for module in modules if isinstance(module, nn.Module) and module in names]
@@ -65,7 +65,7 @@ def build_on_meta_device(name: str, **settings: Any) -> nn.Module:
 
 
 class _WeightsOnMetaDevice(TorchFunctionMode):
-    """Create weights on the meta device. Other tensors stay real: torchvision's regnets compute with their values."""
+    """Create weights on the meta device. Other tensors stay real, because torchvision's regnets use their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         device = {"device": "meta"} if func in (torch.empty, torch.zeros, torch.ones) else {}

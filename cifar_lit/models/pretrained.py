@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError, first_line, nearest
-from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, takes
+from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_size
 
 TIMM = "timm/"  # prefix of the names of timm's nets
 EXTRA = 'pip install "cifar-lit[finetune]"'
@@ -28,8 +28,8 @@ class Preprocessing(NamedTuple):
 
     Args:
         mean, std: of the channels, for pixels in 0 … 1.
-        image_size: (height, width) at which objects have the size they had in the pretraining's test, where a central
-            crop was taken: 256 for crops of 224 from 256. For a net with a fixed input size, that size.
+        image_size: (height, width) in pixels of whole images, at the scale of the pretraining's test. A test on central
+            crops of 224 from 256 pixels gives 256. A net with a fixed input size gives that size.
     """
 
     mean: list[float]
@@ -45,7 +45,7 @@ def import_timm() -> Any:
 
 
 def timm_name(name: str) -> str:
-    """Return the name without our prefix. Raise UsageError if timm has no such net; no network is used."""
+    """Return the name without the prefix "timm/". Raise UsageError if timm has no such net; works offline."""
     timm, short = import_timm(), name.removeprefix(TIMM)
     if not timm.is_model(short):
         hint = nearest(short, timm.list_models())
@@ -92,7 +92,7 @@ def build_timm_net(
     fixed: dict[str, Any] = {"img_size": size} if cfg is not None and cfg.fixed_input_size else {}
     try:
         net: nn.Module = timm.create_model(short, num_classes=num_classes, in_chans=channels, **fixed, **options)
-        if not takes(net, channels, size):
+        if not accepts_size(net, channels, size):
             raise UsageError(f"{name} cannot take {size[0]}×{size[1]} images: try {cfg.input_size[1] if cfg else 224}")
     except UsageError:
         raise
@@ -131,7 +131,7 @@ def preprocessing(net: str) -> Preprocessing | None:
         return None
     transform = models.get_model_weights(net).DEFAULT.transforms()
     mean, std = list(transform.mean), list(transform.std)
-    if net in INCEPTIONS:  # torchvision's builder converts ImageNet's mean and std to these inside the net
+    if net in INCEPTIONS:  # torchvision builds a conversion from ImageNet's mean and std into the pretrained net
         mean = std = [0.5] * 3
     side = (transform.crop_size if net.startswith(FIXED_SIZE) else transform.resize_size)[0]
     return Preprocessing(mean, std, (side, side))

@@ -91,7 +91,10 @@ def build_net(
     try:
         net = spec.build(**settings)
     except TypeError as error:  # a user's builder with a different signature
-        raise UsageError(f"{name} cannot be built with {', '.join(settings)}: {first_line(error)}") from error
+        raise UsageError(
+            f"{name} cannot be built with the keyword arguments {', '.join(settings)}: {first_line(error)}. "
+            "It must accept all of them; image_size is (height, width)."
+        ) from error
     if not isinstance(net, nn.Module):
         raise UsageError(f"{name} must return a torch.nn.Module, not a {type(net).__name__}")
     return net
@@ -127,7 +130,7 @@ def net_spec(name: str) -> NetSpec:
 
 
 def _option_names(build: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the arguments of a builder beyond those that every net gets; None if it takes any."""
+    """Return the names of a builder's own options; None if it accepts any."""
     parameters = inspect.signature(build).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None

@@ -16,7 +16,7 @@ from cifar_lit.errors import UsageError
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
-MAX_SMALL = 64  # pixels of the shorter side of small images; for larger ones this stem costs 16 times the work
+MAX_SMALL = 64  # pixels of the shorter side of small images; for larger images this stem costs 16 times the work
 INCEPTIONS = ("googlenet", "inception_v3")  # their weights come from TensorFlow
 FIXED_SIZE = ("vit_", "maxvit_")  # prefixes of nets that accept only the image size they were built for
 MAXVIT_STEP = 224  # pixels: five halvings, then windows of 7×7
@@ -54,9 +54,10 @@ def build_torchvision_net(
         if not old.weight.is_meta:
             nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
         net.set_submodule(path, new)
-    if not takes(net, channels, image_size):
+    if not accepts_size(net, channels, image_size):
         sides = range(MAX_TRIED_SIZE)
-        least = bisect_left(sides, True, lo=min(image_size) + 1, key=lambda side: takes(net, channels, (side, side)))
+        first = min(image_size) + 1
+        least = bisect_left(sides, True, lo=first, key=lambda side: accepts_size(net, channels, (side, side)))
         shape = "×".join(map(str, image_size))
         raise UsageError(f"{name} cannot take {shape} images; the smallest size is {least}×{least}.")
     return net
@@ -79,7 +80,7 @@ def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, objec
     return {}
 
 
-def takes(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
+def accepts_size(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
     """Return whether a net accepts images of (height, width). Runs on the meta device, where nothing is computed."""
     tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}

@@ -15,9 +15,9 @@ def view_logits(net: nn.Module, images: Tensor, views: str) -> Tensor:
     Args:
         net: the net, in evaluation mode.
         images: float (B, C, height, width).
-        views: `none`: plain images. `mirror`: plain and mirrored, weights 1/2. `full`: these two with weights 1/4, and
-            with weights 1/8 the four shifted by (1, 1) or (-1, -1) pixels, plain and mirrored. Shifts reflect at the
-            edges.
+        views: `none`: plain images. `mirror`: plain and mirrored images, each with weight 1/2. `full`: plain and
+            mirrored images, each with weight 1/4, and the same shifted by (1, 1) and (-1, -1) pixels with reflected
+            edges, each with weight 1/8.
 
     Returns:
         (B, classes); with several views at least float32.

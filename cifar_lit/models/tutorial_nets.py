@@ -1,4 +1,4 @@
-"""The nets of the tutorials that this project replaces, and `shapenet`, the small net of the quickstart.
+"""Nets of the tutorials that this project replaces, and `shapenet`, the small net of the quickstart.
 
 All are `nn.Sequential` modules that map float images (B, channels, height, width) to logits (B, num_classes).
 """

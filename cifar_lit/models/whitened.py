@@ -27,8 +27,8 @@ def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
     """Return C·patch² filters that whiten the patches of `images`, followed by the negated filters.
 
     The uncentred covariance of the patches, computed in float64, is V·diag(e)·Vᵀ. The filters are the columns of V
-    divided by √(e + eps) (Coates and Ng, 2012; as in airbench). They are in descending order of e: a narrow next layer
-    then receives the strongest directions. The first non-zero component of each eigenvector is positive.
+    divided by √(e + eps) (Coates and Ng, 2012; as in airbench). They are in descending order of e, so that a narrow
+    next layer receives the strongest directions. The first non-zero component of each eigenvector is positive.
 
     Args:
         images: float (N, C, height, width), N ≥ 1, normalised.
@@ -40,10 +40,10 @@ def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
     """
     _, channels, height, width = images.shape
     size = channels * patch**2
-    places = (height - patch + 1) * (width - patch + 1)
-    blocks = images.split(max(1, BLOCK_NUMBERS // (size * places)))
+    positions = (height - patch + 1) * (width - patch + 1)
+    blocks = images.split(max(1, BLOCK_NUMBERS // (size * positions)))
     total = torch.stack([_summed_products(block, patch) for block in blocks]).sum(0).cpu()
-    values, vectors = torch.linalg.eigh(total / (len(images) * places))  # in ascending order
+    values, vectors = torch.linalg.eigh(total / (len(images) * positions))  # in ascending order
     values, vectors = values.flip(0), vectors.flip(1)
     magnitudes = vectors.abs()
     first = (magnitudes > 1e-3 * magnitudes.amax(0)).byte().argmax(0, keepdim=True)
@@ -79,21 +79,21 @@ class WhitenedOptions:
     Args:
         widths: channels of each group of convolutions. Each group halves the resolution.
         depth: number of 3×3 convolutions per group, one number for all groups or a list with an entry for each. An
-            entry can also be a list of kernel sides, such as [2, 3, 1]. Only the first side may be even; it shrinks the
-            maps by a pixel.
+            entry can also be a list of kernel sides, such as [2, 3, 1]. Only the first side may be even. An even side
+            shrinks the feature maps by a pixel.
         residual: in each group, add the output of the first convolution before the last activation.
-        inner: for each group, the channels between its second and its last convolution. None: the group's width.
+        inner: for each group, channels of the convolutions between its first and its last. None: the group's width.
         patch: side of the whitened patches in pixels. The first layer has 2 · channels · patch² filters.
-        stride: stride of the first layer. 2 with patches of 4 pixels starts at half the resolution, for less time.
+        stride: stride of the first layer. A stride of 2 with patches of 4 pixels halves the resolution and saves time.
         pad_input: pad the input of the first layer with zeros to a multiple of four channels, as GPU tensor cores
             require. The logits are the same up to rounding.
-        whiten_bias: train the bias of the first layer. Without it, no gradient is computed at full resolution, which
+        whiten_bias: train the bias of the first layer. With false, no gradient is computed at full resolution, which
             saves a tenth of the time on a CPU.
         activation: gelu, silu or relu.
         head_pool: global pooling before the head, max or avg.
         norm_momentum: weight of the current batch in the running statistics of the norms.
         logit_scale: factor of the logits (1/9 in airbench's recipe for SGD). None: 1 / last width, and the weights of
-            the head start with a standard deviation of 1 (its recipe for Muon).
+            the head start with a standard deviation of 1 (airbench's recipe for Muon).
     """
 
     widths: list[int] = field(default_factory=lambda: [64, 256, 256])
@@ -145,7 +145,7 @@ class WhitenedOptions:
 
     @property
     def padding(self) -> int:
-        """Padding of the first layer: none for 2×2 patches, as in airbench; with a stride, sides are divided by it."""
+        """Padding of the first layer in pixels: 0 for 2×2 patches, as in airbench. Strides divide the sides exactly."""
         return (self.patch - 1) // 2 if self.stride == 1 else (self.patch - self.stride + 1) // 2
 
 
@@ -171,10 +171,11 @@ def _is_positive(value: Any) -> bool:
 
 def min_size(**options: Any) -> int:
     """Return the smallest height and width for which at least one pixel remains after the last group."""
-    settings, least = WhitenedOptions(**options), 1
-    for first, *_ in reversed(settings.kernels):
-        least = 2 * least + (first + 1) % 2
-    return max(settings.patch, (least - 1) * settings.stride + settings.patch - 2 * settings.padding)
+    settings = WhitenedOptions(**options)
+    side = 1
+    for first_kernel, *_ in reversed(settings.kernels):
+        side = 2 * side + (first_kernel + 1) % 2
+    return max(settings.patch, (side - 1) * settings.stride + settings.patch - 2 * settings.padding)
 
 
 class WhitenedNet(nn.Module):
@@ -247,8 +248,8 @@ class WhitenedNet(nn.Module):
 class Group(nn.Module):
     """Convolution, 2×2 max pooling, norm, activation; then convolution, norm, activation for each further convolution.
 
-    Maps (B, inputs, height, width) to (B, outputs, height // 2, width // 2). Convolutions are initialised as the
-    identity on their first channels, by torch's default on the others. The scale of the norms is fixed at 1.
+    Maps (B, inputs, height, width) to (B, outputs, height // 2, width // 2). Convolutions start as the identity on
+    their first channels and with torch's default on the remaining ones. The scale of the norms is fixed at 1.
     """
 
     def __init__(self, inputs: int, outputs: int, inner: int, kernels: list[int], options: WhitenedOptions) -> None:

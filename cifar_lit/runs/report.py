@@ -155,6 +155,7 @@ def render(
         title=run.absolute().name,
         config=config_text,
         commands=commands,
+        search=f"cifar-lit report {shlex.quote(display_path(run))}",
         metrics=metrics,
         classes=classes,
         findings=findings,

@@ -83,9 +83,9 @@ class Clock(Callback):
 
 
 class NoProfiler(PassThroughProfiler):
-    """A profiler with one context manager for all of the fifty calls per step.
+    """A profiler that returns the same context manager for all of about fifty calls per step.
 
-    Lightning's default creates a generator for each, a tenth of the Trainer's overhead per step.
+    Lightning's default creates a generator for each call, which is a tenth of the Trainer's overhead per step.
     """
 
     _CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -101,8 +101,8 @@ class NoProfiler(PassThroughProfiler):
 class RandomState(Callback):
     """Save and restore the random state of every device, so that a resumed run draws the same numbers (dropout).
 
-    With another number of devices, each one derives a seed from the saved states and its rank. Dropout masks are then
-    reproducible, but differ from those of an uninterrupted run. A line warns of batch norm in that case.
+    With another number of devices, each device derives a seed from the saved states and its rank. Dropout masks are
+    then reproducible, but differ from those of an uninterrupted run. For nets with batch norm, a note says so.
     """
 
     def __init__(self) -> None:
@@ -135,17 +135,17 @@ class RandomState(Callback):
                 remedy = "to avoid this on GPUs, use --trainer.sync_batchnorm true in all parts of a run"
                 say(f"{devices}: batch norm has statistics per device, so results differ slightly; {remedy}")
             return
-        # Cloned, because torch reads a state through an aligned pointer; a row of the tensor may not be aligned.
-        own = [states[trainer.global_rank].clone() for states in self._restored]
-        torch.set_rng_state(own[0])
-        if len(own) > 1 and pl_module.device.type != "cpu":
-            torch.get_device_module(pl_module.device).set_rng_state(own[1])
+        # Clone the rows, because torch reads a state through an aligned pointer, and a row may not be aligned.
+        cpu_state, *device_states = (states[trainer.global_rank].clone() for states in self._restored)
+        torch.set_rng_state(cpu_state)
+        if device_states and pl_module.device.type != "cpu":
+            torch.get_device_module(pl_module.device).set_rng_state(device_states[0])
 
 
 def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor) -> Tensor:
     """Return the rows (n,) of all devices as (devices, n). Collective: every rank must call this.
 
-    Lightning's `all_gather` calls a function that torch 2.15 deprecates.
+    Not Lightning's `all_gather`, which calls a function that torch 2.15 deprecates.
     """
     rows = torch.zeros((trainer.world_size, len(row)), dtype=row.dtype, device=pl_module.device)
     rows[trainer.global_rank] = row
@@ -158,7 +158,7 @@ def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor)
 class LiveBar(RichProgressBar):
     """Lightning's rich bar on one line. It shows the values logged last, so that it never synchronises the device.
 
-    The bar disappears at the end: the epoch lines above it stay.
+    The bar disappears at the end; the epoch lines above it stay.
     """
 
     WIDE = 110  # columns for the bar, elapsed time, speed and all metrics
@@ -207,12 +207,12 @@ class EpochLines(Callback):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._before = (0.0, 0.0, 0)
+        self._last_line = (0.0, 0.0, 0)  # seconds, training seconds and images at the last line
         self._validated = False  # since the last line
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting here, also in a resumed run."""
-        self._before = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
+        self._last_line = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
         self._validated = False
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -223,9 +223,9 @@ class EpochLines(Callback):
         """Print why the training was stopped before its last epoch."""
         if not trainer.is_global_zero or trainer.current_epoch == last_epoch(trainer):
             return
-        for each in trainer.early_stopping_callbacks:
-            if each.stopped_epoch and each.wait_count >= each.patience:
-                say(f"stopped early: {counted(each.wait_count, 'validation')} without a better {each.monitor}")
+        for stop in trainer.early_stopping_callbacks:
+            if stop.stopped_epoch and stop.wait_count >= stop.patience:
+                say(f"stopped early: {counted(stop.wait_count, 'validation')} without a better {stop.monitor}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Print the line."""
@@ -233,8 +233,8 @@ class EpochLines(Callback):
             return
         loss, accuracy = pl_module.running.epoch_means()
         now = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
-        seconds, training, images = (end - start for end, start in zip(now, self._before, strict=True))
-        self._before = now
+        seconds, training, images = (end - start for end, start in zip(now, self._last_line, strict=True))
+        self._last_line = now
         epochs = last_epoch(trainer) or "…"
         parts = [
             f"epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}",
@@ -269,10 +269,10 @@ class NotFiniteLoss(RuntimeError):
 class DivergenceWarning(Callback):
     """Warn once if the training loss is far above its start, and after every validation with a loss that is not finite.
 
-    The start is the first logged loss, but at least log(classes), the loss of guessing: a resumed run starts low.
+    The start is the first logged loss, but at least log(classes), as for random guesses: a resumed run starts low.
     """
 
-    FAR_ABOVE = 3.0  # times the start; the spikes of a warm-up stay below 2
+    FAR_ABOVE = 3.0  # times the start; spikes during a warm-up stay below 2
 
     def __init__(self) -> None:
         self._start = 0.0  # 0 before the first logged loss, infinite after the warning
@@ -290,7 +290,7 @@ class DivergenceWarning(Callback):
             self._start = math.inf
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Warn that weights with a validation loss that is not finite are never the best."""
+        """Warn about a validation loss that is not finite. Such weights are never selected as the best."""
         if trainer.is_global_zero and not trainer.sanity_checking and not math.isfinite(pl_module.score.loss):
             fault = f"the validation loss is not finite after step {trainer.global_step}"
             note(f"{fault}: these weights do not count as the best; lower --lr if this persists")

@@ -29,21 +29,21 @@ def device_graphs(device: torch.device) -> Any:
     return module if hasattr(module, "CUDAGraph") else None
 
 
-def can_capture(trainer: Any, wanted: bool) -> bool:
-    """Return whether steps can be replayed: one device that supports graphs, and nothing that runs within a step."""
-    if not wanted or device_graphs(trainer.strategy.root_device) is None:
+def can_capture(trainer: Any, enabled: bool) -> bool:
+    """Return whether steps can be replayed: `enabled`, one device that supports graphs, no code within a step."""
+    if not enabled or device_graphs(trainer.strategy.root_device) is None:
         return False
     accumulates = trainer.accumulate_grad_batches > 1 or any(
         isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
     )
     scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-    # Ask the instance: LambdaCallback sets its hooks there.
-    observed = any(
+    # Look at the instance, where LambdaCallback sets its hooks.
+    has_hooks = any(
         getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
         for callback in trainer.callbacks
         for name in HOOKS
     )
-    return not (trainer.world_size > 1 or accumulates or scales or observed)
+    return not (trainer.world_size > 1 or accumulates or scales or has_hooks)
 
 
 class CapturedSteps(Callback):
@@ -80,7 +80,7 @@ class CapturedSteps(Callback):
         self._release(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Release the graphs after a failed fit: a traceback may keep the model alive."""
+        """Release the graphs after a failed fit, because a traceback may keep the model alive."""
         self._release(pl_module)
 
     def _release(self, pl_module: Any) -> None:
@@ -89,15 +89,16 @@ class CapturedSteps(Callback):
 
 
 def example_batches(trainer: pl.Trainer, model: Any) -> Iterator[Any]:
-    """Yield a batch of each shape in the fit, the largest first, and set `net.bias_is_final` as it will be then."""
+    """Yield a batch of each shape in the fit, the largest first, after setting `net.bias_is_final` for it."""
     net, data = model.net, trainer.datamodule  # type: ignore[attr-defined]
     if not hasattr(data, "train_loader"):
         return
-    whitening = any(isinstance(each, Whitening) and each.leaves_bias_out for each in trainer.callbacks)  # type: ignore[attr-defined]
-    ends = model.hparams["whiten_epochs"] if whitening else math.inf
+    skips_bias = any(isinstance(callback, Whitening) and callback.skips_bias for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    end = model.hparams["whiten_epochs"] if skips_bias else math.inf
     epochs = range(data.epochs or 1)
-    kinds = {(data.side(epoch), final) for epoch in epochs for final in (epoch >= ends, epoch + 1 > ends)}
-    for side, net.bias_is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
+    kinds = {(data.side(epoch), is_final) for epoch in epochs for is_final in (epoch >= end, epoch + 1 > end)}
+    for side, is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
+        net.bias_is_final = is_final
         yield from batches_of_side(data, side)
     net.bias_is_final = False
 
@@ -115,9 +116,9 @@ def batches_of_side(data: Any, side: int | None) -> Iterator[Any]:
 class GraphedSteps:
     """The optimizer steps of one fit, with one graph per shape of batch, before and after the whitening bias is final.
 
-    Weights, optimizer states, rates and running metrics keep their addresses, so that replays read and write them. All
-    warm-ups and captures use one stream: gradients belong to a stream, and memory freed on another stream is not
-    reused. All graphs share one memory pool, because they never run concurrently.
+    Replays read and write weights, optimizer states, learning rates and running metrics at fixed addresses. All
+    warm-ups and captures use one stream, because gradients belong to a stream, and memory freed on another stream is
+    not reused. All graphs share one memory pool, because they never run concurrently.
 
     Attributes:
         batch: the next batch to train on.
@@ -138,20 +139,20 @@ class GraphedSteps:
     def rehearse(self, batches: Iterable[Any]) -> None:
         """Warm up and capture a step on each batch, then restore all state. Do not call this in a resumed fit."""
         model = self._model
-        written = [tensor for hook in model.loss_hooks for tensor in getattr(hook, "tensors", ())]
-        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *written]
+        hook_tensors = [tensor for hook in model.loss_hooks for tensor in getattr(hook, "tensors", ())]
+        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *hook_tensors]
         with torch.no_grad():
-            before = [tensor.clone() for tensor in tensors]
+            copies = [tensor.clone() for tensor in tensors]
         devices = [] if model.device.type == "cpu" else [model.device]
         with torch.random.fork_rng(devices, device_type=model.device.type):
             for batch in batches:
                 for _ in range(WARM_UP_STEPS + 1):
                     self._step(batch)
         with torch.no_grad():
-            torch._foreach_copy_(tensors, before)
+            torch._foreach_copy_(tensors, copies)
             for state in model.trainer.optimizers[0].state.values():
                 for value in state.values():
-                    value.zero_()  # the initial value
+                    value.zero_()  # all optimizer states start at 0
 
     def _step(self, batch: Any) -> Tensor:
         key = (tuple(batch.images.shape), batch.loss_weight, getattr(self._model.net, "bias_is_final", False))
@@ -172,7 +173,7 @@ class GraphedSteps:
         else:
             static = batch.clone()
             graph = self._module.CUDAGraph()
-            # thread_local: otherwise another thread that pins memory invalidates the capture
+            # With thread_local, another thread that pins memory does not invalidate the capture.
             with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 loss = self._run(static)
             self._captured[key] = graph, static, loss

@@ -1,8 +1,8 @@
 """Write checkpoints atomically; read untrusted or damaged checkpoints safely.
 
 `torch.load(weights_only=True)` executes no foreign code, but it verifies no checksum and does not limit memory. A zip
-entry may unpack to gigabytes, a tensor of one number may have 10¹² by its strides, and nested shared lists may have 10⁹
-values. `checkpoint_pickle` has further checks.
+entry may unpack to gigabytes. A tensor with one stored number may have 10¹² elements by its strides. Nested shared
+lists may have 10⁹ values. `checkpoint_pickle` has further checks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def within_epoch(trainer: pl.Trainer) -> bool:
 
 
 def validates_next(trainer: pl.Trainer) -> bool:
-    """Return whether a validation follows this batch; an earlier checkpoint would lose it. Equal on all devices."""
+    """Return whether a validation follows this batch: a checkpoint before it would lose it. Equal on all devices."""
     loop: Any = trainer.fit_loop
     return loop.trainer._val_check_time_interval is None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
@@ -74,7 +74,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         previous = target.with_name(PREVIOUS) if target.name == LAST else None
         try:
-            if target.parent not in self._folders:  # Only once: a run folder deleted later is not created again.
+            if target.parent not in self._folders:  # Create a folder only once, not again after it was deleted.
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._folders.add(target.parent)
             with atomic_write(target, previous) as partial, partial.open("wb") as file:
@@ -107,12 +107,13 @@ class RunCheckpoint(ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Replace the folder in the state of every ModelCheckpoint: Lightning deletes the files that a state names."""
         states = checkpoint.get("callbacks", {})
-        for callback in (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)):
+        checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in checkpoints:
             for key in {callback.state_key, type(callback)} & states.keys():  # old Lightning versions use the type
                 states[key] = _in_folder(states[key], str(callback.dirpath))
 
     def save_first(self, trainer: pl.Trainer, scores: Mapping[str, float]) -> None:
-        """Save the weights before the first step as the best so far. scores: their values by name."""
+        """Save the weights before the first step as the best so far. scores: validation scores by name."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             tensors = {name: torch.tensor(score) for name, score in scores.items()}
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer) | tensors)
@@ -137,25 +138,25 @@ def _in_folder(state: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 class RegularCheckpoint(RunCheckpoint):
-    """Write `last.ckpt` within epochs, after optimizer steps: a checkpoint would lose accumulated gradients."""
+    """Write `last.ckpt` within epochs, only after optimizer steps, because accumulated gradients are not saved."""
 
     state_key = "RegularCheckpoint"  # without the interval, which may change on resume
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save at the end of every epoch too, however short epochs are."""
+        """Save at the end of every epoch too, even if epochs are short."""
         super().on_train_start(trainer, pl_module)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, LastCheckpoint):
-                callback.asked_for = True
+                callback.requested = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save at the interval, as Lightning does; if a validation follows, after it."""
+        """Save at the interval, like Lightning; if a validation follows this step, save after it."""
         if not within_epoch(trainer):
             return
         if validates_next(trainer):
             every, interval, now = self._every_n_train_steps, self._train_time_interval, time.monotonic()
             due = every > 0 and trainer.global_step % every == 0
-            if interval is not None:  # The clock of the first device counts for all.
+            if interval is not None:  # All devices use the clock of the first device.
                 due = trainer.strategy.broadcast(now - (self._last_time_checked or now) >= interval.total_seconds())
                 self._last_time_checked = now if due else self._last_time_checked
             self._defer_save_until_validation = due
@@ -172,18 +173,18 @@ class LastCheckpoint(RunCheckpoint):
 
     MIN_INTERVAL = 5.0  # seconds
 
-    asked_for = False  # set to save at the end of an epoch regardless of MIN_INTERVAL
+    requested = False  # set to save at the end of an epoch regardless of MIN_INTERVAL
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save if due."""
-        last = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
-        waited = time.monotonic() - (self._last_time_checked or 0.0)
-        due = self.asked_for or trainer.world_size > 1 or waited >= self.MIN_INTERVAL
-        if last or due or trainer.should_stop:
+        is_last = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
+        seconds = time.monotonic() - (self._last_time_checked or 0.0)
+        is_due = self.requested or trainer.world_size > 1 or seconds >= self.MIN_INTERVAL
+        if is_last or is_due or trainer.should_stop:
             super().on_train_epoch_end(trainer, pl_module)
             self._last_time_checked = time.monotonic()
 
-    def is_of(self, trainer: pl.Trainer) -> bool:
+    def is_current(self, trainer: pl.Trainer) -> bool:
         """Return whether the last checkpoint is from the current step."""
         return self._last_global_step_saved == trainer.global_step
 
@@ -223,7 +224,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: if it is missing, a folder or a model file.
         DamagedCheckpoint: if the file is truncated or damaged.
-        Failure: if it is no checkpoint, or would execute code.
+        Failure: if it is not a checkpoint, or would execute code.
     """
     return _read(path, _check_contents)
 
@@ -231,11 +232,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors in a checkpoint of any program by name, on the CPU.
 
-    They are those of `state_dict` or `model` if present. Raises the errors of `read_checkpoint`.
+    Tensors in `state_dict` or `model` take precedence. Raises the errors of `read_checkpoint`.
     """
     contents = _read(path, lambda contents: _count_values(contents, {}, 0))
     candidates = [contents.get(name) for name in ("state_dict", "model")]
-    weights = next((each for each in candidates if isinstance(each, Mapping)), contents)
+    weights = next((candidate for candidate in candidates if isinstance(candidate, Mapping)), contents)
     tensors = {str(name): tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
     if not tensors:
         raise Failure(f"{path} holds no weights: name a file with the state_dict of a net")
@@ -261,7 +262,7 @@ def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str,
             warnings.simplefilter("ignore")  # torch warns of old formats
             contents = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(contents, dict):
-            raise Failure(f"{path} is no Lightning checkpoint, and holds no weights by name: use another file")
+            raise Failure(f"{path} is not a Lightning checkpoint, and has no weights by name: use another file")
         check(contents)
     except Failure:
         raise
@@ -273,7 +274,7 @@ def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str,
         if any(word in str(error) for word in ("GLOBAL", "Trying to call reduce", "allowlisted")):
             remedy = "Use checkpoints that hold weights only"
             raise Failure(f"{path} was not loaded: it would execute code. {remedy}.") from None
-        raise DamagedCheckpoint(f"{path} is no checkpoint, or is damaged: use another one") from None
+        raise DamagedCheckpoint(f"{path} is not a checkpoint, or is damaged: use another checkpoint") from None
     except Exception as error:  # A damaged file can raise anything.
         raise DamagedCheckpoint(
             f"{path} is cut short or damaged ({first_line(error)}): use another checkpoint"
@@ -282,7 +283,7 @@ def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str,
 
 
 class ValidCheckpoint(NamedTuple):
-    """A checkpoint to resume from. damaged: the newer one that it replaces and what is wrong with it, or None."""
+    """A checkpoint to resume from. damaged: path and fault of the damaged checkpoint that it replaces, or None."""
 
     path: Path
     contents: dict[str, Any]
@@ -311,7 +312,7 @@ def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
 def _check_file(path: Path) -> None:
     """Check the zip entries and the pickle of a file before torch.load reads it.
 
-    Raises InvalidFileError if it demands too much memory, and ValueError or an error of zipfile if it is damaged.
+    Raises InvalidFileError if the file demands too much memory, and ValueError or an error of zipfile if it is damaged.
     Compressed entries are refused, because they can grow; torch.save writes none.
     """
     size = file_size(path)
@@ -325,7 +326,7 @@ def _check_file(path: Path) -> None:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise InvalidFileError("its entries are compressed")
         if len(entries) > MAX_ENTRIES or sum(entry.file_size for entry in entries) > size:
-            raise InvalidFileError("it claims to hold more than its size")
+            raise InvalidFileError("its entries claim more bytes than the file has")
         if len({entry.filename.lower() for entry in entries}) < len(entries):
             raise InvalidFileError("two of its entries have the same name")
         if container.testzip() is not None:
@@ -336,12 +337,12 @@ def _check_file(path: Path) -> None:
 
 
 def _check_contents(checkpoint: Mapping[str, Any]) -> None:
-    """Raise InvalidFileError for contents that are no valid Lightning checkpoint."""
+    """Raise InvalidFileError for contents that are not a valid Lightning checkpoint."""
     weights = checkpoint.get("state_dict")
     if not isinstance(weights, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
     ):
-        raise InvalidFileError("it is no Lightning checkpoint: it has no state_dict of tensors by name")
+        raise InvalidFileError("it is not a Lightning checkpoint: it has no state_dict of tensors by name")
     for name in ("epoch", "global_step"):
         if type(checkpoint.get(name, 0)) is not int or not 0 <= checkpoint.get(name, 0) < 2**53:
             raise InvalidFileError(f"its {name} is invalid")
@@ -352,27 +353,27 @@ def _check_contents(checkpoint: Mapping[str, Any]) -> None:
         raise InvalidFileError("its version of Lightning is invalid")
     _count_values(checkpoint, {}, 0)
     loops = checkpoint.get("loops", {})
-    counted = _count_values(loops, {}, 0) <= MAX_COUNTERS
-    if not counted or any(type(value) not in (int, bool) for value in tree_leaves(loops)):
+    is_small = _count_values(loops, {}, 0) <= MAX_COUNTERS
+    if not is_small or any(type(value) not in (int, bool) for value in tree_leaves(loops)):
         raise InvalidFileError("its loops are not made of counters")
 
 
 def _count_values(value: Any, counts: dict[int, int], depth: int) -> int:
     """Return the number of values in a nested value; shared values count each time.
 
-    Raises InvalidFileError if there are more than MAX_VALUES, or if a tensor repeats the numbers of its storage.
+    Raises InvalidFileError if there are more than MAX_VALUES, or if a tensor is larger than its storage.
     """
     if isinstance(value, Tensor) and math.prod(value.shape) * value.itemsize > value.untyped_storage().nbytes():
         raise InvalidFileError(f"it has a tensor of {math.prod(value.shape):,} numbers without the memory for them")
     if not isinstance(value, Mapping | list | tuple | set | frozenset):
         return 1
     if depth > MAX_DEPTH or counts.get(id(value)) == 0:
-        raise InvalidFileError("its values are nested without end")
+        raise InvalidFileError("its values are nested too deeply or in a cycle")
     if id(value) not in counts:
-        counts[id(value)] = 0  # Not counted yet: to find it again now means a loop.
+        counts[id(value)] = 0  # Not counted yet. Finding the value again now means a reference cycle.
         inner: list[Any] = [*value, *getattr(value, "__dict__", {}).values()]
         inner += value.values() if isinstance(value, Mapping) else []
-        counts[id(value)] = 1 + sum(_count_values(each, counts, depth + 1) for each in inner)
+        counts[id(value)] = 1 + sum(_count_values(item, counts, depth + 1) for item in inner)
     if counts[id(value)] > MAX_VALUES:
         raise InvalidFileError(f"it has more than {MAX_VALUES:,} values")
     return counts[id(value)]

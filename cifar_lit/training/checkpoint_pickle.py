@@ -32,7 +32,7 @@ from cifar_lit.errors import InvalidFileError
 LIMITS = {"lists and tuples": 500_000, "tensors": 10_000, "storages": 10_000, "tuples as keys": 1000}
 MAX_KEY = 2**61  # larger integers can have equal hashes
 MAX_KEY_LENGTH = 64  # elements of a tuple
-PLAIN = (  # opcodes of protocol 2 that cost no more than their bytes
+PLAIN = (  # opcodes of protocol 2 that take no more memory than their bytes in the file
     pickle.PROTO, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1,
     pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING, pickle.GLOBAL,
     pickle.REDUCE, pickle.BINPERSID, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET,
@@ -46,7 +46,7 @@ UNKNOWN_TENSOR = "it has a tensor of an unsupported kind"
 def check_pickles(path: Path, container: ZipFile | None) -> None:
     """Raise InvalidFileError if a file of torch.save demands too much memory, or has an unsupported kind of tensor.
 
-    Raises UnpicklingError if it names any other function, and any error of the standard unpickler if it is damaged.
+    Raises UnpicklingError for an unknown function, and any error of the standard unpickler for a damaged file.
 
     Args:
         path: the file.
@@ -54,7 +54,7 @@ def check_pickles(path: Path, container: ZipFile | None) -> None:
     """
     size = path.stat().st_size
     if container is not None:
-        # Use torch's own reader: a second directory in the zip file could show zipfile another pickle.
+        # Use torch's own reader, because zipfile may find another pickle through a second directory in the file.
         _Checker(io.BytesIO(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")), size).load()
         return
     with path.open("rb") as file:
@@ -126,9 +126,9 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
     # ---- stand-ins for functions
 
     def copy(self, values: Any, kind: Any = (list, tuple)) -> Any:
-        """Return `values`, which a function copies."""
+        """Return values that a function copies, and count them."""
         if not isinstance(values, kind):
-            raise InvalidFileError("it asks for memory that it does not fill")
+            raise InvalidFileError("it requests memory that it does not fill")
         self.count("copied values", len(values))
         return values
 
@@ -145,7 +145,7 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
         return pairs
 
     def persistent_load(self, pid: Any) -> None:
-        """Count the numbers of a storage. `torch.load` compares their number with the file."""
+        """Count the numbers in a storage. `torch.load` itself compares this count with the file."""
         _, _, key, _, numel, *view = pid
         if type(key) is not str or type(numel) is not int or numel < 0 or any(view):
             raise InvalidFileError(UNKNOWN_TENSOR)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cifar_lit.errors import UsageError
 
 CLASS_WEIGHTS = ("none", "balanced", "effective")
-BETA = 0.999  # the paper's value for ImageNet and iNaturalist
+BETA = 0.999  # value of Cui et al. for ImageNet and iNaturalist
 
 
 def class_weights(counts: Tensor, kind: str) -> list[float]:
@@ -31,8 +31,8 @@ def class_weights(counts: Tensor, kind: str) -> list[float]:
 class ClassWeights(Callback):
     """Multiply the training loss of each image by the weight of its class, then divide by the number of images.
 
-    `F.cross_entropy(weight=…)` divides by the weights of this device's images. It also weighs the smoothed part of
-    labels, which favours rare classes.
+    `F.cross_entropy(weight=…)` would divide by the sum of the weights on this device. It would also weigh the smoothed
+    part of the labels, which favours rare classes.
 
     Attributes:
         weights: float32 (classes,), set when a fit starts.

@@ -30,13 +30,12 @@ from cifar_lit.training.resume import check_restored_state, check_resumable, ove
 
 DEFAULT_SHAPE = (3, 32, 32)
 
-# Called with the losses (B,) of a training batch and the batch; returns the losses to train on. Features add theirs to
-# a fit.
+# Function of (losses (B,), training batch) that returns the losses to train on. Optional features add hooks to a fit.
 LossHook = Callable[[Tensor, Any], Tensor]
 
 
 def check_model(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for settings of ImageClassifier that are invalid for any images. No net is built."""
+    """Raise UsageError for settings of ImageClassifier that are invalid for all images. No net is built."""
     check_net(settings["net"], settings["net_options"] or {})
     if is_import_path(settings["optimizer"]):
         import_callable(settings["optimizer"])
@@ -68,17 +67,17 @@ class ImageClassifier(pl.LightningModule):
             / effective number of images, a weaker correction).
         optimizer: sgd, adamw, muon (Muon for filters, SGD for other parameters), or the import path of a torch
             optimizer.
-        lr: highest learning rate. With muon: that of the filters.
-        momentum: momentum of SGD. With muon: that of the filters.
+        lr: highest learning rate. With muon: highest learning rate of the filters.
+        momentum: momentum of SGD. With muon: momentum of the filters.
         nesterov: use Nesterov momentum.
         weight_decay: decay of weights, not of biases and norms; coupled in SGD, decoupled in AdamW. With muon: share
-            that parameters other than filters lose in a step at the highest rate.
+            that each step at the highest rate removes from parameters other than filters.
         bias_lr: with muon, learning rate of biases and norms. Default: lr.
         head_lr: with muon, learning rate of the last layer. Default: lr.
         rest_momentum: with muon, momentum of the SGD part.
         rescale_filters: with muon, rescale each filter tensor to norm √outputs at every step.
-        whiten_epochs: epochs over which the learning rate of a whitening layer's bias falls to 0. Its gradient is no
-            longer computed after that. Default: the schedule of the other parameters.
+        whiten_epochs: epochs over which the learning rate of a whitening layer's bias falls to 0. After that, the
+            bias's gradient is not computed. Default: the schedule of the other parameters.
         schedule: constant, cosine, one_cycle or triangular.
         schedule_every: update the learning rate every step or every epoch.
         warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
@@ -88,17 +87,17 @@ class ImageClassifier(pl.LightningModule):
             cores.
         compile: compile the net with torch.compile.
         capture: replay training steps as CUDA graphs unless other code must run within a step.
-        tta: test-time augmentation, scored next to the plain accuracy: none, mirror, or full (mirror and 1-pixel
+        tta: test-time augmentation, scored in addition to the plain accuracy: none, mirror, or full (mirror and 1-pixel
             shifts).
         weights: pretrained weights: imagenet, or a file (.safetensors, .pth). Default: random weights.
-        head_views: number of views of each training image, the first plain, the others augmented. The last layer of a
-            pretrained net is first fitted on them. 0 skips that fit.
-        unfreeze: train the pretrained net after that fit. With false, only the last layer is fitted.
+        head_views: number of views of each training image on which the last layer of a pretrained net is first fitted.
+            The first view is plain, the others are augmented. 0 skips this fit.
+        unfreeze: train the pretrained net after its last layer is fitted. With false, only the last layer is fitted.
         frozen: share of the pretrained net's parameters, starting at the input, that stay fixed.
-        input_lr: learning rate of the first trained layers; rates rise geometrically to lr in the last ones. Default:
+        input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers. Default:
             lr.
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
-        metrics: additional torchmetrics for validation and test by name; they receive logits (B, classes) and labels
+        metrics: additional torchmetrics for validation and test, by name. They receive logits (B, classes) and labels
             (B,).
         monitor: validation score that selects the best checkpoint: accuracy, balanced_accuracy, macro_f1, top5 (with
             more than five classes), loss (the lowest), or one of `metrics`.
@@ -162,9 +161,7 @@ class ImageClassifier(pl.LightningModule):
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
-        self._reads_losses = (
-            True  # whether each step checks its loss on the host; only CPUs do so without synchronising
-        )
+        self._reads_losses = True  # check the loss of each step on the host; a GPU would have to synchronise
         if num_classes is not None:
             self._build(list(input_shape or DEFAULT_SHAPE), num_classes)
 
@@ -255,7 +252,7 @@ class ImageClassifier(pl.LightningModule):
             self._reads_losses = True
 
     def on_fit_start(self) -> None:
-        """Configure the check of losses, and whether freed memory is kept."""
+        """Configure how losses are checked, and whether freed memory is kept."""
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
             return_freed_memory()  # the images do not fit into memory
         elif self.device.type == "cpu":
@@ -334,7 +331,7 @@ class ImageClassifier(pl.LightningModule):
         self.running.epoch = [0.0, 0.0, 0.0]
 
     def _log_scalars(self, values: Mapping[str, float], **settings: Any) -> None:
-        """Log values that are equal on all devices. They are reduced by `max`, which does not round as `mean` would."""
+        """Log values that are equal on all devices. They are reduced by `max`, which is exact, unlike `mean`."""
         device = self.device if self.trainer.world_size > 1 else "cpu"  # MPS does not support float64
         tensors = {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in values.items()}
         self.log_dict(tensors, on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True, batch_size=1, **settings)
@@ -383,14 +380,14 @@ class ImageClassifier(pl.LightningModule):
         if self.views.loss.update_called:
             self.views_score = self.views.compute()
         scores = self.score.logged(stage)
-        fits = self.trainer.state.fn == "fit"
-        if fits and not self.trainer.sanity_checking:
+        in_fit = self.trainer.state.fn == "fit"
+        if in_fit and not self.trainer.sanity_checking:
             self._write_row(scores)  # Lightning would log it at the previous step
-        if fits and not math.isfinite(self.score.loss):  # Such weights are never the best, however accurate.
+        if in_fit and not math.isfinite(self.score.loss):  # Never select such weights as the best.
             scores |= {"val/accuracy": math.nan, self.monitored[0]: math.nan}
         accuracy = f"{stage}/accuracy"
-        self._log_scalars({accuracy: scores.pop(accuracy)}, prog_bar=True, logger=not fits)
-        self._log_scalars(scores, logger=not fits)
+        self._log_scalars({accuracy: scores.pop(accuracy)}, prog_bar=True, logger=not in_fit)
+        self._log_scalars(scores, logger=not in_fit)
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -420,7 +417,7 @@ class ImageClassifier(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore that state to resume a fit. Raise UsageError for another net or kind of schedule."""
+        """Restore the running metrics and score of a resumed fit. Raise UsageError for another net or schedule kind."""
         if self._trainer is None or self.trainer.state.fn != "fit":
             return
         check_resumable(checkpoint.get("hyper_parameters", {}), self.hparams)

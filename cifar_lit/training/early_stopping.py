@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 
 class EarlyStop(EarlyStopping):
-    """Lightning's EarlyStopping on a validation score. On resume, its patience replaces that of the checkpoint.
+    """Lightning's EarlyStopping on a validation score. On resume, the given patience replaces the checkpoint's.
 
     Args:
         monitor: name of the score.

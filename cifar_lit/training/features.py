@@ -48,9 +48,9 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(Whitening())
     if h["weights"] and h["head_views"]:
         callbacks.append(HeadFit(h["head_views"], h["unfreeze"]))
-    # A user's EarlyStopping takes precedence. One of ours may be left from an earlier fit of this Trainer.
-    own = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]  # type: ignore[attr-defined]
-    if h["patience"] and all(isinstance(each, EarlyStop) for each in own):
+    # A user's EarlyStopping takes precedence. An EarlyStop may be left from an earlier fit of this Trainer.
+    stops = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]  # type: ignore[attr-defined]
+    if h["patience"] and all(isinstance(callback, EarlyStop) for callback in stops):
         monitor, mode = model.monitored
         callbacks.append(EarlyStop(monitor, mode, h["patience"], trainer.max_epochs))
     if h["capture"]:

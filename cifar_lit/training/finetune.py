@@ -51,30 +51,30 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
     Args:
         net: the net, as built by `build_net`.
         name: name of the net.
-        weights: "imagenet" for the default weights of timm or torchvision, from the package of the extra or downloaded;
-            or a file (safetensors or torch.save).
+        weights: "imagenet" for the default weights of timm or torchvision, downloaded unless a package of the extra
+            `finetune` has them; or a file (safetensors or torch.save).
 
     Raises:
         UsageError: for a missing file, or weights of another net.
         Failure: if the download fails, or the file is damaged or would execute code.
     """
-    own = net.state_dict()
-    loaded = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), own)
-    loaded = {path: _for_channels(tensor, own[path]) for path, tensor in loaded.items() if path in own}
-    fitting = {path: tensor for path, tensor in loaded.items() if tensor.shape == own[path].shape}
-    head = {path for path in own if path.startswith(f"{_head_path(net)}.")}
-    if head - fitting.keys():
-        fitting = {path: tensor for path, tensor in fitting.items() if path not in head}
-    missing = [path for path in own if path not in fitting.keys() | head and "num_batches_tracked" not in path]
+    initial = net.state_dict()
+    loaded = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), initial)
+    loaded = {path: _for_channels(tensor, initial[path]) for path, tensor in loaded.items() if path in initial}
+    usable = {path: tensor for path, tensor in loaded.items() if tensor.shape == initial[path].shape}
+    head = {path for path in initial if path.startswith(f"{_head_path(net)}.")}
+    if head - usable.keys():
+        usable = {path: tensor for path, tensor in usable.items() if path not in head}
+    missing = [path for path in initial if path not in usable.keys() | head and "num_batches_tracked" not in path]
     if missing:
         remedy = "name their net with --net"
         if name in SMALL_STEM and weights == IMAGENET:
             remedy = f"for small images {name} has other first layers; use timm/{name}, or larger images"
         raise UsageError(
-            f"{weights} does not hold weights of {name}: {len(missing)} of {len(own)} tensors, such as {missing[0]}, "
-            f"are missing or have another shape; {remedy}"
+            f"{weights} does not hold weights of {name}: {len(missing)} of {len(initial)} tensors, such as "
+            f"{missing[0]}, are missing or have another shape; {remedy}"
         )
-    net.load_state_dict(with_versions(net, {**own, **fitting}))
+    net.load_state_dict(with_versions(net, {**initial, **usable}))
 
 
 class PretrainedWeights(Callback):
@@ -95,7 +95,7 @@ def load_into(model: Any) -> None:
     model.is_pretrained = True
 
 
-def hold_norms(net: nn.Module) -> None:
+def freeze_norms(net: nn.Module) -> None:
     """Set batch norms to evaluation mode: they use their running statistics and do not update them."""
     for module in net.modules():
         if isinstance(module, _BatchNorm):
@@ -107,7 +107,7 @@ class FixedNorms(Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Set the norms to evaluation mode again after validation."""
-        hold_norms(pl_module)
+        freeze_norms(pl_module)
 
     on_fit_start = on_train_epoch_start  # before steps are captured
 
@@ -124,23 +124,23 @@ def _head_path(net: nn.Module) -> str:
     return paths[-1]
 
 
-def _for_channels(tensor: Tensor, own: Tensor) -> Tensor:
-    """Sum filters for three channels if the net has grey images."""
-    grey = tensor.ndim == own.ndim == 4 and tensor.shape[1] == 3 and own.shape[1] == 1
-    return tensor.sum(1, keepdim=True) if grey else tensor
+def _for_channels(loaded: Tensor, initial: Tensor) -> Tensor:
+    """Sum the three input channels of loaded filters if the net has grey images."""
+    is_grey = loaded.ndim == initial.ndim == 4 and loaded.shape[1] == 3 and initial.shape[1] == 1
+    return loaded.sum(1, keepdim=True) if is_grey else loaded
 
 
-def _from_file(path: Path, own: Container[str]) -> Mapping[str, Tensor]:
-    """Return the tensors of a file under their names in the net, without prefixes such as `module.`."""
+def _from_file(path: Path, names: Container[str]) -> Mapping[str, Tensor]:
+    """Return the tensors of a file under their `names` in the net, without prefixes such as `module.`."""
     if not path.exists():
         raise UsageError(f"there are no weights {path}: model.weights is {IMAGENET} or a file (.safetensors, .pth)")
     tensors = read_weights(path) if path.suffix != ".safetensors" else _from_safetensors(path)
 
-    def own_name(name: str) -> str:
+    def name_in_net(name: str) -> str:
         inner = name.removeprefix("module.")
-        return next((form for form in (name, inner) if form in own), inner.removeprefix("net."))
+        return next((form for form in (name, inner) if form in names), inner.removeprefix("net."))
 
-    return {own_name(name): tensor for name, tensor in tensors.items()}
+    return {name_in_net(name): tensor for name, tensor in tensors.items()}
 
 
 def _from_safetensors(path: Path) -> dict[str, Tensor]:
@@ -157,6 +157,7 @@ def _from_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
+    """Return the default weights of a timm or torchvision net by name."""
     package = find_spec(PACKAGE) if name == PACKAGED_NET else None
     if package and package.submodule_search_locations:
         file = next(Path(package.submodule_search_locations[0]).glob("models/*.pth"))
@@ -166,7 +167,7 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
             return dict(import_timm().create_model(timm_name(name), pretrained=True).state_dict())
         from torchvision import models
 
-        # Not the plain file: builders rename tensors of older files.
+        # Build the net instead of reading its file, because builders rename the tensors of older files.
         return dict(models.get_model(name, weights="DEFAULT").state_dict())
     except ValueError:
         raise UsageError(f"{name} has no pretrained weights: use a net of timm or torchvision") from None
@@ -212,7 +213,7 @@ def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
     Args:
         data: an ImageData.
         rows: int64 (N,), rows of its training images.
-        view: 0 for plain images; any other view is augmented as that epoch is with seed 0, for runs with all seeds.
+        view: 0 for plain images. Other views are augmented like the epoch of this number with seed 0, for all seeds.
     """
     loader = replace(data.train_loader, seed=0)
     preprocessing = data.preprocessing
@@ -289,8 +290,8 @@ def fit_head(
     generator = torch.Generator().manual_seed(0)
     fold = torch.empty_like(labels)
     for label in range(num_classes):
-        own = (labels == label).nonzero().flatten()
-        fold[own[torch.randperm(len(own), generator=generator)]] = torch.arange(len(own)) % FOLDS
+        class_rows = (labels == label).nonzero().flatten()
+        fold[class_rows[torch.randperm(len(class_rows), generator=generator)]] = torch.arange(len(class_rows)) % FOLDS
     fold = fold.repeat(views)
     if len(targets) > MAX_FITTED:
         subset = torch.randperm(len(targets), generator=generator)[:MAX_FITTED].sort().values
@@ -357,14 +358,15 @@ class HeadFit(Callback):
         h, labels, (train, val) = model.hparams, data.train_images.labels, data.split
         classes = h["num_classes"]
         head_path = _head_path(model.net)
-        # Without the head: it depends on the seed, and the features do not depend on it.
+        # The features do not depend on the head, so neither does their cache key.
         body = [tensor for path, tensor in model.net.state_dict().items() if not path.startswith(f"{head_path}.")]
-        net = digest([*body, h["net"], h["net_options"], trainer.precision])
-        features = self._features(trainer, model, net, train, self._views)
-        val_features = self._features(trainer, model, net, val, 1) if len(val) else None
+        net_key = digest([*body, h["net"], h["net_options"], trainer.precision])
+        features = self._features(trainer, model, net_key, train, self._views)
+        val_features = self._features(trainer, model, net_key, val, 1) if len(val) else None
         fitted = None
         if features is not None:
-            weights = next((each.weights.cpu() for each in trainer.callbacks if isinstance(each, ClassWeights)), None)  # type: ignore[attr-defined]
+            weighting = [callback for callback in trainer.callbacks if isinstance(callback, ClassWeights)]  # type: ignore[attr-defined]
+            weights = weighting[0].weights.cpu() if weighting else None
             if data.sampling == "balanced":
                 weights = len(train) / (classes * torch.bincount(labels[train], minlength=classes).clamp_min(1).float())
             fitted = fit_head(features, labels[train], classes, self._views, weights)
@@ -376,7 +378,7 @@ class HeadFit(Callback):
         text, scalars = f"last layer fitted in {seconds:.1f} s", {}
         if len(val):
             model.evaluation.reset()
-            # Only the first device has features. The others take part with an empty batch.
+            # Only the first device has features. The other devices contribute an empty batch.
             logits = torch.zeros(0, classes) if val_features is None else F.linear(val_features.float(), weight, bias)
             model.evaluation.update(*move_data_to_device((logits, labels[val][: len(logits)]), model.device))
             model.score = model.evaluation.compute()
@@ -392,13 +394,13 @@ class HeadFit(Callback):
         if trainer.is_global_zero:
             say(text)
 
-    def _features(self, trainer: pl.Trainer, model: Any, net: str, rows: Tensor, views: int) -> Tensor | None:
+    def _features(self, trainer: pl.Trainer, model: Any, net_key: str, rows: Tensor, views: int) -> Tensor | None:
         """Return features of training images, read from the cache or computed on all devices.
 
         Collective: every rank must call this.
 
         Args:
-            net: cache key of the frozen net.
+            net_key: cache key of the frozen net.
             rows: int64 (N,), rows of the training images.
             views: number of views.
 
@@ -406,33 +408,34 @@ class HeadFit(Callback):
             float16 (views · N, features) on the CPU for the first device; None for the others.
         """
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        rank, world, first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
-        images = ""
-        if first:
+        rank, world, is_first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
+        images_key = ""
+        if is_first:
             pixels = (data.train_images.take(part) for part in rows.split(256))
-            images = digest(chain(pixels, [data.train_images.input_shape, data.statistics]))
+            images_key = digest(chain(pixels, [data.train_images.input_shape, data.statistics]))
         parts: list[Tensor] = []
         model.eval()
         for view in range(views):
             augmentation = f"{data.augmentation} {data.device_augmentation}" if view else ""
-            file = data.settings.cache_path / f"features-{digest([images, net, augmentation, view])}.safetensors"
-            features = _read_features(file) if first else None
+            key = digest([images_key, net_key, augmentation, view])
+            file = data.settings.cache_path / f"features-{key}.safetensors"
+            features = _read_features(file) if is_first else None
             if not trainer.strategy.broadcast(features is not None):
-                own = rows[rank::world]
-                share = own if len(own) else rows[:1]  # with fewer images than devices
-                with progress(f"features{f' of view {view + 1}' * bool(view)}", len(share)) as advance:
-                    batches = batches_of_view(data, share, view)
+                rank_rows = rows[rank::world]
+                rows_or_one = rank_rows if len(rank_rows) else rows[:1]  # there may be fewer images than devices
+                with progress(f"features{f' of view {view + 1}' * bool(view)}", len(rows_or_one)) as advance:
+                    batches = batches_of_view(data, rows_or_one, view)
                     features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
                 if world > 1:
                     gathered = torch.zeros(len(rows), features.shape[1], device=model.device)
-                    gathered[rank::world] = features[: len(own)].to(gathered)
+                    gathered[rank::world] = features[: len(rank_rows)].to(gathered)
                     features = trainer.strategy.reduce(gathered, reduce_op="sum").half().cpu()
-                if first:
+                if is_first:
                     _write_features(file, features)
-            if first and features is not None:
+            if is_first and features is not None:
                 parts.append(features)
         model.train()
-        return torch.cat(parts) if first else None
+        return torch.cat(parts) if is_first else None
 
 
 # ---- estimate of the duration
@@ -450,8 +453,8 @@ def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
         rates = f"learning rates {h['input_lr']:g} (first layers) to {h['lr']:g}, " if h["input_lr"] else ""
         seconds = epochs * (train * _seconds(model, data, trains=True) + val * forward)
         layers = "the later layers" if h["frozen"] else "all layers"
-        most = " at most" if h["patience"] else ""
-        stages.append(f"{layers}, {rates}about {duration_text(seconds)}{most}")
+        limit = " at most" if h["patience"] else ""
+        stages.append(f"{layers}, {rates}about {duration_text(seconds)}{limit}")
     return "; then ".join(stages)
 
 

@@ -1,8 +1,8 @@
 """Metrics that are exact on any number of devices and cheap enough for every training step.
 
 `Evaluation` accumulates one pass over a set and computes a `Score`. The *values* of a score are its numbers by name:
-our own and those of `model.metrics`. All of them appear on the console and in the CSV file, TensorBoard, metrics.json
-and the report.
+built-in ones and those of `model.metrics`. All of them appear on the console and in the CSV file, TensorBoard,
+metrics.json and the report.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ TOP = 5  # k of the top-k accuracy, which is scored if there are more than k cla
 
 
 class TopHits(Metric):
-    """Number of images with fewer than TOP classes likelier than their own.
+    """Number of images whose class is among the TOP most likely classes.
 
-    Ties count as hits on every device, while the order of `topk` depends on the device. A NaN logit is no hit.
+    Ties count as hits, so that the result does not depend on the device, as the order of `topk` does. A NaN logit is
+    no hit.
     """
 
     full_state_update = False
@@ -68,8 +69,8 @@ class TopHits(Metric):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add logits, float32 (B, classes), and labels, int64 (B,); -1 is padding."""
-        own = logits.gather(1, labels.clamp_min(0)[:, None])
-        self.hits += (((logits <= own).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
+        label_logits = logits.gather(1, labels.clamp_min(0)[:, None])
+        self.hits += (((logits <= label_logits).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
 
     def compute(self) -> Tensor:
         """Return the number of hits, an int64 scalar."""
@@ -102,17 +103,11 @@ class Score(NamedTuple):
             matrix = torch.as_tensor(fields["confusion"], dtype=torch.int64).view(num_classes, num_classes).clamp_min(0)
             per_class = torch.tensor(fields["per_class"], dtype=torch.float64).view(num_classes)
             further = {str(name): float(value) for name, value in fields["further"].items()}
-            accuracy, loss, counted = float(fields["accuracy"]), float(fields["loss"]), int(fields["images"])
+            accuracy, loss, images = float(fields["accuracy"]), float(fields["loss"]), int(fields["images"])
             top5 = None if fields["top5"] is None else float(fields["top5"])
-            return cls(accuracy, loss, counted, per_class.tolist(), matrix.tolist(), further, top5)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-            RuntimeError,
-        ):  # a file may hold anything
+            return cls(accuracy, loss, images, per_class.tolist(), matrix.tolist(), further, top5)
+        # A file may hold anything.
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError):
             return None
 
     @property
@@ -128,7 +123,7 @@ class Score(NamedTuple):
 
     @property
     def values(self) -> dict[str, float]:
-        """All numbers of the score by name. Those of `model.metrics` replace ours of the same name."""
+        """All numbers of the score by name. A metric of `model.metrics` replaces a built-in one of the same name."""
         names = value_names(TOP if self.top5 is None else TOP + 1)
         return {name: getattr(self, name) for name in names} | dict(self.further)
 
@@ -172,11 +167,11 @@ class Evaluation(nn.Module):
             self.top5.update(logits, labels)
         if not len(self.further):
             return
-        if len(labels) and bool(counted.all()):  # A batch is padded entirely or not at all.
+        if len(labels) and bool(counted.all()):  # Either all images of a batch are padding, or none.
             self.further.update(logits, labels)
             return
         for metric in self.further.values():
-            # To gather a list, torchmetrics needs an entry of the same rank and dtype from each device.
+            # To gather a list, torchmetrics needs an entry with the same dtype and number of dimensions on each device.
             if any(isinstance(state, list) for state in metric._defaults.values()):
                 metric.update(logits[:0], labels[:0])
 

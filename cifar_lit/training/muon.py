@@ -27,11 +27,11 @@ class Muon(Optimizer):
         p = p · √rows / ‖p‖                                         (with `orthogonal` and `rescale`)
         p = p · (1 − lr · weight_decay) − lr · u
 
-    torch.optim.Muon accumulates (1 − momentum) · g. Because only the direction of u matters, both agree, except for a
-    factor of torch's learning rate that depends on the shape.
+    torch.optim.Muon accumulates (1 − momentum) · g instead. Only the direction of u matters, so the updates agree,
+    except for a factor of torch's learning rate that depends on the shape.
 
-    A step never synchronises the device. A rate below 0 counts as 0. Capture a step after an eager one, which creates
-    buffers.
+    A step never synchronises the device. A rate below 0 counts as 0. Run an eager step, which creates the buffers,
+    before a capture.
 
     Attributes:
         found_inf: None, or a float tensor with one element on the device of the parameters. If it is 1, a step changes
@@ -106,14 +106,14 @@ class Muon(Optimizer):
         grads: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
         lr = group["lr"]
         rate: float | Tensor = lr.reshape(()).clamp(min=0) if isinstance(lr, Tensor) else max(lr, 0.0)
-        keep: float | Tensor = group["momentum"]
+        momentum: float | Tensor = group["momentum"]
         skipped: Tensor | None = None
         if skip is not None:
             skipped = skip.to(torch.float32)
             grads = [grad.masked_fill(skip, 0.0) for grad in grads]  # not a product: 0 · nan is nan
             rate = rate * (1 - skipped)
-            keep = keep * (1 - skipped) + skipped
-        torch._foreach_mul_(buffers, keep)
+            momentum = momentum * (1 - skipped) + skipped
+        torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads)
         updates = list(torch._foreach_add(grads, buffers, alpha=group["momentum"])) if group["nesterov"] else buffers
         if group["orthogonal"]:
@@ -152,7 +152,7 @@ class Muon(Optimizer):
     def _branch(self, shape: tuple[int, int], device: torch.device) -> AbstractContextManager[None]:
         """Return the context of a separate stream that starts after the current one; a null context without `branches`.
 
-        Memory allocated in it is freed on the current stream. The branch waits for that stream before it is reused.
+        Memory allocated on it is freed on the current stream, for which it waits before it reuses the memory.
         """
         if not self._branches:
             return nullcontext()

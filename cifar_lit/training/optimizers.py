@@ -40,49 +40,49 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters of `net` in non-empty groups, each with its `role`, rate and settings.
 
-    All optimizers but muon have two groups. Only "weights", of two or more dimensions, decay: decay of "biases" (also
-    of norms) costs accuracy (He et al., Bag of Tricks, 2019, section 3.1). With `input_lr`, each group is split by
-    depth. Rates then rise geometrically to `lr` in the last layers (Howard and Ruder, ULMFiT, 2018, section 3.2).
+    All optimizers except muon have two groups: "weights" with two or more dimensions, and "biases" (also of norms).
+    Decay of biases costs accuracy, so it is 0 (He et al., Bag of Tricks, 2019, 3.1). With `input_lr`, each group is
+    split by depth. Rates rise geometrically to `lr` in the last layers (Howard and Ruder, ULMFiT, 2018, 3.2).
 
-    muon follows airbench94_muon (K. Jordan, 2024). Default rates are `lr`. They apply to the mean loss of a batch;
-    airbench sums it, so that its 0.053 for biases at batch 2,000 is 106 here. The groups:
+    muon follows airbench94_muon (K. Jordan, 2024). Default rates are `lr`. Rates apply to the mean loss of a batch.
+    airbench uses the sum, so its rate of 0.053 for biases at batch size 2,000 is 106 here. The groups:
 
     - "filters": parameters of two or more dimensions except the head. They use Muon; the others Nesterov SGD.
     - "biases": vectors, also of norms.
     - "head": the last parameter of two dimensions.
     - "whitening": `net.whiten.bias`, if any, whose schedule may end earlier.
 
-    With muon, `weight_decay` is the share that a parameter loses in a step at the highest rate. Filters have none if
-    `rescale_filters` sets their norm. airbench adds 2e-6 · batch to the gradient, which momentum multiplies by
-    1 / (1 − 0.85): 0.027 here at batch 2,000.
+    With muon, `weight_decay` is the share that a step at the highest rate removes from a parameter. Filters do not
+    decay if `rescale_filters` sets their norm. airbench's decay of 2e-6 per image is 0.027 here at batch size 2,000,
+    because momentum multiplies it by 1 / (1 − 0.85).
     """
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     weights = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim <= 1]
     if optimizer != "muon":
         shared: dict[str, Any] = {"lr": lr}
-        # An optimizer by import path keeps its own momentum unless one is set.
+        # An optimizer by import path keeps its default momentum unless `momentum` is set.
         if optimizer == "sgd" or (optimizer != "adamw" and momentum):
             shared |= {"momentum": momentum, "nesterov": nesterov}
-        plain = [
+        pair = [
             {"role": "weights", "params": weights, **shared, "weight_decay": weight_decay},
             {"role": "biases", "params": others, **shared, "weight_decay": 0.0},
         ]
-        plain = [group for group in plain if group["params"]]
-        return plain if input_lr is None else [part for group in plain for part in by_depth(group, trained, input_lr)]
+        pair = [group for group in pair if group["params"]]
+        return pair if input_lr is None else [part for group in pair for part in by_depth(group, trained, input_lr)]
     head = next((weight for weight in reversed(weights) if weight.ndim == 2), None)
     whitening = getattr(getattr(net, "whiten", None), "bias", None)
     filters = {"orthogonal": True, "momentum": momentum, "nesterov": nesterov, "rescale": rescale_filters}
-    rest = {"orthogonal": False, "momentum": rest_momentum, "nesterov": True}
+    sgd = {"orthogonal": False, "momentum": rest_momentum, "nesterov": True}
     bias_lr = lr if bias_lr is None else bias_lr
     groups: list[dict[str, Any]] = [
         {"role": "filters", "params": [weight for weight in weights if weight is not head], "lr": lr, **filters},
-        {"role": "biases", "params": [bias for bias in others if bias is not whitening], "lr": bias_lr, **rest},
-        {"role": "head", "params": [] if head is None else [head], "lr": lr if head_lr is None else head_lr, **rest},
-        {"role": "whitening", "params": [bias for bias in others if bias is whitening], "lr": bias_lr, **rest},
+        {"role": "biases", "params": [bias for bias in others if bias is not whitening], "lr": bias_lr, **sgd},
+        {"role": "head", "params": [] if head is None else [head], "lr": lr if head_lr is None else head_lr, **sgd},
+        {"role": "whitening", "params": [bias for bias in others if bias is whitening], "lr": bias_lr, **sgd},
     ]
     for group in groups:
-        # The optimizer multiplies by the current rate: the highest rate times the factor of the schedule.
+        # Muon multiplies the decay by the current rate, which is the highest rate times the factor of the schedule.
         group["weight_decay"] = 0.0 if group.get("rescale") else weight_decay / group["lr"]
     return [group for group in groups if group["params"]]
 
@@ -107,7 +107,7 @@ def by_depth(group: dict[str, Any], trained: list[nn.Parameter], input_lr: float
 # Hyper-parameters of ImageClassifier that are arguments of `parameter_groups`.
 GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 
-# A check for the value of each setting, and the message if it fails. null is always valid.
+# A check of the value of each setting, and the message for an invalid value. null is always valid.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(
         ("momentum", "rest_momentum", "label_smoothing"),
@@ -141,8 +141,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     check_choice("model.schedule", settings["schedule"], SCHEDULES)
     if not settings["lr"] > 0:
         raise UsageError(f"the learning rate must be above 0, not {settings['lr']:g}: set --lr")
-    for name, (fits, range_text) in _RANGES.items():
-        if (value := settings[name]) is not None and not fits(value):
+    for name, (is_valid, range_text) in _RANGES.items():
+        if (value := settings[name]) is not None and not is_valid(value):
             raise UsageError(f"model.{name} {range_text}, not {value:g}")
     if settings["nesterov"] and settings["momentum"] == 0:
         raise UsageError("model.nesterov needs model.momentum above 0")
@@ -157,7 +157,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if settings["schedule_every"] not in ("step", "epoch"):
         raise UsageError(f"model.schedule_every must be step or epoch, not {settings['schedule_every']!r}")
     if settings["schedule_every"] == "epoch" and (settings["warmup_epochs"] or settings["schedule"] == "one_cycle"):
-        raise UsageError("a warm-up per epoch would train the first one at final_lr: use model.schedule_every step")
+        raise UsageError("with a warm-up, the first epoch would train at final_lr: use model.schedule_every step")
 
 
 def build_optimizer(
@@ -198,7 +198,7 @@ def build_optimizer(
     elif optimizer == "sgd":
         built = SGD(groups, lr, fused=True)
         for group in built.param_groups:
-            # Create the buffers here: torch leaves new ones uninitialised if `found_inf` skips the first step.
+            # Create the buffers here: torch leaves new buffers uninitialised if `found_inf` skips the first step.
             for parameter in group["params"] if group["momentum"] else ():
                 built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     elif capturable:
@@ -210,7 +210,7 @@ def build_optimizer(
         for setting in ("momentum", "nesterov", "weight_decay"):
             if settings.get(setting) and setting not in built.defaults:
                 raise UsageError(f"{optimizer} takes no {setting}: leave model.{setting} out, or set it to 0")
-    # A fused step would unscale gradients after clipping. Lightning's precision plugin does it before.
+    # A fused step would unscale gradients after clipping. Lightning's precision plugin unscales them before clipping.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _keep_machine_settings(built)
     return built
@@ -226,7 +226,7 @@ def configure_optimizers(net: nn.Module, settings: Mapping[str, Any], trainer: A
     optimizer = build_optimizer(net, precision=str(trainer.precision), capturable=captures, **groups)
     if settings["schedule"] == "constant" and not settings["warmup_epochs"] and settings["whiten_epochs"] is None:
         return optimizer
-    trainer.fit_loop.setup_data()  # for num_training_batches: Lightning's estimate skips it without a limit of epochs
+    trainer.fit_loop.setup_data()  # sets num_training_batches; Lightning's estimate may skip this
     steps = trainer.estimated_stepping_batches
     if steps == math.inf:
         raise UsageError("a schedule needs an end: set --epochs or --trainer.max_steps, or --model.schedule constant")
@@ -237,7 +237,7 @@ def configure_optimizers(net: nn.Module, settings: Mapping[str, Any], trainer: A
 
 def _keep_machine_settings(optimizer: Optimizer) -> None:
     """Make state dicts independent of the machine: save rates as floats, and never load MACHINE_SETTINGS."""
-    kept = [{name: group[name] for name in MACHINE_SETTINGS if name in group} for group in optimizer.param_groups]
+    settings = [{name: group[name] for name in MACHINE_SETTINGS if name in group} for group in optimizer.param_groups]
     rates = [group["lr"] for group in optimizer.param_groups]
 
     def plain_rates(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -246,9 +246,9 @@ def _keep_machine_settings(optimizer: Optimizer) -> None:
 
     def own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         groups = state["param_groups"]
-        if len(groups) != len(kept):
+        if len(groups) != len(settings):
             return state  # torch raises an error
-        return {**state, "param_groups": [{**group, **own} for group, own in zip(groups, kept, strict=True)]}
+        return {**state, "param_groups": [{**group, **own} for group, own in zip(groups, settings, strict=True)]}
 
     def rates_in_place(optimizer: Optimizer) -> None:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

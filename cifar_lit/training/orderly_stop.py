@@ -19,7 +19,7 @@ from cifar_lit.training.checkpoint import LastCheckpoint, validates_next, within
 class Interrupted(BaseException):
     """The user or the system stopped the run (Ctrl-C, SIGTERM, SIGHUP, SLURM's requeue signal)."""
 
-    latest: Interrupted | None = None  # the last one: matplotlib's compiled code replaces it by another error
+    latest: Interrupted | None = None  # latest exception, because matplotlib's compiled code replaces it by another
 
     def __init__(self, number: int, requeue: bool = False) -> None:
         super().__init__(signal.Signals(number).name)
@@ -41,7 +41,7 @@ class NoSignalHandlers(Callback):
         """Replace the Trainer's methods."""
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        # With max_steps, Lightning would resume from the end of an epoch as from its middle, and count it twice.
+        # With max_steps, Lightning would resume the end of an epoch as if it were its middle, and count it twice.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
 
@@ -49,9 +49,9 @@ class OrderlyStop(Checkpoint):
     """Write `last.ckpt` and stop after the current step on Ctrl-C, SIGTERM, SIGHUP or SLURM's requeue signal.
 
     If a validation follows the step, it runs first. A signal during validation stops after the epoch, which writes a
-    checkpoint. All devices stop at the same step. A second signal stops immediately, unless one of them is SIGHUP: a
-    lost session sends several. This class is a `Checkpoint` so that the Trainer calls it after callbacks that change
-    what is saved.
+    checkpoint. All devices stop at the same step. A second signal stops immediately, unless either is SIGHUP, because a
+    lost session sends several signals. This class is a `Checkpoint` so that the Trainer calls it after callbacks that
+    change the saved state.
     """
 
     SIGNALS = STOP_SIGNALS
@@ -59,7 +59,7 @@ class OrderlyStop(Checkpoint):
     def __init__(self, last: LastCheckpoint) -> None:
         self._last = last
         self._received = 0
-        self._before: dict[int, Any] = {}
+        self._old_handlers: dict[int, Any] = {}
         self._requeue: int | None = None
 
     def _interrupted(self, number: int) -> Interrupted:
@@ -68,11 +68,11 @@ class OrderlyStop(Checkpoint):
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == HANGUP:
             accept_hangup()
-            self._before[number] = signal.SIG_IGN
+            self._old_handlers[number] = signal.SIG_IGN
         elif self._received not in (0, HANGUP):
             raise self._interrupted(number)
         self._received = self._received or number
-        self._last.asked_for = True
+        self._last.requested = True
         if number == signal.SIGINT:
             note("", "stopping after this step; press Ctrl-C again to stop immediately")
 
@@ -85,9 +85,9 @@ class OrderlyStop(Checkpoint):
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Register the handlers. Lightning's would end with exit code 0, or without a checkpoint."""
+        """Register the handlers. Lightning's handlers would end with exit code 0, or without a checkpoint."""
         handled = set(self.SIGNALS).intersection(stop_signals()) | {self._requeue}
-        self._before = {number: signal.signal(number, self._receive) for number in handled if number}
+        self._old_handlers = {number: signal.signal(number, self._receive) for number in handled if number}
 
     def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
         """Return the signal that any of the devices received, 0 for none. Collective: every rank must call this."""
@@ -115,7 +115,7 @@ class OrderlyStop(Checkpoint):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop between epochs if there is a checkpoint of the last step; otherwise after the next step."""
-        if self._last.is_of(trainer) and (number := self._agreed(trainer, pl_module)):
+        if self._last.is_current(trainer) and (number := self._agreed(trainer, pl_module)):
             raise self._interrupted(number)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -129,6 +129,6 @@ class OrderlyStop(Checkpoint):
         self._restore_handlers()
 
     def _restore_handlers(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._old_handlers = {}

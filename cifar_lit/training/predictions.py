@@ -9,7 +9,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class PredictionCollector(Metric):
-    """The logits of every image in one pass over a set, in the order of the set.
+    """Predictions of every image in one pass over a set, in the order of the set.
 
     Updates do not synchronise the device. All processes exchange their logits at the end.
     """
@@ -34,7 +34,7 @@ class PredictionCollector(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return `indices`, int64 (N,), `labels`, int64 (N,), and `probabilities`, float64 (N, classes), on the CPU.
 
-        They are of all devices, sorted by index. In float64, different logits have different probabilities.
+        Images of all devices are sorted by index. In float64, different logits have different probabilities.
         """
         indices, labels, logits = (dim_zero_cat(state).cpu() for state in (self.indices, self.labels, self.logits))
         rows = indices.argsort()

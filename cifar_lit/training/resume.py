@@ -36,15 +36,15 @@ def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[st
 
     Raises UsageError for another optimizer, which cannot use these buffers.
     """
-    before = checkpoint.get("hyper_parameters", {})
-    if not before.get("lr"):
+    saved = checkpoint.get("hyper_parameters", {})
+    if not saved.get("lr"):
         return
-    if before.get("optimizer") != settings["optimizer"]:
-        fault = f"this run was trained with {before.get('optimizer')} and cannot resume with {settings['optimizer']}"
+    if saved.get("optimizer") != settings["optimizer"]:
+        fault = f"this run was trained with {saved.get('optimizer')} and cannot resume with {settings['optimizer']}"
         raise UsageError(f"{fault}: keep model.optimizer, or start a new run")
     old, new = (
         parameter_groups(net, **{name: values[name] for name in GROUP_SETTINGS if name in values})
-        for values in (before, settings)
+        for values in (saved, settings)
     )
     scales = [new_group["lr"] / old_group["lr"] for old_group, new_group in zip(old, new, strict=True)]
     for optimizer in checkpoint.get("optimizer_states", []):
@@ -64,7 +64,7 @@ _SHAPED_STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def check_restored_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Failure if restored state does not fit its parameter: fused kernels would write out of bounds."""
+    """Raise Failure for restored state of another shape than its parameter: fused kernels would write out of bounds."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             is_shaped = name in _SHAPED_STATE

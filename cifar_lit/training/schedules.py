@@ -42,7 +42,7 @@ def schedule_factor(name: str, done: float, total: float, warmup: float, final: 
 class Schedule(LambdaLR):
     """A torch scheduler with the factor `schedule_factor`.
 
-    The current rates of the optimizer are the highest ones. Rates that are tensors are written in place.
+    The optimizer's rates at construction are the highest rates. Rates that are tensors are written in place.
 
     Args:
         optimizer: the optimizer.
@@ -77,7 +77,7 @@ class Schedule(LambdaLR):
             raise UsageError("this net has no whitening layer with a bias to train: set --model.whiten_epochs null")
         factors: list[Callable[[int], float]] = [whitening_factor if role == "whitening" else factor for role in roles]
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))  # not the tensor of the rate
+            group.setdefault("initial_lr", float(group["lr"]))  # LambdaLR would keep the tensor of the rate
         self._whitening = whitening
         super().__init__(optimizer, factors)
 

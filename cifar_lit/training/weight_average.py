@@ -12,9 +12,9 @@ from cifar_lit.models.state import with_versions
 
 
 class WeightAverage(EMAWeightAveraging):
-    """Lightning's average, also of the running statistics of norms, and removed after the fit.
+    """Lightning's moving average. It includes the running statistics of norms, and is removed after the fit.
 
-    Otherwise, a test by the same Trainer would score the average, or the *current* weights of a checkpoint.
+    If it remained, a test by the same Trainer would score the average, or the *current* weights of a checkpoint.
     """
 
     def __init__(self, decay: float) -> None:

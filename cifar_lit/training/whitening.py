@@ -24,8 +24,8 @@ def images_to_whiten(data: Any) -> Tensor:
 class Whitening(Callback):
     """Compute the whitening layer on the first device before the first step.
 
-    With `model.whiten_epochs`, the learning rate of its bias falls to 0 early. The backward pass then skips the bias,
-    unless its gradient is needed for gradient clipping or by DDP.
+    With `model.whiten_epochs`, the learning rate of the layer's bias falls to 0 early. The backward pass then skips the
+    bias, unless gradient clipping or DDP need its gradient.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Whitening(Callback):
             self._schedule = trainer.lr_scheduler_configs[0].scheduler
 
     @property
-    def leaves_bias_out(self) -> bool:
+    def skips_bias(self) -> bool:
         """Whether the backward pass will skip the bias later in this fit."""
         return self._schedule is not None
 

@@ -1,4 +1,4 @@
-"""Short trainings on drawn images for the tests of measurements; makes scripts/benchmarks importable."""
+"""Short trainings on generated images for the benchmark tests; makes scripts/benchmarks importable."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ data: {dataset: shapes, image_size: 16, num_classes: 4, count: 100, val_size: 20
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working folder with the recipe small.yaml; restores the settings of the process."""
+    """Change to an empty folder with the recipe small.yaml, and restore process-wide settings at the end."""
     (tmp_path / "small.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     precision, threads, sources = torch.get_float32_matmul_precision(), torch.get_num_threads(), dict(SOURCES)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    torch.set_num_threads(1)  # nets this small only wait for a second thread
+    torch.set_num_threads(1)  # a second thread slows nets this small
     yield tmp_path
     SOURCES.update(sources)
     torch.set_float32_matmul_precision(precision)
@@ -40,19 +40,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def small_subject() -> Callable[..., Subject]:
-    """LeNet on 100 images of 16 pixels: six batches of 16 and one of 4."""
+    """Return a function that builds LeNet on 100 images of 16 × 16 pixels: six batches of 16 and one of 4."""
 
-    def make(precision: str = "32-true", batch_size: int = 16, **model: Any) -> Subject:
-        images: dict[str, Any] = {
-            "dataset": "shapes",
-            "count": 120,
-            "val_size": 20,
-            "image_size": 16,
-            "mean": 0.5,
-            "std": 0.25,
-        }
-        images |= {"crop": 2, "flip": "random", "batch_size": batch_size}
-        loaded, classifier = build({"net": "lenet", "lr": 0.05, **model}, images)
-        return Subject(classifier, loaded, {"accelerator": "cpu", "devices": 1, "precision": precision})
+    def make(**model: Any) -> Subject:
+        images = {"dataset": "shapes", "count": 120, "val_size": 20, "image_size": 16, "mean": 0.5, "std": 0.25}
+        data, classifier = build(
+            {"net": "lenet", "lr": 0.05, **model}, {**images, "crop": 2, "flip": "random", "batch_size": 16}
+        )
+        return Subject(classifier, data, {"accelerator": "cpu", "devices": 1, "precision": "32-true"})
 
     return make

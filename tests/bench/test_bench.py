@@ -1,4 +1,4 @@
-"""`cifar-lit bench`: each measurement prints a table and writes what it measured."""
+"""`cifar-lit bench`: each benchmark prints a table and writes its results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from cifar_lit.bench.report import spread, write_figures
 from cifar_lit.errors import Failure, UsageError
 
 
-def measured(argv: list[str]) -> dict[str, Any]:
-    """The figures of a measurement, which hold what tables of results rely on."""
+def run_bench(argv: list[str]) -> dict[str, Any]:
+    """Run a benchmark, check the fields that results tables need, and return its figures."""
     bench([*argv, "--json", "made/figures.json"])
     figures: dict[str, Any] = json.loads(Path("made/figures.json").read_text())
-    assert (figures["bench"], figures["environment"].keys()) == (
-        argv[0],
-        {"date", "cpu", "bf16", "threads", "gpu", "versions"},
-    )
+    assert figures["bench"] == argv[0]
+    assert figures["environment"].keys() == {"date", "cpu", "bf16", "threads", "gpu", "versions"}
     assert figures["headline"].keys() == figures["unit"].keys()
     for value in figures["headline"].values():
         assert value["n"] >= 1 and value["low"] <= value["median"] <= value["high"]
@@ -37,20 +35,20 @@ def measured(argv: list[str]) -> dict[str, Any]:
     return figures
 
 
-def test_one_device_is_measured_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = measured(["devices", "--devices", "1", "--recipe", "small.yaml", "--accelerator", "cpu"])
-    said = capsys.readouterr()
+def test_one_device_is_measured_in_a_separate_process(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run_bench(["devices", "--devices", "1", "--recipe", "small.yaml", "--accelerator", "cpu"])
+    printed = capsys.readouterr()
     assert set(figures["headline"]) == {"1 device", "1 device, speed", "1 device, test accuracy"}
     assert (figures["settings"]["recipe"], figures["accelerator"]) == ("small", "cpu")
-    assert said.out.startswith("devices · small · shapes · global batch 32") and "1 device in 32-true" in said.out
-    assert "1 device, run 1 of 1: " in said.err
-    assert "epoch 1/" not in said.out  # output of the training is hidden
+    assert printed.out.startswith("devices · small · shapes · global batch 32") and "1 device in 32-true" in printed.out
+    assert "1 device, run 1 of 1: " in printed.err
+    assert "epoch 1/" not in printed.out  # the training's output is hidden
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_a_gpu_is_compared_with_the_cpu() -> None:
-    figures = measured(["devices", "--recipe", "quickstart", "--epochs", "1"])
+    figures = run_bench(["devices", "--recipe", "quickstart", "--epochs", "1"])
     assert figures["environment"]["gpu"] and figures["accelerator"] == "gpu"
     assert any(label.startswith("gpu 0, ") and label.endswith("speed-up") for label in figures["headline"])
 
@@ -67,20 +65,20 @@ def test_a_gpu_is_compared_with_the_cpu() -> None:
         ("recipe quickstart --folds 5", "takes no --folds"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(line: str, answer: str) -> None:
+def test_an_invalid_benchmark_is_refused(line: str, answer: str) -> None:
     with pytest.raises(UsageError, match=answer):
         bench(line.split())
 
 
-# ---- what measurements make of their numbers
+# ---- results
 
 
-def test_a_spread_is_median_and_quartiles_and_of_fewer_than_four_values_their_range() -> None:
+def test_a_spread_has_median_and_quartiles_or_the_range_of_fewer_than_four_values() -> None:
     assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == {"n": 5, "median": 3.0, "low": 2.0, "high": 4.0}
     assert spread([4.0, 1.0, 7.0]) == {"n": 3, "median": 4.0, "low": 1.0, "high": 7.0}
 
 
-def test_figures_are_written_whole_or_not_at_all(here: Path) -> None:
+def test_a_failed_write_leaves_earlier_figures_unchanged(here: Path) -> None:
     file = here / "figures.json"
     write_figures(file, {"a": 1})
     with pytest.raises(ValueError, match="JSON"):
@@ -90,63 +88,52 @@ def test_figures_are_written_whole_or_not_at_all(here: Path) -> None:
         write_figures(file / "below" / "a.json", {"a": 1})
 
 
-# ---- trainings in processes of their own
-
-
-def test_flags_are_told_without_the_places_of_files() -> None:
+def test_recorded_flags_contain_no_paths() -> None:
     argv = ["--data-dir", "/a", "--epochs", "2", "--data.root=/b", "--data.cache_dir", "/c", "--lr=1", "--data-dir"]
     assert without_places(argv) == ["--epochs", "2", "--lr=1"]
 
 
 def test_speed_ups_compare_runs_of_the_same_seed_with_the_first_row() -> None:
     shared: dict[str, Any] = {"images_per_second": 1.0, "test": {"accuracy": 0.5}}
-    places = {"1 device": 8.0, "2 devices": 4.0}
-    runs = {place: [{**shared, "train_seconds": seconds * run} for run in (1, 2)] for place, seconds in places.items()}
+    times = {"1 device": (8.0, 16.0), "2 devices": (4.0, 8.0)}
+    runs = {row: [{**shared, "train_seconds": seconds} for seconds in each] for row, each in times.items()}
     values = {label: value for label, value, _ in rows_of(runs)}
     assert values["2 devices"] == {"n": 2, "median": 6.0, "low": 4.0, "high": 8.0}
     assert values["2 devices, speed-up"] == {"n": 2, "median": 2.0, "low": 2.0, "high": 2.0}
     assert "1 device, speed-up" not in values
 
 
-# ---- how long they take, and how they end
-
-
-STOPPED = {  # arguments, signal, and the line that it follows
-    "devices": ("devices --devices 1,2 --recipe small.yaml --epochs 100000", signal.SIGINT, "training 1 of 2"),
-    "recipe": ("recipe small.yaml --epochs 100000", signal.SIGHUP, "training 1 of 3"),
-}
-
-
-@pytest.mark.parametrize("what", STOPPED)
-def test_a_signal_ends_a_measurement_with_what_it_has_and_no_process_left(what: str) -> None:
-    line, number, running = STOPPED[what]
+@pytest.mark.parametrize(
+    ("line", "number", "progress"),
+    [
+        ("devices --devices 1,2 --recipe small.yaml --epochs 100000", signal.SIGINT, "training 1 of 2"),
+        ("recipe small.yaml --epochs 100000", signal.SIGHUP, "training 1 of 3"),
+    ],
+)
+def test_a_signal_ends_a_benchmark_and_its_processes(line: str, number: int, progress: str) -> None:
     command = [sys.executable, "-m", "cifar_lit", "bench", *line.split(), "--json", "f.json"]
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(),
-        start_new_session=True,
+        command, stdout=-1, stderr=-1, text=True, env=child_environment(), start_new_session=True
     )
-    assert process.stderr and any(line.startswith(running) for line in process.stderr)
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(
-        number
-    )  # typed, it reaches the group
+    assert process.stderr and any(text.startswith(progress) for text in process.stderr)
+    if number == signal.SIGINT:  # Ctrl-C reaches the whole group
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
-    said = [line for line in err.splitlines() if not line.startswith(("round ", "training "))]
-    assert said[0].startswith("cifar-lit: stopped") and len(said) <= 2  # how to go on
-    assert not out.count("┃") and not Path("f.json").exists()  # no training was finished
+    lines = [line for line in err.splitlines() if not line.startswith(("round ", "training "))]
+    assert lines[0].startswith("cifar-lit: stopped") and len(lines) <= 2  # with the command to resume
+    assert not out.count("┃") and not Path("f.json").exists()  # no training has finished
     time.sleep(0.5)
-    assert living_processes(process.pid) == []
+    assert live_processes(process.pid) == []
 
 
-def living_processes(session: int) -> list[str]:
-    """What /proc says of the processes of a session that have not ended."""
+def live_processes(session: int) -> list[str]:
+    """Return /proc/PID/stat of the processes of a session that have not ended."""
     lines = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             lines.append(stat.read_text())
-    fields = {line: line.rpartition(") ")[2].split() for line in lines}  # of proc(5) from the third on
+    fields = {line: line.rpartition(") ")[2].split() for line in lines}  # proc(5), from the third field
     return [line for line in lines if fields[line][3] == str(session) and fields[line][0] != "Z"]

@@ -1,4 +1,4 @@
-"""`cifar-lit bench recipe`: seeds become means, a stopped measurement goes on, and nothing is mixed."""
+"""`cifar-lit bench recipe`: means over seeds, interrupted benchmarks, and separate conditions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from cifar_lit.bench.recipe import process_age, run_once
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
-RUN: dict[str, Any] = {  # as `run_once` returns it
-    "seed": 0, "dataset": "shapes", "accelerator": "cpu", "precision": "32-true", "parameters": 10, "accuracy": 0.5, "loss": 1.0,
-    "views": None, "seconds": 10.0, "images_per_second": 100.0, "cold_seconds": None, "memory_mb": 100, "device_memory_mb": None,
+RUN: dict[str, Any] = {  # a result of `run_once`
+    "seed": 0, "dataset": "shapes", "accelerator": "cpu", "precision": "32-true", "parameters": 10, "accuracy": 0.5,
+    "loss": 1.0, "views": None, "seconds": 10.0, "images_per_second": 100.0, "cold_seconds": None, "memory_mb": 100,
+    "device_memory_mb": None,
 }  # fmt: skip
 
 
 @pytest.fixture
 def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The seeds of the runs, which are made up; the run of seed 2 is interrupted the first time."""
+    """Fake the runs and record their seeds; the first run of seed 2 is interrupted."""
     seeds: list[int] = []
 
     def run(name: str, flags: Any, seed: int, *rest: Any) -> dict[str, Any]:
@@ -42,35 +43,31 @@ def runs_in(file: str) -> list[dict[str, Any]]:
     return runs
 
 
-def test_runs_with_other_threads_or_flags_are_another_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_other_threads_or_flags_have_other_conditions() -> None:
     file = Path("small.yaml")
     first = recipe.conditions_of(file, [])
     assert recipe.conditions_of(file, []) == first
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        more_threads = recipe.conditions_of(file, [])
-    finally:
-        torch.set_num_threads(threads)
-    flagged = recipe.conditions_of(file, ["--lr", "0.5"])
+    other_flags = recipe.conditions_of(file, ["--lr", "0.5"])
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    more_threads = recipe.conditions_of(file, [])
     assert {name for name in first if more_threads[name] != first[name]} == {"machine"}
-    assert {name for name in first if flagged[name] != first[name]} == {"flags"}
+    assert {name for name in first if other_flags[name] != first[name]} == {"flags"}
 
 
-def test_seeds_become_means_with_an_interval_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_seed_is_a_run_with_the_same_result_as_a_run_alone(capsys: pytest.CaptureFixture[str]) -> None:
     bench(["recipe", "small.yaml", "--runs", "2", "--json", "out/f.json"])
-    runs, said = runs_in("out/f.json"), capsys.readouterr().out
+    runs, out = runs_in("out/f.json"), capsys.readouterr().out
     assert [(run["seed"], run["first"]) for run in runs] == [(0, True), (1, False)]
     assert [run["cold_seconds"] is None for run in runs] == [process_age() is None, True]
-    assert "small seed 1 (2 of 2)" in said and "share one process" in said and "train loss" not in said
+    assert "small seed 1 (2 of 2)" in out and "share one process" in out and "train loss" not in out
     assert sorted(path.name for path in Path().rglob("*") if path.is_file()) == ["f.json", "small.yaml"]
-    alone = run_once("small.yaml", [], 1, None, False)  # a seed gives in company what it gives alone
+    alone = run_once("small.yaml", [], 1, None, False)
     assert alone["loss"] == runs[1]["loss"] != runs[0]["loss"]
     with pytest.raises(Failure, match="ended without a test"):
         run_once("small.yaml", ["--trainer.fast_dev_run", "true"], 0, None, False)
 
 
-def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
+def test_an_interrupted_benchmark_resumes_with_the_missing_seeds_and_accepts_no_other_conditions(
     seeds: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["recipe", "small.yaml", "--runs", "4", "--json", "f.json"]
@@ -87,12 +84,9 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
     bench([*argv, "--runs", "5"])
     assert seeds[5:] == [4]
     before = Path("f.json").read_bytes()
-    for others, differs in (
-        (["small.yaml", "--epochs", "2"], "other flags"),
-        (["lenet"], "has runs of small, which is not"),
-    ):
-        with pytest.raises(UsageError, match=differs):
-            bench(["recipe", *others, "--json", "f.json"])
+    for line, reason in (("small.yaml --epochs 2", "other flags"), ("lenet", "has runs of small, which is not")):
+        with pytest.raises(UsageError, match=reason):
+            bench(["recipe", *line.split(), "--json", "f.json"])
     assert Path("f.json").read_bytes() == before
     Path("f.json").write_text('{"bench": "step"}')
     with pytest.raises(UsageError, match="has no results of `bench recipe`"):
@@ -111,7 +105,7 @@ def test_a_measurement_that_was_stopped_goes_on_with_the_seeds_that_are_missing(
         ("quickstart --devices 2", "one device"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_runs(line: str, answer: str) -> None:
+def test_an_invalid_benchmark_is_refused_before_any_run(line: str, answer: str) -> None:
     with pytest.raises(UsageError, match=answer):
         bench(["recipe", *line.split()])
     assert [path.name for path in Path().iterdir()] == ["small.yaml"]

@@ -26,6 +26,7 @@ NO_SPACE_IN_TORCH.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 NO_SPACE_IN_TORCH.resume = "cifar-lit train --resume lightning_logs/small-1"
 NO_PERMISSION = r"no permission for /a\nb: choose another folder with --logs or --data-dir"
 NO_HOME = "a path begins with an unknown home folder: write the path out"
+OTHER_BUILD = "torch and torchvision are of different builds: uninstall both, then install both from one source"
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
 RESUMABLE = Interrupted(signal.SIGINT)
 RESUMABLE.resume = "python scripts/train.py --resume lightning_logs/small-1"
@@ -52,6 +53,7 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints are intact: low
         (NO_SPACE_IN_TORCH, DISK_FULL.format("while writing", "resume with --resume"), 1),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "a"), DISK_FULL.format("a", "start again"), 1),
         (PermissionError(13, "no", "/a\nb"), NO_PERMISSION, 1),
+        (RuntimeError("operator torchvision::nms does not exist"), OTHER_BUILD, 1),
         (LOST_PEER, "another process of this run ended early; its message gives the reason. Resume with --resume.", 1),
         (Failure("\x1b[2Jname"), "\\x1b[2Jname", 1),  # escaped: file names must not control the terminal
     ],

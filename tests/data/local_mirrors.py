@@ -1,4 +1,4 @@
-"""Mirrors on this machine that misbehave as a test wants them to."""
+"""Local mirrors with configurable faults."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Mirror:
-    """What a server holds, how it fails, and what it was asked for."""
+    """The files, faults and requests of a server."""
 
     files: dict[str, bytes]
-    status: int = 0  # answers every request with this error
-    cuts: list[int] = field(default_factory=list)  # the nth request ends after so many bytes of its body
-    ranges: bool = True  # understands Range
+    status: int = 0  # error status of every response
+    cuts: list[int] = field(default_factory=list)  # bytes of the body of the nth response
+    ranges: bool = True  # supports Range
     corrupt: bool = False
-    stall_after: int = -1  # goes silent after so many bytes
-    bytes_per_second: float = 0.0  # 0: as fast as it can
+    stall_after: int = -1  # bytes until the server stalls
+    bytes_per_second: float = 0.0  # 0: unlimited
     content_type: str = "application/octet-stream"
-    length: bool = True  # says how much will come
-    promised: int = -1  # the length that it says, where that is wrong
-    location: str = ""  # redirects every request there
+    length: bool = True  # sends Content-Length
+    promised: int = -1  # a wrong Content-Length
+    location: str = ""  # target of redirects
     requests: list[tuple[str, int]] = field(default_factory=list)  # (path, first byte) of every request
     url: str = ""
 
@@ -52,7 +52,7 @@ class Mirror:
         body, step = content[first:][: self.cuts.pop(0) if self.cuts else None], 1000
         for at in range(0, len(body), step):
             if 0 <= self.stall_after <= at:
-                return time.sleep(2.0)  # longer than any test waits for a byte
+                return time.sleep(2.0)  # longer than the timeout of any test
             handler.wfile.write(body[at : at + step])
             time.sleep(step / self.bytes_per_second if self.bytes_per_second else 0)
         return None
@@ -60,17 +60,17 @@ class Mirror:
 
 @contextmanager
 def serving(mirror: Mirror) -> Iterator[Mirror]:
-    """Serves `mirror` on a free port while the block runs; `mirror.url` is then its address with a final slash."""
+    """Serve `mirror` on a free port while the block runs, and set `mirror.url` (with a final slash)."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             try:
                 mirror.answer(self)
             except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True  # the client left, as it should
+                self.close_connection = True  # the client disconnected
 
         def log_message(self, format: str, *args: object) -> None:
-            """Keeps the test's output clean."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads, server.block_on_close = True, False

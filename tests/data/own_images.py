@@ -1,4 +1,4 @@
-"""Small folders of own images."""
+"""Small folders of images."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cifar_lit.data.source_settings import SourceSettings
 
 
 def save(path: Path, value: int = 0, size: tuple[int, int] = (8, 8)) -> Path:
-    """A PNG of one grey value, (H, W)."""
+    """Save a PNG of one grey value. `size` is (H, W)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size[::-1], (value, value, value)).save(path)
     return path
 
 
 def photo(seed: int, side: int = 96) -> Image.Image:
-    """A picture with shapes and colours of its own, and none like it."""
+    """Return an image whose shapes and colours differ from those of every other seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (7, 7, 3), np.uint8)
     return Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
 
@@ -34,7 +34,7 @@ def save_photo(path: Path, seed: int) -> Path:
 
 
 def doubling_links(folder: Path, levels: int) -> None:
-    """Folders 0, 1, …, each with two links to the next, and an image in the last: 2**levels paths lead to it."""
+    """Create folders 0, 1, …, each with two links to the next. 2**levels paths lead to the image in the last."""
     for level in range(levels):
         (folder / str(level)).mkdir(parents=True)
         for name in "xy":
@@ -52,11 +52,11 @@ def open_set(root: Path, train: bool = True, **settings: object) -> ImageSet:
 
 
 def values(root: Path, train: bool = True, **settings: object) -> list[int]:
-    """The grey value of each image."""
+    """Return the grey value of each image."""
     return open_set(root, train, **settings).images[:, 0, 0, 0].tolist()
 
 
 def decodings(capsys: pytest.CaptureFixture[str]) -> int:
-    """How many images were decoded since the last call, as the progress lines tell."""
+    """Return the number of images decoded since the last call, according to the progress lines."""
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoding images: ")]
     return sum(int(line.split()[2].partition("/")[0]) for line in lines)

@@ -1,4 +1,4 @@
-"""`ImageData`: parts, statistics, placement, positions, and what becomes of a batch on its device."""
+"""`ImageData`: parts, statistics, placement, positions, and batches on their device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from own_images import save
@@ -24,7 +23,7 @@ def rows_of(loader: Any) -> list[int]:
     return torch.cat([batch.indices for batch in loader]).tolist()
 
 
-def test_classes_and_parts_are_those_of_the_images() -> None:
+def test_loaders_and_shapes_follow_the_images() -> None:
     data = shapes_data(channels=1, num_classes=4)
     assert data.input_shape == [1, 12, 12] and data.class_count == len(data.classes) == 4
     assert sorted(rows_of(data.train_dataloader())) == data.split[0].tolist()
@@ -35,7 +34,7 @@ def test_classes_and_parts_are_those_of_the_images() -> None:
     assert everything.val_dataloader() == [] and len(everything.split[0]) == 60
 
 
-def test_sampling_balances_the_training_images_alone_and_counts_are_of_them() -> None:
+def test_balanced_sampling_and_class_counts_concern_training_images_only() -> None:
     data = shapes_data(num_classes=4, sampling="balanced")
     data.parts.train_images = replace(data.train_images, labels=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1, 3] * 6))
     counts = data.class_counts
@@ -47,9 +46,7 @@ def test_sampling_balances_the_training_images_alone_and_counts_are_of_them() ->
     assert rows_of(data.test_dataloader()) == list(range(12))
 
 
-def test_too_few_images_of_a_class_or_to_validate_on_are_told_at_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_images_of_a_class_or_set_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, count in (("cat", 12), ("dog", 1)):
         for part in ("train", "test"):
             for number in range(count):
@@ -64,7 +61,7 @@ def test_too_few_images_of_a_class_or_to_validate_on_are_told_at_the_start(
     assert "chosen" not in capsys.readouterr().err
 
 
-def test_the_order_follows_the_seed_of_the_run_and_images_and_split_do_not() -> None:
+def test_the_seed_of_the_run_changes_the_order_but_not_images_or_split() -> None:
     first, second = (shapes_data(seed=seed) for seed in (0, 1))
     assert torch.equal(first.split[1], second.split[1])
     assert torch.equal(first.train_images.images, second.train_images.images)
@@ -72,14 +69,13 @@ def test_the_order_follows_the_seed_of_the_run_and_images_and_split_do_not() -> 
     assert rows_of(first.train_dataloader()) != rows_of(second.train_dataloader())
 
 
-def test_batches_come_out_normalised_by_given_or_measured_statistics_and_keep_all_else() -> None:
+def test_batches_are_normalised_by_given_or_measured_statistics() -> None:
     data = shapes_data(mean=[0.1, 0.2, 0.3], std=[0.5, 0.6, 0.7])
     batch = next(iter(data.train_dataloader()))
     result = data.on_after_batch_transfer(batch, 0)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.statistics)
-    torch.testing.assert_close(
-        result.images, (batch.images.permute(0, 3, 1, 2) / 255 - mean) / std, rtol=1e-5, atol=1e-5
-    )
+    expected = (batch.images.permute(0, 3, 1, 2) / 255 - mean) / std
+    torch.testing.assert_close(result.images, expected, rtol=1e-5, atol=1e-5)
     assert result.labels is batch.labels and result.indices is batch.indices
     assert (result.loss_weight, result.targets) == (1.0, None)
     data = shapes_data(count=200)
@@ -88,7 +84,7 @@ def test_batches_come_out_normalised_by_given_or_measured_statistics_and_keep_al
     torch.testing.assert_close(pixels.std(1), torch.ones(3), atol=1e-3, rtol=0)
 
 
-def test_one_number_stands_for_every_channel_and_given_ones_are_not_measured() -> None:
+def test_one_number_applies_to_every_channel_and_replaces_the_measured_value() -> None:
     measured = shapes_data().statistics
     assert shapes_data(mean=[0.1, 0.2, 0.3], std=1).statistics == ([0.1, 0.2, 0.3], [1.0] * 3)
     assert shapes_data(mean=0.5).statistics == ([0.5] * 3, measured[1])
@@ -98,13 +94,13 @@ def test_one_number_stands_for_every_channel_and_given_ones_are_not_measured() -
             _ = shapes_data(**settings).statistics
 
 
-def test_a_sample_shows_the_images_as_the_first_epoch_augments_them() -> None:
+def test_a_sample_shows_the_augmented_images_of_the_first_epoch() -> None:
     data = shapes_data(crop=2, flip="random", cutout=3)
     shown = torch.cat([batch.images for batch in data.train_dataloader()])
     assert torch.equal(augmented_sample(data, 40), shown[:40].permute(0, 3, 1, 2))
 
 
-def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_an_epoch() -> None:
+def test_a_position_within_an_epoch_requires_the_same_batch_size() -> None:
     data, resumed, other = shapes_data(), shapes_data(), shapes_data(batch_size=8)
     assert data.state_dict() == {}
     batches = iter(data.train_dataloader())
@@ -112,15 +108,15 @@ def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_a
     resumed.load_state_dict(data.state_dict())
     with pytest.raises(UsageError, match="batches of 16: leave --batch-size at 16"):
         other.load_state_dict(data.state_dict())
-    rest = rows_of(batches)
-    assert rows_of(resumed.train_dataloader()) == rest and len(rest) == 34
-    other.load_state_dict(data.state_dict())
-    following = other.train_dataloader()
-    following.set_epoch(1)
-    assert len(rows_of(following)) == 50
+    remaining = rows_of(batches)
+    assert rows_of(resumed.train_dataloader()) == remaining and len(remaining) == 34
+    other.load_state_dict(data.state_dict())  # now at the end of an epoch
+    loader = other.train_dataloader()
+    loader.set_epoch(1)
+    assert len(rows_of(loader)) == 50
 
 
-# ---- where the images are kept
+# ---- placement
 
 
 @pytest.mark.parametrize(
@@ -130,44 +126,37 @@ def test_a_position_goes_on_in_batches_of_the_same_size_only_but_at_the_end_of_a
         ({"workers": 0}, r"data\.workers must be at least 1"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], line: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line):
         ImageData("shapes", **settings)
 
 
 @pytest.mark.parametrize(("placement", "workers"), [("device", 0), ("host", 2)])
-def test_images_on_the_host_are_read_ahead_and_take_no_memory_of_the_device(placement: str, workers: int) -> None:
+def test_images_on_the_host_are_prefetched_and_use_no_device_memory(placement: str, workers: int) -> None:
     data = shapes_data(placement=placement)
     assert (data.train_dataloader().workers, data.reads_ahead) == (workers, placement == "host")
     assert bytes_on_device(data, 10**9) == (0 if workers else 60 * 12 * 12 * 3)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_mapped_file_gives_each_device_the_batches_that_memory_gives(tmp_path: Path, rank: int) -> None:
+def test_a_memory_mapped_file_gives_each_device_the_same_batches(tmp_path: Path, rank: int) -> None:
     for number in range(24):
         save(tmp_path / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", number)
-    batches = []
+    batches: list[list[Any]] = []
+    settings: dict[str, Any] = {"crop": 2, "cache_dir": str(tmp_path / "cache")}
     for placement in ("device", "host"):
-        data = ImageData(
-            "folder", str(tmp_path / "pets"), 6, crop=2, placement=placement, cache_dir=str(tmp_path / "cache")
-        )
+        data = ImageData("folder", str(tmp_path / "pets"), 6, placement=placement, **settings)
         data.trainer = trainer_at(0, 1, global_rank=rank)
-        batches.append(
-            [
-                [part.tolist() for part in (batch.images, batch.labels, batch.indices)]
-                for batch in data.train_dataloader()
-            ]
-        )
-        assert data.placed("train")[0].mapped == (
-            placement == "host"
-        )  # what is in memory is not asked of the file again
+        loader = data.train_dataloader()
+        batches.append([[part.tolist() for part in (each.images, each.labels, each.indices)] for each in loader])
+        assert data.placed("train")[0].mapped == (placement == "host")
     assert batches[0] == batches[1] and len(batches[0]) == 3
 
 
-# ---- smaller images first
+# ---- progressive resizing
 
 
-def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_not() -> None:
+def test_only_training_images_are_shrunk() -> None:
     data = shapes_data(resolutions={8: 0.5}, mean=0.5, std=0.25)
     batch = next(iter(data.train_dataloader()))
 
@@ -180,29 +169,13 @@ def test_training_images_are_shrunk_then_normalised_and_those_to_evaluate_are_no
     expected = F.interpolate(batch.images.permute(0, 3, 1, 2).float(), (8, 8), mode="area")
     torch.testing.assert_close(small, (expected / 255 - 0.5) / 0.25, rtol=1e-5, atol=1e-5)
     assert small.is_contiguous(memory_format=torch.channels_last)
-    for epoch, epochs, training in ((1, 2, True), (0, -1, True), (0, None, True), (0, 2, False)):  # two without an end
+    for epoch, epochs, training in ((1, 2, True), (0, -1, True), (0, None, True), (0, 2, False)):
         assert prepared(epoch, epochs, training).shape[2:] == (12, 12)
     batches = len(data.train_dataloader())
-    for epochs, gathered in ((-1, 1), (100, 1), (100, batches - 1)):  # the steps are those of four epochs
+    for epochs, accumulate in ((-1, 1), (100, 1), (100, batches - 1)):
+        steps = {"max_steps": 4 * -(-batches // accumulate), "accumulate_grad_batches": accumulate}  # four epochs
         for epoch, side in ((1, 8), (2, 12)):
-            data.trainer = trainer_at(epoch, epochs, max_steps=4 * -(-batches // gathered), accumulate=gathered)
+            data.trainer = trainer_at(epoch, epochs, **steps)
             assert data.on_after_batch_transfer(batch, 0).images.shape[2] == side
     with pytest.raises(UsageError, match="a side of 24 pixels: use 4 … 12"):
         shapes_data(resolutions={24: 0.5}).train_dataloader()
-
-
-# ---- with a module of somebody else's
-
-
-def test_on_several_devices_a_plain_module_gets_no_batch_that_counts_nothing() -> None:
-    for module, batches, last in ((None, 4, 0.0), (pl.LightningModule(), 3, 1.0)):
-        data = shapes_data(eval_batch_size=6)  # 50 training images in batches of 16, 10 to validate on
-        data.trainer = trainer_at(0, 2, global_rank=1)
-        data.trainer.lightning_module = module
-        loader = data.train_dataloader()
-        assert (len(loader), list(loader)[-1].loss_weight, data.epochs) == (batches, last, 2)
-    data = shapes_data(eval_batch_size=10)
-    data.trainer = trainer_at(0, 2, global_rank=1)
-    data.trainer.lightning_module = pl.LightningModule()
-    (batch,) = data.val_dataloader()
-    assert torch.equal(batch.labels, data.train_images.labels[data.split[1]])

@@ -1,4 +1,4 @@
-"""Decoding of single image files; tests/inference/odd_files.py has many more kinds."""
+"""Decoding of single image files. tests/inference/odd_files.py has many more formats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cifar_lit.data.decode import (
 
 
 def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
-    """RGB blocks of 4 × 4 in random colours."""
+    """Return an RGB image of 4 × 4 blocks in random colours."""
     cells = np.random.default_rng(seed).integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
     return Image.fromarray(np.kron(cells, np.ones((4, 4, 1), np.uint8)))
 
@@ -40,22 +40,19 @@ def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
     ("file_format", "settings", "tolerance"),
     [("JPEG", {"quality": 95, "subsampling": 0}, 12), ("PNG", {}, 0), ("WEBP", {"lossless": True}, 0), ("BMP", {}, 0)],
 )
-def test_formats_decode_to_the_pixels_that_were_saved(
-    tmp_path: Path, file_format: str, settings: dict, tolerance: int
-) -> None:
-    (tmp_path / "a.txt").write_bytes(
-        encoded(blocks(24, 32), file_format, **settings)
-    )  # the content decides, not the suffix
+def test_each_format_decodes_to_saved_pixels(tmp_path: Path, file_format: str, settings: dict, tolerance: int) -> None:
+    # The content determines the format, not the suffix.
+    (tmp_path / "a.txt").write_bytes(encoded(blocks(24, 32), file_format, **settings))
     pixels = decode(tmp_path / "a.txt")
     assert pixels.dtype == np.uint8 and pixels.shape == (24, 32, 3) and pixels.flags.writeable
     assert np.abs(pixels.astype(int) - np.asarray(blocks(24, 32)).astype(int)).mean() <= tolerance
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_transparent_parts_become_white_and_half_transparent_ones_half_white(mode: str) -> None:
+def test_transparency_is_blended_with_white(mode: str) -> None:
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     image.paste((0, 0, 0, 255), (0, 0, 4, 8))
-    if mode != "P":  # a palette of GIF has no half
+    if mode != "P":  # GIF palettes have no partial transparency
         image.paste((0, 0, 0, 128), (4, 0, 6, 8))
     pixels = decode(io.BytesIO(encoded(image.convert(mode), "PNG") if mode != "P" else encoded(image, "GIF")))
     assert (pixels[:, :4] == 0).all() and (pixels[:, 6:] == 255).all()
@@ -71,13 +68,13 @@ def test_transparent_parts_become_white_and_half_transparent_ones_half_white(mod
     ],
     ids=["16 bits", "CMYK", "to grey"],
 )
-def test_every_mode_keeps_its_colours(data: bytes, channels: int, expected: list[list[int]]) -> None:
+def test_16_bit_cmyk_and_grey_images_keep_their_colours(data: bytes, channels: int, expected: list[list[int]]) -> None:
     pixels = decode(io.BytesIO(data), channels=channels)
     assert pixels.shape[2] == channels
     assert np.abs(pixels[0, : len(expected)].astype(int) - expected).max() <= (1 if channels == 3 else 0)
 
 
-def test_scaling_keeps_shapes_cuts_both_ends_of_the_longer_side_and_averages_what_is_fine() -> None:
+def test_scaling_keeps_proportions_crops_the_centre_and_antialiases() -> None:
     image = Image.new("RGB", (400, 100), "white")
     image.paste((255, 0, 0), (0, 0, 150, 100))
     image.paste((0, 0, 255), (250, 0, 400, 100))
@@ -86,32 +83,28 @@ def test_scaling_keeps_shapes_cuts_both_ends_of_the_longer_side_and_averages_wha
     assert decode(io.BytesIO(encoded(image, "PNG")), (8, 16)).shape == (8, 16, 3)
     checkers = Image.fromarray((np.indices((256, 256)).sum(0) % 2 * 255).astype(np.uint8))
     assert np.abs(decode(io.BytesIO(encoded(checkers, "PNG")), (16, 16)).astype(int) - 127).max() <= 3
-    smooth = blocks(16, 24).resize((900, 600), Image.Resampling.BICUBIC)  # of which a JPEG is decoded smaller
+    smooth = blocks(16, 24).resize((900, 600), Image.Resampling.BICUBIC)  # the JPEG is decoded at a reduced size
     jpeg, png = (decode(io.BytesIO(encoded(smooth, kind)), (32, 32)).astype(int) for kind in ("JPEG", "PNG"))
     assert np.abs(jpeg - png).mean() < 3
 
 
-PILLOWS = {
-    "crop": ImageOps.fit,
-    "letterbox": partial(ImageOps.pad, color=(128, 128, 128)),
-    "squash": Image.Image.resize,
-}
+LETTERBOX = partial(ImageOps.pad, color=(128, 128, 128))
+PILLOWS = {"crop": ImageOps.fit, "letterbox": LETTERBOX, "squash": Image.Image.resize}
 
 
 @pytest.mark.parametrize("resize", PILLOWS)
-def test_each_way_of_resizing_is_pillows_for_images_and_sizes_of_all_proportions(resize: str) -> None:
+def test_each_resize_mode_equals_pillows_for_all_proportions(resize: str) -> None:
     for height, width in ((64, 64), (40, 96), (100, 36), (8, 76)):
         image = blocks(height, width)
+        data = encoded(image, "PNG")
         for size in ((24, 24), (24, 40), (33, 20), (64, 64)):
-            expected = PILLOWS[resize](image, size[::-1], Image.Resampling.BICUBIC)
-            assert np.array_equal(
-                decode(io.BytesIO(encoded(image, "PNG")), size, resize=resize), np.asarray(expected)
-            ), size
-            assert np.array_equal(pixels_of(image, size, resize=resize), np.asarray(expected))
+            expected = np.asarray(PILLOWS[resize](image, size[::-1], Image.Resampling.BICUBIC))
+            assert np.array_equal(decode(io.BytesIO(data), size, resize=resize), expected), size
+            assert np.array_equal(pixels_of(image, size, resize=resize), expected)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_letterbox_shows_the_thinnest_image_whole_between_grey(channels: int) -> None:
+def test_a_letterbox_shows_the_whole_of_a_one_pixel_line(channels: int) -> None:
     line = Image.new("RGB", (5000, 1), "white")
     for image, size, place in ((line, (7, 20), np.s_[3]), (line.rotate(90, expand=True), (20, 7), np.s_[:, 3])):
         pixels = decode(io.BytesIO(encoded(image, "PNG")), size, channels, "letterbox").astype(int)
@@ -123,72 +116,62 @@ def test_a_letterbox_shows_the_thinnest_image_whole_between_grey(channels: int) 
     [
         ((100, 100), "crop", (800, 200)),
         ((100, 100), "squash", (800, 200)),
-        ((100, 100), "letterbox", (200, 50)),  # it becomes one of 100 × 25
+        ((100, 100), "letterbox", (200, 50)),  # resized to 100 × 25
         ((40, 160), "crop", (400, 100)),
         ((200, 40), "letterbox", (200, 50)),
         ((300, 300), "crop", (1600, 400)),
     ],
 )
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_large_jpeg_is_decoded_smaller_yet_no_less_than_twice_what_becomes_of_it(
+def test_a_large_jpeg_is_decoded_at_a_reduced_size_of_at_least_twice_the_target(
     size: tuple[int, int], resize: str, expected: tuple[int, int], turned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, sizes, exif = JpegImageFile.load, [], Image.Exif()
 
-    def noting(image: JpegImageFile) -> object:
+    def load_and_note(image: JpegImageFile) -> object:
         sizes.append(image.size)
         return load(image)
 
-    monkeypatch.setattr(JpegImageFile, "load", noting)
-    exif[0x0112] = 6 if turned else 1  # the file is wide, the picture in it is high
+    monkeypatch.setattr(JpegImageFile, "load", load_and_note)
+    exif[0x0112] = 6 if turned else 1  # 6: a landscape file with a portrait image
     jpeg = encoded(blocks(400, 1600), "JPEG", exif=exif)
     pixels = decode(io.BytesIO(jpeg), size[::-1] if turned else size, resize=resize)
     assert pixels.shape[:2] == (size[::-1] if turned else size) and sizes[0] == expected
 
 
-@pytest.mark.parametrize(
-    ("file_format", "settings"),
-    [
-        ("JPEG", {}),
-        ("JPEG", {"progressive": True}),
-        ("PNG", {}),
-        ("WEBP", {}),
-        ("WEBP", {"lossless": True}),
-        ("BMP", {}),
-    ],
-)
-def test_files_that_are_cut_anywhere_or_end_in_zeros_are_errors(file_format: str, settings: dict) -> None:
+ENCODINGS = [*((name, {}) for name in ("JPEG", "PNG", "WEBP", "BMP")), ("JPEG", {"progressive": True})]
+
+
+@pytest.mark.parametrize(("file_format", "settings"), [*ENCODINGS, ("WEBP", {"lossless": True})])
+def test_files_truncated_anywhere_or_filled_with_zeros_are_errors(file_format: str, settings: dict) -> None:
     data = encoded(blocks(64, 64), file_format, **settings)
     end = len(data) - (8 if file_format == "PNG" else 1)
-    for kept in [0, *range(1, end, len(data) // 25), end]:
+    for length in [0, *range(1, end, len(data) // 25), end]:
         with pytest.raises(DecodeError):
-            decode(io.BytesIO(data[:kept]))
-        if 0 < kept < len(data) - 40 and file_format != "BMP" and "progressive" not in settings:
+            decode(io.BytesIO(data[:length]))
+        if 0 < length < len(data) - 40 and file_format != "BMP" and "progressive" not in settings:
             with pytest.raises(DecodeError):
-                decode(io.BytesIO(data[:kept] + bytes(len(data) - kept)))
+                decode(io.BytesIO(data[:length] + bytes(len(data) - length)))
 
 
-def test_data_behind_the_end_of_a_jpeg_are_no_part_of_it() -> None:
+def test_data_after_the_end_of_a_jpeg_is_ignored() -> None:
     data = encoded(blocks(64, 64), "JPEG")
     whole = decode(io.BytesIO(data))
-    for film in (b"\xff\xd9 \xff\xda film", bytes(4000), b"\xff\xda" * 40):
-        assert (decode(io.BytesIO(data + film)) == whole).all()
+    for video in (b"\xff\xd9 \xff\xda film", bytes(4000), b"\xff\xda" * 40):
+        assert (decode(io.BytesIO(data + video)) == whole).all()
     thumbnail = encoded(blocks(8, 8), "JPEG")
-    exif = b"\xff\xe1" + (2 + len(thumbnail)).to_bytes(2, "big") + thumbnail  # whose end is not that of the image
+    exif = b"\xff\xe1" + (2 + len(thumbnail)).to_bytes(2, "big") + thumbnail  # contains an end marker
     with pytest.raises(DecodeError, match="cut short"):
         decode(io.BytesIO(data[:2] + exif + data[2 : len(data) // 2] + bytes(len(data) // 2)))
 
 
-def test_errors_give_the_name_and_a_short_reason_and_sizes_need_the_header_alone(tmp_path: Path) -> None:
+def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_path: Path) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
+    exif[0x0112] = 6  # rotated by 90 degrees
     (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG", exif=exif)[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
-    for name, reason in (
-        ("a.jpg", "cut short"),
-        ("b.jpg", "not a JPEG, PNG"),
-        ("c.jpg", "missing: there is no such file"),
-    ):
+    reasons = {"a.jpg": "cut short", "b.jpg": "not a JPEG, PNG", "c.jpg": "missing: there is no such file"}
+    for name, reason in reasons.items():
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
         assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -197,14 +180,14 @@ def test_errors_give_the_name_and_a_short_reason_and_sizes_need_the_header_alone
         image_size(tmp_path / "b.jpg")
 
 
-def test_what_follows_an_image_counts_neither_as_scans_nor_as_chunks() -> None:
-    """Phones append films to JPEGs, and some programs fill PNGs up with zeros."""
-    for behind, kind in ((b"\xff\xda\0\2" * 1000, "JPEG"), (bytes(1_000_000), "PNG")):
+def test_data_after_an_image_counts_neither_as_scans_nor_as_chunks() -> None:
+    """Phones append videos to JPEGs, and some programs pad PNGs with zeros."""
+    for trailing, kind in ((b"\xff\xda\0\2" * 1000, "JPEG"), (bytes(1_000_000), "PNG")):
         data = encoded(blocks(), kind)
-        assert (decode(io.BytesIO(data + behind)) == decode(io.BytesIO(data))).all()
+        assert (decode(io.BytesIO(data + trailing)) == decode(io.BytesIO(data))).all()
 
 
-def test_a_jpeg_with_restart_markers_and_padding_is_one_scan() -> None:
+def test_a_jpeg_with_restart_markers_and_padding_has_one_scan() -> None:
     data = encoded(blocks(256, 256), "JPEG", restart_marker_blocks=1)
     assert data.count(b"\xff\xd0") > 20
     padded = data[:2] + b"\xff" * 20 + data[2:]
@@ -216,19 +199,18 @@ def test_a_progressive_jpeg_of_many_scans_is_read(scans: int, side: int) -> None
     assert decode(io.BytesIO(progressive_jpeg(scans, side)), (8, 8)).shape == (8, 8, 3)
 
 
-@pytest.mark.parametrize("limit", [600, 1000])  # Pillow raises above twice its limit and only warns up to it
-def test_images_above_pillows_pixel_limit_are_errors_without_a_warning(
-    monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+@pytest.mark.parametrize("limit", [600, 1000])  # Pillow raises above twice its limit, and warns below
+def test_images_above_pillows_pixel_limit_fail_without_a_warning(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     data = encoded(blocks(32, 40), "PNG")
-    with warnings.catch_warnings(record=True) as seen, pytest.raises(DecodeError, match=f"more than {limit:,} pixels"):
+    error = pytest.raises(DecodeError, match=f"more than {limit:,} pixels")
+    with warnings.catch_warnings(record=True) as caught, error:
         warnings.simplefilter("always")
         decode(io.BytesIO(data))
-    assert not seen
+    assert not caught
 
 
-def test_many_files_give_the_same_pixels_and_reasons_in_processes_without_main_script_and_torch(tmp_path: Path) -> None:
+def test_worker_processes_decode_alike_without_torch_or_the_main_script(tmp_path: Path) -> None:
     for number in range(6):
         blocks(seed=number).save(tmp_path / f"{number}.png")
     (tmp_path / "4.png").write_bytes(b"GIF89a")
@@ -254,7 +236,7 @@ def test_many_files_give_the_same_pixels_and_reasons_in_processes_without_main_s
     assert (done.stdout.splitlines(), done.stderr, done.returncode) == (["ran", "True [[], [], [0]]"], "", 0)
 
 
-def test_decoding_processes_leave_ctrl_c_and_a_closed_terminal_to_the_process_that_started_them() -> None:
+def test_decoding_workers_ignore_sigint_and_sighup() -> None:
     numbers = (signal.SIGINT, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:

@@ -1,4 +1,4 @@
-"""`data.augment`: what its settings draw, in which company, what is mixed, and where it happens."""
+"""`data.augment`: random draws, independence of the batch, mixing, and the place in the pipeline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def planes(images: Tensor) -> Tensor:
 
 
 def augmented(images: Tensor, rows: Tensor, epoch: int = 0, seed: int = 0, **settings: Any) -> Tensor:
-    """float32 (B, C, H, W), of the images in those rows."""
+    """Return the augmented images of `rows`, float32 (B, C, H, W)."""
     return DeviceAugmentation(**settings).apply(images[rows], rows, seed, epoch, FILL, planes)
 
 
@@ -43,39 +43,28 @@ def drawn(count: int = 4000, height: int = 32, width: int = 48, **settings: Any)
     return DeviceAugmentation(**settings)._draw(torch.arange(count), 0, 0, height, width)
 
 
-# ---- what is drawn
+# ---- random draws
 
 
-def test_crops_keep_their_share_and_ratio_lie_within_the_image_and_reach_its_borders() -> None:
+def test_crops_have_their_share_and_ratio_and_cover_the_whole_image() -> None:
     top, left, rows, columns = drawn(scale=[0.25, 0.6], ratio=[0.5, 2])["crop"].unbind(1)
     assert float((rows * columns / 32 / 48).min()) > 0.22 and float((rows * columns / 32 / 48).max()) < 0.63
     assert float((columns / rows).min()) > 0.45 and float((columns / rows).max()) < 2.2
-    assert (float(top.min()), float(left.min()), float((top + rows).max()), float((left + columns).max())) == (
-        0,
-        0,
-        32,
-        48,
-    )
-    whole = drawn(3, scale=[1, 1], ratio=[1, 1])["crop"]  # of which none fits: the largest square in the middle
-    assert whole.tolist() == [[0, 8, 32, 32]] * 3
+    assert (int(top.min()), int(left.min()), int((top + rows).max()), int((left + columns).max())) == (0, 0, 32, 48)
+    fallback = drawn(3, scale=[1, 1], ratio=[1, 1])["crop"]  # no crop fits: the largest centred square
+    assert fallback.tolist() == [[0, 8, 32, 32]] * 3
 
 
-def test_numbers_are_drawn_evenly_from_torchvisions_ranges() -> None:
+def test_parameters_are_uniform_in_torchvisions_ranges() -> None:
     values = drawn(brightness=0.4, contrast=2, saturation=0.1, hue=0.2, rotation=30, blur=2)
-    ranges = {
-        "brightness": (0.6, 1.4),
-        "contrast": (0, 3),
-        "saturation": (0.9, 1.1),
-        "hue": (-0.2, 0.2),
-        "blur": (0, 2),
-    }
-    for name, (least, most) in {**ranges, "rotation": (-30, 30)}.items():
+    ranges: dict[str, Any] = {"brightness": (0.6, 1.4), "contrast": (0, 3), "saturation": (0.9, 1.1)}
+    for name, (least, most) in {**ranges, "hue": (-0.2, 0.2), "blur": (0, 2), "rotation": (-30, 30)}.items():
         shares = (values[name] - least) / (most - least)
         assert 0 <= float(shares.min()) < 0.01 and 0.99 < float(shares.max()) <= 1, name
         assert abs(float(shares.mean()) - 0.5) < 0.02, name
 
 
-def test_corners_are_moved_inward_and_boxes_are_erased_as_often_as_set() -> None:
+def test_corners_move_inward_and_erasing_has_its_probability() -> None:
     values = drawn(perspective=0.5, erasing=0.25)
     inward = (values["perspective"] - torch.tensor([[0, 0], [47, 0], [47, 31], [0, 31]])).abs()
     assert inward.amax((0, 1)).tolist() == [12, 8] and inward.amin((0, 1)).tolist() == [0, 0]
@@ -85,7 +74,7 @@ def test_corners_are_moved_inward_and_boxes_are_erased_as_often_as_set() -> None
     assert float((top + rows).max()) <= 32 and float((left + columns).max()) <= 48
 
 
-def test_policies_draw_every_operation_with_its_magnitudes_and_both_signs() -> None:
+def test_policies_draw_all_operations_magnitudes_and_signs() -> None:
     trivial = drawn(policy="trivial", operations=3)
     assert trivial["operations"].shape == (4000, 1)
     counts = torch.bincount(trivial["operations"][:, 0], minlength=14)
@@ -99,19 +88,16 @@ def test_policies_draw_every_operation_with_its_magnitudes_and_both_signs() -> N
 
 
 @pytest.mark.parametrize("policy", ["trivial", "randaugment"])
-def test_both_signs_are_drawn_for_exactly_the_operations_that_torchvision_negates(policy: str) -> None:
+def test_signs_are_drawn_for_the_operations_that_torchvision_negates(policy: str) -> None:
     parameters = drawn(policy=policy, operations=2, magnitude=20)
     negative = {OPERATIONS[number] for number in parameters["operations"][parameters["magnitudes"] < 0].tolist()}
     positive = {OPERATIONS[number] for number in parameters["operations"][parameters["magnitudes"] > 0].tolist()}
-    moves, colours = (
-        {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"},
-        {"Brightness", "Color", "Contrast", "Sharpness"},
-    )
-    assert negative == moves | colours
+    moves = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}
+    assert negative == moves | {"Brightness", "Color", "Contrast", "Sharpness"}
     assert positive >= negative
 
 
-def test_a_setting_changes_no_other_ones_draws() -> None:
+def test_the_draws_of_a_setting_do_not_depend_on_other_settings() -> None:
     everything = drawn(50, **EVERYTHING)
     for name in ("scale", "rotation", "perspective", "brightness", "hue", "blur", "erasing"):
         for key, values in drawn(50, **{name: EVERYTHING[name]}).items():
@@ -119,37 +105,32 @@ def test_a_setting_changes_no_other_ones_draws() -> None:
     assert len({tuple(everything[name].flatten().tolist()) for name in ("brightness", "contrast", "saturation")}) == 3
 
 
-# ---- what becomes of images
+# ---- augmented images
 
 
-def test_an_image_looks_the_same_in_any_batch_and_differs_between_epochs_and_seeds(images: Tensor) -> None:
+def test_an_image_is_augmented_alike_in_any_batch_and_differs_between_epochs_and_seeds(images: Tensor) -> None:
     rows = torch.arange(60)
     whole, order = augmented(images, rows, **EVERYTHING), torch.randperm(60, generator=torch.Generator().manual_seed(1))
     parts = torch.cat([augmented(images, part, **EVERYTHING) for part in rows.split(7)])
-    for same in (
-        augmented(images, rows[order], **EVERYTHING)[order.argsort()],
-        parts,
-    ):  # but where rounding decides on a level
-        assert float(((same - whole).abs() > 0.01).float().mean()) < 1e-3
+    for same in (augmented(images, rows[order], **EVERYTHING)[order.argsort()], parts):
+        assert float(((same - whole).abs() > 0.01).float().mean()) < 1e-3  # rounding may change a level
     for other in (augmented(images, rows, epoch=1, **EVERYTHING), augmented(images, rows, seed=1, **EVERYTHING)):
         assert float((other - whole).abs().amax((1, 2, 3)).gt(1).float().mean()) > 0.9
 
 
-def test_a_batch_of_several_parts_is_put_together_in_order() -> None:
+def test_a_batch_of_several_chunks_keeps_its_order() -> None:
     side = 64
     images = torch.randint(0, 256, (2 * CHUNK_BYTES // (4 * 3 * side * side) + 3, side, side, 3), dtype=torch.uint8)
     rows = torch.arange(len(images)).flip(0)
-    assert torch.equal(
-        augmented(images, rows, policy="trivial", erasing=1.0)[-1],
-        augmented(images, rows[-1:], policy="trivial", erasing=1.0)[0],
-    )
+    settings: dict[str, Any] = {"policy": "trivial", "erasing": 1.0}
+    assert torch.equal(augmented(images, rows, **settings)[-1], augmented(images, rows[-1:], **settings)[0])
     result = augmented(images, rows, brightness=0.5)
     factors = DeviceAugmentation(brightness=0.5)._draw(rows, 0, 0, side, side)["brightness"]
     expected = (planes(images[rows]).float() * factors[:, None, None, None]).clamp(max=255)
     torch.testing.assert_close(result, expected, rtol=0, atol=0.01)
 
 
-def test_grey_images_are_augmented_too(images: Tensor) -> None:
+def test_grey_images_are_augmented(images: Tensor) -> None:
     rows, grey = torch.arange(60), images[..., :1].contiguous()
     result = DeviceAugmentation(**EVERYTHING).apply(grey, rows, 0, 0, FILL[:1], planes)
     assert result.shape == (60, 1, 16, 12) and float(result.min()) >= 0 and float(result.max()) <= 255.01
@@ -159,14 +140,14 @@ def test_grey_images_are_augmented_too(images: Tensor) -> None:
 
 
 def mixed(settings: dict[str, float], rows: Tensor, epoch: int = 0) -> tuple[Tensor, Tensor]:
-    """Images whose every pixel is their label, mixed: what is to be seen of each label, and the targets."""
+    """Return mixed images whose pixels equal their label, and their targets."""
     labels = rows % 10
     images = labels.float()[:, None, None, None].expand(-1, 3, 20, 30).contiguous(memory_format=torch.channels_last)
     return DeviceAugmentation(**settings).mix(images, labels, 10, rows, 0, epoch)
 
 
 @pytest.mark.parametrize("settings", [{"mixup": 1.0}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
-def test_targets_are_the_shares_that_are_to_be_seen(settings: dict[str, float]) -> None:
+def test_targets_are_the_shares_of_the_mixed_images(settings: dict[str, float]) -> None:
     rows = torch.randperm(500, generator=torch.Generator().manual_seed(0))[:200]
     images, targets = mixed(settings, rows)
     assert images.is_contiguous(memory_format=torch.channels_last)
@@ -180,15 +161,15 @@ def test_targets_are_the_shares_that_are_to_be_seen(settings: dict[str, float]) 
     assert bool(pasted.any()) == ("cutmix" in settings) and bool(blended.any()) == ("mixup" in settings)
 
 
-def test_each_image_is_mixed_with_one_other_which_follows_from_the_rows_of_the_batch() -> None:
-    rows = torch.arange(10)  # of ten classes
+def test_each_image_is_mixed_with_one_other_determined_by_the_rows() -> None:
+    rows = torch.arange(10)  # one image per class
     _, targets = mixed({"mixup": 1.0}, rows)
     others = targets.masked_fill(torch.eye(10).bool(), 0)
     assert others.count_nonzero(0).tolist() == others.count_nonzero(1).tolist() == [1] * 10
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
     assert torch.equal(mixed({"mixup": 1.0}, rows[order])[1], targets[order])
     assert not torch.equal(mixed({"mixup": 1.0}, rows, epoch=1)[1] > 0, targets > 0)
-    assert mixed({"cutmix": 1.0}, rows[:1])[1].tolist() == [[1.0] + [0.0] * 9]  # alone, with itself
+    assert mixed({"cutmix": 1.0}, rows[:1])[1].tolist() == [[1.0] + [0.0] * 9]  # a single image is mixed with itself
 
 
 # ---- settings
@@ -213,15 +194,15 @@ def test_each_image_is_mixed_with_one_other_which_follows_from_the_rows_of_the_b
         ),
         ({"scale": [0.5, 1.5]}, r"data\.augment\.scale must be two rising shares"),
         ({"ratio": [2, 1]}, r"data\.augment\.ratio must be two rising numbers above 0"),
-        ({"ratio": [1, 2]}, r"data\.augment\.ratio is of the random crop: set data\.augment\.scale too"),
+        ({"ratio": [1, 2]}, r"data\.augment\.ratio needs a random crop: set data\.augment\.scale too"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(settings: dict[str, Any], line: str) -> None:
+def test_invalid_settings_are_refused_by_name(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line):
         ImageData("shapes", augment=settings)
 
 
-# ---- where it happens
+# ---- in the pipeline
 
 
 def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
@@ -229,14 +210,14 @@ def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
     return data
 
 
-def test_only_training_batches_are_augmented_before_they_are_scaled_and_normalised() -> None:
-    data = scaled_data(augment={"brightness": 0.5}, resolutions={6: 0.5})
+def test_training_batches_alone_are_augmented_before_scaling_and_normalising() -> None:
+    data = scaled_data(augment={"brightness": 0.5}, resolutions={6: 0.5}, seed=3)
     loader = data.train_dataloader()
     loader.set_epoch(2)
     batch = next(iter(loader))
     plain = scaled_data().on_after_batch_transfer(batch, 0).images
     assert torch.equal(at(data, 2, training=False).on_after_batch_transfer(batch, 0).images, plain)
-    bright = DeviceAugmentation(brightness=0.5).apply(batch.images, batch.indices, 0, 2, FILL, planes)
+    bright = DeviceAugmentation(brightness=0.5).apply(batch.images, batch.indices, 3, 2, FILL, planes)
     result = at(data, 2).on_after_batch_transfer(batch, 0)
     torch.testing.assert_close(result.images, (bright / 255 - 0.5) / 0.25, rtol=0, atol=1e-5)
     assert result.images.is_contiguous(memory_format=torch.channels_last) and result.targets is None
@@ -244,17 +225,16 @@ def test_only_training_batches_are_augmented_before_they_are_scaled_and_normalis
     assert small.shape[2:] == (6, 6)
 
 
-def test_nothing_set_is_as_no_setting() -> None:
+def test_settings_without_effect_change_nothing() -> None:
     for nothing in (None, {}):
         assert scaled_data(augment=nothing).device_augmentation is None
     batch = next(iter(scaled_data().train_dataloader()))
     off = at(scaled_data(augment={"policy": "none"}), 0).on_after_batch_transfer(batch, 0)
-    torch.testing.assert_close(
-        off.images, at(scaled_data(), 0).on_after_batch_transfer(batch, 0).images, rtol=0, atol=1e-6
-    )
+    expected = at(scaled_data(), 0).on_after_batch_transfer(batch, 0).images
+    torch.testing.assert_close(off.images, expected, rtol=0, atol=1e-6)
 
 
-def test_a_sample_shows_and_a_rehearsal_has_what_is_trained_on() -> None:
+def test_samples_and_example_batches_equal_training_batches() -> None:
     data = at(scaled_data(crop=2, augment={"hue": 0.3, "mixup": 1.0}), 1)
     loader = data.train_dataloader()
     loader.set_epoch(1)
@@ -263,8 +243,6 @@ def test_a_sample_shows_and_a_rehearsal_has_what_is_trained_on() -> None:
     torch.testing.assert_close(first.images, shown, rtol=0, atol=0.51 / 255 / 0.25)
     assert first.targets is not None and first.targets.shape == (16, 10)
     examples = list(batches_of_side(data, 6))
-    assert [(len(batch.labels), batch.images.shape[2], batch.targets is None) for batch in examples] == [
-        (16, 6, False),
-        (2, 6, False),
-    ]
+    sizes = [(len(batch.labels), batch.images.shape[2], batch.targets is None) for batch in examples]
+    assert sizes == [(16, 6, False), (2, 6, False)]
     assert isinstance(examples[0], Batch)

@@ -1,4 +1,4 @@
-"""`fetch`: mirrors in turn, broken transfers resumed, files checked."""
+"""`fetch` tries mirrors in turn, resumes broken transfers and verifies files."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def get(target: Path, *mirrors: Mirror | str) -> Path:
 
 
 def put_part(target: Path, content: bytes | None) -> None:
-    """What an earlier transfer left of `target`."""
+    """Write the partial file of an earlier transfer."""
     if content is not None:
         target.with_name("a.gz.part").write_bytes(content)
 
 
-def test_a_file_comes_from_the_first_mirror_and_is_then_used_as_it_is(
+def test_a_file_is_downloaded_once_from_the_first_mirror(
     mirror: Callable[..., Mirror], target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = mirror(), mirror()
@@ -66,7 +66,7 @@ def test_a_file_comes_from_the_first_mirror_and_is_then_used_as_it_is(
 
 
 @pytest.mark.parametrize("kind", ["wrong", "pipe", "device", "hole"])
-def test_another_file_in_its_place_is_named_and_left_alone(target: Path, kind: str) -> None:
+def test_a_wrong_file_at_the_target_is_reported_and_kept(target: Path, kind: str) -> None:
     if kind == "pipe":
         os.mkfifo(target)
     elif kind == "device":
@@ -82,15 +82,15 @@ def test_another_file_in_its_place_is_named_and_left_alone(target: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", ["link", "second name", "pipe", "hole"])
-def test_what_is_no_part_makes_way_and_nothing_is_written_through_it(
+def test_a_link_or_special_file_as_partial_file_is_replaced_not_written_through(
     mirror: Callable[..., Mirror], target: Path, tmp_path: Path, kind: str
 ) -> None:
-    part, theirs = target.with_name("a.gz.part"), tmp_path / "theirs"
-    theirs.write_bytes(CONTENT[:40_000])
+    part, other = target.with_name("a.gz.part"), tmp_path / "other"
+    other.write_bytes(CONTENT[:40_000])
     if kind == "link":
-        part.symlink_to(theirs)
+        part.symlink_to(other)
     elif kind == "second name":
-        part.hardlink_to(theirs)
+        part.hardlink_to(other)
     elif kind == "pipe":
         os.mkfifo(part)
     else:
@@ -98,7 +98,7 @@ def test_what_is_no_part_makes_way_and_nothing_is_written_through_it(
         os.truncate(part, 4 << 30)
     server = mirror()
     get(target, server)
-    assert (target.read_bytes(), theirs.read_bytes()) == (CONTENT, CONTENT[:40_000])
+    assert (target.read_bytes(), other.read_bytes()) == (CONTENT, CONTENT[:40_000])
     assert len(server.requests) == 1 and not target.is_symlink()
 
 
@@ -107,14 +107,14 @@ def test_what_is_no_part_makes_way_and_nothing_is_written_through_it(
     [
         ({"cuts": [30_000, 30_000]}, None, [0, 30_000, 60_000]),
         ({}, CONTENT[:70_000], [70_000]),
-        ({}, CONTENT, []),  # whole already: no server is needed
+        ({}, CONTENT, []),  # already complete: no request
         ({}, CONTENT + b"more", [len(CONTENT) + 4, 0]),
-        ({}, b"\0" * 50_000, [50_000, 0]),  # a wrong beginning
+        ({}, b"\0" * 50_000, [50_000, 0]),  # wrong content
         ({"ranges": False}, CONTENT[:40_000], [40_000]),
     ],
     ids=["broken", "part", "whole part", "long part", "wrong part", "range ignored"],
 )
-def test_a_transfer_goes_on_where_it_stopped_or_starts_anew(
+def test_a_transfer_resumes_or_starts_again_from_a_wrong_part(
     mirror: Callable[..., Mirror], target: Path, behaviour: dict[str, Any], part: bytes | None, requests: list[int]
 ) -> None:
     server = mirror(**behaviour)
@@ -128,7 +128,7 @@ def test_a_transfer_goes_on_where_it_stopped_or_starts_anew(
     [
         ({"cuts": [10_000] * download.MAX_ATTEMPTS}, None, download.MAX_ATTEMPTS, 10_000 * download.MAX_ATTEMPTS),
         ({"corrupt": True}, None, 1, 0),
-        ({"corrupt": True, "cuts": [50_000]}, None, 3, 0),  # once more from byte 0
+        ({"corrupt": True, "cuts": [50_000]}, None, 3, 0),  # retried from byte 0
         ({"content_type": "text/html; charset=utf-8", "ranges": False}, CONTENT[:90_000], 1, 90_000),  # a log-in page
         ({"status": 404}, None, 1, 0),
         ({"stall_after": 20_000}, None, 1, 20_000),
@@ -136,15 +136,10 @@ def test_a_transfer_goes_on_where_it_stopped_or_starts_anew(
     ],
     ids=["breaks for good", "corrupt", "corrupt and broken", "log-in page", "missing", "stalling", "too long"],
 )
-def test_the_next_mirror_goes_on_from_what_is_right(
-    mirror: Callable[..., Mirror],
-    target: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    behaviour: dict[str, Any],
-    part: bytes | None,
-    attempts: int,
-    start: int,
-) -> None:
+def test_the_next_mirror_continues_from_the_valid_bytes(
+    mirror: Callable[..., Mirror], target: Path, monkeypatch: pytest.MonkeyPatch,
+    behaviour: dict[str, Any], part: bytes | None, attempts: int, start: int,
+) -> None:  # fmt: skip
     monkeypatch.setattr(download, "MAX_DOWNLOAD", 150_000)
     bad, good = mirror(), mirror()
     for name, value in behaviour.items():
@@ -158,24 +153,20 @@ def test_the_next_mirror_goes_on_from_what_is_right(
 @pytest.mark.parametrize(
     "location", ["file:///etc/passwd", "data:,x", "/a.gz", "//[", "ftp://127.0.0.1:9/a.gz", "http://127.0.0.1:9/a.gz"]
 )
-def test_a_mirror_that_redirects_elsewhere_or_without_end_is_left(
-    mirror: Callable[..., Mirror], target: Path, location: str
-) -> None:
+def test_mirrors_with_unsafe_redirects_are_skipped(mirror: Callable[..., Mirror], target: Path, location: str) -> None:
     redirecting = mirror(location=location)
     get(target, redirecting, mirror())
     assert target.read_bytes() == CONTENT and len(redirecting.requests) <= 11
 
 
 @pytest.mark.parametrize("promised", [0, 50_000, 200_000, 10**30])
-def test_a_mirror_that_gives_another_length_than_it_says_is_left(
-    mirror: Callable[..., Mirror], target: Path, promised: int
-) -> None:
+def test_a_mirror_with_a_wrong_length_is_skipped(mirror: Callable[..., Mirror], target: Path, promised: int) -> None:
     get(target, mirror(promised=promised), mirror())
     assert target.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("as_url", [True, False], ids=["file url", "plain path"])
-def test_a_local_copy_is_a_source_like_any_other(tmp_path: Path, target: Path, as_url: bool) -> None:
+def test_a_local_copy_is_a_valid_source(tmp_path: Path, target: Path, as_url: bool) -> None:
     copy = tmp_path / "copy of a.gz"
     copy.write_bytes(CONTENT)
     put_part(target, CONTENT[:10])
@@ -183,7 +174,7 @@ def test_a_local_copy_is_a_source_like_any_other(tmp_path: Path, target: Path, a
     assert target.read_bytes() == CONTENT
 
 
-def test_when_all_fail_each_source_has_its_reason_without_passwords_and_the_way_out_is_named(
+def test_if_all_mirrors_fail_the_error_names_each_reason_and_a_remedy_without_passwords(
     mirror: Callable[..., Mirror], target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = {
@@ -206,13 +197,9 @@ def test_when_all_fail_each_source_has_its_reason_without_passwords_and_the_way_
     text = str(failure.value)
     for server, reason in ((cut, "stopped at 35 %"), (silent, "timed out"), (missing, "HTTP 404")):
         assert f"{server.url.split('/')[2]}: {reason}" in text
-    reasons = [
-        "mirror.invalid: no network",
-        "mirror.proxied: certificate",
-        "127.0.0.1:port: not a usable URL",
-        "9: Connection refused",
-    ]
-    words = [*reasons, "nothing.gz: No such file", str(target), MD5, "--data.url", "--recipe quickstart", "kept"]
+    reasons = ["mirror.invalid: no network", "mirror.proxied: certificate", "127.0.0.1:port: not a usable URL"]
+    words = [*reasons, "9: Connection refused", "nothing.gz: No such file"]
+    words += [str(target), MD5, "--data.url", "--recipe quickstart", "kept"]
     assert [word for word in words if word not in text] == []
     assert "\n" not in text and not target.exists() and "secret" not in text + capsys.readouterr().err
 
@@ -220,7 +207,7 @@ def test_when_all_fail_each_source_has_its_reason_without_passwords_and_the_way_
 @pytest.mark.parametrize(
     ("number", "word"), [(errno.ENOSPC, "disk is full: .* 100,000 bytes"), (errno.EACCES, "Permission denied")]
 )
-def test_a_disk_that_refuses_names_folder_and_need(
+def test_a_write_error_names_the_folder_and_the_needed_space(
     mirror: Callable[..., Mirror], target: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str
 ) -> None:
     opened = Path.open

@@ -1,4 +1,4 @@
-"""Random numbers by key, row and column: what they depend on, and that nothing can be told from one about another."""
+"""Counter-based random numbers by key, row and column: reproducible, uniform and independent."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROWS = torch.arange(COUNT)
 
 
 def finalised(word: int) -> int:
-    """MurmurHash3's fmix32, in whole numbers that do not overflow."""
+    """Compute MurmurHash3's fmix32 with integers that do not overflow."""
     word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
     word = (word ^ word >> 13) * 0xC2B2AE35 % 2**32
     return word ^ word >> 16
 
 
-def test_a_number_is_the_mixed_counters_in_whole_arithmetic() -> None:
+def test_numbers_equal_a_reference_in_integer_arithmetic() -> None:
     first, second = map(int, np.random.SeedSequence((7, 3)).generate_state(2))
     rows = [0, 1, 49_999, 2**31, 2**32 - 1]
     expected = [
@@ -30,7 +30,7 @@ def test_a_number_is_the_mixed_counters_in_whole_arithmetic() -> None:
     assert uniform(torch.tensor(rows), 5, 7, 3).tolist() == expected
 
 
-def test_a_number_depends_on_its_row_and_column_and_on_no_company() -> None:
+def test_a_number_depends_only_on_its_row_and_column() -> None:
     numbers, order = uniform(ROWS, 4, 1, 2), torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
     assert torch.equal(uniform(ROWS[order], 4, 1, 2), numbers[order])
     assert torch.equal(torch.cat([uniform(part, 4, 1, 2) for part in ROWS.split(999)]), numbers)
@@ -39,19 +39,17 @@ def test_a_number_depends_on_its_row_and_column_and_on_no_company() -> None:
 
 
 def chi_square(*numbers: Tensor) -> float:
-    """How far the counts in the cells of a grid with 256 cells are from even, in standard deviations."""
+    """Return the chi-square statistic of counts in 256 grid cells, in standard deviations from its mean."""
     bins = round(256 ** (1 / len(numbers)))
-    cells = sum(
-        ((values * bins).long() * bins**place for place, values in enumerate(numbers)),
-        torch.zeros(1, dtype=torch.int64),
-    )
+    places = [(values * bins).long() * bins**place for place, values in enumerate(numbers)]
+    cells = torch.stack(places).sum(0)
     expected = len(cells) / 256
     statistic = float((torch.bincount(cells, minlength=256) - expected).square().sum()) / expected
     return (statistic - 255) / (2 * 255) ** 0.5
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12_345])
-def test_numbers_are_even_and_neighbours_in_row_column_epoch_and_seed_are_independent(seed: int) -> None:
+def test_numbers_are_uniform_and_independent_of_their_neighbours(seed: int) -> None:
     numbers = uniform(ROWS, 3, 4, seed, 0, 1)
     neighbours = {
         "row": numbers[1:, 0],
@@ -59,7 +57,7 @@ def test_numbers_are_even_and_neighbours_in_row_column_epoch_and_seed_are_indepe
         "column": numbers[:, 1],
         "epoch": uniform(ROWS, 1, 4, seed, 1, 1)[:, 0],
         "seed": uniform(ROWS, 1, 4, seed + 1, 0, 1)[:, 0],
-        "seed and epoch changed about": uniform(ROWS, 1, 4, 0, seed + 1, 1)[:, 0],
+        "seed and epoch swapped": uniform(ROWS, 1, 4, 0, seed + 1, 1)[:, 0],
         "stream": uniform(ROWS, 1, 4, seed, 0, 2)[:, 0],
     }
     assert all(abs(chi_square(numbers[:, column])) < 4 for column in range(3))
@@ -67,12 +65,12 @@ def test_numbers_are_even_and_neighbours_in_row_column_epoch_and_seed_are_indepe
         ours = numbers[: len(others), 0]
         assert abs(chi_square(ours, others)) < 4, name
         assert abs(float(torch.corrcoef(torch.stack((ours, others)))[0, 1])) < 4 / COUNT**0.5, name
-    lowest_bits = (numbers * 2**24).long() % 256  # which a poor mixing leaves patterns in
+    lowest_bits = (numbers * 2**24).long() % 256  # patterns here reveal poor mixing
     assert abs(chi_square(lowest_bits[:, 0] / 256)) < 4
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 8.0, 32.0, 100.0])
-def test_shares_have_the_quantiles_of_their_beta_distribution(alpha: float) -> None:
+def test_beta_has_the_quantiles_of_the_beta_distribution(alpha: float) -> None:
     shares = beta(uniform(ROWS, 1, 5)[:, 0], alpha).numpy()
     sample = np.random.default_rng(0).beta(alpha, alpha, COUNT)
     levels = np.arange(1, 256) / 256

@@ -1,4 +1,4 @@
-"""Near-duplicates: which pictures are some, and that no split that is drawn parts them."""
+"""Near-duplicates are found, and no random split separates them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,11 +34,11 @@ def as_jpeg(picture: Image.Image) -> Image.Image:
 CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "copied": Image.Image.copy,
     "scaled": lambda picture: picture.resize((40, 40), Image.Resampling.BILINEAR),
-    "encoded anew": as_jpeg,
+    "encoded again": as_jpeg,
     "cropped by 3 %": lambda picture: picture.crop((2, 1, 95, 95)),
     "brighter": lambda picture: ImageEnhance.Brightness(picture).enhance(1.2),
-    "of less contrast": lambda picture: ImageEnhance.Contrast(picture).enhance(0.8),
-    "all of it": lambda picture: as_jpeg(
+    "less contrast": lambda picture: ImageEnhance.Contrast(picture).enhance(0.8),
+    "all changes": lambda picture: as_jpeg(
         ImageEnhance.Brightness(picture.crop((1, 1, 95, 94)).resize((60, 60))).enhance(0.9)
     ),
 }
@@ -45,17 +46,13 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_picture_is_known_again_however_it_was_changed_and_no_other_is_taken_for_it(
-    change: str, channels: int
-) -> None:
+def test_a_changed_image_is_a_near_duplicate_of_its_original_only(change: str, channels: int) -> None:
     pictures = [photo(seed) for seed in range(150)]
     images = stack([*pictures, *[CHANGES[change](picture) for picture in pictures[:40]]], channels=channels)
     assert near_duplicates(images) == [[row, 150 + row] for row in range(40)]
 
 
-def test_several_alike_are_one_group_and_neither_their_order_nor_the_size_of_a_part_makes_a_difference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_of_near_duplicates_do_not_depend_on_order_or_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = [photo(seed) for seed in (*range(60), 7, 7, 9, 7)]
     assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
     order = np.random.default_rng(0).permutation(len(pictures))
@@ -65,8 +62,8 @@ def test_several_alike_are_one_group_and_neither_their_order_nor_the_size_of_a_p
     assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
 
 
-def test_the_search_takes_little_memory_beyond_a_thumbnail_of_each_picture() -> None:
-    """Of a million thumbnails in 1.5 GB, twice as much had the process killed."""
+def test_the_search_needs_less_than_twice_the_memory_of_its_thumbnails() -> None:
+    """A search of a million images that took twice as much was killed at 1.5 GB."""
     count = 20_000
     images = np.random.default_rng(0).integers(0, 256, (count, 9, 9, 3), np.uint8)
     tracemalloc.start()
@@ -78,7 +75,7 @@ def test_the_search_takes_little_memory_beyond_a_thumbnail_of_each_picture() -> 
     assert 81 * 3 * count < peak < 450 * count
 
 
-def test_plain_pictures_are_not_alike() -> None:
+def test_plain_images_are_not_near_duplicates() -> None:
     noise = np.random.default_rng(0).normal(0, 2, (40, 32, 32, 3))
     plain = np.arange(0, 200, 5)[:, None, None, None] // 10 * np.ones((40, 32, 32, 3))
     assert near_duplicates(plain.astype(np.uint8)) == []
@@ -86,21 +83,21 @@ def test_plain_pictures_are_not_alike() -> None:
     assert near_duplicates(np.zeros((0, 8, 8, 3), np.uint8)) == near_duplicates(np.zeros((1, 8, 8, 1), np.uint8)) == []
 
 
-def test_pictures_of_a_kind_that_all_look_alike_are_no_duplicates_of_each_other() -> None:
+def test_a_large_group_of_similar_images_is_not_reported_as_duplicates() -> None:
     part, images = stack([photo(0)])[0], stack([photo(seed) for seed in range(100)])
     assert near_duplicates(np.concatenate([images, np.repeat(part[None], 15, 0)])) == []
     assert near_duplicates(np.concatenate([images, np.repeat(part[None], 8, 0)])) == [[0, *range(100, 108)]]
     assert near_duplicates(np.repeat(part[None], 6, 0)) == [[*range(6)]]
 
 
-# ---- In a data set
+# ---- in a data set
 
 KIND = "near-duplicates (the same except for scaling, encoding, a slight crop or brightness)"
 
 
 @pytest.fixture
 def twins(tmp_path: Path) -> Path:
-    """Two classes of 20 pictures; of each class 3 pictures are there three times, as PNG, as JPEG and smaller."""
+    """Return two classes of 20 images. Three images of each class exist as PNG, as JPEG and in a smaller size."""
     for number in range(28):
         path = tmp_path / f"twins/{'ab'[number % 2]}/{number:02}.png"
         save_photo(path, number)
@@ -111,20 +108,17 @@ def twins(tmp_path: Path) -> Path:
 
 
 def motifs(images: torch.Tensor) -> set[int]:
-    """Which of the pictures 0 to 27 are shown."""
-    known = torch.from_numpy(stack([photo(number) for number in range(28)])).flatten(1).float()
-    distances = torch.cdist(images.flatten(1).float(), known)
+    """Return the numbers of the photos (0 to 27) among `images`."""
+    photos = torch.from_numpy(stack([photo(number) for number in range(28)])).flatten(1).float()
+    distances = torch.cdist(images.flatten(1).float(), photos)
     assert float(distances.min(1).values.max()) < 600
     return set(distances.argmin(1).tolist())
 
 
-def test_a_drawn_split_parts_no_near_duplicates_and_stays_stratified(
-    twins: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stratified_split_keeps_near_duplicates_together(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(4):
-        data = ImageData(
-            "folder", str(twins), val_size=0.25, test_size=0.3, split_seed=seed, cache_dir=str(twins.parent / "cache")
-        )
+        sizes: dict[str, Any] = {"val_size": 0.25, "test_size": 0.3, "cache_dir": str(twins.parent / "cache")}
+        data = ImageData("folder", str(twins), split_seed=seed, **sizes)
         images, (train, val) = data.train_images, data.split
         parts = images.images[train], images.images[val], data.test_images.images
         assert sum(map(len, parts)) == 40 and sum(len(motifs(part)) for part in parts) == 28
@@ -134,7 +128,7 @@ def test_a_drawn_split_parts_no_near_duplicates_and_stays_stratified(
     assert lines == [f"18 of 40 images below {twins} are {KIND} of each other: they are kept on one side of a split"]
 
 
-def test_they_are_looked_for_once_and_kept_with_the_cache(
+def test_near_duplicates_are_found_once_and_cached(
     twins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = [open_set(twins, part).images.clone() for part in (True, False)]
@@ -142,22 +136,19 @@ def test_they_are_looked_for_once_and_kept_with_the_cache(
     index = next((twins.parent / "cache").glob("*/index.json"))
     old = json.loads(index.read_text())
     assert len(old["duplicates"]) == 6
-    old["duplicates"] = None  # as a full disk leaves it
+    old["duplicates"] = None  # the state after a full disk
     index.write_text(json.dumps(old))
-    assert all(
-        torch.equal(open_set(twins, part).images, images) for part, images in zip((True, False), first, strict=True)
-    )
-    monkeypatch.setattr(cache, "near_duplicates", lambda images: pytest.fail("looked for again"))
+    for part, images in zip((True, False), first, strict=True):
+        assert torch.equal(open_set(twins, part).images, images)
+    monkeypatch.setattr(cache, "near_duplicates", lambda images: pytest.fail("searched again"))
     for seed in (1, 0):
         sets = [open_set(twins, part, split_seed=seed) for part in (True, False)]
         assert sum(map(len, sets)) == 40
-    assert (
-        all(torch.equal(part.images, images) for part, images in zip(sets, first, strict=True))
-        and decodings(capsys) == 0
-    )
+    assert all(torch.equal(part.images, images) for part, images in zip(sets, first, strict=True))
+    assert decodings(capsys) == 0
 
 
-def test_they_are_looked_for_again_when_a_picture_is_added(twins: Path) -> None:
+def test_near_duplicates_are_searched_again_after_an_image_is_added(twins: Path) -> None:
     assert len(open_set(twins, True)) + len(open_set(twins, False)) == 40
     photo(27).save(twins / "a" / "00-copy-of-27.jpg")
     for seed in range(3):
@@ -166,9 +157,7 @@ def test_they_are_looked_for_again_when_a_picture_is_added(twins: Path) -> None:
         assert not motifs(train.images) & motifs(test.images)
 
 
-def test_where_ones_own_split_has_parted_them_a_line_warns_and_nothing_is_moved(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_near_duplicates_across_a_given_split_are_only_reported(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("train/cat/a.png", "train/dog/b.png", "test/cat/c.png", "test/dog/d.png"):
         save_photo(root / name, "abcd".index(name[-5]))
     photo(0).save(root / "test/dog/again.jpg", quality=60)
@@ -176,5 +165,5 @@ def test_where_ones_own_split_has_parted_them_a_line_warns_and_nothing_is_moved(
     train, test = (open_set(root, part, image_size=32) for part in (True, False))
     assert (len(train), len(test), train.groups) == (7, 6, None)
     lines = [line for line in capsys.readouterr().err.splitlines() if "near-duplicates" in line]
-    example = "such as test/dog/again.jpg of train/cat/a.png: scores will be too good"
+    example = "such as test/dog/again.jpg of train/cat/a.png: scores will be too high"
     assert lines == [f"1 held-out images below {root} are {KIND} of training images, {example}"]

@@ -1,4 +1,4 @@
-"""One's own images: how the folder is read, split and judged."""
+"""Folders of images are read, split and validated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cifar_lit.errors import Failure, UsageError
 
 @pytest.fixture
 def flat(tmp_path: Path) -> Path:
-    """No train/ and test/: 10 cats, 5 dogs, 1 emu."""
+    """Return a folder without train/ and test/, with 10 cats, 5 dogs and 1 emu."""
     for name, count in (("cat", 10), ("dog", 5), ("emu", 1)):
         for number in range(count):
             save(tmp_path / "flat" / name / f"{number}.png", number)
@@ -30,18 +30,10 @@ def drawn(root: Path, test_size: float, seed: int) -> dict[str, Tree]:
     return draw_test(scan(root).parts["all"], {}, [], test_size, seed, f"below {root}")
 
 
-def test_train_and_test_come_from_their_folders_whatever_else_lies_there(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_and_test_are_read_and_other_files_ignored(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(root / "train/cat/more/deep/x.PNG", 9)
-    for hidden in (
-        "train/.git/x.png",
-        "train/cat/.trash/x.png",
-        "train/cat/._0.png",
-        "train/__MACOSX/x.png",
-        ".cache/x.png",
-    ):
-        save(root / hidden)
+    for hidden in (".git/x.png", "cat/.trash/x.png", "cat/._0.png", "__MACOSX/x.png", "../.cache/x.png"):
+        save(root / "train" / hidden)
     (root / "train/dog/loop").symlink_to(root / "train/dog")
     (root / "train/cat/notes.txt").write_text("x")
     os.mkfifo(root / "train/dog/pipe.png")
@@ -51,12 +43,12 @@ def test_train_and_test_come_from_their_folders_whatever_else_lies_there(
     assert values(root) == [0, 1, 2, 9, 3, 4] and train.labels.tolist() == [0, 0, 0, 0, 1, 1]
     assert values(root, train=False) == [5, 6] and test.labels.tolist() == [0, 1]
     assert [line for line in capsys.readouterr().err.splitlines() if "ignored" in line] == [
-        f"{root}: 3 files that are no JPEG, PNG, WebP, BMP or GIF are ignored: "
+        f"{root}: 3 files are not JPEG, PNG, WebP, BMP or GIF and are ignored: "
         "train/cat/notes.txt, train/dog/pipe.png, test/dog/device.png"
     ]
 
 
-def test_without_train_and_test_each_class_is_split_by_seed_and_relative_paths_only(flat: Path, tmp_path: Path) -> None:
+def test_without_train_and_test_the_split_depends_on_seed_and_relative_paths_only(flat: Path, tmp_path: Path) -> None:
     parts = drawn(flat, 0.2, 0)
     counts = {name: (len(parts["train"][name]), len(parts["test"][name])) for name in parts["train"]}
     assert counts == {"cat": (8, 2), "dog": (4, 1), "emu": (1, 0)}
@@ -66,32 +58,28 @@ def test_without_train_and_test_each_class_is_split_by_seed_and_relative_paths_o
     assert {name: len(files) for name, files in drawn(flat, 0.9, 0)["train"].items()} == {"cat": 1, "dog": 1, "emu": 1}
     shutil.copytree(flat, tmp_path / "elsewhere")
     os.utime(tmp_path / "elsewhere/cat/0.png", (1, 1))
-    for path in (flat, tmp_path / "elsewhere"):
-        assert [file.path for file in drawn(path, 0.2, 0)["test"]["cat"]] == [
-            "cat/0.png",
-            "cat/1.png",
-        ]  # and never changes
+    for path in (flat, tmp_path / "elsewhere"):  # the split of a seed never changes
+        assert [file.path for file in drawn(path, 0.2, 0)["test"]["cat"]] == ["cat/0.png", "cat/1.png"]
 
 
-def test_another_seed_copies_rows_instead_of_decoding_again(flat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_split_seed_reuses_the_cache(flat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     open_set(flat)
     assert decodings(capsys) == 16
     for seed in range(3):
         train, test = (values(flat, part, split_seed=seed) for part in (True, False))
         assert sorted(train + test) == sorted([*range(10), *range(5), 0])
-        assert test == [
-            int(Path(file.path).stem) for files in drawn(flat, 0.2, seed)["test"].values() for file in files
-        ]
+        test_files = [file for files in drawn(flat, 0.2, seed)["test"].values() for file in files]
+        assert test == [int(Path(file.path).stem) for file in test_files]
     assert decodings(capsys) == 0
 
 
-def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+def test_a_class_may_be_named_train(tmp_path: Path) -> None:
     for name in ("car", "plane", "train"):
         save(tmp_path / "vehicles" / name / "0.png"), save(tmp_path / "vehicles" / name / "1.png")
     assert list(drawn(tmp_path / "vehicles", 0.5, 0)["train"]) == ["car", "plane", "train"]
 
 
-def test_heic_photos_are_told_what_to_do_with_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heic_photos_are_reported_with_a_remedy(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "train/cat/photo.HEIC").touch()
     scan(root)
     assert "1 are HEIC: convert HEIC photos to JPEG first, such as with `magick" in capsys.readouterr().err
@@ -102,14 +90,14 @@ def test_heic_photos_are_told_what_to_do_with_them(root: Path, capsys: pytest.Ca
         scan(root)
 
 
-def test_each_folder_is_visited_once_however_many_links_lead_to_it(root: Path) -> None:
+def test_each_folder_is_visited_once_despite_multiple_links(root: Path) -> None:
     doubling_links(root / "train/cat/deep", 8)
     (root / "train/cat/itself").symlink_to("itself")
     names = [file.path for file in scan(root).parts["train"]["cat"]]
     assert len(names) == 4 and names[-1].endswith("/deep.png")
 
 
-def test_folders_may_be_nested_deeper_than_python_recurses(root: Path) -> None:
+def test_folders_may_be_nested_deeper_than_the_recursion_limit(root: Path) -> None:
     folder = root / "train/cat"
     for _ in range(400):
         folder = folder / "a"
@@ -122,7 +110,7 @@ def test_folders_may_be_nested_deeper_than_python_recurses(root: Path) -> None:
     finally:
         sys.setrecursionlimit(limit)
         (folder / "deep.png").unlink()
-        for deep in (folder, *folder.parents[:399]):  # pytest would remove them recursively
+        for deep in (folder, *folder.parents[:399]):  # pytest would remove them by recursion
             deep.rmdir()
     assert len(files) == 4
 
@@ -136,25 +124,20 @@ def test_folders_may_be_nested_deeper_than_python_recurses(root: Path) -> None:
         ([*[(8, 8)] * 70, (8, 9), (8, 8)], (32, 32)),
     ],
 )
-def test_own_sizes_are_kept_where_all_agree_up_to_64(tmp_path: Path, sizes: list, expected: tuple[int, int]) -> None:
+def test_a_common_size_of_up_to_64_pixels_is_kept(tmp_path: Path, sizes: list, expected: tuple[int, int]) -> None:
     for number, size in enumerate(sizes):
         save(tmp_path / f"own/{'ab'[number % 2]}/{number:03}.png", size=size)
     assert open_set(tmp_path / "own").images.shape[1:3] == expected
 
 
-def test_image_size_channels_and_ways_of_resizing_have_caches_of_their_own(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_image_size_channels_and_resize_have_separate_caches(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert open_set(root, image_size=12).images.shape == (5, 12, 12, 3)
     assert open_set(root, channels=1).images.shape == (5, 8, 8, 1)
     assert open_set(root).images.shape == (5, 8, 8, 3)
-    assert (
-        open_set(root, image_size="12x20").images.shape
-        == open_set(root, image_size=[12, 20]).images.shape
-        == (5, 12, 20, 3)
-    )
+    for size in ("12x20", [12, 20]):
+        assert open_set(root, image_size=size).images.shape == (5, 12, 20, 3)
     sums = {open_set(root, image_size="12x20", resize=resize).images.long().sum().item() for resize in RESIZES}
-    assert len(sums) == 2  # of one colour each: only the letterbox differs
+    assert len(sums) == 2  # images of one colour: only the letterbox differs
     assert len(list((root.parent / "cache").iterdir())) == 6
     decodings(capsys)
     open_set(root, image_size="12x12"), open_set(root, image_size=[12, 20], resize="squash")
@@ -163,7 +146,7 @@ def test_image_size_channels_and_ways_of_resizing_have_caches_of_their_own(
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
 @pytest.mark.parametrize("test", [True, False])
-def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none(
+def test_val_is_the_validation_set_and_without_test_the_test_set_too(
     root: Path, name: str, test: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(root / name / "cat/0.png", 50), save(root / name / "dog/0.png", 60)
@@ -173,18 +156,16 @@ def test_val_beside_train_is_for_validation_and_for_the_test_where_there_is_none
     train, tested = (open_set(root, part, skip_bad=True) for part in (True, False))
     assert values(root, skip_bad=True) == [0, 1, 2, 3, 4, 50, 60] and train.labels.tolist() == [0, 0, 0, 1, 1, 0, 1]
     assert train.val_rows == range(5, 7) and tested.val_rows is None
-    assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60]) and tested.labels.tolist() == [
-        0,
-        1,
-    ]
+    assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60])
+    assert tested.labels.tolist() == [0, 1]
     data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
     told = capsys.readouterr().err
     assert ": data.val_size 0 is ignored" in told
-    assert (f"{root} has no test images: the validation images are also the test images" in told) is not test
+    assert (f"{root}: no test images except the validation images" in told) is not test
 
 
-def test_a_test_folder_without_classes_is_named_as_not_used(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_test_folder_without_classes_is_reported_as_unused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(root / "test")
     save(root / "val/cat/0.png"), save(root / "val/dog/0.png"), save(root / "test/7.png")
     open_set(root)
@@ -212,12 +193,15 @@ def archive_in_place(root: Path) -> None:
         ),
         (
             lambda root: replace_root(root, "pets-v2/train/cat/0.png", "pets-v2/test/cat/0.png"),
-            r"one class only \(pets-v2\), .* Is --data-dir .*pets/pets-v2 meant\?",
+            r"one class only \(pets-v2\), .* Did you mean --data-dir .*pets/pets-v2\?",
         ),
-        (lambda root: (root / "test").rename(root / "eval"), r"has train/ but no test/<class>/… .* Is eval/ meant\?"),
+        (
+            lambda root: (root / "test").rename(root / "eval"),
+            r"has train/ but no test/<class>/….* If eval/ has the test images",
+        ),
         (
             lambda root: [save(root / f"val/{name}/0.png") for name in ("cat", "emu")],
-            "differ: train/ alone has dog and val/ alone has emu;",
+            "differ: only train/ has dog and only val/ has emu;",
         ),
         (lambda root: shutil.rmtree(root / "train"), "has test/ but no train/<class>/…"),
         (
@@ -226,19 +210,17 @@ def archive_in_place(root: Path) -> None:
         ),
         (
             lambda root: (replace_root(root, "images/cat1.png"), (root / "labels.csv").write_text("path,label")),
-            r"one class only \(images\), .* Is --data-dir .*pets/labels.csv meant\?",
+            r"one class only \(images\), .* Did you mean --data-dir .*pets/labels.csv\?",
         ),
         (lambda root: save(root / "train/0.png"), r"1 images lie directly in .*train \(0.png\)"),
         (
             lambda root: save(root / "train/a\tb/0.png"),
             r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name has",
         ),
-        (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has one image only"),
+        (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has only one image or group"),
     ],
 )
-def test_a_folder_that_is_no_data_set_is_refused_in_one_line(
-    root: Path, spoil: Callable[[Path], object], text: str
-) -> None:
+def test_an_invalid_folder_is_refused_in_one_line(root: Path, spoil: Callable[[Path], object], text: str) -> None:
     spoil(root)
     with pytest.raises(UsageError, match=text) as refusal:
         open_set(root)
@@ -248,24 +230,22 @@ def test_a_folder_that_is_no_data_set_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}, {"image_size": "8x2049"}]
 )
-def test_settings_that_cannot_be_meant_are_named(root: Path, settings: dict) -> None:
+def test_invalid_settings_are_refused_by_name(root: Path, settings: dict) -> None:
     with pytest.raises(UsageError, match=f"--data.{next(iter(settings))} must be"):
         open_set(root, **settings)
 
 
-def test_damaged_images_fail_by_name_also_from_the_cache_unless_they_are_to_be_left_out(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_images_fail_by_name_or_are_skipped_on_request(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(root / "train/cat/1.png")
     (root / "test/dog/gone.png").symlink_to(root / "nowhere.png")
     text = r"2 of 8 images .*train/cat/1.png \(cut short\), test/dog/gone.png \(missing.*--data.skip_bad true"
     for _ in range(2):
         with pytest.raises(Failure, match=text):
             open_set(root)
-    assert decodings(capsys) == 8  # once
+    assert decodings(capsys) == 8  # decoded once
     assert values(root, skip_bad=True) == [0, 2, 3, 4] and open_set(root, skip_bad=True).labels.tolist() == [0, 0, 1, 1]
     line = f"1 of 5 train images below {root} are damaged and left out: train/cat/1.png (cut short)\n"
-    assert capsys.readouterr().err == line  # once a process
+    assert capsys.readouterr().err == line  # printed once per process
     damage(root / "test/dog/0.png")
     with pytest.raises(Failure, match="no test image of class dog"):
         open_set(root, skip_bad=True)

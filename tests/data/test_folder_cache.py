@@ -1,4 +1,4 @@
-"""The cache of decoded images: when it is used, redone, shared and done without."""
+"""The cache of decoded images is reused, updated, repaired and shared, or skipped."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def during_the_decoding(monkeypatch: pytest.MonkeyPatch, change: Callable[[], ob
     monkeypatch.setattr(decode, "decode_files", decode_changed)
 
 
-def test_changed_added_and_removed_files_are_noticed_and_only_they_are_decoded(
+def test_only_changed_and_added_files_are_decoded_again(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cache, "CHUNK", 3)
-    shutil.copy(root / "train/cat/0.png", os.fsdecode(os.fsencode(root / "train/dog") + b"/\xff.png"))  # no unicode
+    shutil.copy(
+        root / "train/cat/0.png", os.fsdecode(os.fsencode(root / "train/dog") + b"/\xff.png")
+    )  # not valid UTF-8
     assert values(root) == [0, 1, 2, 3, 4, 0] and decodings(capsys) == 8
     open_set(root), open_set(root, train=False)
     assert capsys.readouterr().err == ""
@@ -67,14 +69,21 @@ def test_changed_added_and_removed_files_are_noticed_and_only_they_are_decoded(
     assert open_set(root).images.shape[1:3] == (32, 32)
 
 
-def test_an_image_that_became_readable_without_changing_is_taken_in(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unchanged_image_that_became_readable_is_added(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image, away = root / "train/cat/1.png", root.parent / "away.png"
     during_the_decoding(monkeypatch, lambda: image.rename(away))
     assert values(root, skip_bad=True) == [0, 2, 3, 4]
     away.rename(image)
     assert values(root) == [0, 1, 2, 3, 4]
+
+
+def replace_in_index(pattern: str, text: str) -> Callable[[Path, Path], object]:
+    return lambda index, data: index.write_text(re.sub(pattern, text, index.read_text()))
+
+
+def move_data(index: Path, data: Path) -> None:
+    data.rename(index.parent.parent.parent / data.name)
+    replace_in_index('"images-', '"../../images-')(index, data)
 
 
 @pytest.mark.parametrize(
@@ -84,29 +93,22 @@ def test_an_image_that_became_readable_without_changing_is_taken_in(
         lambda index, data: data.unlink(),
         lambda index, data: os.truncate(index, index.stat().st_size // 2),
         lambda index, data: index.write_text("[1, 2]"),
-        lambda index, data: index.write_text(index.read_text().replace('"shape": [7', '"shape": [6')),
-        lambda index, data: index.write_text(
-            re.sub(r'"shape": \[[\d, ]+', '"shape": [7, -8, -8, 3', index.read_text())
-        ),
-        lambda index, data: index.write_text(re.sub(r'(\.png", )\d+', r"\1[]", index.read_text())),
-        lambda index, data: index.write_text(index.read_text().replace('"bad": {}', '"bad": ["train/none.png"]')),
-        lambda index, data: index.write_text(index.read_text().replace('"bad": {}', '"bad": {"train/none.png": ""}')),
-        lambda index, data: (
-            data.rename(index.parent.parent.parent / data.name),
-            index.write_text(index.read_text().replace('"images-', '"../../images-')),
-        ),
+        replace_in_index(r'"shape": \[7', '"shape": [6'),
+        replace_in_index(r'"shape": \[[\d, ]+', '"shape": [7, -8, -8, 3'),
+        replace_in_index(r'(\.png", )\d+', r"\1[]"),
+        replace_in_index('"bad": {}', '"bad": ["train/none.png"]'),
+        replace_in_index('"bad": {}', '"bad": {"train/none.png": ""}'),
+        move_data,
     ],
 )
-def test_a_cache_that_is_not_whole_is_made_again(
-    root: Path, harm: Callable[[Path, Path], object], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_cache_is_rebuilt(root: Path, harm: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
     open_set(root), decodings(capsys)
     harm(slot(root) / "index.json", next(slot(root).glob("*.u8")))
     assert values(root) == [0, 1, 2, 3, 4] and decodings(capsys) == 7
     assert sorted(path.suffix for path in slot(root).iterdir()) == ["", ".json", ".u8"]
 
 
-def test_a_full_disk_and_ctrl_c_leave_the_old_cache_and_no_new_file(
+def test_a_full_disk_or_ctrl_c_leaves_the_old_cache_unchanged(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     open_set(root)
@@ -135,8 +137,8 @@ def test_a_full_disk_and_ctrl_c_leave_the_old_cache_and_no_new_file(
     assert values(root)[1] == 77 and decodings(capsys) == 1
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell the names of open files")
-def test_images_are_on_the_disk_before_the_index_names_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")
+def test_images_are_flushed_to_disk_before_the_index_is_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced, sync = [], os.fsync
 
     def note_and_sync(descriptor: int) -> None:
@@ -152,7 +154,7 @@ def test_images_are_on_the_disk_before_the_index_names_them(root: Path, monkeypa
 
 
 class Stopped(BaseException):
-    """As a signal raises it in a training."""
+    """The exception of a signal handler during training."""
 
 
 def stopped(root: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, stop: Callable[[], object]) -> None:
@@ -195,7 +197,7 @@ def test_a_decoding_that_was_stopped_resumes(
     assert values(root) == [0, 1, 2, 3, 4]
 
 
-def test_a_folder_that_was_copied_anew_can_be_stopped_too(
+def test_decoding_with_an_outdated_cache_resumes(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt() -> None:
@@ -209,7 +211,7 @@ def test_a_folder_that_was_copied_anew_can_be_stopped_too(
     assert values(root) == [0, 1, 2, 3, 4] and decodings(capsys) == 3
 
 
-def test_a_try_at_the_images_own_size_leaves_the_cache_of_common_squares(
+def test_checking_for_a_common_size_keeps_the_existing_cache(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cache, "SAVE_EVERY", -1.0)
@@ -223,9 +225,7 @@ def test_a_try_at_the_images_own_size_leaves_the_cache_of_common_squares(
     assert "1/1 images" in lines[-1]
 
 
-def test_a_picture_that_became_readable_is_compared_with_the_others(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_that_became_readable_is_checked_for_duplicates(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, away = root / "train/cat/8.png", root / "train/dog/8.png", root.parent / "away.png"
     for path in (first, second):
         save_photo(path, 5)
@@ -236,7 +236,7 @@ def test_a_picture_that_became_readable_is_compared_with_the_others(
     assert groups is not None and len(groups.unique()) == len(groups) - 1
 
 
-def test_what_was_saved_in_the_moment_of_a_stop_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_right_after_saving_keeps_the_index_and_its_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_set(root)
     save(root / "train/cat/1.png", 77)
     write_text = cache.write_text
@@ -262,27 +262,25 @@ def test_images_that_are_added_leave_those_that_others_look_at(root: Path, capsy
 
 
 @pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
-def test_a_link_in_the_place_of_the_images_is_not_written_through(link: str, root: Path, tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_cached_images_is_not_written_through(link: str, root: Path, tmp_path: Path) -> None:
     open_set(root)
     (data,) = slot(root).glob("*.u8")
-    theirs = data.rename(tmp_path / "theirs")
-    getattr(data, link)(theirs)
-    before = theirs.read_bytes()
+    other = data.rename(tmp_path / "other")
+    getattr(data, link)(other)
+    before = other.read_bytes()
     save(root / "test/dog/99.png", 99)
     assert values(root, train=False)[-1] == 99
-    assert theirs.read_bytes() == before and not any(path.is_symlink() for path in slot(root).iterdir())
+    assert other.read_bytes() == before and not any(path.is_symlink() for path in slot(root).iterdir())
 
 
-def test_a_file_that_is_deleted_or_rewritten_while_others_are_decoded_is_named_or_read_again(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_changed_during_decoding_is_reported_or_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     victim = root / "train/cat/1.png"
     during_the_decoding(monkeypatch, victim.unlink)
     with pytest.raises(
         Failure, match=r"1 of 7 images .* are missing: train/cat/1\.png \(missing: there is no such file\)"
     ):
         open_set(root)
-    assert values(root) == [0, 2, 3, 4]  # the next start lists what is there
+    assert values(root) == [0, 2, 3, 4]  # listed again
     save(victim, 1)
     during_the_decoding(monkeypatch, lambda: save(victim, 77))
     open_set(root)
@@ -292,7 +290,7 @@ def test_a_file_that_is_deleted_or_rewritten_while_others_are_decoded_is_named_o
     assert open_set(root).images.shape[1:3] == (32, 32)
 
 
-def test_a_cache_that_cannot_be_written_is_told_and_done_without_and_one_that_may_be_read_is_used(
+def test_an_unwritable_cache_is_reported_and_skipped_and_a_read_only_one_is_used(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocked = root.parent / "file"
@@ -308,27 +306,25 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without_and_one_that_ma
     assert values(root) == [0, 1, 2, 3, 4] and capsys.readouterr().err == ""
 
 
-def test_a_link_in_the_place_of_the_cache_is_not_followed_and_only_its_own_files_are_ever_removed(
+def test_a_link_in_place_of_the_cache_is_not_followed_and_foreign_files_are_kept(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     open_set(root)
-    place, theirs = slot(root), tmp_path / "theirs"
+    place, target = slot(root), tmp_path / "target"
     (place / "notes.txt").write_text("mine")
     save(root / "train/cat/1.png", 77)
     open_set(root), decodings(capsys)
     assert (place / "notes.txt").read_text() == "mine"
-    place.rename(theirs)
-    place.symlink_to(theirs)
+    place.rename(target)
+    place.symlink_to(target)
     save(root / "train/cat/1.png", 78)
-    before = sorted(theirs.iterdir())
+    before = sorted(target.iterdir())
     assert values(root)[1] == 78
     assert f"nothing is cached: {place.parent}: {place.name} is a link" in capsys.readouterr().err
-    assert sorted(theirs.iterdir()) == before
+    assert sorted(target.iterdir()) == before
 
 
-def test_the_cache_lies_where_the_environment_says_and_never_in_the_root(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_sets_the_cache_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(root.rglob("*"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("CIFAR_LIT_CACHE", raising=False)
@@ -338,15 +334,13 @@ def test_the_cache_lies_where_the_environment_says_and_never_in_the_root(
     assert list((tmp_path / "named").glob("pets-*/index.json")) and sorted(root.rglob("*")) == before
 
 
-def test_writing_to_the_images_changes_neither_the_cache_nor_other_openings(root: Path) -> None:
+def test_writing_to_opened_images_does_not_change_the_cache(root: Path) -> None:
     first, second = open_set(root).images, open_set(root).images
     first.fill_(200)
     assert second[:, 0, 0, 0].tolist() == values(root) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="other systems do not refuse large private mappings, or have no sparse files"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sparse files and a limit of private mappings")
 def test_a_cache_larger_than_memory_opens(tmp_path: Path) -> None:
     rows = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 3072 + 1) * 4
     (tmp_path / "sparse").touch()
@@ -356,17 +350,17 @@ def test_a_cache_larger_than_memory_opens(tmp_path: Path) -> None:
     assert images[-1].float().mean() == 7 and images[0].sum() == 0
 
 
-def test_those_that_open_at_once_decode_once(
+def test_concurrent_openings_decode_once(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    during_the_decoding(monkeypatch, lambda: time.sleep(0.2))  # long enough for the others to come to the lock
+    during_the_decoding(monkeypatch, lambda: time.sleep(0.2))  # seconds, until the others wait for the lock
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda _: len(open_set(root)), range(3))) == [5] * 3
     assert decodings(capsys) == 7
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what is in the system's memory is asked as Linux tells it")
-def test_images_that_are_prefetched_are_read_into_memory_before_they_are_looked_at(tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="mincore is used as on Linux")
+def test_prefetch_reads_images_into_the_page_cache(tmp_path: Path) -> None:
     size = 64 * 64 * 3
     path = tmp_path / "images.u8"
     with path.open("wb") as file:
@@ -386,7 +380,7 @@ def test_images_that_are_prefetched_are_read_into_memory_before_they_are_looked_
     if any(map(resident, (7, 333))):
         pytest.skip("this file system keeps files in memory")
     source.prefetch(torch.tensor([333, 7]))
-    until = time.monotonic() + 30
-    while not (resident(7) and resident(333)) and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while not (resident(7) and resident(333)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert resident(7) and resident(333) and not resident(200)

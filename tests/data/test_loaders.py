@@ -1,4 +1,4 @@
-"""Batches over devices, epochs and positions, made in this process or by workers ahead of it."""
+"""Batches on any number of devices, in any epoch and position, with and without workers."""
 
 from __future__ import annotations
 
@@ -38,47 +38,50 @@ def train_loaders(source: ImageSet, batch_size: int, world: int = 1, **settings:
     return [TrainLoader(source, batch_size=batch_size, rank=rank, world=world, **settings) for rank in range(world)]
 
 
-def test_the_next_epoch_is_planned_before_the_last_batch_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a device computes what it was given; afterwards it would wait for the plan."""
+def test_the_next_epoch_is_planned_before_the_last_batch_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device computes meanwhile. Later it would wait for the plan."""
     planned, plan = list[int](), TrainLoader.epoch_plan
-    monkeypatch.setattr(
-        TrainLoader, "epoch_plan", lambda loader, epoch: (planned.append(epoch), plan(loader, epoch))[1]
-    )
-    (loader,), (alone,) = (train_loaders(image_set(20, size=8), 8, **MOVES) for _ in range(2))
+
+    def plan_and_note(loader: TrainLoader, epoch: int) -> Any:
+        planned.append(epoch)
+        return plan(loader, epoch)
+
+    monkeypatch.setattr(TrainLoader, "epoch_plan", plan_and_note)
+    (loader,), (reference,) = (train_loaders(image_set(20, size=8), 8, **MOVES) for _ in range(2))
     for epoch in (0, 1, 5):
         loader.set_epoch(epoch)
         batches, before = iter(loader), len(planned)
         shown = [next(batches) for _ in range(len(loader))]
         assert planned[before:] == {0: [0, 1], 1: [2], 5: [5, 6]}[epoch]
-        alone.set_epoch(epoch)
-        assert_same(shown, list(alone))
+        reference.set_epoch(epoch)
+        assert_same(shown, list(reference))
 
 
 def assert_same(batches: Sequence[Batch], others: Sequence[Batch]) -> None:
     for batch, other in zip(batches, others, strict=True):
         assert batch.loss_weight == other.loss_weight
-        for one, another in (
-            (batch.images, other.images),
-            (batch.labels, other.labels),
-            (batch.indices, other.indices),
-        ):
+        for name in ("images", "labels", "indices"):
+            one, another = getattr(batch, name), getattr(other, name)
             assert torch.equal(one, another) and one.dtype == another.dtype
 
 
+def counted_rows(step: Sequence[Batch]) -> list[int]:
+    """Return the rows of a step's batches that count in the loss."""
+    return [row for batch in step if batch.loss_weight for row in batch.indices.tolist()]
+
+
 @pytest.mark.parametrize(("count", "batch_size"), [*product([5, 16, 101, 103], [4, 7, 8])])
-def test_devices_share_the_same_global_batches_and_their_weighted_losses_average_to_its_mean(
-    count: int, batch_size: int
-) -> None:
+def test_devices_share_global_batches_and_weighted_losses_average_to_the_mean(count: int, batch_size: int) -> None:
     losses = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     order = epoch_order(count, seed=4, epoch=0).tolist()
     expected = [order[start : start + batch_size] for start in range(0, count, batch_size)]
     if len(expected) > 1 and len(expected[-1]) == 1:
-        expected.pop()  # batch norm cannot take a single image
+        expected.pop()  # batch norm needs two images
     for world in (1, 2, 3, 4):
         steps = list(zip(*train_loaders(image_set(count), batch_size, world, seed=4), strict=True))
         assert len(steps) == len(expected)
         for step, rows in zip(steps, expected, strict=True):
-            assert list(chain(*(batch.indices.tolist() for batch in step if batch.loss_weight))) == rows
+            assert counted_rows(step) == rows
             assert min(len(batch.indices) for batch in step) >= min(2, len(rows), batch_size // world)
             averaged = sum(batch.loss_weight * losses[batch.indices].mean() for batch in step) / world
             assert float(averaged) == pytest.approx(float(losses[rows].mean()), rel=1e-12)
@@ -86,40 +89,34 @@ def test_devices_share_the_same_global_batches_and_their_weighted_losses_average
                 assert {batch.loss_weight for batch in step} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("rest", "parts"), [(2, [2, 0, 0]), (3, [3, 0, 0]), (4, [2, 2, 0]), (5, [3, 2, 0]), (6, [2, 2, 2])]
-)
-def test_a_last_batch_too_small_for_all_devices_is_shared_by_fewer_and_the_others_count_nothing(
-    rest: int, parts: list[int]
-) -> None:
-    last = [list(loader)[-1] for loader in train_loaders(image_set(24 + rest), 8, 3)]
+@pytest.mark.parametrize("parts", [[2, 0, 0], [3, 0, 0], [2, 2, 0], [3, 2, 0], [2, 2, 2]], ids=str)
+def test_a_small_last_batch_is_shared_by_fewer_devices_and_the_others_get_weight_0(parts: list[int]) -> None:
+    last = [list(loader)[-1] for loader in train_loaders(image_set(24 + sum(parts)), 8, 3)]
     assert [len(batch.indices) if batch.loss_weight else 0 for batch in last] == parts
     assert sum(batch.loss_weight for batch in last) == pytest.approx(3)
-    assert len(set(chain(*(batch.indices.tolist() for batch in last)))) == rest
-    assert all(len(batch.indices) >= 2 for batch in last)  # so that a net with batch norm can take it
+    assert len(set(chain(*(batch.indices.tolist() for batch in last)))) == sum(parts)
+    assert all(len(batch.indices) >= 2 for batch in last)  # enough for batch norm
 
 
 @pytest.mark.parametrize(("world", "batch_size", "block"), [(2, 8, 512), (3, 8, 24), (4, 20, 1), (1, 3, 512)])
-def test_what_an_image_looks_like_in_an_epoch_does_not_depend_on_devices_batches_or_blocks(
+def test_an_augmented_image_does_not_depend_on_devices_batches_or_blocks(
     world: int, batch_size: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = image_set(40, size=8)
-    expected = augment_batch(
-        source.images, torch.arange(40), MOVES["augmentation"].plan(40, 8, 8, 5, 3), 3, MOVES["fill"]
-    )
+    plan = MOVES["augmentation"].plan(40, 8, 8, 5, 3)
+    expected = augment_batch(source.images, torch.arange(40), plan, 3, MOVES["fill"])
     monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_BYTES", block * 8 * 8 * 3)
     loaders = train_loaders(source, batch_size, world, **MOVES)
     for loader in loaders:
         loader.set_epoch(3)
     for batch in chain(*loaders):
-        assert torch.equal(batch.images, expected[batch.indices]) and torch.equal(
-            batch.labels, source.labels[batch.indices]
-        )
+        assert torch.equal(batch.images, expected[batch.indices])
+        assert torch.equal(batch.labels, source.labels[batch.indices])
 
 
-def test_a_balanced_epoch_is_the_same_on_any_number_of_devices_and_gone_on_with_in_its_middle() -> None:
+def test_a_balanced_epoch_resumes_alike_on_any_number_of_devices() -> None:
     source = image_set(60, 8)
-    indices = torch.arange(60)[(source.labels > 1) | (torch.arange(60) < 12)]  # 3, 3, 12, 12 and 12 of the classes
+    indices = torch.arange(60)[(source.labels > 1) | (torch.arange(60) < 12)]  # 3, 3, 12, 12 and 12 images
     settings = {**MOVES, "indices": indices, "order": balanced(source.labels)}
     expected = [part.tolist() for part in indices[balanced_order(source.labels[indices], 5, 2)].split(8)]
     for world in (1, 2, 3):
@@ -128,16 +125,14 @@ def test_a_balanced_epoch_is_the_same_on_any_number_of_devices_and_gone_on_with_
             loader.load_state_dict({"epoch": 2, "position": 2})
             loader.set_epoch(2)
         steps = list(zip(*loaders, strict=True))
-        assert [
-            list(chain(*(batch.indices.tolist() for batch in step if batch.loss_weight))) for step in steps
-        ] == expected[2:]
-        for batch in chain(*steps):  # an image that comes twice looks the same both times
+        assert [counted_rows(step) for step in steps] == expected[2:]
+        for batch in chain(*steps):  # a repeated image is augmented alike
             plan = MOVES["augmentation"].plan(60, 8, 8, 5, 2)
             assert torch.equal(batch.images, augment_batch(source.images, batch.indices, plan, 3, MOVES["fill"]))
             assert torch.equal(batch.labels, source.labels[batch.indices])
 
 
-def test_without_shuffling_every_epoch_goes_through_the_indices_in_order() -> None:
+def test_without_shuffling_every_epoch_has_the_order_of_the_indices() -> None:
     (loader,) = train_loaders(image_set(10), 5, indices=torch.tensor([4, 2, 9, 7, 1, 5, 8]), order=in_order)
     for epoch in (0, 5):
         loader.set_epoch(epoch)
@@ -145,29 +140,29 @@ def test_without_shuffling_every_epoch_goes_through_the_indices_in_order() -> No
 
 
 @pytest.mark.parametrize("stopped_after", [1, 3, 7])
-def test_a_state_taken_in_mid_epoch_goes_on_with_the_next_batch_on_any_number_of_devices(stopped_after: int) -> None:
+def test_a_state_within_an_epoch_resumes_with_the_next_batch_on_any_number_of_devices(stopped_after: int) -> None:
     source = image_set(56, 8)
     (loader,), (resumed,), pair = (train_loaders(source, 8, world, **MOVES) for world in (1, 1, 2))
     loader.set_epoch(2)
     batches = iter(loader)
     for _ in range(stopped_after):
         next(batches)
-    assert loader.state_dict()["position"] == stopped_after  # whatever was augmented ahead
+    assert loader.state_dict()["position"] == stopped_after  # independent of prefetching
     for other in (resumed, *pair):
         other.load_state_dict(loader.state_dict())
         other.set_epoch(2)
-    rest, parts = list(batches), [list(other) for other in pair]
-    assert len(rest) == 7 - stopped_after
-    assert_same(list(resumed), rest)
-    shared = [torch.cat([part.images for part in step]) for step in zip(*parts, strict=True)]
-    assert all(torch.equal(images, batch.images) for images, batch in zip(shared, rest, strict=True))
+    remaining = list(batches)
+    assert len(remaining) == 7 - stopped_after
+    assert_same(list(resumed), remaining)
+    for step, batch in zip(zip(*pair, strict=True), remaining, strict=True):
+        assert torch.equal(torch.cat([part.images for part in step]), batch.images)
     for each in (loader, resumed):
         each.set_epoch(3)
     assert len(loader) == 7
     assert_same(list(resumed), list(loader))
 
 
-def test_batches_that_cannot_be_shared_out_are_refused() -> None:
+def test_invalid_batch_sizes_are_refused() -> None:
     source = image_set(20)
     with pytest.raises(UsageError, match="raise --batch-size"):
         train_loaders(source, 3, 4)
@@ -181,9 +176,7 @@ def test_batches_that_cannot_be_shared_out_are_refused() -> None:
 
 @pytest.mark.parametrize(("count", "batch_size"), [*product([5, 16, 17, 27, 101], [4, 7, 8, 32])])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_another_module_gets_equally_many_batches_on_each_device_and_none_of_weight_0(
-    count: int, batch_size: int, world: int
-) -> None:
+def test_a_plain_module_gets_equal_batch_counts_and_none_of_weight_0(count: int, batch_size: int, world: int) -> None:
     loaders = train_loaders(image_set(count), batch_size, world, weighted=False)
     steps = list(zip(*loaders, strict=True))
     assert len(steps) == len(loaders[0]) >= 1
@@ -199,22 +192,20 @@ def test_another_module_gets_equally_many_batches_on_each_device_and_none_of_wei
 # ---- workers
 
 
-def test_workers_give_the_same_batches_bit_for_bit_and_leave_random_numbers_and_handlers_alone(
+def test_workers_give_bit_equal_batches_and_keep_random_state_and_handlers(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    three_batches = 24 * 8 * 8 * 3  # so that workers have several blocks to make
-    monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_BYTES", three_batches)
+    monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_BYTES", 24 * 8 * 8 * 3)  # three batches: several blocks
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0}, raising=False)
     handler = signal.getsignal(signal.SIGINT)
     torch.manual_seed(5)
-    for memory, file in zip(
-        *(train_loaders(image_set(47, 8), 8, 2, **MOVES, workers=count) for count in (0, 2)), strict=True
-    ):
+    loaders = (train_loaders(image_set(47, 8), 8, 2, **MOVES, workers=count) for count in (0, 2))
+    for without, with_workers in zip(*loaders, strict=True):
         for epoch, position in ((0, 0), (1, 2)):
-            for loader in (memory, file):
+            for loader in (without, with_workers):
                 loader.set_epoch(epoch)
                 loader.load_state_dict({"epoch": epoch, "position": position})
-            assert_same(list(file), list(memory))
+            assert_same(list(with_workers), list(without))
     state = torch.random.get_rng_state()
     assert torch.equal(state, torch.manual_seed(5).get_state()) and signal.getsignal(signal.SIGINT) is handler
     assert not [warning for warning in recwarn if "worker" in str(warning.message)]
@@ -225,12 +216,12 @@ def ignored_signals(block: Any) -> Any:
 
 
 def children() -> set[str]:
-    """Processes that this one has started and that still are."""
+    """Return the running child processes."""
     return set(Path(f"/proc/self/task/{Path('/proc/self').resolve().name}/children").read_text().split())
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list its processes in /proc")
-def test_workers_ignore_the_signals_that_stop_a_training_and_end_with_an_epoch_that_is_left_in_its_middle() -> None:
+def test_workers_ignore_stop_signals_and_end_with_an_interrupted_epoch() -> None:
     before = children()
     blocks = read_ahead([[]] * 9, ignored_signals, 2, False)
     assert next(blocks) == [True] * len(STOP_SIGNALS)
@@ -250,8 +241,8 @@ def block_and_memory(rows: Any) -> Any:
     return BLOCK.index_select(0, rows), int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read as Linux shows it")
-def test_a_workers_memory_does_not_grow_with_the_blocks_that_it_has_made() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
+def test_the_memory_of_a_worker_does_not_grow_with_its_blocks() -> None:
     blocks = [torch.randperm(512) for _ in range(40)]
     megabytes = [memory for _, memory in read_ahead(cast("Any", blocks), block_and_memory, 1, False)]
     assert len(megabytes) == 40
@@ -262,28 +253,21 @@ def test_a_workers_memory_does_not_grow_with_the_blocks_that_it_has_made() -> No
 
 
 @pytest.mark.parametrize(("world", "batch_size"), [*product([1, 2, 3], [1, 4, 100])])
-def test_evaluation_covers_each_image_once_in_the_same_company_and_in_equal_numbers_of_steps(
-    world: int, batch_size: int
-) -> None:
+def test_evaluation_has_each_image_once_in_equal_batches_and_numbers_of_steps(world: int, batch_size: int) -> None:
     for count in (*range(0, 41), 103):
-        source, chosen = image_set(count, size=1), torch.arange(count).flip(0)
-        parts = [list(EvalLoader(source, chosen, batch_size, rank=rank, world=world)) for rank in range(world)]
+        source, indices = image_set(count, size=1), torch.arange(count).flip(0)
+        parts = [list(EvalLoader(source, indices, batch_size, rank=rank, world=world)) for rank in range(world)]
         assert {len(part) for part in parts} == {-(-count // (batch_size * world))}
         counted = [batch for batch in chain(*zip(*parts, strict=True)) if batch.labels[0] != PADDING]
-        assert [batch.indices.tolist() for batch in counted] == [
-            rows.tolist() for rows in chosen.split(batch_size) if count
-        ]
+        expected = [rows.tolist() for rows in indices.split(batch_size) if count]
+        assert [batch.indices.tolist() for batch in counted] == expected
         for batch in counted:
-            assert torch.equal(batch.images, source.images[batch.indices]) and torch.equal(
-                batch.labels, source.labels[batch.indices]
-            )
-            assert batch.loss_weight == 1
+            assert torch.equal(batch.images, source.images[batch.indices]) and batch.loss_weight == 1
+            assert torch.equal(batch.labels, source.labels[batch.indices])
 
 
 @pytest.mark.parametrize(("count", "world"), [*product([1, 5, 8, 9, 21], [1, 2, 3])])
-def test_another_module_gets_no_padded_label_in_evaluation_and_equally_many_batches_on_each_device(
-    count: int, world: int
-) -> None:
+def test_a_plain_module_gets_no_padded_labels_and_equal_numbers_of_batches(count: int, world: int) -> None:
     source, rows = image_set(count), torch.arange(count)
     parts = [list(EvalLoader(source, rows, 4, rank=rank, world=world, weighted=False)) for rank in range(world)]
     assert {len(part) for part in parts} == {-(-count // (4 * world))}
@@ -294,7 +278,7 @@ def test_another_module_gets_no_padded_label_in_evaluation_and_equally_many_batc
         assert torch.equal(batch.labels, source.labels[batch.indices]) and batch.loss_weight == 1
 
 
-def test_a_batch_is_a_pair_that_keeps_what_else_it_has_wherever_it_goes() -> None:
+def test_a_batch_unpacks_as_a_pair_and_keeps_its_attributes_when_moved() -> None:
     batch = Batch(torch.zeros(2, 3), torch.tensor([1, 2]), torch.tensor([5, 6]), 0.5, torch.ones(2, 4), 7)
     for each in (batch, batch.clone(), batch.to(torch.device("cpu"))):
         images, labels = each

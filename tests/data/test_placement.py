@@ -1,4 +1,4 @@
-"""`Placement` alone: where images are kept."""
+"""`Placement` stores images on the device or on the host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ CPU = torch.device("cpu")
     [
         ("auto", 2.0, "device"),
         ("auto", 1.9, "host"),
-        ("auto", None, "device"),  # where the system does not say
+        ("auto", None, "device"),  # free memory is unknown
         ("device", 0.0, "device"),
         ("host", 9.0, "host"),
     ],
 )
-def test_images_are_kept_on_the_device_up_to_half_of_its_free_memory(
-    kind: str, free_sizes: float | None, place: str
-) -> None:
+def test_images_are_on_the_device_up_to_half_its_free_memory(kind: str, free_sizes: float | None, place: str) -> None:
     parts = SplitImages("shapes", SourceSettings(image_size=8, count=10))
     images = parts.train_images
     free = None if free_sizes is None else round(free_sizes * images.images.nbytes)

@@ -1,4 +1,4 @@
-"""Training on smaller images first: the sides by epoch, and images shrunk as area interpolation does."""
+"""Progressive resizing: the image size by epoch, and shrinking by area interpolation."""
 
 from __future__ import annotations
 
@@ -9,25 +9,13 @@ from torch.nn import functional as F
 from cifar_lit.data.resolution import LEAST_SIDE, check_resolutions, shrink, side_at
 from cifar_lit.errors import UsageError
 
+SQUARES = [*((32, 32, side, side) for side in (4, 16, 20, 31, 32)), (28, 28, 21, 21)]
+RECTANGLES = [(64, 48, 32, 24), (48, 64, 24, 32), (30, 45, 20, 30), (9, 7, 5, 4), (256, 64, 16, LEAST_SIDE)]
 
-@pytest.mark.parametrize(
-    ("height", "width", "side", "across"),
-    [
-        *((32, 32, side, side) for side in (4, 16, 20, 31, 32)),
-        *[
-            (28, 28, 21, 21),
-            (64, 48, 32, 24),
-            (48, 64, 24, 32),
-            (30, 45, 20, 30),
-            (9, 7, 5, 4),
-            (256, 64, 16, LEAST_SIDE),
-        ],
-    ],
-)
+
+@pytest.mark.parametrize(("height", "width", "side", "across"), [*SQUARES, *RECTANGLES])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_each_shrunk_image_is_that_of_area_interpolation(
-    height: int, width: int, side: int, across: int, channels: int
-) -> None:
+def test_shrink_equals_area_interpolation(height: int, width: int, side: int, across: int, channels: int) -> None:
     images = torch.randint(0, 256, (7, height, width, channels), dtype=torch.uint8)
     before, small = images.clone(), shrink(images, side)
     assert small.dtype == torch.float32 and torch.equal(images, before)
@@ -39,7 +27,7 @@ def test_each_shrunk_image_is_that_of_area_interpolation(
     ("resolutions", "epochs", "sides"),
     [
         ({24: 0.4, 28: 0.3}, 10, [24] * 4 + [28] * 3 + [None] * 3),
-        ({24: 0.5}, 3, [24] * 2 + [None]),  # 1.5 to the even number
+        ({24: 0.5}, 3, [24] * 2 + [None]),  # 1.5 is rounded to the even number
         ({24: 0.5}, 5, [24] * 2 + [None] * 3),
         ({24: 0.4, 28: 0.3}, 1, [28]),  # 0.4 and 0.7 of one epoch
         ({24: 0.5, 28: 0.5}, 6, [24] * 3 + [28] * 3),
@@ -48,12 +36,12 @@ def test_each_shrunk_image_is_that_of_area_interpolation(
         ({}, 3, [None] * 3),
     ],
 )
-def test_sides_follow_their_shares_in_their_order_with_ends_at_whole_epochs(
+def test_sides_follow_their_shares_in_order_and_change_at_whole_epochs(
     resolutions: dict[int, float], epochs: int, sides: list[int | None]
 ) -> None:
     assert [side_at(resolutions, epoch, epochs) for epoch in range(epochs)] == sides
-    for many in range(1, 200):  # shares that add up to one leave no epoch over by rounding
-        assert side_at({8: 0.1, 12: 0.2, 16: 0.3, 20: 0.4}, many - 1, many) is not None
+    for count in range(1, 200):  # shares with the sum 1 leave no epoch out by rounding
+        assert side_at({8: 0.1, 12: 0.2, 16: 0.3, 20: 0.4}, count - 1, count) is not None
 
 
 @pytest.mark.parametrize(
@@ -66,17 +54,11 @@ def test_sides_follow_their_shares_in_their_order_with_ends_at_whole_epochs(
         ({16: 0.6, 24: 0.5}, r"the shares in data\.resolutions add up to 1.1: use at most 1"),
     ],
 )
-def test_a_schedule_that_cannot_be_meant_is_refused_and_one_at_the_ends_of_what_is_allowed_is_taken(
-    resolutions: dict[int, float], line: str
-) -> None:
+def test_invalid_resolutions_are_refused_and_the_limits_are_allowed(resolutions: dict[int, float], line: str) -> None:
     with pytest.raises(UsageError, match=line):
         check_resolutions(resolutions, 30, 35)
-    with pytest.raises(UsageError, match="use 16 … 256 for these images"):  # so narrow that they would vanish
+    with pytest.raises(UsageError, match="use 16 … 256 for these images"):  # the width would become 2
         check_resolutions({8: 0.5}, 256, 64)
-    for allowed, height, width in (
-        ({4: 0.1, 28: 0.2, 27: 0.7}, 28, 32),
-        ({8: 1.0}, 8, 8),
-        ({}, 2, 2),
-        ({16: 0.5}, 256, 64),
-    ):
+    check_resolutions({4: 0.1, 28: 0.2, 27: 0.7}, 28, 32)
+    for allowed, height, width in (({8: 1.0}, 8, 8), ({}, 2, 2), ({16: 0.5}, 256, 64)):
         check_resolutions(allowed, height, width)

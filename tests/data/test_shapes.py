@@ -1,4 +1,4 @@
-"""Drawn images: what a seed fixes, classes in equal number, and figures that are what they are meant to be."""
+"""Generated images are determined by their seed, have balanced classes and correct figures."""
 
 from typing import Any
 
@@ -16,17 +16,15 @@ from cifar_lit.errors import UsageError
     ("size", "shape", "channels", "classes"),
     [(32, (32, 32), 3, 10), (28, (28, 28), 1, 12), ("8x20", (8, 20), 1, 2), ([40, 33], (40, 33), 3, 110)],
 )
-def test_any_size_channels_and_class_count_is_drawn(
-    size: ImageSize, shape: tuple[int, int], channels: int, classes: int
-) -> None:
+def test_any_shape_and_class_count_works(size: ImageSize, shape: tuple[int, int], channels: int, classes: int) -> None:
     drawn = shapes(True, image_size=size, channels=channels, num_classes=classes, count=classes)
     assert drawn.images.shape == (classes, *shape, channels)
     assert sorted(drawn.labels.tolist()) == list(range(classes))
     assert drawn.classes == (*FIGURES, "circle+circle", "circle+square", *CLASSES[12:])[:classes]
-    assert drawn.images.float().std(dim=(1, 2, 3)).min() > 2  # none is blank
+    assert drawn.images.float().std(dim=(1, 2, 3)).min() > 2  # no image is blank
 
 
-def test_images_depend_on_seed_and_part_alone_and_leave_the_global_random_numbers_alone() -> None:
+def test_images_depend_on_seed_and_part_only_and_keep_the_global_random_state() -> None:
     states = torch.get_rng_state(), np.random.get_state()[1].copy()
     whole, part = (shapes(True, count=count, seed=3) for count in (300, 150))
     assert torch.equal(whole.images[:150], part.images) and torch.equal(whole.labels[:150], part.labels)
@@ -35,10 +33,10 @@ def test_images_depend_on_seed_and_part_alone_and_leave_the_global_random_number
     assert torch.equal(torch.get_rng_state(), states[0]) and np.array_equal(np.random.get_state()[1], states[1])
 
 
-def test_classes_come_in_equal_number_and_mixed_order() -> None:
+def test_classes_are_balanced_and_shuffled() -> None:
     labels = shapes(True, count=1000, image_size=8).labels
     assert torch.bincount(labels).tolist() == [100] * 10
-    assert torch.bincount(labels[::2]).min() > 25  # every second image, as one of two devices would see them
+    assert torch.bincount(labels[::2]).min() > 25  # the images of one of two devices
 
 
 @pytest.mark.parametrize(
@@ -53,32 +51,32 @@ def test_classes_come_in_equal_number_and_mixed_order() -> None:
         ({"seed": -1}, "seed of at least 0"),
     ],
 )
-def test_settings_that_cannot_be_drawn_are_refused(wrong: dict[str, Any], text: str) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         shapes(True, **{"count": 10, **wrong})
 
 
-def test_more_images_than_the_memory_holds_are_refused() -> None:
+def test_more_images_than_fit_into_memory_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^100,000,000,000 drawn images take 307,200.0 GB, .*: lower data.count$"):
         shapes(True, count=10**11)
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_fills_its_disc_is_its_own_mirror_image_and_has_an_edge_of_one_pixel(name: str) -> None:
+def test_a_figure_fills_its_disc_is_symmetric_and_has_an_edge_of_one_pixel(name: str) -> None:
     x, y = np.meshgrid(*[np.linspace(-1.5, 1.5, 301, dtype=np.float32)] * 2)
     distance = FIGURES[name](x, y)
     assert distance.dtype == np.float32
     inside = distance < 0
     assert 0.9 - 0.05 < np.hypot(x, y)[inside].max() < 1.15
-    assert 0.1 < inside.mean() * 9 / np.pi < 0.85  # as a part of the unit disc
-    # Mirrored about its axis: y for most, the diagonal for the heart.
+    assert 0.1 < inside.mean() * 9 / np.pi < 0.85  # share of the unit disc
+    # Most figures are symmetric about the y axis, the heart about the diagonal.
     assert np.array_equal(inside, inside[::-1]) or np.array_equal(inside, inside.T)
     slope = np.hypot(*np.gradient(distance, 0.01))[np.abs(distance) < 0.03]
     assert np.median(slope) == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.parametrize("size", [(40, 80), (80, 40), (40, 40)])
-def test_figures_are_round_whole_and_anywhere_whatever_the_proportions_of_the_image(size: tuple[int, int]) -> None:
+def test_figures_are_undistorted_complete_and_anywhere_in_images_of_any_proportions(size: tuple[int, int]) -> None:
     rows, columns = ((np.arange(side, dtype=np.float32) + 0.5) / 40 for side in size)
     x, y = np.broadcast_to(columns, (200, *size)), np.broadcast_to(rows[:, None], (200, *size))
     circles = next(_figures(np.random.default_rng(0), np.zeros(200, np.int64), x, y)) > 0.5
@@ -90,25 +88,24 @@ def test_figures_are_round_whole_and_anywhere_whatever_the_proportions_of_the_im
         assert middles.min() < 0.45 * side and middles.max() > side - 20
 
 
-def test_either_of_figure_and_ground_may_be_the_brighter() -> None:
+def test_either_the_figure_or_the_background_is_brighter() -> None:
     drawn = shapes(True, channels=1, num_classes=2, count=400)
     rim = torch.cat([drawn.images[:, 0], drawn.images[:, -1]], dim=1).float().mean((1, 2))
     brighter = (drawn.images.float().mean((1, 2, 3)) > rim).float().mean()
     assert 0.35 < brighter < 0.65
 
 
-def test_a_linear_model_stays_far_below_half() -> None:
+def test_a_linear_model_stays_below_35_percent() -> None:
     train, test = (shapes(part, count=count, image_size=16, channels=1) for part, count in ((True, 3000), (False, 500)))
-    rows = [
-        torch.cat((part.images.flatten(1).float() / 128 - 1, torch.ones(len(part), 1)), 1) for part in (train, test)
-    ]
-    gram = rows[0].T @ rows[0] + 30 * torch.eye(257)  # ridge regression, in closed form
-    weights = torch.linalg.solve(gram, rows[0].T @ functional.one_hot(train.labels).float())
-    assert ((rows[1] @ weights).argmax(1) == test.labels).float().mean() < 0.35
+    pixels = [part.images.flatten(1).float() / 128 - 1 for part in (train, test)]
+    inputs, test_inputs = (torch.cat((rows, torch.ones(len(rows), 1)), 1) for rows in pixels)
+    gram = inputs.T @ inputs + 30 * torch.eye(257)  # ridge regression in closed form
+    weights = torch.linalg.solve(gram, inputs.T @ functional.one_hot(train.labels).float())
+    assert ((test_inputs @ weights).argmax(1) == test.labels).float().mean() < 0.35
 
 
-def test_an_image_is_the_same_today_as_when_the_recipes_were_measured() -> None:
+def test_the_images_of_a_seed_never_change() -> None:
     drawn = shapes(False, image_size=32, channels=3, num_classes=10, count=50, seed=0)
     assert drawn.labels[:10].tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
-    # Not byte for byte: sine and cosine may differ in their last bit between processors.
+    # Approximate: sine and cosine may differ in their last bit between processors.
     assert float(drawn.images.float().mean()) == pytest.approx(127.966, abs=0.01)

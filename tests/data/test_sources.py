@@ -1,4 +1,4 @@
-"""From a data set's name to its images: archives like the real ones, and sources of one's own."""
+"""Data sets by name: archives like the real ones, and user-defined sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cifar_lit.data.sources import SOURCES, Source, SourceSettings, at_hand, loa
 from cifar_lit.errors import Failure, UsageError
 
 PER_FILE = 4
-FIRST_PIXEL = [3, 4, 5]  # of the first CIFAR image: red, green, blue
+FIRST_PIXEL = [3, 4, 5]  # RGB, in the first CIFAR image
 ARCHIVE, FOLDER = "cifar-10-python.tar.gz", "cifar-10-batches-py"
 
 
@@ -39,15 +39,11 @@ def md5(content: bytes) -> str:
 
 
 def small_cifar(
-    monkeypatch: pytest.MonkeyPatch,
-    reader: type,
-    labels_key: str,
-    classes: list[str],
-    more: dict[str, dict[str, Any]] | None = None,
+    monkeypatch: pytest.MonkeyPatch, reader: type, labels_key: str, classes: list[str], more: Any = None
 ) -> dict[str, bytes]:
-    """A CIFAR's archive of PER_FILE images a file, whose checksums torchvision's `reader` then expects.
+    """Return a CIFAR archive with PER_FILE images per file, and patch the checksums of torchvision's `reader`.
 
-    more: further entries of a file, by its name.
+    `more` has additional entries by file name.
     """
     data = np.zeros((PER_FILE, 3, 32, 32), np.uint8)
     data[0, :, 0, 0] = FIRST_PIXEL
@@ -70,7 +66,7 @@ def small_cifar(
 
 @dataclass
 class Served:
-    """A data set's archives on a mirror, and the folder to put them into."""
+    """The archives of a data set on a mirror, and their target folder."""
 
     dataset: str
     mirror: Mirror
@@ -84,9 +80,8 @@ class Served:
 @pytest.fixture
 def cifar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with serving(
-        Mirror(small_cifar(monkeypatch, datasets.CIFAR10, "labels", ["plane", "car", "bird", "cat"]))
-    ) as mirror:
+    files = small_cifar(monkeypatch, datasets.CIFAR10, "labels", ["plane", "car", "bird", "cat"])
+    with serving(Mirror(files)) as mirror:
         yield Served("cifar10", mirror, tmp_path / "data")
 
 
@@ -104,14 +99,12 @@ def fashion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]
         yield Served("fashion_mnist", mirror, tmp_path / "data")
 
 
-def test_cifar10_is_downloaded_unpacked_and_read_once_by_all_who_start_at_once(
-    cifar: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_loads_download_and_unpack_cifar10_once(cifar: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     unpack, unpackings = tarfile.TarFile.extractall, []
 
     def slowly(tar: tarfile.TarFile, *args: Any, **kwargs: Any) -> None:
         unpackings.append(args)
-        time.sleep(0.05)  # long enough for the others to come to the same point
+        time.sleep(0.05)  # seconds, until the others reach this point
         unpack(tar, *args, **kwargs)
 
     monkeypatch.setattr(tarfile.TarFile, "extractall", slowly)
@@ -142,9 +135,7 @@ def test_cifar100_has_fine_and_coarse_labels(monkeypatch: pytest.MonkeyPatch, tm
             assert images.images[0, 0, 0].tolist() == FIRST_PIXEL
 
 
-def test_without_a_url_the_known_mirrors_are_asked_for_the_archive(
-    cifar: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_url_the_default_mirrors_are_tried(cifar: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, reader in (("cifar10", datasets.CIFAR10), ("cifar100", datasets.CIFAR100)):
         assert reader.url in [url.format(name=name, archive=reader.filename) for url in sources.CIFAR_MIRRORS]
     monkeypatch.setattr(sources, "CIFAR_MIRRORS", (cifar.mirror.url + "gone", cifar.mirror.url + "{archive}"))
@@ -153,10 +144,10 @@ def test_without_a_url_the_known_mirrors_are_asked_for_the_archive(
 
 
 @pytest.mark.parametrize("form", ["archive", "folder"])
-def test_what_was_put_there_by_hand_is_used_as_it_is(cifar: Served, form: str) -> None:
+def test_files_placed_by_hand_are_used_as_they_are(cifar: Served, form: str) -> None:
     cifar.root.mkdir()
     (cifar.root / ARCHIVE).write_bytes(cifar.mirror.files[ARCHIVE])
-    if form == "folder":  # torchvision's, without the archive
+    if form == "folder":  # unpacked as by torchvision, without the archive
         with tarfile.open(cifar.root / ARCHIVE) as tar:
             tar.extractall(cifar.root, filter="data")
         (cifar.root / ARCHIVE).unlink()
@@ -165,7 +156,7 @@ def test_what_was_put_there_by_hand_is_used_as_it_is(cifar: Served, form: str) -
 
 
 @pytest.mark.parametrize("victim", ["data_batch_3", "batches.meta"])
-def test_a_folder_that_is_damaged_or_half_unpacked_is_mended_and_foreign_files_stay(cifar: Served, victim: str) -> None:
+def test_a_damaged_folder_is_repaired_and_foreign_files_are_kept(cifar: Served, victim: str) -> None:
     cifar.load()
     folder = cifar.root / FOLDER
     os.truncate(folder / victim, 20)
@@ -175,89 +166,81 @@ def test_a_folder_that_is_damaged_or_half_unpacked_is_mended_and_foreign_files_s
     assert (folder / "notes.txt").read_text() == "mine" and len(cifar.mirror.requests) == 1
 
 
-def test_a_wait_for_another_process_is_announced(cifar: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_for_another_process_is_reported(cifar: Served, capsys: pytest.CaptureFixture[str]) -> None:
     cifar.root.mkdir()
     with ThreadPoolExecutor() as pool:
         with FileLock(f"{cifar.root / FOLDER}.lock"):
-            waiting, said = pool.submit(cifar.load), ""
-            while not said:
+            loading, err = pool.submit(cifar.load), ""
+            while not err:
                 time.sleep(0.01)
-                said = capsys.readouterr().err
-        assert said == f"waiting for another process that prepares {cifar.root / FOLDER}\n"
-        assert len(waiting.result()) == 5 * PER_FILE
+                err = capsys.readouterr().err
+        assert err == f"waiting for another process that prepares {cifar.root / FOLDER}\n"
+        assert len(loading.result()) == 5 * PER_FILE
 
 
-def test_fashion_mnist_lies_in_torchvisions_folder_and_reads_as_one_channel(fashion: Served) -> None:
+def test_fashion_mnist_uses_torchvisions_folder_and_has_one_channel(fashion: Served) -> None:
     with ThreadPoolExecutor(2) as pool:
         train, test = pool.map(fashion.load, [True, False])
     assert train.images.shape == (6, 28, 28, 1) and test.images.shape == (3, 28, 28, 1)
-    assert train.images.is_contiguous() and train.images[0, 0, :12, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    assert (
-        train.labels.tolist() == [0, 1, 2, 3, 4, 5] and train.classes[0] == "T-shirt/top" and len(train.classes) == 10
-    )
+    assert train.images.is_contiguous() and train.images[0, 0, :12, 0].tolist() == [*range(10), 0, 1]
+    assert train.labels.tolist() == [*range(6)] and train.classes[0] == "T-shirt/top" and len(train.classes) == 10
     raw = fashion.root / "FashionMNIST" / "raw"
     assert {path.name for path in raw.iterdir()} == set(fashion.mirror.files) and len(fashion.mirror.requests) == 4
-    other = SourceSettings(root=str(fashion.root.parent / "other"), url=str(raw))  # a plain folder is a source too
+    other = SourceSettings(root=str(fashion.root.parent / "other"), url=str(raw))  # a folder is a valid source
     assert torch.equal(load_images("fashion_mnist", other, train=True).images, train.images)
     (packed := raw / "train-images-idx3-ubyte.gz").write_bytes(packed.read_bytes()[:-1])
     with pytest.raises(Failure, match=f"{packed.name} is damaged or another file: its md5"):
         fashion.load()
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("cifar-10", "cifar10"), ("Shapes", "shapes")])
-def test_an_unknown_data_set_is_answered_with_the_nearest(typed: str, meant: str) -> None:
+@pytest.mark.parametrize(("typed", "nearest"), [("cifar-10", "cifar10"), ("Shapes", "shapes")])
+def test_an_unknown_data_set_is_answered_with_the_nearest_name(typed: str, nearest: str) -> None:
+    text = rf"no data set is called '{typed}'. Did you mean {nearest}\? There are cifar10, "
     for use in (at_hand, lambda name, settings: load_images(name, settings, train=True)):
-        with pytest.raises(
-            UsageError, match=rf"no data set is called '{typed}'. Did you mean {meant}\? There are cifar10, "
-        ):
+        with pytest.raises(UsageError, match=text):
             use(typed, SourceSettings())
 
 
 @pytest.mark.parametrize("name", ["cifar", "fashion"])
-@pytest.mark.parametrize("lack", ["nothing", "a file", "all but the archive"])
-def test_a_data_set_is_at_hand_only_if_reading_it_writes_nothing(
-    name: str, lack: str, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("missing", ["nothing", "a file", "all but the archive"])
+def test_at_hand_means_that_loading_writes_nothing(name: str, missing: str, request: pytest.FixtureRequest) -> None:
     served: Served = request.getfixturevalue(name)
     settings = SourceSettings(root=str(served.root))
     assert not at_hand(served.dataset, settings)
     served.load()
     unpacked = served.root / (FOLDER if name == "cifar" else "FashionMNIST/raw")
-    if lack == "a file":
+    if missing == "a file":
         next(unpacked.iterdir()).unlink()
-    elif lack == "all but the archive":
+    elif missing == "all but the archive":
         unpacked.rename(served.root / "moved")
-    assert at_hand(served.dataset, settings) == (lack == "nothing")
+    assert at_hand(served.dataset, settings) == (missing == "nothing")
 
 
-def test_a_damaged_batch_is_not_at_hand(cifar: Served) -> None:
+def test_a_damaged_archive_is_not_at_hand(cifar: Served) -> None:
     cifar.load()
     os.truncate(cifar.root / FOLDER / "data_batch_3", 20)
     assert not at_hand("cifar10", SourceSettings(root=str(cifar.root)))
 
 
-def test_a_folder_of_own_images_is_at_hand_where_it_exists_and_shapes_always_are(root: Path) -> None:
+def test_an_existing_folder_is_at_hand_and_shapes_always_are(root: Path) -> None:
     assert at_hand("folder", SourceSettings(root=str(root))) and at_hand("shapes", SourceSettings())
     assert not at_hand("folder", SourceSettings(root=str(root / "none"))) and not at_hand("folder", SourceSettings())
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "shapes"])
 @pytest.mark.parametrize("part", [".", "train"])
-def test_folders_of_own_images_are_not_taken_for_the_place_of_another_data_set(
-    tmp_path: Path, dataset: str, part: str
-) -> None:
+def test_a_folder_of_images_is_refused_as_the_root_of_another_data_set(tmp_path: Path, dataset: str, part: str) -> None:
     (tmp_path / part / "cat").mkdir(parents=True)
     settings = SourceSettings(root=str(tmp_path), count=20, image_size=8)
     if dataset == "shapes":
-        assert len(load_images(dataset, settings, train=True)) == 20  # nothing in it is an image
+        assert len(load_images(dataset, settings, train=True)) == 20  # the folder has no images yet
     (tmp_path / part / "cat" / "1.JPG").touch()
-    with pytest.raises(
-        UsageError, match=f"holds folders of images, but the data set is {dataset}: add --dataset folder"
-    ):
+    text = f"holds folders of images, but the data set is {dataset}: add --dataset folder"
+    with pytest.raises(UsageError, match=text):
         load_images(dataset, settings, train=True)
 
 
-def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root: Path) -> None:
+def test_settings_that_contradict_the_data_set_are_refused(cifar: Served, root: Path) -> None:
     for settings in (SourceSettings(image_size=64), SourceSettings(channels=1), SourceSettings(num_classes=100)):
         with pytest.raises(UsageError, match=r"data\.\w+ of cifar10 is \d+, not \d+: leave it out"):
             load_images("cifar10", settings, train=True)
@@ -280,22 +263,18 @@ def test_settings_that_a_data_set_does_not_have_are_refused(cifar: Served, root:
         (("a", "a"), "2 classes have 1 distinct name: give"),
     ],
 )
-def test_classes_that_could_not_be_told_by_their_names_are_refused(names: Any, reason: str) -> None:
+def test_invalid_class_names_are_refused(names: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         ImageSet(torch.zeros(1, 2, 2, 3, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), names)
 
 
-def test_a_data_set_of_ones_own_is_a_line_in_the_registry_or_an_import_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SourceSettings(count=12)
-    monkeypatch.setitem(
-        SOURCES, "mine", Source(lambda settings, train: shapes(train, count=settings.count, image_size=9))
-    )
+    own = Source(lambda settings, train: shapes(train, count=settings.count, image_size=9))
+    monkeypatch.setitem(SOURCES, "mine", own)
     assert at_hand("mine", settings) and load_images("mine", settings, train=True).images.shape == (12, 9, 9, 3)
-    view = replace(
-        shapes(True, count=12, image_size=9), images=torch.zeros(12, 3, 9, 9, dtype=torch.uint8).permute(0, 2, 3, 1)
-    )
+    permuted = torch.zeros(12, 3, 9, 9, dtype=torch.uint8).permute(0, 2, 3, 1)
+    view = replace(shapes(True, count=12, image_size=9), images=permuted)
     monkeypatch.setitem(SOURCES, "view", Source(lambda settings, train: view))
     assert load_images("view", settings, train=True).images.is_contiguous()
     monkeypatch.setitem(SOURCES, "bad", Source(lambda settings, train: "images"))  # type: ignore[arg-type,return-value]
@@ -310,9 +289,8 @@ def test_a_data_set_of_ones_own_is_a_line_in_the_registry_or_an_import_path(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plugins, "_allowed", set())
-    with pytest.raises(
-        UsageError, match=r"my_own_data\.load would run code of its module: type it on the command line"
-    ):
+    text = r"my_own_data\.load would run code of its module: type it on the command line"
+    with pytest.raises(UsageError, match=text):
         load_images("my_own_data.load", settings, train=True)
     plugins.allow_imports(["my_own_data.load", "my_own_data.remote"])
     assert len(load_images("my_own_data.load", settings, train=True)) == 12

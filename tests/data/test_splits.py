@@ -1,4 +1,4 @@
-"""The validation part, folds, groups that stay together, and the statistics of channels."""
+"""The validation split, folds, groups that stay together, and channel statistics."""
 
 import numpy as np
 import pytest
@@ -15,17 +15,17 @@ BALANCED = torch.arange(1000) % 10
 
 
 @pytest.mark.parametrize(("val_size", "expected"), [(100, 100), (0.1, 100), (1, 1), (999, 999), (1 / 3, 333), (0, 0)])
-def test_the_parts_are_disjoint_complete_ascending_and_of_exactly_the_size(val_size: float, expected: int) -> None:
+def test_the_parts_are_disjoint_complete_sorted_and_of_the_exact_size(val_size: float, expected: int) -> None:
     labels = torch.from_numpy(np.random.default_rng(0).choice(4, size=1000, p=(0.7, 0.2, 0.07, 0.03)))
     train, val = split_validation(labels, val_size, seed=5)
     assert len(val) == expected and torch.equal(torch.cat([train, val]).sort().values, torch.arange(1000))
     assert all(part.dtype == torch.int64 and (part.diff() > 0).all() for part in (train, val))
-    exact = torch.bincount(labels, minlength=4) * (len(val) / 1000)  # each class's share
+    exact = torch.bincount(labels, minlength=4) * (len(val) / 1000)  # share of each class
     assert (torch.bincount(labels[val], minlength=4) - exact).abs().max() < 1
 
 
-def test_classes_with_the_largest_remainders_give_the_images_that_are_left() -> None:
-    """Of 10 images, classes of 67, 22 and 11 % are due 6.7, 2.2 and 1.1."""
+def test_the_largest_remainders_get_the_remaining_images() -> None:
+    """The shares of 10 images for classes of 67, 22 and 11 % are 6.7, 2.2 and 1.1."""
     labels = torch.tensor([0] * 67 + [1] * 22 + [2] * 11)
     assert torch.bincount(labels[split_validation(labels, 10, seed=0)[1]]).tolist() == [7, 2, 1]
 
@@ -34,23 +34,23 @@ def test_the_split_is_a_function_of_the_seed() -> None:
     first, again, other = (split_validation(BALANCED, 100, seed)[1] for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.bincount(BALANCED[first]).tolist() == [10] * 10
-    assert first[:5].tolist() == [19, 23, 27, 29, 45]  # and never changes
+    assert first[:5].tolist() == [19, 23, 27, 29, 45]  # the split of a seed never changes
 
 
 @pytest.mark.parametrize(
     ("val_size", "advice"),
     [(-1, "-1 must leave some"), (1000, "1000 images"), (1001, "1000 images"), (0.0001, "is none")],
 )
-def test_sizes_that_leave_nothing_on_either_side_are_refused(val_size: float, advice: str) -> None:
+def test_sizes_that_leave_one_part_empty_are_refused(val_size: float, advice: str) -> None:
     with pytest.raises(UsageError, match=advice):
         split_validation(BALANCED, val_size, seed=0)
 
 
-# ---- Groups
+# ---- groups
 
 
 def patients(count: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels and groups of `count` patients with 1 to 20 images each, of one or several classes."""
+    """Return labels and groups of `count` patients with 1 to 20 images each, of one or several classes."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 21, count)
     groups = np.repeat(rng.permutation(count), sizes)
@@ -61,13 +61,13 @@ def patients(count: int, classes: int, seed: int = 0) -> tuple[torch.Tensor, tor
 
 
 def assert_whole(groups: torch.Tensor, side: torch.Tensor) -> None:
-    """Every group has one value of `side`."""
+    """Assert that every group has a single value of `side`."""
     for group in groups.unique():
         assert len(side[groups == group].unique()) == 1
 
 
 @pytest.mark.parametrize("val_size", [0.05, 0.2, 0.5, 300])
-def test_a_validation_of_whole_groups_has_nearly_the_size_and_the_classes_that_were_asked_for(val_size: float) -> None:
+def test_a_validation_set_of_whole_groups_is_near_the_requested_size_and_stratified(val_size: float) -> None:
     labels, groups = patients(200, 4)
     for seed in range(3):
         train, val = split_validation(labels, val_size, seed, groups)
@@ -80,17 +80,17 @@ def test_a_validation_of_whole_groups_has_nearly_the_size_and_the_classes_that_w
     assert torch.equal(val, split_validation(labels, val_size, seed, groups)[1])
 
 
-def test_groups_of_one_row_each_change_nothing_and_a_pair_next_to_nothing() -> None:
+def test_groups_of_one_image_change_nothing_and_a_pair_changes_two_images() -> None:
     alone = torch.arange(1000) * 7
     before = split_validation(BALANCED, 100, 0)[1]
     assert torch.equal(split_validation(BALANCED, 100, 0, alone)[1], before)
-    alone[19] = alone[9]  # 19 is drawn, 9 is not
+    alone[19] = alone[9]  # 19 is in the validation set, 9 is not
     after = split_validation(BALANCED, 100, 0, alone)[1]
     assert len(after) == 100 and len(set(after.tolist()) ^ set(before.tolist())) == 2
     assert not {9, 19} & set(after.tolist())
 
 
-def test_no_class_loses_all_its_training_images_and_each_that_can_has_some_to_validate_on() -> None:
+def test_every_class_keeps_training_images_and_has_validation_images_if_possible() -> None:
     labels = torch.tensor([0] * 30 + [1] * 8 + [2] * 4)
     groups = torch.tensor([row // 3 for row in range(30)] + [100] * 5 + [101] * 3 + [102] * 4)
     train, val = split_validation(labels, 0.25, 0, groups)
@@ -101,36 +101,31 @@ def test_no_class_loses_all_its_training_images_and_each_that_can_has_some_to_va
         split_validation(labels, 0.25, 0, labels)
 
 
-def test_a_class_of_two_keeps_one_to_train_on_where_larger_classes_can_give() -> None:
+def test_single_images_of_rare_classes_stay_in_the_training_set() -> None:
     labels = torch.tensor([0] * 30 + [*range(1, 11)])  # ten classes of one image each
     train, val = split_validation(labels, 0.1, 0)
     assert len(val) == 4 and labels[val].unique().tolist() == [0] and len(labels[train].unique()) == 11
 
 
-def test_folds_are_as_even_as_they_can_be_in_every_class() -> None:
+def test_folds_are_as_equal_as_possible_in_every_class() -> None:
     labels = torch.from_numpy(np.random.default_rng(0).choice(4, size=1003, p=(0.7, 0.2, 0.07, 0.03)))
     folds = fold_rows(labels, None, 5, seed=1)
     assert folds.dtype == torch.int64
     table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)])
     assert (table.max(0).values - table.min(0).values).max() <= 1 and table.sum(1).max() - table.sum(1).min() <= 1
-    assert torch.equal(folds, fold_rows(labels, None, 5, seed=1)) and not torch.equal(
-        folds, fold_rows(labels, None, 5, seed=2)
-    )
+    assert torch.equal(folds, fold_rows(labels, None, 5, seed=1))
+    assert not torch.equal(folds, fold_rows(labels, None, 5, seed=2))
 
 
-def test_folds_part_no_group_and_hold_nearly_the_same_classes() -> None:
+def test_folds_keep_groups_together_and_are_nearly_stratified() -> None:
     labels, groups = patients(200, 4)
     folds = fold_rows(labels, groups, 5, seed=0)
     assert_whole(groups, folds)
-    table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)]) / torch.bincount(
-        labels
-    )
-    assert (table - 0.2).abs().max() < 0.02
+    table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)])
+    assert (table / torch.bincount(labels) - 0.2).abs().max() < 0.02
 
 
-def test_a_class_of_too_few_images_for_all_folds_is_told_and_only_an_empty_fold_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_small_class_is_reported_and_an_empty_fold_refused(capsys: pytest.CaptureFixture[str]) -> None:
     folds = fold_rows(torch.tensor([0, 0, 0, 1, 1, 1]), None, 5, seed=0)
     assert sorted(torch.bincount(folds).tolist()) == [1, 1, 1, 1, 2]
     assert capsys.readouterr().err.startswith(
@@ -142,7 +137,7 @@ def test_a_class_of_too_few_images_for_all_folds_is_told_and_only_an_empty_fold_
         fold_rows(torch.arange(6), None, 1, seed=0)
 
 
-def test_connected_rows_have_the_first_of_them_in_common_however_long_the_chain() -> None:
+def test_connected_rows_share_their_first_row_in_chains_of_any_length() -> None:
     for order in (np.arange(999), np.random.default_rng(0).permutation(999)):
         firsts = np.arange(1005)
         connect(firsts, order, order + 1)
@@ -155,24 +150,24 @@ def as_set(images: torch.Tensor) -> ImageSet:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_channel_statistics_are_numpys_over_the_chosen_images(channels: int) -> None:
+def test_channel_statistics_equal_numpys_over_the_selected_images(channels: int) -> None:
     rng = np.random.default_rng(0)
     images = (rng.random((3000, 5, 4, channels)) * np.linspace(80, 255, channels)).astype(np.uint8)
-    chosen = np.flatnonzero(rng.random(3000) < 0.8)
+    selected = np.flatnonzero(rng.random(3000) < 0.8)
     whole = as_set(torch.from_numpy(images))
-    mean, std = channel_statistics(whole, torch.from_numpy(chosen))
-    expected = images[chosen].reshape(-1, channels) / 255
+    mean, std = channel_statistics(whole, torch.from_numpy(selected))
+    expected = images[selected].reshape(-1, channels) / 255
     np.testing.assert_allclose(mean, expected.mean(0), atol=6e-5)
     np.testing.assert_allclose(std, expected.std(0), atol=6e-5)
     assert [round(x, 4) for x in (*mean, *std)] == [*mean, *std]
-    few = channel_statistics(whole, torch.from_numpy(chosen), most=6)[0]
-    spread = chosen[np.arange(6) * len(chosen) // 6]  # own images lie class by class
+    few = channel_statistics(whole, torch.from_numpy(selected), limit=6)[0]
+    spread = selected[np.arange(6) * len(selected) // 6]  # evenly, because folders are sorted by class
     np.testing.assert_allclose(few, (images[spread] / 255).mean((0, 1, 2)), atol=6e-5)
     assert min(channel_statistics(as_set(torch.full((10, 2, 2, 3), 77, dtype=torch.uint8)), torch.arange(10))[1]) > 0
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
-def test_recipes_hold_out_a_fraction_so_that_any_number_of_images_can_be_split(recipe: str) -> None:
+def test_recipes_can_split_data_sets_of_any_size(recipe: str) -> None:
     size = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text()).get("data", {}).get("val_size", 0.1)
     train, val = split_validation(torch.arange(300) % 10, size, seed=0)
     assert len(train) >= 200 and len(val) == 300 * size

@@ -1,4 +1,4 @@
-"""Tables of own images: what they may look like, what they mean, and how they are refused."""
+"""Tables of images: accepted formats, their meaning, and refused tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("cat/0.png", "cat/1.png", "cat/2.png", "dog/3.png", "dog/4.png", "dog/5
 
 @pytest.fixture
 def pets(tmp_path: Path) -> Path:
-    """A folder of NAMES, each image of the grey value that its name says."""
+    """Return a folder of NAMES, with the grey value of each image in its name."""
     for name in NAMES:
         save(tmp_path / "pets" / name, int(Path(name).stem))
     return tmp_path / "pets"
@@ -44,36 +44,23 @@ BY_KEY = [{"split": part, "path": path, "label": label} for path, label, part in
         ("a.csv", "utf-8", ['"notes",path,label,split', *[f'"a, b\nand ""c""",{",".join(row)}' for row in ROWS]]),
         ("a.csv", "utf-8", ["n\tfile\tcategory\tsplit\r", *["\t".join(("1,5", *row)) + "\r" for row in ROWS]]),
         ("a.tsv", "utf-8", ["file_name\ttarget\tsubset", "", *map("\t".join, ROWS), "\t\t"]),
-        (
-            "a.jsonl",
-            "utf-8-sig",
-            [json.dumps({"n": [1], "image": row[0], "class": row[1], "set": row[2]}) for row in ROWS],
-        ),
-        (
-            "a.ndjson",
-            "utf-8",
-            ["", *[json.dumps(dict(zip(("split", "label", "path"), row[::-1], strict=True))) for row in ROWS]],
-        ),
+        ("a.jsonl", "utf-8-sig", [json.dumps({"n": [1], "image": a, "class": b, "set": c}) for a, b, c in ROWS]),
+        ("a.ndjson", "utf-8", ["", *map(json.dumps, BY_KEY)]),
         ("a.jsonl", "utf-8", [json.dumps(keys, sort_keys=bool(place % 2)) for place, keys in enumerate(BY_KEY)]),
     ],
 )
-def test_a_table_is_read_as_people_write_it(pets: Path, name: str, encoding: str, rows: list[str]) -> None:
+def test_common_table_formats_are_read(pets: Path, name: str, encoding: str, rows: list[str]) -> None:
     table = write(pets / name, *rows, encoding=encoding)
     train, test = (open_set(table, part) for part in (True, False))
     assert train.classes == test.classes == ("cat", "dog")
-    assert (
-        values(table) == [0, 1, 3, 2, 5] and train.labels.tolist() == [0, 0, 1, 0, 1] and train.val_rows == range(3, 5)
-    )
+    assert values(table) == [0, 1, 3, 2, 5] and train.labels.tolist() == [0, 0, 1, 0, 1]
+    assert train.val_rows == range(3, 5)
     assert values(table, train=False) == [4] and test.labels.tolist() == [1]
 
 
-def test_paths_count_from_the_tables_folder_or_are_absolute(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        f"{pets / NAMES[0]},cat,train",
-        "../dog/3.png,dog,train",
-        "../../pets/cat/1.png,cat,test",
-        f"{pets}/dog/4.png,dog,test",
-    ]
+def test_paths_are_relative_to_the_folder_of_the_table_or_absolute(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_rows = [f"{pets / NAMES[0]},cat,train", "../dog/3.png,dog,train"]
+    rows = [*train_rows, "../../pets/cat/1.png,cat,test", f"{pets}/dog/4.png,dog,test"]
     (pets / "lists").mkdir()
     table = write(pets / "lists/a.csv", "path,label,split", *rows)
     assert (values(table), values(table, train=False)) == ([0, 3], [1, 4])
@@ -81,7 +68,7 @@ def test_paths_count_from_the_tables_folder_or_are_absolute(pets: Path, monkeypa
     assert values(Path("lists/a.csv")) == [0, 3]
 
 
-def test_val_is_the_test_set_too_where_there_is_none_and_is_drawn_from_train_where_it_is_missing(pets: Path) -> None:
+def test_without_test_rows_val_is_the_test_set_and_without_val_rows_it_is_drawn_from_train(pets: Path) -> None:
     rows = [f"{name},{name[:3]},{'held' if name in ('cat/2.png', 'dog/5.png') else 'train'}" for name in NAMES]
     for part, parts in (("val", ([0, 1, 2, 3], [4, 5])), ("test", ([1, 3], [0, 2]))):
         table = write(pets / f"{part}.csv", "path,label,split", *[row.replace("held", part) for row in rows])
@@ -90,21 +77,18 @@ def test_val_is_the_test_set_too_where_there_is_none_and_is_drawn_from_train_whe
         assert data.test_images.images[:, 0, 0, 0].tolist() == [2, 5]
 
 
-def test_without_a_split_the_test_is_drawn_as_for_a_folder_of_classes_whatever_the_order_of_the_rows(
-    pets: Path,
-) -> None:
+def test_without_a_split_column_the_test_set_is_that_of_the_folder_in_any_row_order(pets: Path) -> None:
     tree = scan(pets).parts["all"]
     for rows in (NAMES, NAMES[::-1]):
         table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in rows])
         for seed in range(3):
             parts = draw_test(tree, {}, [], 0.2, seed, "")
-            stems = [
-                [int(Path(file.path).stem) for file in files_of({part: parts[part]})] for part in ("train", "test")
-            ]
-            assert [values(table, part, split_seed=seed) for part in (True, False)] == stems
+            for part in ("train", "test"):
+                expected = [int(Path(file.path).stem) for file in files_of({part: parts[part]})]
+                assert values(table, part == "train", split_seed=seed) == expected
 
 
-def test_labels_that_are_whole_numbers_are_sorted_by_value(pets: Path) -> None:
+def test_integer_labels_are_sorted_by_value(pets: Path) -> None:
     labels = [10, 10, 9, 9, -1, -1]
     rows = [json.dumps({"path": name, "label": label}) for name, label in zip(NAMES, labels, strict=True)]
     assert open_set(write(pets / "a.jsonl", *rows)).classes == ("-1", "9", "10")
@@ -112,13 +96,13 @@ def test_labels_that_are_whole_numbers_are_sorted_by_value(pets: Path) -> None:
     assert open_set(write(pets / "a.csv", "path,label", *rows)).classes == ("10", "9", "9b")
 
 
-def test_a_row_that_repeats_another_counts_once(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_row_counts_once(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{name},{name[:3]},train" for name in (*NAMES[:4], *NAMES[:2])]
     table = write(pets / "a.csv", "path,label,split", *rows, "dog/4.png,dog,test")
     assert values(table) == [0, 1, 2, 3] and "2 rows repeat an earlier row, and count once\n" in capsys.readouterr().err
 
 
-def test_missing_files_are_named_and_left_out_on_request(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_fail_by_name_or_are_skipped_on_request(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{name},{name[:3]},{'test' if name[-5] in '25' else 'train'}" for name in NAMES]
     gone = [f"gone/{number}.png,cat,train" for number in range(5)]
     table = write(pets / "a.csv", "path,label,split", *rows, *gone)
@@ -128,10 +112,8 @@ def test_missing_files_are_named_and_left_out_on_request(pets: Path, capsys: pyt
     with pytest.raises(UsageError, match=text):
         open_set(table)
     assert values(table, skip_bad=True) == [0, 1, 3, 4]
-    assert (
-        f"5 of 9 train images of {table} are missing and left out: gone/0.png (missing: there is no such file"
-        in capsys.readouterr().err
-    )
+    err = capsys.readouterr().err
+    assert f"5 of 9 train images of {table} are missing and left out: gone/0.png (missing: there is no such file" in err
     damage(pets / "cat/1.png")
     write(table, "path,label,split", *rows)
     with pytest.raises(Failure, match=f"1 of 6 images of {table} are damaged: cat/1.png"):
@@ -139,13 +121,14 @@ def test_missing_files_are_named_and_left_out_on_request(pets: Path, capsys: pyt
 
 
 HEAD = "path,label,split,group"
+CAT, DOG = "cat/0.png,cat", "dog/3.png,dog"
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "text"),
     [
-        ("a.csv", ["file,kind", "cat/0.png,cat"], "no column called label or class or category or target, only file, kind: "),
-        ("a.csv", ["cat/0.png,cat", "dog/3.png,dog"], "no column called path .*, only cat/0.png, cat: its first row must name"),
+        ("a.csv", ["file,kind", CAT], "no column called label or class or category or target, only file, kind: "),
+        ("a.csv", [CAT, DOG], "no column called path .*, only cat/0.png, cat: its first row must name"),
         ("a.jsonl", ['{"path": "cat/0.png"}'], "no column called label .*, only path"),
         (
             "a.jsonl",
@@ -154,24 +137,24 @@ HEAD = "path,label,split,group"
         ),
         ("a.csv", [HEAD], "has no rows below its column names, path, label, split, group"),
         ("a.csv", [HEAD, "", ",,,"], "has no rows"),
-        ("a.csv", [HEAD, "cat/0.png,cat", "cat/1.png,cat"], r"one class only \(cat\)"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train", ",dog,train"], "row 3 has no path"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png"], "row 3 has no label"),
-        ("a.csv", [HEAD, "cat/0.png,cat,tset"], "row 2: split 'tset' is none of train, val, .* Did you mean test?"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,"], "row 3: some rows have a split, others none"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train", "cat/0.png,dog,train"], "row 3: cat/0.png has the label 'dog', and 'cat' in"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train", "cat/0.png,cat,test"], "row 3: cat/0.png has the split 'test', and 'train'"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train,p1", "cat/1.png,cat,test,p1"], "row 3: group 'p1' is in train and in test"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,test"], "no training images of class dog"),
-        ("a.csv", [HEAD, "cat/0.png,cat,train", "dog/3.png,dog,train"], "has no val or test rows: without a split column"),
-        ("a.csv", [HEAD, "cat/0.png,cat,test", "dog/3.png,dog,test"], "has no train rows"),
-        ("a.csv", [HEAD, "cat/0.png,cat", "dog/3.png,dog"], "every class of .*a.csv has one image only"),
-        ("a.csv", [HEAD, "cat/0.png,cat,,1", "cat/1.png,cat,,1", "dog/3.png,dog,,1", "dog/4.png,dog,,1"], "or one group of them"),
-        ("a.csv", [HEAD, "cat/0.png,c\tt", "dog/3.png,dog"], r"in .*a.csv, the class 'c\\tt' has to be renamed"),
+        ("a.csv", [HEAD, CAT, "cat/1.png,cat"], r"one class only \(cat\)"),
+        ("a.csv", [HEAD, f"{CAT},train", ",dog,train"], "row 3 has no path"),
+        ("a.csv", [HEAD, f"{CAT},train", "dog/3.png"], "row 3 has no label"),
+        ("a.csv", [HEAD, f"{CAT},tset"], "row 2: split 'tset' is none of train, val, .* Did you mean test?"),
+        ("a.csv", [HEAD, f"{CAT},train", f"{DOG},"], "row 3: some rows have a split, others none"),
+        ("a.csv", [HEAD, f"{CAT},train", "cat/0.png,dog,train"], "row 3: cat/0.png has the label 'dog', and 'cat' in"),
+        ("a.csv", [HEAD, f"{CAT},train", f"{CAT},test"], "row 3: cat/0.png has the split 'test', and 'train'"),
+        ("a.csv", [HEAD, f"{CAT},train,p1", "cat/1.png,cat,test,p1"], "row 3: group 'p1' is in train and in test"),
+        ("a.csv", [HEAD, f"{CAT},train", f"{DOG},test"], "no training images of class dog"),
+        ("a.csv", [HEAD, f"{CAT},train", f"{DOG},train"], "has no val or test rows: add some"),
+        ("a.csv", [HEAD, f"{CAT},test", f"{DOG},test"], "has no train rows"),
+        ("a.csv", [HEAD, CAT, DOG], "every class of .*a.csv has only one image or group"),
+        ("a.csv", [HEAD, f"{CAT},,1", "cat/1.png,cat,,1", f"{DOG},,1", "dog/4.png,dog,,1"], "only one image or group"),
+        ("a.csv", [HEAD, "cat/0.png,c\tt", DOG], r"in .*a.csv, the class 'c\\tt' has to be renamed"),
         ("a.csv", [HEAD, f"cat/0.png,{'9' * 5000}", "dog/3.png,1"], "has to be renamed"),
     ],
 )  # fmt: skip
-def test_a_table_that_cannot_be_meant_is_refused_in_one_line(pets: Path, name: str, rows: list[str], text: str) -> None:
+def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: list[str], text: str) -> None:
     table = write(pets / name, *rows)
     with pytest.raises(UsageError, match=text) as refusal:
         open_set(table)
@@ -185,11 +168,11 @@ def test_a_table_that_cannot_be_meant_is_refused_in_one_line(pets: Path, name: s
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "not a UTF-8 text"),
         ("a.csv", "path,label\nä.png,cat".encode("latin-1"), "not a UTF-8 text"),
-        ("a.csv", b"path,label\ncat/0.png\0,cat", "not a text: .* or has a NUL"),
+        ("a.csv", b"path,label\ncat/0.png\0,cat", "not a text file: .* or has a NUL"),
         (
             "a.csv",
             b"path,label\n" + b"x" * (table_module.MAX_LINE + 1),
-            "not a text: a line is longer than 1,048,576 characters",
+            "not a text file: a line is longer than 1,048,576 characters",
         ),
         ("a.csv", b"a," * 400_000, "no column called path"),
         (
@@ -210,7 +193,7 @@ def test_a_table_that_cannot_be_meant_is_refused_in_one_line(pets: Path, name: s
         ("a.jsonl", rb'{"path": "\ud800", "label": "b"}', r"row 1: no file can be called '\\ud800'"),
     ],
 )
-def test_what_is_no_table_is_refused_in_one_short_line(pets: Path, name: str, content: bytes, text: str) -> None:
+def test_an_unreadable_table_is_refused_in_one_short_line(pets: Path, name: str, content: bytes, text: str) -> None:
     (pets / name).write_bytes(content)
     with pytest.raises(UsageError, match=text) as refusal:
         open_set(pets / name)
@@ -225,23 +208,23 @@ def endless(table: Path) -> None:
 @pytest.mark.parametrize(
     "make", [os.mkfifo, endless, lambda table: table.symlink_to("/dev/zero")], ids=["pipe", "1 TiB", "device"]
 )
-def test_pipes_devices_and_tables_of_any_size_are_not_read(pets: Path, make: Callable[[Path], object]) -> None:
+def test_pipes_devices_and_huge_tables_are_not_read(pets: Path, make: Callable[[Path], object]) -> None:
     make(pets / "a.csv")
     with pytest.raises(UsageError, match=r"a\.csv cannot be read: it is "):
         open_set(pets / "a.csv")
 
 
-def test_a_table_of_too_many_rows_is_not_read_to_its_end(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_with_too_many_rows_is_refused(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "MAX_ROWS", 5)
     table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in NAMES])
     with pytest.raises(UsageError, match="more than 5 rows"):
         open_set(table)
 
 
-# ---- Groups
+# ---- groups
 
 
-def test_pictures_of_one_group_stay_on_one_side_of_the_test_and_of_the_validation(pets: Path) -> None:
+def test_a_group_is_in_only_one_of_train_validation_and_test(pets: Path) -> None:
     rows = []
     for patient in range(12):
         for number in range(4):
@@ -253,12 +236,12 @@ def test_pictures_of_one_group_stay_on_one_side_of_the_test_and_of_the_validatio
     test = data.test_images.images[:, 0, 0, 0].tolist()
     patients = [{value // 10 for value in part} for part in (train, val, test)]
     assert sum(map(len, patients)) == 12 and set.union(*patients) == set(range(12))
-    assert [len(part) for part in (train, val, test)] == [32, 8, 8]  # a patient of each class
+    assert [len(part) for part in (train, val, test)] == [32, 8, 8]  # one patient of each class
     for part in patients[1:]:
         assert sorted(patient % 2 for patient in part) == [0, 1]
 
 
-def test_the_column_of_groups_is_called_group_or_as_is_said(pets: Path) -> None:
+def test_the_group_column_is_named_group_or_by_the_setting(pets: Path) -> None:
     rows = [f"{name},{name[:3]},1,{name}" for name in NAMES]
     table = write(pets / "a.csv", "path,label,Group,patient", *rows)
     assert set(list_table(table, None, False).groups.values()) == {"1"}
@@ -267,26 +250,23 @@ def test_the_column_of_groups_is_called_group_or_as_is_said(pets: Path) -> None:
         UsageError, match=r"no column 'patients' for data.group, only path, .*patient\. Did you mean patient\?"
     ):
         list_table(table, "patients", False)
-    with pytest.raises(UsageError, match=r"data.group names a column of a table, but .*pets is no table"):
+    with pytest.raises(UsageError, match=r"data.group names a column of a table, but .*pets is not a table"):
         open_set(pets, group="patient")
-    assert (
-        list_table(write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES]), None, False).groups
-        == {}
-    )
+    write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES])
+    assert list_table(table, None, False).groups == {}
 
 
-def test_groups_and_near_duplicates_that_overlap_stay_together(pets: Path) -> None:
-    """a and b are of one group, b and c near-duplicates, c and d of one group; likewise e, f, g and h."""
+def test_overlapping_groups_and_near_duplicates_stay_together(pets: Path) -> None:
+    """a and b form a group, b and c are near-duplicates, c and d form a group. The same holds for e, f, g and h."""
     for number, name in enumerate("abcdefghijkl"):
         save(pets / f"{name}.png", number)
     groups = dict(zip("abcdefgh", "11223344", strict=True))
     rows = [f"{name}.png,{'xy'[number % 2]},{groups.get(name, '')}" for number, name in enumerate("abcdefghijkl")]
     listing = list_table(write(pets / "a.csv", "path,label,group", *rows), None, False)
-    tested = set()
+    test_sets = set()
     for seed in range(8):
         parts = draw_test(listing.parts["all"], listing.groups, [["b.png", "c.png"], ["f.png", "g.png"]], 0.5, seed, "")
-        tested.add(
-            "".join(sorted(file.path[0] for files in parts["test"].values() for file in files if file.path[0] < "i"))
-        )
+        letters = sorted(file.path[0] for files in parts["test"].values() for file in files)
+        test_sets.add("".join(letter for letter in letters if letter < "i"))
         assert all(len(files) == 3 for tree in parts.values() for files in tree.values())
-    assert tested == {"abcd", "efgh"}
+    assert test_sets == {"abcd", "efgh"}

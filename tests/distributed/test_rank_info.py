@@ -1,4 +1,4 @@
-"""Which rank a process is, and where it finds the others."""
+"""The rank of a process, and how it finds the other ranks."""
 
 import os
 import socket
@@ -20,56 +20,39 @@ NAMES = (
     *("SLURM_NTASKS", "TORCHELASTIC_RUN_ID", COORDINATOR, GLOO_INTERFACE),
 )
 MEET = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "x",
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-}
+RANK_3 = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", **RANK_3, "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:  # set, then taken away, as what a test sets itself goes with it
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of launchers, also those that the package sets during a test."""
+    for name in NAMES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
-    ("environment", "devices", "nodes", "info"),
+    ("variables", "devices", "nodes", "info"),
     [
         ({}, 3, 1, RankInfo(0, 3, per_node=3)),
         ({"LOCAL_RANK": "2", COORDINATOR: "127.0.0.1:1:token"}, 3, 1, RankInfo(2, 3, per_node=3)),
         ({"LOCAL_RANK": "1"}, 1, 1, RankInfo(1, 1)),
         ({"LOCAL_RANK": "1", **MEET}, 2, 1, RankInfo(1, 2, "10.0.0.1", 29500)),
-        (
-            {"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "x", **MEET},
-            2,
-            3,
-            RankInfo(3, 6, "10.0.0.1", 29500, per_node=2),
-        ),
+        ({"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "x", **MEET}, 2, 3,
+         RankInfo(3, 6, "10.0.0.1", 29500, per_node=2)),
         (TORCHRUN, 2, 2, RankInfo(3, 4, "a", 1, parent=os.getppid())),
         ({"LOCAL_RANK": "1"}, 2, 1, "--devices 2 with LOCAL_RANK needs MASTER_ADDR, MASTER_PORT in the environment"),
-        (
-            {"MASTER_ADDR": "a"},
-            1,
-            2,
-            "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine. Start it with",
-        ),
-        (
-            {**MEET, "NODE_RANK": "0", "MASTER_PORT": "http"},
-            1,
-            2,
-            "MASTER_PORT must be a port from 1 to 65535, not 'http'",
-        ),
+        ({"MASTER_ADDR": "a"}, 1, 2,
+         "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine. Start it with"),
+        ({**MEET, "NODE_RANK": "0", "MASTER_PORT": "http"}, 1, 2,
+         "MASTER_PORT must be a port from 1 to 65535, not 'http'"),
     ],
-)
-def test_ranks_are_counted_over_all_machines_whoever_has_started_them_or_it_is_said_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], devices: int, nodes: int, info: RankInfo | str
+)  # fmt: skip
+def test_the_rank_follows_from_the_variables_of_any_launcher_or_an_error_names_the_missing_ones(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], devices: int, nodes: int, info: RankInfo | str
 ) -> None:
-    for name, value in environment.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if isinstance(info, RankInfo):
         assert rank_info(devices, nodes) == info
@@ -78,13 +61,13 @@ def test_ranks_are_counted_over_all_machines_whoever_has_started_them_or_it_is_s
             rank_info(devices, nodes)
 
 
-def test_the_first_of_all_processes_knows_itself() -> None:
+def test_only_rank_0_of_node_0_is_the_first_process() -> None:
     assert is_first_process({}) and is_first_process({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     assert not is_first_process({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"})
     assert not is_first_process({"LOCAL_RANK": "1"}) and not is_first_process({"LOCAL_RANK": "0", "NODE_RANK": "1"})
 
 
-def test_how_a_lost_run_goes_on_depends_on_torchruns_restarts_and_on_a_checkpoint() -> None:
+def test_the_advice_after_a_lost_rank_depends_on_torchrun_restarts_and_on_a_checkpoint() -> None:
     for restarts, again in (("1", True), ("2", False)):
         torchrun = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_MAX_RESTARTS": "2"}
         assert ("torchrun restarts all" in advice("x", torchrun)) == again
@@ -92,18 +75,18 @@ def test_how_a_lost_run_goes_on_depends_on_torchruns_restarts_and_on_a_checkpoin
     assert advice(None, {}) == "It has no checkpoint yet: start it again."
 
 
-def test_an_interactive_shell_and_a_torchrun_inside_a_job_are_not_slurms() -> None:
+def test_slurm_is_not_the_launcher_in_an_interactive_shell_or_under_torchrun() -> None:
     job = {"SLURM_NTASKS": "2", "LOCAL_WORLD_SIZE": "2"}
     assert by_slurm({**job, "SLURM_JOB_NAME": "night"})
     assert not any(by_slurm(other) for other in ({}, {**job, "SLURM_JOB_NAME": "bash"}, {**job, **TORCHRUN}))
 
 
-# ---- where they meet
+# ---- rendezvous
 
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    """A first rank's watch at the port that MASTER_PORT would name."""
+    """Start the coordinator of rank 0 at the port of MASTER_PORT."""
     coordinator = Coordinator(RankInfo(0, 2, "127.0.0.1", free_port()), 5.0, "")
     coordinator.store_port = 4321
     coordinator.start()
@@ -114,38 +97,33 @@ def coordinator() -> Iterator[Coordinator]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_other_ranks_find_the_first_at_the_port_and_hear_where_its_store_is(
+def test_other_ranks_connect_to_rank_0_and_receive_the_port_of_its_store(
     coordinator: Coordinator, address: str
 ) -> None:
     if address == "::1" and not socket.has_dualstack_ipv6():
-        pytest.skip("IPv6 is switched off")
+        pytest.skip("IPv6 is disabled")
     watch = join._worker(RankInfo(1, 2, address, coordinator.port), 5.0)
-    assert watch.store_port == 4321 and COORDINATOR in os.environ  # for ranks that it starts
+    assert watch.store_port == 4321 and COORDINATOR in os.environ  # inherited by child ranks
     watch.finish()
     watch.close_in_fork()
 
 
-def test_a_port_that_is_taken_or_where_no_first_rank_answers_is_named(coordinator: Coordinator) -> None:
-    with pytest.raises(
-        UsageError, match=f"MASTER_PORT {coordinator.port} is in use by another process on this machine"
-    ):
+def test_an_error_names_the_port_that_is_in_use_or_has_no_rank_0(coordinator: Coordinator) -> None:
+    line = f"MASTER_PORT {coordinator.port} is in use by another process on this machine"
+    with pytest.raises(UsageError, match=line):
         Coordinator(coordinator.info, 1.0, "")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(
-            Failure, match=rf"another program answers at 127.0.0.1, port {port}, .* Choose another MASTER_PORT"
-        ):
+        line = f"another program answers at 127.0.0.1, port {port}, .* Choose another MASTER_PORT"
+        with pytest.raises(Failure, match=line):
             join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.4)
-    with pytest.raises(
-        Failure, match=rf"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, within 1 s .*refused.* Start it with"
-    ):
+    line = f"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, within 1 s .*refused.* Start it with"
+    with pytest.raises(Failure, match=line):
         join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.2)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for its interfaces")
-def test_the_interface_is_the_one_that_leads_to_the_first_rank_unless_the_user_has_named_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's network interfaces")
+def test_gloo_uses_the_interface_that_leads_to_rank_0_unless_the_user_sets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_interface("no such host")
     assert GLOO_INTERFACE not in os.environ
     choose_interface("127.0.0.1")
@@ -155,19 +133,17 @@ def test_the_interface_is_the_one_that_leads_to_the_first_rank_unless_the_user_h
     assert os.environ[GLOO_INTERFACE] == "eth7"
 
 
-def test_restarted_processes_agree_whatever_an_attempt_has_left_and_whichever_node_has_counted_it() -> None:
+def test_restarted_ranks_agree_on_a_port_and_a_restart_count_despite_values_of_earlier_attempts() -> None:
     store = dist.HashStore()
-    with ThreadPoolExecutor(3) as processes:
+    with ThreadPoolExecutor(3) as pool:
         for counts, restarts in (((0, 0, 0), 0), ((0, 0, 0), 1), ((0, 2, 1), 2)):
-            answers = set(
-                processes.map(lambda rank, count: agree_on_port(store, rank, 3, count, 20.0), (2, 0, 1), counts)
-            )
-            assert [count for _, count in answers] == [restarts]
+            results = pool.map(lambda rank, count: agree_on_port(store, rank, 3, count, 20.0), (2, 0, 1), counts)
+            assert [count for _, count in set(results)] == [restarts]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_restarted_processes_do_not_wait_for_ever_for_one_that_never_comes(rank: int) -> None:
+def test_restarted_ranks_wait_only_until_a_timeout_for_a_missing_rank(rank: int) -> None:
     store = dist.HashStore()
-    store.set("cifar_lit/hello/1", '["of one that is gone", 0]')
+    store.set("cifar_lit/hello/1", '["an earlier process", 0]')
     with pytest.raises(Failure, match=r"waited 0 s for the other ranks"):
         agree_on_port(store, rank, 2, 0, 0.1)

@@ -1,4 +1,4 @@
-"""Ranks that watch each other: all end soon when one is gone, and one line says why."""
+"""Ranks watch each other: when one is lost, all end soon and one line gives the reason."""
 
 import os
 import signal
@@ -23,12 +23,12 @@ from cifar_lit.distributed.rank_watch import Coordinator, Fault, RankWatch, Work
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
 
-# ---- in processes of their own
+# ---- in separate processes
 
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
-    """Three that hang as in a collective, or as many as a test asks for, idle."""
+    """Start three ranks that hang as in a collective, or `(world, command)` from the parameter."""
     ranks = start_ranks(*getattr(request, "param", (3, "hang")))
     yield ranks
     for rank in ranks:
@@ -37,11 +37,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
         rank.process.communicate()
 
 
-two_idle = pytest.mark.parametrize("ranks", [(2, "")], indirect=True)
+two_idle_ranks = pytest.mark.parametrize("ranks", [(2, "")], indirect=True)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_rank_ends_the_others_and_the_first_that_is_left_names_it(ranks: list[Rank], lost: int) -> None:
+def test_a_killed_rank_ends_the_others_and_the_lowest_remaining_rank_names_it(ranks: list[Rank], lost: int) -> None:
     ranks[lost].process.kill()
     name = f"rank {lost} (process {ranks[lost].pid} on {socket.gethostname()})"
     line = f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Resume with:\n"
@@ -60,27 +60,27 @@ def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Ra
     assert ranks[frozen].wait()[0] == -signal.SIGKILL
 
 
-def test_a_run_that_is_stopped_as_a_whole_and_goes_on_later_has_lost_nobody(ranks: list[Rank]) -> None:
+def test_a_run_that_is_suspended_and_continued_as_a_whole_loses_no_rank(ranks: list[Rank]) -> None:
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in ranks:
-            os.killpg(rank.pid, number)  # with its watchdog, which would kill it after `LIMIT` and 2 s
+            os.killpg(rank.pid, number)  # with its watchdog, which kills a rank that is stopped alone after LIMIT + 2 s
         time.sleep(LIMIT + 2.5 if number == signal.SIGSTOP else LIMIT / 2)
     assert [rank.wait() for rank in ranks if rank.process.poll() is not None] == []
 
 
-@two_idle
+@two_idle_ranks
 @pytest.mark.parametrize("both", [False, True])
-def test_what_a_rank_fails_with_is_said_once_however_many_fail_with_it(ranks: list[Rank], both: bool) -> None:
-    ranks[0].write("end 1" if both else "hang")
-    ranks[1].write("end 1")
-    ends = [rank.wait() for rank in ranks]
-    assert [code for code, _ in ends] == [1, 1]
-    assert "".join(line for _, line in ends).removeprefix("[rank 1] ") == "cifar-lit: no more paper\n"
+def test_the_error_of_failing_ranks_is_printed_once(ranks: list[Rank], both: bool) -> None:
+    ranks[0].write("end" if both else "hang")
+    ranks[1].write("end")
+    results = [rank.wait() for rank in ranks]
+    assert [code for code, _ in results] == [1, 1]
+    assert "".join(line for _, line in results).removeprefix("[rank 1] ") == "cifar-lit: no more paper\n"
 
 
-@two_idle
-def test_the_error_that_a_lost_rank_leads_to_becomes_the_line_about_that_rank(ranks: list[Rank]) -> None:
-    ranks[1].write("fork")  # a worker that it has forked, such as one that loads images, does not hide its end
+@two_idle_ranks
+def test_the_line_about_a_lost_rank_replaces_the_error_it_causes(ranks: list[Rank]) -> None:
+    ranks[1].write("fork")  # an orphaned child, such as a data worker, does not hide the loss
     ranks[1].write("members")
     ranks[1].read()
     ranks[1].process.kill()
@@ -90,41 +90,43 @@ def test_the_error_that_a_lost_rank_leads_to_becomes_the_line_about_that_rank(ra
     assert "rank 1 (process" in line and "no more paper" not in line
 
 
-def test_ranks_end_with_the_torchrun_that_has_started_them_and_one_says_so() -> None:
-    agent = (
-        "import sys, rank_process\n"
-        "for rank in rank_process.start_ranks(2, 'hang', '--parent'): print(rank.pid, rank.process.stderr.fileno(), flush=True)\n"
-        "sys.stdin.read()"
-    )
+AGENT = """
+import sys, rank_process
+for rank in rank_process.start_ranks(2, "hang", "--parent"):
+    print(rank.process.stderr.fileno(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_their_torchrun_and_one_reports_it() -> None:
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).parent}"}
-    with subprocess.Popen([sys.executable, "-c", agent], stdin=-1, stdout=-1, text=True, env=environment) as started:
-        assert started.stdout is not None
-        pipes = [
-            os.open(f"/proc/{started.pid}/fd/{started.stdout.readline().split()[1]}", os.O_RDONLY) for _ in range(2)
-        ]
-        started.kill()
-    said = ""
-    for pipe in pipes:  # each ends when its rank has
+    with subprocess.Popen([sys.executable, "-c", AGENT], stdin=-1, stdout=-1, text=True, env=environment) as torchrun:
+        assert torchrun.stdout is not None
+        paths = [f"/proc/{torchrun.pid}/fd/{torchrun.stdout.readline().strip()}" for _ in range(2)]
+        pipes = [os.open(path, os.O_RDONLY) for path in paths]
+        torchrun.kill()
+    errors = ""
+    for pipe in pipes:
         with os.fdopen(pipe) as stderr:
-            said += stderr.read()
-    assert said.count("has lost the torchrun that started it") == 1
+            errors += stderr.read()  # until the rank ends
+    assert errors.count("has lost the torchrun that started it") == 1
 
 
-# ---- in this process, step by step, with clocks that are set
+# ---- in this process, step by step, with simulated clocks
 
 
 class Pair:
-    """The first rank of two, and the second, that see only when they are made to. Their `now` can be set."""
+    """The watches of two connected ranks, advanced by hand."""
 
-    def __init__(self, limit: float = 1.0) -> None:
-        self.first = Coordinator(RankInfo(0, 2, per_node=1), limit, "token")
-        self.connected = socket.create_connection(("127.0.0.1", self.first.port), 5)
-        self.second = Worker(RankInfo(1, 2), limit, self.connected, self.first.token)
+    def __init__(self) -> None:
+        self.first = Coordinator(RankInfo(0, 2, per_node=1), 1.0, "token")
+        connection = socket.create_connection(("127.0.0.1", self.first.port), 5)
+        self.second = Worker(RankInfo(1, 2), 1.0, connection, self.first.token)
         while 0 not in self.second.members or 1 not in self.second.members:
-            assert self.looks() == (None, None)
+            assert self.look() == (None, None)
 
-    def looks(self, seconds: float = 0.0) -> tuple[Fault | None, Fault | None]:
-        """What both see, after both have sent a heartbeat that they must have received, with `seconds` between."""
+    def look(self, seconds: float = 0.0) -> tuple[Fault | None, Fault | None]:
+        """Advance both clocks by `seconds`, exchange heartbeats, and return the fault that each rank sees."""
         for watch in (self.first, self.second):
             watch.now += seconds
             watch._last_heartbeat = -1.0
@@ -140,33 +142,32 @@ def pair() -> Iterator[Pair]:
         watch.close_in_fork()
 
 
-def sees(watch: RankWatch) -> Fault:
-    """The fault that a watch comes to see."""
+def wait_for_fault(watch: RankWatch) -> Fault:
     deadline = time.monotonic() + TIMEOUT
     while (fault := watch._look()) is None:
         assert time.monotonic() < deadline
     return fault
 
 
-def test_own_sleep_is_not_the_silence_of_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    awake = time.monotonic
-    monkeypatch.setattr(rank_watch.time, "monotonic", lambda: awake() + 1000)
+def test_a_rank_that_slept_does_not_report_the_others_as_silent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monotonic = time.monotonic
+    monkeypatch.setattr(rank_watch.time, "monotonic", lambda: monotonic() + 1000)
     assert (pair.first._look(), pair.second._look()) == (None, None)
 
 
-def test_a_rank_hangs_that_keeps_the_others_waiting_but_not_one_that_moves_or_is_where_they_are(pair: Pair) -> None:
+def test_a_rank_is_stuck_only_if_it_stays_behind_the_others_without_progress(pair: Pair) -> None:
     for first, second in ((0, 0), (1, 0), (1, 1), (2, 1), (2, 2)):
         pair.first.position, pair.second.position = [1, 0, first, 0], [1, 0, second, 0]
         for _ in range(1 if first != second else 4):
-            assert pair.looks(0.7) == (None, None)
+            assert pair.look(0.7) == (None, None)
     pair.first.position = [1, 0, 2, 1]
-    faults = [pair.looks(0.7)[0] for _ in range(4)]
+    faults = [pair.look(0.7)[0] for _ in range(4)]
     assert faults[0] is None
-    what = "has kept the others waiting for 2 s: it hangs in a file system, a driver or a deadlock"
-    assert faults[-1] == Fault(1, "stuck", what)
+    reason = "has kept the others waiting for 2 s: it hangs in a file system, a driver or a deadlock"
+    assert faults[-1] == Fault(1, "stuck", reason)
 
 
-def test_a_rank_is_further_with_each_part_of_a_training_validations_within_an_epoch_among_them() -> None:
+def test_the_position_of_a_rank_grows_with_each_step_validation_and_stage() -> None:
     watch, trainer = SimpleNamespace(position=[]), SimpleNamespace(current_epoch=0)
     progress, positions = RankProgress(watch), []  # type: ignore[arg-type]
 
@@ -186,30 +187,28 @@ def test_a_rank_is_further_with_each_part_of_a_training_validations_within_an_ep
     assert positions == sorted(positions) and len({tuple(position) for position in positions}) == len(positions)
 
 
-@pytest.mark.parametrize("sooner", ["first", "second"])
-def test_either_rank_may_end_in_order_before_the_other(pair: Pair, sooner: str) -> None:
-    watches = [pair.first, pair.second] if sooner == "first" else [pair.second, pair.first]
-    watches[0].finish()
-    for connection in watches[0].connections.values():
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_either_rank_may_finish_before_the_other(pair: Pair, first_to_end: int) -> None:
+    watches = (pair.first, pair.second)
+    watches[first_to_end].finish()
+    for connection in watches[first_to_end].connections.values():
         connection.socket.close()
-    assert [watches[1]._look() for _ in range(3)] == [None] * 3
+    assert [watches[1 - first_to_end]._look() for _ in range(3)] == [None] * 3
 
 
 KILLED = "was killed by SIGKILL, perhaps because memory ran out"
 
 
-@pytest.mark.parametrize(("end", "what"), [("kill -9 $$", KILLED), ("exit 3", "ended with exit code 3")])
-def test_a_rank_that_dies_before_it_has_joined_is_noticed_by_the_one_that_has_started_it(
-    pair: Pair, end: str, what: str
-) -> None:
-    pair.second.adopt([subprocess.Popen(["sh", "-c", end])])
-    fault = sees(pair.second)
-    assert fault == Fault(2, "gone", what)
+@pytest.mark.parametrize(("command", "reason"), [("kill -9 $$", KILLED), ("exit 3", "ended with exit code 3")])
+def test_the_parent_reports_a_rank_that_dies_before_it_joins(pair: Pair, command: str, reason: str) -> None:
+    pair.second.adopt([subprocess.Popen(["sh", "-c", command])])
+    fault = wait_for_fault(pair.second)
+    assert fault == Fault(2, "gone", reason)
     pair.second._settle(fault)
-    assert sees(pair.first) == fault
+    assert wait_for_fault(pair.first) == fault
 
 
-def test_ranks_that_never_come_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_never_connect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     alone = Coordinator(RankInfo(0, 3, per_node=1), 10.0, "token")
     for seconds in (14.0, 2.0):
         assert capsys.readouterr().err == ""
@@ -217,7 +216,7 @@ def test_ranks_that_never_come_are_named(capsys: pytest.CaptureFixture[str]) -> 
         assert alone._look() is None
     assert capsys.readouterr().err == "waiting for rank 1, 2 of 3\n"
     alone.now += 50.0
-    assert sees(alone) == Fault(1, "silent", "did not connect within 50 s")
+    assert wait_for_fault(alone) == Fault(1, "silent", "did not connect within 50 s")
     alone.close_in_fork()
 
 
@@ -226,12 +225,12 @@ SECOND_RANK_1 = WRONG.replace(b"wrong", b"token")
 
 
 @pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", WRONG, SECOND_RANK_1, b"half"])
-def test_a_stranger_on_the_port_is_not_let_in_and_ends_nothing(pair: Pair, text: bytes) -> None:
+def test_a_stranger_on_the_port_is_rejected_and_ends_nothing(pair: Pair, text: bytes) -> None:
     with socket.create_connection(("127.0.0.1", pair.first.port), 5) as stranger:
         stranger.sendall(text)
         for _ in range(3):
-            assert pair.looks() == (None, None)
+            assert pair.look() == (None, None)
         if text.endswith(b"\n"):
             assert stranger.recv(1) == b""
-    assert pair.looks() == (None, None)
+    assert pair.look() == (None, None)
     assert sorted(pair.first.members) == [0, 1]

@@ -1,4 +1,4 @@
-"""Every page is followed in an empty working folder, and leaves no module of its own behind."""
+"""Each test of a page runs in an empty working folder, and the modules of the page are unloaded afterwards."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import cifar_lit.train
 @pytest.fixture(autouse=True)
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    # TensorBoard's pictures would take half of the time, and no page is about them
+    # Images for TensorBoard would take half of the time, and no page shows them.
     monkeypatch.setattr(cifar_lit.train, "draw_for_tensorboard", lambda *args: None)
     before = set(sys.modules)
     yield tmp_path

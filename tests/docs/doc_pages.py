@@ -1,4 +1,4 @@
-"""The fenced blocks of a page in docs/, and what a reader does with them: write the files, run the commands.
+"""Follow a page of docs/ as a reader does: write the files of its fenced blocks, and run its commands.
 
 An HTML comment in the line before a block says what it is:
 
@@ -27,11 +27,11 @@ BLOCK = re.compile(
 )
 SCRIPTS = {"scripts/train.py": "train", "scripts/test.py": "test", "scripts/classify.py": "classify"}
 TRAINING = ("fit", "train")
-STAYS_OPEN = "tensorboard"  # a program that is not run, as it has no end
+STAYS_OPEN = "tensorboard"  # not run, because it does not end
 
 
 class Block(NamedTuple):
-    """A fenced block. kind, value: of the comment before it, such as ("file", "my_nets.py"); empty where there is none."""
+    """A fenced block. `kind` and `value` come from the comment before it, such as ("file", "my_nets.py")."""
 
     language: str
     text: str
@@ -48,7 +48,7 @@ class Page:
         self.settings = shlex.split(settings[1]) if settings else []
 
     def section(self, heading: str) -> list[Block]:
-        """The blocks between `## heading` and the next heading of that level."""
+        """Return the blocks between `## heading` and the next heading of that level."""
         match = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", self.text, re.MULTILINE | re.DOTALL)
         assert match, f"there is no section {heading!r}"
         return list(_blocks(match[1]))
@@ -57,7 +57,7 @@ class Page:
         return list(_blocks(self.text))
 
     def follow(self, blocks: list[Block]) -> list[Answer]:
-        """Writes the files, and runs statements and commands in their order; each command must succeed."""
+        """Write the files, and run statements and commands in order. Each command must succeed."""
         answers: list[Answer] = []
         names: dict[str, object] = {}
         for block in blocks:
@@ -70,7 +70,7 @@ class Page:
         return answers
 
     def run(self, words: list[str], flags: str = "") -> Answer:
-        """Runs one command as in a process of its own: nothing is allowed to be imported because an earlier one was."""
+        """Run a command as in a new process: modules that an earlier command allowed are not allowed."""
         command, rest = _command(words)
         settings = shlex.split(flags) if flags else self.settings
         plugins._allowed.clear()
@@ -92,7 +92,7 @@ def command_lines(text: str) -> list[list[str]]:
 
 
 def _command(words: list[str]) -> tuple[str, list[str]]:
-    """The sub-command and its words of `python scripts/train.py …` or `cifar-lit …`."""
+    """Return the sub-command and the arguments of `python scripts/train.py …` or `cifar-lit …`."""
     if words[0] == "python" and words[1] in SCRIPTS:
         return SCRIPTS[words[1]], words[2:]
     assert words[0] == "cifar-lit", words

@@ -1,4 +1,4 @@
-"""docs/extending.md does what it says: its files are written, its commands run, and what they leave is looked at."""
+"""docs/extending.md: write its files, run its commands, and check their results."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def test_a_net() -> None:
     classify = ["cifar-lit", "classify", str(RUN), "black.png"]
     PAGE.run(classify)
     with (RUN / "config.yaml").open("a") as config:
-        config.write("# as it would come from someone else\n")
+        config.write("# another user's run\n")
     with pytest.raises(AssertionError, match=r"my_nets\.MyNet would run code"):
         PAGE.run(classify)
 
@@ -53,7 +53,7 @@ def test_an_augmentation_by_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     score = metrics_of(RUN)["val"]
     monkeypatch.setattr(sys.modules["my_augment"].Contrast, "on_train_batch_start", lambda *args: None)
     PAGE.follow(PAGE.section("An augmentation"))
-    assert metrics_of(Path("lightning_logs/quickstart-2"))["val"] != score  # of a training on plain images
+    assert metrics_of(Path("lightning_logs/quickstart-2"))["val"] != score  # without augmentation
 
 
 def test_an_augmentation_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,11 @@ def test_an_augmentation_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None
     grey = (batch == batch[..., :1]).all(3).flatten(1).all(1)
     assert 150 < int(grey.sum()) < 250
     assert grey.equal(plan[:, 5] == 1)
-    assert plan[:, :5].equal(
-        Augmentation(flip="random").plan(400, 4, 4, seed=1, epoch=2)
-    )  # the other draws are as before
+    assert plan[:, :5].equal(Augmentation(flip="random").plan(400, 4, 4, seed=1, epoch=2))  # other draws are unchanged
 
 
 def load_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the package from a changed file, in its place for those that are loaded after it."""
+    """Load a changed file in place of a module of the package."""
     name = ".".join(path.with_suffix("").parts)
     spec = spec_from_file_location(name, path.absolute())
     assert spec and spec.loader
@@ -108,8 +106,11 @@ def test_an_optimizer() -> None:
     assert any(line.startswith("optimizer") and "my_optim.SignSGD · lr 0.002" in line for line in answer.lines)
     (state,) = checkpoint_of(RUN / "checkpoints/last.ckpt")["optimizer_states"]
     assert set(state["state"][0]) == {"average"}
-    assert [group["weight_decay"] for group in state["param_groups"]] == [0.01, 0.0]  # the recipe's: weights, biases
-    PAGE.run(["cifar-lit", "test", "--ckpt_path", f"{RUN}/checkpoints/best.ckpt"])  # a config.yaml of this user's own
+    assert [group["weight_decay"] for group in state["param_groups"]] == [
+        0.01,
+        0.0,
+    ]  # the weights, then the biases
+    PAGE.run(["cifar-lit", "test", "--ckpt_path", f"{RUN}/checkpoints/best.ckpt"])  # the run is this user's own
 
 
 def test_a_callback_and_a_logger() -> None:
@@ -128,7 +129,7 @@ def test_a_recipe() -> None:
 
 
 def test_every_example_is_followed() -> None:
-    """No section without a test here, and no block that `follow` would pass over."""
+    """Every section has a test here, and `follow` skips no block."""
     headings = re.findall(r"^## (.+)$", PAGE.text, re.MULTILINE)
     assert set(headings) == set(re.findall(r'PAGE\.section\("(.+?)"\)', Path(__file__).read_text()))
     kinds = {(block.language, block.kind) for block in PAGE.blocks()}

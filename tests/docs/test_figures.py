@@ -20,11 +20,13 @@ RESULTS = ROOT / "results"
 PAGES = [*sorted(ROOT.glob("README*.md")), RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted((ROOT / "cifar_lit" / "recipes").glob("*.yaml"))
 UNITS = r"%|×(?! ?\d)|ms\b|s\b|min\b|minutes?\b|seconds?\b|hours?\b|images/s|MB\b|points?\b|times\b|million\b"
+UNITS += "|秒|分钟|小时|倍"  # Chinese pages
 NUMBER = re.compile(rf"(?<![\w.])\d[\d.,]*(?: … [\d.,]+)? ?(?:{UNITS})|\b(?:tenth|third|fifth|quarter)s?\b")
 HEADER_FIELDS = ("Score", "Time", "Hardware", "Date")
 # Generated blocks, code and the names of confidence intervals hold no typed figures.
 NOT_TYPED = re.compile(
-    r"```.*?```|<!-- results.*?<!-- /results -->|<!--.*?-->|`[^`\n]+`|95 % (?:confidence |Wilson )?intervals?",
+    r"```.*?```|<!-- results.*?<!-- /results -->|<!--.*?-->|`[^`\n]+`"
+    r"|95 % (?:confidence |Wilson )?intervals?|95% 置信区间",
     re.DOTALL,
 )
 
@@ -42,7 +44,17 @@ EXEMPT: dict[str, dict[str, str]] = {  # page: typed words and the reason
         "about 40 seconds": ROUNDED,
         "about 95 %": ROUNDED,
     },
+    "README.zh-CN.md": {
+        "170 MB": ARCHIVE,
+        "大约需要 20 秒": ROUNDED,
+        "大约需要 5 分钟": ROUNDED,
+        "大约需要 100 秒": ROUNDED,
+        "大约需要 19 分钟": ROUNDED,
+        "大约需要 40 秒": ROUNDED,
+        "约 95%": ROUNDED,
+    },
     "docs/first-steps.md": {"170 MB": ARCHIVE},
+    "docs/zh/first-steps.md": {"170 MB": ARCHIVE},
     "docs/results.md": {
         "otherwise about 19 minutes": ROUNDED,
         "| 93 % within": AIM,

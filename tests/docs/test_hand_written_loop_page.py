@@ -23,4 +23,4 @@ def test_every_block_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     metrics = metrics_of(Path("lightning_logs/lenet-1"))["test"]
     printed = capsys.readouterr().out
     assert str(metrics["accuracy"]) in printed
-    assert f"({metrics['images']}, 10)" in printed  # of the probabilities
+    assert f"({metrics['images']}, 10)" in printed  # shape of the probabilities

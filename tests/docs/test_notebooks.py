@@ -22,7 +22,7 @@ def run(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> str:
     Returns the text that its cells printed.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # of `!cifar-lit`
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # for `!cifar-lit`
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(Path("cache").absolute()))
     book = nbformat.read(ROOT / "examples" / name, as_version=4)

@@ -1,4 +1,4 @@
-"""docs/use-a-trained-net.md: its program prepares a picture for an exported file as the file's net had them in its test."""
+"""docs/use-a-trained-net.md: its program prepares a picture for an exported file as in the test of the net."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_a_custom_net_can_be_registered_or_named_by_its_import_path(monkeypatch:
     [
         ("my_own_nets.Own", {"dept": 2}, "model.net_options of my_own_nets.Own has no 'dept'. Did you mean depth?"),
         ("my_own_nets.spec", {}, "my_own_nets.spec cannot take 8×8 images; the smallest size is 9×9."),
-        ("my_own_nets.NoWidth", {}, f"my_own_nets.NoWidth cannot be built with {SETTINGS}: "),
+        ("my_own_nets.NoWidth", {}, f"my_own_nets.NoWidth cannot be built with the keyword arguments {SETTINGS}: "),
         ("my_own_nets.anything", {"any": 1}, "my_own_nets.anything must return a torch.nn.Module, not a dict"),
         ("my_own_nets.Ohn", {}, "my_own_nets has no 'Ohn'. Did you mean Own?"),
         ("no_nets_here.Net", {}, "no_nets_here.Net: there is no module 'no_nets_here' here or on PYTHONPATH"),

@@ -1,4 +1,4 @@
-"""Labels that a net rejects, and test images that training images repeat."""
+"""Likely label errors, and duplicates between training and test images."""
 
 from __future__ import annotations
 
@@ -16,40 +16,39 @@ def suspects(probabilities: list[list[float]], labels: list[int]) -> Suspects:
     return suspect_labels(images, torch.tensor(probabilities), "Test", {1})
 
 
-def test_labels_are_suspected_the_less_probable_they_are_where_another_class_is_likelier() -> None:
-    found = suspects(
-        [[0.2, 0.4, 0.4], [0.25, 0.75, 0], [0.1, 0.45, 0.45], [0.4, 0.3, 0.3], [0.3, 0.7, 0]], [0, 0, 0, 0, 1]
-    )
-    assert [picture.lines for picture in found.pictures] == [
+def test_labels_less_probable_than_another_class_are_listed_least_probable_first() -> None:
+    probabilities = [[0.2, 0.4, 0.4], [0.25, 0.75, 0], [0.1, 0.45, 0.45], [0.4, 0.3, 0.3], [0.3, 0.7, 0]]
+    result = suspects(probabilities, [0, 0, 0, 0, 1])
+    assert [picture.lines for picture in result.pictures] == [
         ("label a 0.100", "predicted b 0.450", "#2"),
         ("label a 0.200", "predicted b 0.400", "#0"),
         ("label a 0.250", "predicted b 0.750", "#1 · held out"),
     ]
-    assert (found.images, found.rejected) == (5, 3)
+    assert (result.images, result.rejected) == (5, 3)
 
 
 @pytest.mark.parametrize(("images", "rejected", "confident"), [(5, 3, 2), (4, 2, 1)])
-def test_confident_learning_counts_those_that_are_at_least_as_sure_as_the_other_classs_own_images(
+def test_confident_learning_counts_images_at_least_as_probable_as_the_average_of_the_predicted_class(
     images: int, rejected: int, confident: int
 ) -> None:
-    # Class 1's own images have 0.75 on average with the fifth left out, 0.5417 with it. A class without images counts nothing.
+    # Images of class 1 average 0.75 without the fifth image and 0.5417 with it. Class 2 has no images.
     probabilities = [[0.25, 0.75, 0], [0.375, 0.625, 0], [0.125, 0.875, 0], [0.375, 0.625, 0], [0, 0.125, 0.875]]
-    found = suspects(probabilities[:images], [0, 0, 1, 1, 1][:images])
-    assert (found.rejected, found.confident) == (rejected, confident)
+    result = suspects(probabilities[:images], [0, 0, 1, 1, 1][:images])
+    assert (result.rejected, result.confident) == (rejected, confident)
 
 
-def test_the_nearest_is_found_by_the_angle_from_the_mean_in_whatever_blocks() -> None:
+def test_the_nearest_training_image_has_the_highest_cosine_after_centring_in_any_block() -> None:
     generator = torch.Generator().manual_seed(0)
     train = torch.randn(50, 8, generator=generator) + 100
     test = (train.mean(0) + 3 * (train[[4, 9, 30]] - train.mean(0))).repeat(100, 1)
-    advanced: list[int] = []
-    cosines, rows = find_nearest(train, test, advanced.append)
+    blocks: list[int] = []
+    cosines, rows = find_nearest(train, test, blocks.append)
     assert rows.tolist() == [4, 9, 30] * 100
     assert torch.allclose(cosines, torch.ones(300), atol=1e-4)
-    assert advanced == [256, 44]
+    assert blocks == [256, 44]
 
 
-def test_twins_are_counted_and_the_others_shown_the_nearest_first_with_their_difference() -> None:
+def test_exact_duplicates_are_counted_and_near_duplicates_listed_nearest_first() -> None:
     pixels = PIXELS.clone()
     pixels[5] = pixels[3]
     train = ImageSet(pixels, torch.tensor([0, 0, 0, 1, 1, 1]), ("a", "b"))

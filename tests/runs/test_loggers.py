@@ -1,4 +1,4 @@
-"""metrics.csv and TensorBoard's events, of a run and of one that goes on."""
+"""metrics.csv and TensorBoard events of new and resumed runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def header(run: RunFolder) -> list[str]:
     return (run.path / "metrics.csv").read_text().splitlines()[0].split(",")
 
 
-def test_each_moment_of_logging_is_a_row_and_each_name_a_column(run: RunFolder) -> None:
+def test_each_logging_step_is_a_row_and_each_metric_a_column(run: RunFolder) -> None:
     curves = CurveFile(run)
-    assert not run.logs.exists()  # before there is something to write
+    assert not run.logs.exists()  # nothing is created before the first row
     curves.log_metrics({"train/loss": 2.5, "lr": 0.1, "epoch": 0}, 50)
     assert header(run) == list(COLUMNS)
     curves.log_metrics({"val/loss": 2.25, "val/top5": 0.75, "epoch": 0, "a, b": 1.0}, 60)
@@ -40,18 +40,17 @@ def test_each_moment_of_logging_is_a_row_and_each_name_a_column(run: RunFolder) 
     ]
 
 
-def test_a_resumed_run_keeps_its_rows_up_to_the_resumed_step_but_for_a_tests_and_one_that_was_cut_short(
-    run: RunFolder,
-) -> None:
-    first, file = CurveFile(run, resumed_step=3), run.path / "metrics.csv"  # without earlier curves
+def test_a_resumed_run_keeps_complete_training_rows_up_to_the_resumed_step(run: RunFolder) -> None:
+    first = CurveFile(run, resumed_step=3)  # without earlier curves
+    file = run.path / "metrics.csv"
     for step in (5, 12, 15, 20):
         first.log_metrics({"train/loss": step / 4, "train/top5": 0.5}, step)
     first.log_metrics({"test/loss": 0.5}, 12)
     with file.open("a") as opened:
-        opened.write("0,1")  # of step 13
+        opened.write("0,1")  # a truncated row
     rows = read_rows(file)
     resumed = CurveFile(run, resumed_step=12)
-    assert read_rows(file) == rows  # nothing is dropped before there is something new
+    assert read_rows(file) == rows  # nothing is dropped before the first new row
     resumed.log_metrics({"train/loss": 1.0}, 15)
     resumed.log_metrics({"train/loss": 0.5, "val/f1": 0.25}, 20)
     later = [{"step": "15", "train/loss": "1.0"}, {"step": "20", "train/loss": "0.5", "val/f1": "0.25"}]
@@ -60,7 +59,7 @@ def test_a_resumed_run_keeps_its_rows_up_to_the_resumed_step_but_for_a_tests_and
 
 
 @pytest.mark.parametrize("resumed_step", [12, None])
-def test_a_kill_while_the_file_is_written_anew_leaves_the_earlier_curves_whole(
+def test_a_kill_during_a_rewrite_leaves_the_earlier_curves_intact(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, resumed_step: int | None
 ) -> None:
     curves = CurveFile(run)
@@ -77,9 +76,15 @@ def test_a_kill_while_the_file_is_written_anew_leaves_the_earlier_curves_whole(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-@pytest.mark.parametrize("saved", [True, False])
-def test_curves_on_a_full_disk_end_the_run_in_a_line_that_advises_resume_only_if_a_checkpoint_exists(
-    run: RunFolder, saved: bool
+@pytest.mark.parametrize(
+    ("saved", "advice"),
+    [
+        (True, "free some space, then use --resume"),
+        (False, "Nothing was saved yet: free some space, then start again"),
+    ],
+)
+def test_an_error_about_a_full_disk_advises_resume_only_if_a_checkpoint_exists(
+    run: RunFolder, saved: bool, advice: str
 ) -> None:
     curves = CurveFile(run)
     curves.log_metrics({"train/loss": 1.5}, 12)
@@ -88,9 +93,6 @@ def test_curves_on_a_full_disk_end_the_run_in_a_line_that_advises_resume_only_if
     if saved:
         (run.path / "checkpoints").mkdir()
         (run.path / "checkpoints/last.ckpt").touch()
-    advice = (
-        "free some space, then use --resume" if saved else "Nothing was saved yet: free some space, then start again"
-    )
     with pytest.raises(Failure, match=f"No space left on device.*{advice}"):
         curves.log_metrics({"train/loss": 1.0}, 13)
 
@@ -101,7 +103,7 @@ def read_events(run: RunFolder) -> EventAccumulator:
     return events
 
 
-def test_tensorboard_gets_scalars_hparams_and_images_straight_in_the_run_folder(run: RunFolder) -> None:
+def test_tensorboard_events_with_scalars_hparams_and_images_are_in_the_run_folder_itself(run: RunFolder) -> None:
     board = TensorBoardCurves(run, {"lr": 0.1, "net": "lenet", "recipe": "fast"})
     board.log_metrics({"train/loss": 2.5, "lr": 0.1, "epoch": 0}, 50)
     board.log_metrics({"val/loss": 2.0, "val/top5": 0.5, "epoch": 1}, 100)
@@ -119,14 +121,11 @@ def test_tensorboard_gets_scalars_hparams_and_images_straight_in_the_run_folder(
     assert [file.name.split(".")[0] for file in run.path.iterdir() if not file.name.startswith(".")] == ["events"]
 
 
-def test_tensorboard_forgets_what_came_after_the_resumed_step(run: RunFolder) -> None:
+def test_tensorboard_drops_points_after_the_resumed_step(run: RunFolder) -> None:
     for resumed_step, points in ((None, {10: 10.0, 20: 20.0, 30: 30.0}), (20, {30: 99.0})):
         board = TensorBoardCurves(run, {"lr": 0.1}, resumed_step)
         for step, value in points.items():
             board.log_metrics({"val/loss": value}, step)
         board.save()
-    assert [(event.step, event.value) for event in read_events(run).Scalars("val/loss")] == [
-        (10, 10.0),
-        (20, 20.0),
-        (30, 99.0),
-    ]
+    events = read_events(run).Scalars("val/loss")
+    assert [(event.step, event.value) for event in events] == [(10, 10.0), (20, 20.0), (30, 99.0)]

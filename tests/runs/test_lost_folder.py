@@ -1,4 +1,4 @@
-"""Run folders that are lost to a training: gone, read-only, on a full disk, or on a file system without locks."""
+"""Run folders that become unusable: missing, read-only, on a full disk, or on a file system without locks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.command_line import OWN_IMAGES, SMALL, Fork, draw_folder, run_command
+from contract.command_line import OWN_IMAGES, RECIPE, SMALL, Fork, draw_folder, run_command
 from stress.compare_runs import differences
 from stress.forked import Forked
 
@@ -25,70 +25,69 @@ from cifar_lit.runs import run_folder
 from cifar_lit.runs.run_folder import OWNER, RunFolder
 from cifar_lit.training.callbacks import EpochLines
 
-CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x00020000  # of Linux's <sched.h>
-MS_RDONLY, MS_REMOUNT = 1, 32  # of Linux's <sys/mount.h>
-NO_SMALL_DISK = 77  # the exit code where the system lets no file system be mounted
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x00020000  # Linux's <sched.h>
+MS_RDONLY, MS_REMOUNT = 1, 32  # Linux's <sys/mount.h>
+NO_SMALL_DISK = 77  # exit code if the system does not allow mounts
+CANNOT_MOUNT = "the system does not allow mounts"
 TRAINING = (*SMALL, "--epochs", "4", "--logs", "disk", "--trainer.log_every_n_steps", "1")
 
 
 @contextmanager
 def in_the_second_epoch(fault: Callable[[], object]) -> Iterator[None]:
-    """Lets `fault` happen when the second epoch has ended, before its checkpoint is written."""
-    ended = EpochLines.on_train_epoch_end
+    """Call `fault` at the end of the second epoch, before its checkpoint is written."""
+    original = EpochLines.on_train_epoch_end
 
     def on_train_epoch_end(self: EpochLines, trainer: Any, pl_module: Any) -> None:
-        ended(self, trainer, pl_module)
+        original(self, trainer, pl_module)
         if trainer.current_epoch == 1:
             fault()
 
-    EpochLines.on_train_epoch_end = on_train_epoch_end  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EpochLines, "on_train_epoch_end", on_train_epoch_end)
         yield
-    finally:
-        EpochLines.on_train_epoch_end = ended  # type: ignore[method-assign]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a recipe, whose runs are given up soon by processes that left them."""
+def folder(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a working folder in which locks of dead processes expire soon."""
     monkeypatch.setattr(run_folder, "LEASE_SECONDS", 1.0)
-    shutil.copy(run_dir.parent.parent / "small.yaml", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return working_folder
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:
-    """The run that a disturbed one must become."""
-    folder = tmp_path_factory.mktemp("whole")
-    shutil.copy(run_dir.parent.parent / "small.yaml", folder)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run that every disturbed run must equal."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "small.yaml").write_text(RECIPE)
     with chdir(folder):
         answer = run_command(*TRAINING)
     assert answer.code == 0, answer.err
     return folder / "disk/small-1"
 
 
-def test_a_folder_that_vanishes_ends_the_training_in_a_line_and_is_gone_on_with_when_it_is_back(
+def check_resumed(run: Path, undisturbed: Path) -> None:
+    answer = run_command("--resume", run)
+    assert answer.code == 0, answer.err
+    assert differences(run, undisturbed) == []
+
+
+def test_a_training_whose_folder_disappears_ends_with_one_line_and_can_be_resumed_when_it_is_back(
     folder: Path, undisturbed: Path
 ) -> None:
     with in_the_second_epoch(lambda: (folder / "disk").rename(folder / "away")):
         answer = run_command(*TRAINING)
     (line,) = answer.error_lines
     assert answer.code == 1
-    assert (
-        line.startswith("cifar-lit: cannot write ") and "disk/small-1" in line and "No such file or directory" in line
-    )
-    assert "fix that, then use --resume" in line
+    assert line.startswith("cifar-lit: cannot write ") and "disk/small-1" in line
+    assert "No such file or directory" in line and "fix that, then use --resume" in line
     shutil.rmtree(folder / "disk", ignore_errors=True)
     (folder / "away").rename(folder / "disk")
-    answer = run_command("--resume", "disk/small-1")
-    assert answer.code == 0, answer.err
-    assert differences(folder / "disk/small-1", undisturbed) == []
+    check_resumed(folder / "disk/small-1", undisturbed)
 
 
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
-    """An empty file system of that size at `folder`, which this process alone sees; copied to a folder beside it at the end."""
+    """Mount an empty file system at `folder`, visible to this process only, and copy it beside `folder` at the end."""
     libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
     if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS):
         os._exit(NO_SMALL_DISK)
@@ -103,7 +102,7 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
 
 @contextmanager
 def read_only_in_the_second_epoch(disk: Path) -> Iterator[None]:
-    """A disk that is mounted read-only, as a system does that has met an error on it."""
+    """Remount the disk read-only, as a system does after a disk error."""
 
     def remount() -> None:
         if ctypes.CDLL(None).mount(b"none", str(disk).encode(), b"tmpfs", MS_REMOUNT | MS_RDONLY, None):
@@ -116,12 +115,9 @@ def read_only_in_the_second_epoch(disk: Path) -> Iterator[None]:
 @contextmanager
 def full_in_the_second_epoch(disk: Path) -> Iterator[None]:
     def fill() -> None:
-        with (disk / "filler").open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(1024))
-            except OSError:
-                pass
+        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1024))
 
     with small_disk(disk, 10_000), in_the_second_epoch(fill):
         yield
@@ -133,26 +129,24 @@ def full_in_the_second_epoch(disk: Path) -> Iterator[None]:
     ("fault", "reason"),
     [(read_only_in_the_second_epoch, "Read-only file system"), (full_in_the_second_epoch, "No space left on device")],
 )
-def test_a_disk_that_turns_read_only_or_full_ends_the_training_in_a_line_and_what_was_saved_is_gone_on_with(
+def test_a_training_whose_disk_is_read_only_or_full_ends_with_one_line_and_can_be_resumed(
     folder: Path, undisturbed: Path, fault: Callable[[Path], Any], reason: str
 ) -> None:
     disk = folder / "disk"
     disk.mkdir()
     answer = Fork([*TRAINING], folder, "disk", around=fault(disk)).answer()
     if answer.code == NO_SMALL_DISK:
-        pytest.skip("the system lets no small file system be mounted")
+        pytest.skip(CANNOT_MOUNT)
     (line,) = answer.error_lines
     assert answer.code == 1
     assert line.startswith("cifar-lit: cannot write ") and reason in line and "then use --resume" in line
     shutil.copytree(folder / "disk-copy/small-1", folder / "again/small-1")
-    answer = run_command("--resume", "again/small-1")
-    assert answer.code == 0, answer.err
-    assert differences(folder / "again/small-1", undisturbed) == []
+    check_resumed(folder / "again/small-1", undisturbed)
 
 
 def decode_on_a_full_disk(folder: str, rank: int) -> list[int]:
-    """Exit codes of a training of two ranks, of which one has no room for the images that it decodes."""
-    words = [
+    """Train in two ranks, of which `rank` has a full disk for its decoded images, and return their exit codes."""
+    words = (
         *SMALL,
         *OWN_IMAGES,
         "--data-dir",
@@ -163,27 +157,28 @@ def decode_on_a_full_disk(folder: str, rank: int) -> list[int]:
         "2",
         "--rank-timeout",
         "5",
-    ]
+    )
 
     def command() -> int:
         from cifar_lit.cli import main
 
-        os.environ["CIFAR_LIT_CACHE"] = str(Path(folder, "cache" if os.environ["RANK"] != str(rank) else "disk"))
-        with small_disk(Path(folder, "disk"), 4) if os.environ["RANK"] == str(rank) else nullcontext():
-            return main(words, "train")
+        is_full = os.environ["RANK"] == str(rank)
+        os.environ["CIFAR_LIT_CACHE"] = str(Path(folder, "disk" if is_full else "cache"))
+        with small_disk(Path(folder, "disk"), 4) if is_full else nullcontext():
+            return main(list(words), "train")
 
     return Forked(command, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_of_any_rank_is_told_by_that_rank_and_ends_the_others(
+def test_a_full_disk_of_any_rank_is_reported_by_that_rank_and_ends_the_others(
     folder: Path, forking: Callable[..., Any], rank: int
 ) -> None:
     draw_folder(folder / "images", {"train/cat": 12, "train/dog": 12, "test/cat": 4, "test/dog": 4}, size=32)
     (folder / "disk").mkdir()
     codes = forking(decode_on_a_full_disk, folder=str(folder), rank=rank)
     if NO_SMALL_DISK in codes:
-        pytest.skip("the system lets no small file system be mounted")
+        pytest.skip(CANNOT_MOUNT)
     lines = [line for line in (folder / f"rank-{rank}.txt").read_text().splitlines() if "cifar-lit: " in line]
     assert codes == [1, 1], lines
     (line,) = lines
@@ -201,7 +196,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_run_on_a_file_system_without_locks_is_refused_while_its_owner_lives_and_no_longer(
+def test_without_locks_a_run_is_refused_only_while_its_owner_is_alive(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
@@ -214,34 +209,34 @@ def test_a_run_on_a_file_system_without_locks_is_refused_while_its_owner_lives_a
     assert RunFolder(path.parent, "fast").path == path.with_name("fast-2")
     run.release()
     assert list(path.iterdir()) == []
-    killed = os.fork()
-    if not killed:
+    pid = os.fork()
+    if not pid:
         run = RunFolder(path.parent, "fast", path)
         os._exit(0)
-    os.waitpid(killed, 0)
+    os.waitpid(pid, 0)
     assert (path / OWNER).exists()
     RunFolder(path.parent, "fast", path).release()
     assert capsys.readouterr().err == ""
 
 
-def test_of_many_that_resume_a_run_at_once_without_locks_one_does(
+def test_without_locks_one_of_many_simultaneous_resumes_succeeds(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
     path = run.path
     run.release()
 
-    def go_on(_: int) -> RunFolder | None:
+    def resume(_: int) -> RunFolder | None:
         with suppress(Failure):
             return RunFolder(path.parent, "fast", path)
         return None
 
     with ThreadPoolExecutor(12) as pool:
-        (resumed,) = filter(None, pool.map(go_on, range(12)))
+        (resumed,) = filter(None, pool.map(resume, range(12)))
     resumed.release()
 
 
-def test_a_run_on_a_file_system_that_locks_for_each_machine_alone_is_refused_on_the_other(
+def test_on_a_file_system_with_locks_per_machine_a_run_is_refused_on_other_machines(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)

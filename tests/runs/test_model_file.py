@@ -1,4 +1,4 @@
-"""`model.safetensors`: what it holds, that the same run gives the same bytes, and what is refused."""
+"""`model.safetensors`: content, reproducible bytes, and invalid files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def net_of(card: ModelCard) -> torch.nn.Module:
     net = build_net(card.net, **card.net_settings)
     for buffer in net.buffers():
         if buffer.is_floating_point():
-            buffer.uniform_(0.5, 1.5)  # as if the norms had seen images
+            buffer.uniform_(0.5, 1.5)  # running statistics of trained norms
     return net.eval()
 
 
@@ -49,7 +49,7 @@ def rewrite_header(path: Path, changes: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_a_loaded_net_gives_the_logits_of_the_saved_one_on_plain_images(tmp_path: Path, name: str) -> None:
+def test_a_loaded_net_gives_the_logits_of_the_saved_net_on_uint8_images(tmp_path: Path, name: str) -> None:
     options = {"widths": [8, 12], "depth": [1, 2], "residual": True, "logit_scale": 0.125} if name == "whitened" else {}
     for channels, width in ((3, 1.0), (1, 0.5)):
         card = ModelCard(name, width, [channels, 20, 24], list("abcd"), [0.4] * channels, [0.25] * channels, options)
@@ -61,7 +61,7 @@ def test_a_loaded_net_gives_the_logits_of_the_saved_one_on_plain_images(tmp_path
         assert (loaded.training, loaded.card, loaded.classes) == (False, card, ("a", "b", "c", "d"))
 
 
-def test_the_metadata_hold_all_that_a_use_of_the_weights_needs_and_any_program_reads_them(path: Path) -> None:
+def test_the_metadata_hold_everything_needed_to_use_the_weights(path: Path) -> None:
     net = net_of(CARD)
     with safe_open(path, framework="pt") as opened:
         assert set(opened.keys()) == {*net.state_dict()}
@@ -74,40 +74,40 @@ def test_the_metadata_hold_all_that_a_use_of_the_weights_needs_and_any_program_r
             loaded(images)
 
 
-def test_the_same_values_give_the_same_bytes_with_the_mode_of_other_files(path: Path) -> None:
+def test_the_same_values_give_the_same_bytes_and_the_usual_file_mode(path: Path) -> None:
     again, plain = path.with_name("again"), path.with_name("plain")
     plain.touch()
-    for _ in range(5):  # safetensors' own order of the metadata changes from one time to the next
+    for _ in range(5):  # safetensors orders the metadata differently each time
         save_weights(again, net_of(CARD).state_dict(), CARD)
         assert again.read_bytes() == path.read_bytes()
-    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # so that the tensors can be mapped
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # aligned for memory mapping
     assert again.stat().st_mode == plain.stat().st_mode
 
 
 # ---- damage
 
 
-def refused(path: Path, reason: str) -> None:
+def check_refused(path: Path, reason: str) -> None:
     with pytest.raises(Failure, match=reason) as failed:
         load_model_file(path)
     assert "\n" not in str(failed.value)
 
 
-def test_a_model_that_is_cut_short_or_claims_a_longer_header_is_refused(path: Path) -> None:
+def test_a_truncated_model_or_one_with_a_false_header_size_is_refused(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(b"")
-    refused(path, r"cannot be read \(the file is empty\)")
+    check_refused(path, r"cannot be read \(the file is empty\)")
     for length in (5, 100, len(content) // 2, len(content) - 20):
         path.write_bytes(content[:length])
-        refused(path, "is damaged")
-    for claimed in (len(content) - 7, len(content) + (1 << 40), MAX_HEADER + 1):
-        path.write_bytes(claimed.to_bytes(8, "little") + content[8:])
-        if claimed == MAX_HEADER + 1:
+        check_refused(path, "is damaged")
+    for size in (len(content) - 7, len(content) + (1 << 40), MAX_HEADER + 1):
+        path.write_bytes(size.to_bytes(8, "little") + content[8:])
+        if size == MAX_HEADER + 1:
             os.truncate(path, 2 * MAX_HEADER)
-        refused(path, rf"\(its header claims {claimed:,} bytes\)")
+        check_refused(path, rf"\(its header claims {size:,} bytes\)")
 
 
-def test_a_checkpoint_in_place_of_a_model_is_told_which_run_to_name(path: Path) -> None:
+def test_an_error_about_a_checkpoint_names_the_run_to_use_instead(path: Path) -> None:
     checkpoint = path.parent / "checkpoints" / "best.ckpt"
     checkpoint.parent.mkdir()
     torch.save({}, checkpoint)
@@ -125,14 +125,14 @@ UNCHECKED = {"sha256": "0" * 64}
 
 
 @pytest.mark.parametrize("change", [-1, -1000, -20_000, {"card": SWAPPED}, UNCHECKED])
-def test_a_flipped_bit_and_another_card_or_checksum_are_refused(path: Path, change: Any) -> None:
+def test_a_flipped_bit_or_a_changed_card_or_checksum_is_refused(path: Path, change: Any) -> None:
     if isinstance(change, dict):
         rewrite_header(path, {"__metadata__": change})
     else:
         content = bytearray(path.read_bytes())
         content[change] ^= 1
         path.write_bytes(content)
-    refused(path, r"is damaged or invalid \(its checksum differs: the file was changed\): copy or")
+    check_refused(path, r"is damaged or invalid \(its checksum differs: the file was changed\): copy or")
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,13 @@ def test_a_flipped_bit_and_another_card_or_checksum_are_refused(path: Path, chan
         {"resize": "stretch"}, {"resize": ["crop"]},
     ],
 )  # fmt: skip
-def test_a_card_that_asks_for_more_than_a_net_of_ours_is_refused(path: Path, values: dict[str, Any]) -> None:
+def test_a_card_with_a_value_out_of_range_is_refused_before_training_and_on_loading(
+    path: Path, values: dict[str, Any]
+) -> None:
+    (name,) = values
     rewrite_header(path, {"__metadata__": {"card": json.dumps({**CARD_VALUES, **values})}})
-    refused(path, rf"is damaged or invalid \(its {next(iter(values))} (cannot be|has 1 values for 3 channels)")
-    with pytest.raises(
-        UsageError, match=rf"could not be loaded again \(its {next(iter(values))} "
-    ):  # before it is trained
+    check_refused(path, rf"is damaged or invalid \(its {name} (cannot be|has 1 values for 3 channels)")
+    with pytest.raises(UsageError, match=rf"could not be loaded again \(its {name} "):
         check_card(replace(CARD, **values))
 
 
@@ -163,37 +164,34 @@ def test_a_card_that_asks_for_more_than_a_net_of_ours_is_refused(path: Path, val
         ({"classes": [f"{n:0>290}" for n in range(20_000)]}, "too long"),
     ],
 )
-def test_a_net_whose_file_could_not_be_written_or_read_is_not_trained(values: dict[str, Any], reason: str) -> None:
+def test_a_net_whose_card_cannot_be_written_is_not_trained(values: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         check_card(replace(CARD, **values))
     check_card(replace(CARD, classes=[f"class {number}" for number in range(100_000)]))
 
 
-def test_tensors_that_are_not_finite_or_not_the_nets_are_refused(path: Path) -> None:
-    other = "its weights do not fit its net lenet"
+def test_tensors_that_are_not_finite_or_do_not_fit_the_net_are_refused(path: Path) -> None:
     weights = net_of(CARD).state_dict()
-    save_weights(path, {**weights, "further": torch.zeros(1)}, CARD)
-    refused(path, other)
-    save_weights(path, net_of(replace(CARD, width=2.0)).state_dict(), CARD)
-    refused(path, other)
+    for tensors in ({**weights, "other": torch.zeros(1)}, net_of(replace(CARD, width=2.0)).state_dict()):
+        save_weights(path, tensors, CARD)
+        check_refused(path, "its weights do not fit its net lenet")
     for value in (torch.nan, torch.inf):
         next(iter(weights.values())).view(-1)[0] = value
         save_weights(path, weights, CARD)
-        refused(path, "its weights are not finite numbers: the training diverged")
+        check_refused(path, "its weights are not finite numbers: the training diverged")
 
 
-def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("net", "line"),
+    [("timm/resnet18", "needs timm, which is not installed"), ("absent.Net", "there is no module 'absent'")],
+)
+def test_a_missing_package_is_not_reported_as_a_damaged_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch, net: str, line: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with all_imports_allowed():
-        for name, line in (
-            ("timm/resnet18", "needs timm, which is not installed"),
-            ("absent.Net", "there is no module 'absent'"),
-        ):
-            save_weights(path, {}, replace(CARD, net=name))
-            with pytest.raises(UsageError, match=line):
-                load_model_file(path)
+    save_weights(path, {}, replace(CARD, net=net))
+    with all_imports_allowed(), pytest.raises(UsageError, match=line):
+        load_model_file(path)
 
 
 @pytest.mark.parametrize(
@@ -210,4 +208,4 @@ def test_a_net_whose_package_or_module_is_not_here_is_no_damaged_file(
 )
 def test_a_file_of_another_program_is_refused(tmp_path: Path, metadata: dict[str, str] | None, line: str) -> None:
     save_file({"weight": torch.zeros(2)}, tmp_path / "foreign", metadata=metadata)
-    refused(tmp_path / "foreign", line)
+    check_refused(tmp_path / "foreign", line)

@@ -1,4 +1,4 @@
-"""Figures for TensorBoard and pictures of pages."""
+"""Figures for TensorBoard and images for HTML pages."""
 
 from __future__ import annotations
 
@@ -12,31 +12,24 @@ import pytest
 import torch
 from PIL import Image
 
-from cifar_lit.runs.figures import (  # fmt: skip
-    Bin,
-    confusion_matrix,
-    data_uri,
-    gallery,
-    line_chart,
-    reliability_diagram,
-)
+from cifar_lit.runs.figures import Bin, confusion_matrix, data_uri, gallery, line_chart, reliability_diagram
 
 HOSTILE = ["$a_{", "<script>alert(1)</script>", "two\nlines", "x" * 80, "日本", "%s {}"]
 
 
 @pytest.mark.parametrize("names", [HOSTILE, [f"class {number}" for number in range(30)]])
 @pytest.mark.filterwarnings("error:Glyph")
-def test_a_matrix_has_something_on_it_for_any_number_and_kind_of_classes(names: list[str]) -> None:
+def test_a_confusion_matrix_is_drawn_for_any_number_and_kind_of_classes(names: list[str]) -> None:
     matrix = torch.randint(0, 5, (len(names), len(names))) + 40 * torch.eye(len(names), dtype=torch.int64)
     matrix[1] = 0  # a class without images
     picture = confusion_matrix(matrix, names)
     assert (picture.dtype, picture.shape[0], max(picture.shape) < 3000) == (torch.uint8, 3, True)
     assert len(picture[0].unique()) > 10
     pyplot = sys.modules.get("matplotlib.pyplot")
-    assert pyplot is None or pyplot.get_fignums() == []  # it would keep them all
+    assert pyplot is None or pyplot.get_fignums() == []  # figures registered with pyplot are never freed
 
 
-def test_a_cell_of_the_matrix_is_darker_the_more_of_its_row_it_holds() -> None:
+def test_a_cell_of_the_matrix_is_darker_the_greater_its_share_of_the_row() -> None:
     picture = confusion_matrix(torch.tensor([[90, 10], [0, 9000]]), ["a", "b"]).float().mean(0)
     height, width = picture.shape
     values = [picture[int(y * height), int(x * width)].item() for y in (0.3, 0.6) for x in (0.35, 0.7)]
@@ -51,7 +44,7 @@ def test_a_cell_of_the_matrix_is_darker_the_more_of_its_row_it_holds() -> None:
         lambda: reliability_diagram("bins", [Bin(0, 1, 5, 0.5, 0.6)], "a diagram"),
     ],
 )
-def test_a_matplotlibrc_does_not_change_what_is_drawn(draw: Callable[[], object]) -> None:
+def test_a_matplotlibrc_does_not_change_figures(draw: Callable[[], object]) -> None:
     with matplotlib.rc_context(rc=matplotlib.rcParamsDefault):
         expected = draw()
     settings = {"text.usetex": True, "savefig.dpi": 300, "figure.dpi": 300, "axes.grid": True, "font.size": 30}
@@ -59,18 +52,18 @@ def test_a_matplotlibrc_does_not_change_what_is_drawn(draw: Callable[[], object]
         assert draw() == expected
 
 
-@pytest.mark.parametrize(("shape", "part"), [((28, 28, 1), 1.0), ((200, 100, 3), 0.5)])
-def test_a_gallery_shows_its_images_whatever_their_shape(shape: tuple[int, int, int], part: float) -> None:
+@pytest.mark.parametrize(("shape", "share"), [((28, 28, 1), 1.0), ((200, 100, 3), 0.5)])
+def test_a_gallery_shows_images_of_any_shape(shape: tuple[int, int, int], share: float) -> None:
     images = torch.full((7, *shape), 77, dtype=torch.uint8)
     picture = gallery(images, [(name, "0.5 x") for name in [*HOSTILE, "last"]])
-    assert (picture == 77).all(0).sum().item() == pytest.approx(7 * 96 * 96 * part, rel=0.01)  # and letters
-    assert gallery(images[:0], []).float().std() > 0  # it says that there are none
+    assert (picture == 77).all(0).sum().item() == pytest.approx(7 * 96 * 96 * share, rel=0.01)  # with letters
+    assert gallery(images[:0], []).float().std() > 0  # a text instead of images
 
 
 @pytest.mark.parametrize(
     ("shape", "size"), [((32, 32, 3), (32, 32)), ((28, 28, 1), (28, 28)), ((200, 100, 3), (48, 96))]
 )
-def test_small_images_keep_their_pixels_and_large_ones_are_scaled_down(
+def test_small_images_keep_their_pixels_and_large_images_are_scaled_down(
     shape: tuple[int, int, int], size: tuple[int, int]
 ) -> None:
     image = torch.randint(0, 256, shape, dtype=torch.uint8)

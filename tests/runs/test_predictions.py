@@ -1,4 +1,4 @@
-"""predictions.csv and probabilities.npy of a data set, and the rows of files."""
+"""predictions.csv and probabilities.npy of a data set, and predictions of files as CSV and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBABILITIES = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.85, 0.05], [0.3, 0.3, 0.4
 PREDICTIONS = {"indices": torch.arange(4), "labels": torch.tensor([0, 0, 2, 1]), "probabilities": PROBABILITIES}
 
 
-def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set_and_is_read_again(tmp_path: Path) -> None:
+def test_predictions_of_every_image_are_written_in_order_and_read_back(tmp_path: Path) -> None:
     later, earlier = ({name: values[rows] for name, values in PREDICTIONS.items()} for rows in ([3, 2], [1, 0]))
     assert write_predictions(tmp_path / "predictions.csv", CLASSES, [later, earlier]) == 4
     assert (tmp_path / "predictions.csv").read_text().splitlines() == [
@@ -46,61 +46,50 @@ def test_each_image_is_a_row_with_every_probability_in_the_order_of_the_set_and_
         assert torch.equal(getattr(table, name), getattr(expected, name))
     torch.testing.assert_close(table.probability, expected.probability, atol=1e-6, rtol=0)
     write_predictions(tmp_path / "p.csv", CLASSES, [{**PREDICTIONS, "probabilities": torch.full((4, 3), torch.nan)}])
-    assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")  # of a net that has diverged
+    assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")  # from a diverged net
 
 
-def test_own_images_are_named_by_their_paths_whatever_they_are_called(tmp_path: Path) -> None:
+def test_predictions_of_own_images_have_their_paths_with_special_characters_escaped(tmp_path: Path) -> None:
     paths = ["test/a/1.jpg", "=cmd().png", "a,b\x1b[31m.png", "half \udcff.png"]
     write_predictions(tmp_path / "predictions.csv", CLASSES, [PREDICTIONS], paths)
     with (tmp_path / "predictions.csv").open(newline="", encoding="utf-8") as file:
-        named = [row["path"] for row in csv.DictReader(file)]
-    assert named == ["test/a/1.jpg", "'=cmd().png", "a,b\\x1b[31m.png", "half \\udcff.png"]
+        written = [row["path"] for row in csv.DictReader(file)]
+    assert written == ["test/a/1.jpg", "'=cmd().png", "a,b\\x1b[31m.png", "half \\udcff.png"]
     assert read_predictions(tmp_path / "predictions.csv", CLASSES, 4) is not None
 
 
 HEAD = "index,label,predicted,probability\n"
 
 
+BAD_INDICES = ("4", "1", "-1", "9" * 5000)
+BAD_PROBABILITIES = ("1e308", "-0.1", "inf", "nan")
+
+
 @pytest.mark.parametrize(
-    "text", ["", HEAD, f"{HEAD}0,dog,cat,0.5\n", "index,label\n0,日本\n", f"{HEAD}0,日本,日本,\n", "\x00\x00"]
+    "text",
+    [
+        *("", HEAD, f"{HEAD}0,dog,cat,0.5\n", "index,label\n0,日本\n", f"{HEAD}0,日本,日本,\n", "\x00\x00"),
+        *(f"{HEAD}1,日本,日本,0.5\n{index},日本,日本,0.5\n" for index in BAD_INDICES),
+        *(f"{HEAD}1,日本,日本,0.5\n0,日本,日本,{probability}\n" for probability in BAD_PROBABILITIES),
+    ],
 )
-def test_rows_of_another_kind_are_none_and_those_of_before_are_read(tmp_path: Path, text: str) -> None:
+def test_an_invalid_table_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "predictions.csv").write_text(text)
+    assert read_predictions(tmp_path / "predictions.csv", CLASSES, 4) is None
+
+
+def test_tables_with_further_columns_or_of_a_diverged_net_are_read(tmp_path: Path) -> None:
     file = tmp_path / "predictions.csv"
-    file.write_text(text)
-    assert read_predictions(file, CLASSES, 4) is None
     file.write_text('index,label,predicted,probability,class_2,probability_2\n0,日本,日本,0.750000,"a, b",0.250000\n')
     table = read_predictions(file, CLASSES, 4)
     assert table is not None
     assert (table.labels.tolist(), table.predicted.tolist(), table.probability.tolist()) == ([2], [2], [0.75])
-
-
-@pytest.mark.parametrize(
-    ("index", "probability"),
-    [
-        ("4", "0.5"),
-        ("1", "0.5"),
-        ("-1", "0.5"),
-        ("9" * 5000, "0.5"),
-        ("0", "1e308"),
-        ("0", "-0.1"),
-        ("0", "inf"),
-        ("0", "nan"),
-    ],
-)
-def test_a_row_out_of_range_makes_the_table_none(tmp_path: Path, index: str, probability: str) -> None:
-    file = tmp_path / "predictions.csv"
-    file.write_text(f"{HEAD}1,日本,日本,0.5\n{index},日本,日本,{probability}\n")
-    assert read_predictions(file, CLASSES, 4) is None
-
-
-def test_the_table_of_a_diverged_net_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "predictions.csv"
     file.write_text(f"{HEAD}1,日本,日本,nan\n3,日本,日本,nan\n")
     table = read_predictions(file, CLASSES, 4)
     assert table is not None and table.indices.tolist() == [1, 3]
 
 
-def test_a_table_counts_labels_down_and_ranks_mistakes_by_certainty_and_hits_by_doubt() -> None:
+def test_a_table_ranks_mistakes_by_confidence_and_hits_by_doubt() -> None:
     table = prediction_table(PREDICTIONS)
     assert table.hits.tolist() == [True, False, True, False]
     assert table.confusion(3).tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 1]]
@@ -108,14 +97,14 @@ def test_a_table_counts_labels_down_and_ranks_mistakes_by_certainty_and_hits_by_
     assert table.doubtful_hits(9).tolist() == [2, 0]
 
 
-def test_a_fingerprint_is_the_sha256_of_images_and_labels_one_after_the_other() -> None:
+def test_a_fingerprint_is_the_sha256_of_the_images_followed_by_the_labels() -> None:
     images, labels = torch.randint(0, 256, (2500, 4, 4, 3), dtype=torch.uint8), torch.arange(2500) % 7
     expected = sha256(images.numpy().tobytes() + labels.numpy().astype(np.int64).tobytes()).hexdigest()
     assert fingerprint(images, labels) == expected
     assert fingerprint(images, labels.flip(0)) != expected
 
 
-def test_csv_and_json_say_the_same_of_files_read_and_not() -> None:
+def test_csv_and_json_agree_on_readable_and_unreadable_files() -> None:
     rows = [
         Row(0, [("cat", 0.5), ("dog", 0.25), ("emu", 0.2)], path="a\udce9.png", novelty=1.5, unlike=True),
         Row(1, (), path="b,c.png", error="cut short"),
@@ -125,7 +114,7 @@ def test_csv_and_json_say_the_same_of_files_read_and_not() -> None:
     JsonRows(as_json, 2).write(rows)
     assert as_csv.getvalue().splitlines() == [
         "index,label,probability,class_2,probability_2,path,novelty,unlike,error",
-        r"0,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,",  # for people; exact is the path in JSON
+        r"0,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,",  # escaped; JSON has the exact path
         '1,,,,,"b,c.png",,,cut short',
     ]
     first, second = map(json.loads, as_json.getvalue().splitlines())

@@ -1,4 +1,4 @@
-"""The page about a run, as text and in a browser."""
+"""The HTML report of a run, as text and in a browser."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from cifar_lit.runs.predictions import PredictionTable, prediction_table
 from cifar_lit.runs.report import render
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-URI = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+URI = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"  # 1 × 1 pixel
 METRICS = {
     "recipe": HOSTILE, "net": "lenet", "parameters": 7000, "seed": 7000, "train_seconds": 61.3, "accelerator": "gpu",
     "devices": 2, "val": {"accuracy": 1.0, "f1": 0.75}, "versions": {"torch": "2"},
     "test": {"accuracy": 0.5, "loss": 0.25, "images": 10, "per_class": {"a": 1.0}, "top5": 0.99,
              "tta": {"views": "mirror", "accuracy": 0.9, "loss": 0.4}},
 }  # fmt: skip
-CURVES = f"step,epoch,train/loss,lr,lr-SGD,val/loss,test/loss,test/once,{HOSTILE}\n1,0,2,0.1,0.2,3,,,1\n2,1,1,0.1,0.2,2,4,1,1\n"
+CURVES = f"""step,epoch,train/loss,lr,lr-SGD,val/loss,test/loss,test/once,{HOSTILE}
+1,0,2,0.1,0.2,3,,,1\n2,1,1,0.1,0.2,2,4,1,1
+"""
 
 
 def data_of(classes: list[str], images: int, side: int) -> Any:
@@ -36,7 +38,7 @@ def data_of(classes: list[str], images: int, side: int) -> Any:
 
 
 def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
-    """A page with everything that it can have, as hostile as it comes."""
+    """Return a report with all of its parts and hostile text in each."""
     run = folder / f"run {HOSTILE}"
     run.mkdir()
     (run / "config.yaml").write_text(f"root: {HOSTILE}\n" + "long: " + "word " * 100)
@@ -52,7 +54,7 @@ def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
     return render(run, METRICS, data_of(names, 300, side), prediction_table(predictions), findings)
 
 
-def test_what_comes_from_outside_is_escaped_and_every_figure_and_curve_is_shown(tmp_path: Path) -> None:
+def test_untrusted_text_is_escaped_and_every_metric_and_curve_is_shown(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert HOSTILE not in page and "<script" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 10
@@ -64,32 +66,29 @@ def test_what_comes_from_outside_is_escaped_and_every_figure_and_curve_is_shown(
         "validation f1": "0.7500", "torch": "2",
     }.items()  # fmt: skip
     titles = ["loss", "learning rate", "lr-SGD", json.dumps(HOSTILE)[1:-1].replace("<", "&lt;").replace(">", "&gt;")]
-    assert re.findall("<figcaption>([^<]*)", page) == titles  # all that was logged more than once
+    assert re.findall("<figcaption>([^<]*)", page) == titles  # metrics logged more than once
     assert "Loss over training steps: training ends at 1, validation ends at 2, test ends at 4" in page
     assert all(f">{part}</text>" in page for part in ("training", "validation", "test"))
     assert "config.yaml&#39;</pre>" in page and "cifar-lit report" in page
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"), [("{label_smoothing: 0.2}", True), ("{label_smoothing: 0}", False), ("[]", False)]
+    ("model", "noted"), [("{label_smoothing: 0.2}", True), ("{label_smoothing: 0}", False), ("[]", False)]
 )
-def test_the_page_says_that_the_training_loss_includes_label_smoothing(
-    tmp_path: Path, settings: str, told: bool
-) -> None:
+def test_the_report_notes_label_smoothing_of_the_training_loss(tmp_path: Path, model: str, noted: bool) -> None:
     (tmp_path / "metrics.csv").write_text(CURVES)
-    (tmp_path / "config.yaml").write_text(f"model: {settings}\n")
+    (tmp_path / "config.yaml").write_text(f"model: {model}\n")
     table = PredictionTable(torch.arange(2), torch.arange(2), torch.arange(2), torch.ones(2).double())
     page = render(tmp_path, {}, data_of(["a", "b"], 2, 8), table)
-    assert ("training loss includes label smoothing of 0.2" in page) is told
+    assert ("training loss includes label smoothing of 0.2" in page) is noted
 
 
-def test_a_bare_model_has_a_page_too_with_precision_recall_and_f1_of_its_matrix(tmp_path: Path) -> None:
+def test_a_model_without_a_run_has_a_report_with_precision_recall_and_f1(tmp_path: Path) -> None:
     labels, predicted = torch.tensor([0] * 10 + [1] * 10), torch.tensor([0] * 8 + [1] * 2 + [0] * 4 + [1] * 6)
     table = PredictionTable(torch.arange(20), labels, predicted, torch.full((20,), torch.nan).double())
     page = render(tmp_path, {}, data_of(["a", "b", "none"], 20, 8), table)
-    cells = {
-        name: re.findall("<td>([^<]*)", row) for name, row in re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', page)
-    }
+    rows = re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', page)
+    cells = {name: re.findall("<td>([^<]*)", row) for name, row in rows}
     assert cells["a"] == [f"{8 / 12:.4f}", "0.8000", f"{2 * (8 / 12) * 0.8 / (8 / 12 + 0.8):.4f}", "10", "12", "8"]
     assert cells["b"][3:] == ["10", "8", "6"]
     assert cells["none"] == ["–", "–", "–", "0", "0", "0"]
@@ -104,11 +103,11 @@ def test_a_bare_model_has_a_page_too_with_precision_recall_and_f1_of_its_matrix(
 
 
 @pytest.mark.parametrize(
-    ("classes", "side", "scheme", "ground"),
+    ("classes", "side", "scheme", "background"),
     [(10, 28, "light", "rgb(255, 255, 255)"), (100, 224, "dark", "rgb(18, 22, 27)")],
 )
-def test_it_is_small_fits_a_phone_is_read_in_any_light_and_by_keyboard_and_asks_for_nothing(
-    open_page: Open, tmp_path: Path, classes: int, side: int, scheme: str, ground: str
+def test_the_report_is_small_and_accessible_fits_a_phone_and_works_offline(
+    open_page: Open, tmp_path: Path, classes: int, side: int, scheme: str, background: str
 ) -> None:
     file = tmp_path / "report.html"
     file.write_text(page_of(tmp_path, classes, side))
@@ -116,7 +115,7 @@ def test_it_is_small_fits_a_phone_is_read_in_any_light_and_by_keyboard_and_asks_
     opened = open_page(file.as_uri(), width=400, scheme=scheme)
     assert (opened.overflow, opened.errors, opened.requests, opened.unloaded, opened.nameless) == (0, [], [], [], [])
     page = opened.page
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == background
     assert opened.low_contrasts == []
     assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fontFamily").startswith("system-ui")
 
@@ -129,8 +128,8 @@ def test_it_is_small_fits_a_phone_is_read_in_any_light_and_by_keyboard_and_asks_
     assert page.evaluate("document.activeElement.tagName") == "SUMMARY"
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     assert page.locator(".box:not([tabindex='0']), pre:not([tabindex='0'])").count() == 0
-    levels = page.locator("h1, h2, h3, h4").evaluate_all("all => all.map(one => Number(one.tagName[1]))")
+    levels = page.locator("h1, h2, h3, h4").evaluate_all("all => all.map(heading => Number(heading.tagName[1]))")
     assert (levels[0], levels.count(1)) == (1, 1)
     assert all(after - before <= 1 for before, after in pairwise(levels))
-    page.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
+    page.locator("details").evaluate_all("all => all.forEach(details => details.open = true)")
     assert opened.overflow == 0

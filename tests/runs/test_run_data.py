@@ -1,4 +1,4 @@
-"""The images of a run's data set, also of one that the program did not know when it was written."""
+"""Images of a run's data set, also of a data set that the user registers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,16 @@ def stripes(settings: SourceSettings, train: bool) -> ImageSet:
     return ImageSet(images, torch.arange(count) % 2, ("a", "b"))
 
 
-def test_a_data_set_of_ones_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_data_set_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "stripes", Source(stripes))
-    named = run_image_data(tmp_path, CARD, dataset="stripes")
+    without_config = run_image_data(tmp_path, CARD, dataset="stripes")
     (tmp_path / "config.yaml").write_text("data: {dataset: stripes, val_size: 10}\n")
     sample = RunData(tmp_path / "model.safetensors", CARD).load(train=False, count=5)
     assert sample.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8]  # evenly spread
     assert (sample.images.shape, sample.what) == ((5, 3, 8, 8), "5 test images of stripes")
-    for data in (named, run_image_data(tmp_path, CARD)):
+    for data, val_size in ((without_config, 0), (run_image_data(tmp_path, CARD), 10)):
         assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
-    assert [len(data.split[1]) for data in (named, run_image_data(tmp_path, CARD))] == [
-        0,
-        10,
-    ]  # no config, no held-out images
+        assert len(data.split[1]) == val_size
 
 
 def test_training_images_exclude_the_validation_images_of_the_data_set(
@@ -51,10 +48,10 @@ def test_training_images_exclude_the_validation_images_of_the_data_set(
     assert sample.images[:, 0, 0, 0].tolist() == list(range(30))
 
 
-def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(
+def test_a_class_named_in_the_augmentation_of_a_config_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A parser would import what is named where a dataclass is expected, before it refuses it: here are plain values."""
+    """The CLI's parser would import the class before it refuses it, so the config is read without the parser."""
     (tmp_path / "hostile_augment.py").write_text("class Augment: ...")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "config.yaml").write_text("data: {dataset: shapes, augment: {class_path: hostile_augment.Augment}}\n")
@@ -63,7 +60,7 @@ def test_a_class_that_a_config_names_for_its_augmentation_is_not_imported(
     assert "hostile_augment" not in sys.modules
 
 
-def test_images_that_are_not_here_are_not_downloaded_but_drawn(tmp_path: Path) -> None:
+def test_missing_images_are_generated_and_not_downloaded(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"data: {{dataset: cifar10, root: {tmp_path}}}\n")
     data = RunData(tmp_path / "model.safetensors", CARD)
     reason = f"the images of cifar10 are missing in {tmp_path}: give their folder with --data-dir"

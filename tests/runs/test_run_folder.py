@@ -1,4 +1,4 @@
-"""Run folders: their numbers, their lock, and what `--resume` goes on from."""
+"""Run folders: numbers, locks, and the checkpoint that `--resume` finds."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ from cifar_lit.runs.run_folder import (
 )
 
 
-def test_runs_are_numbered_by_recipe_above_the_highest_there_is_and_threads_get_folders_of_their_own(
-    tmp_path: Path,
-) -> None:
+def test_each_run_gets_the_next_number_of_its_recipe_and_a_folder_of_its_own(tmp_path: Path) -> None:
     for name in ("a+b-7", "a+b-old", "a+bc-9", "a+b-8-copy", "aab-20", "a+b", "a+b-"):
         (tmp_path / "logs" / name).mkdir(parents=True)
     assert [RunFolder(tmp_path / "logs", name).path.name for name in ("a+b", "c", "a+b")] == ["a+b-8", "c-1", "a+b-9"]
@@ -40,7 +38,7 @@ def test_runs_are_numbered_by_recipe_above_the_highest_there_is_and_threads_get_
     assert sorted(path.name for path in paths) == sorted(f"fast-{number}" for number in range(1, 51))
 
 
-def test_nothing_is_made_before_the_first_process_looks_and_the_others_follow_it(tmp_path: Path) -> None:
+def test_the_first_process_creates_the_folder_on_first_access_and_the_others_follow(tmp_path: Path) -> None:
     first, other = RunFolder(tmp_path / "logs", "fast"), RunFolder(tmp_path / "logs", "fast", first=False)
     first.release()
     assert other.path == tmp_path / "logs"
@@ -51,27 +49,24 @@ def test_nothing_is_made_before_the_first_process_looks_and_the_others_follow_it
     assert (first.path.name, other.path.name) == ("fast-1", "fast-7")
 
 
-def test_a_folder_is_refused_with_its_owner_until_it_is_released_and_exactly_one_of_many_gets_it(
-    tmp_path: Path,
-) -> None:
+def test_a_locked_folder_is_refused_and_after_its_release_exactly_one_process_gets_it(tmp_path: Path) -> None:
     first = RunFolder(tmp_path, "fast")
     path = first.path
-    with pytest.raises(
-        Failure, match=f"process {os.getpid()} on {socket.gethostname()} is writing {path}: wait until it"
-    ):
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    with pytest.raises(Failure, match=f"{owner} is writing {path}: wait until it"):
         RunFolder(tmp_path, "fast", path)
     first.release()
     first.release()
     assert list(path.iterdir()) == []
 
-    def go_on(_: int) -> RunFolder | None:
+    def resume(_: int) -> RunFolder | None:
         with suppress(Failure):
             return RunFolder(tmp_path, "fast", path)
         return None
 
     for _ in range(3):
         with ThreadPoolExecutor(12) as pool:
-            (resumed,) = filter(None, pool.map(go_on, range(12)))
+            (resumed,) = filter(None, pool.map(resume, range(12)))
         assert (resumed.resumed, resumed.path) == (True, path)
         resumed.release()
         assert list(path.iterdir()) == []
@@ -88,7 +83,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_process_holds_nothing_and_what_it_left_half_written_goes(
+def test_a_killed_process_holds_no_lock_and_its_partial_files_are_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path), f"last.ckpt{PART}"]
@@ -111,7 +106,7 @@ LEFT = "filelock/2\npid=41\nhost={}\nmode=lease\ntoken=0\nduration=0.1\n"
 
 
 @pytest.mark.parametrize("text", ["", "{", "process 41 on node-7\n", LEFT.format("a\x1b[2J"), LEFT.format("node-7")])
-def test_a_record_of_another_machine_is_told_of_and_one_that_cannot_be_read_hinders_nobody(
+def test_an_expired_lock_of_another_machine_is_reported_and_an_unreadable_lock_is_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(run_folder, "LEASE_SECONDS", 0.1)
@@ -122,11 +117,11 @@ def test_a_record_of_another_machine_is_told_of_and_one_that_cannot_be_read_hind
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what is there
+# ---- existing runs
 
 
 def make_run(logs: Path, name: str, age: int = 0) -> Path:
-    """A run folder as a training leaves it, last written `age` seconds ago."""
+    """Create the run folder of a training, last written `age` seconds ago."""
     (logs / name / "checkpoints").mkdir(parents=True)
     config = logs / name / "config.yaml"
     config.touch()
@@ -137,10 +132,10 @@ def make_run(logs: Path, name: str, age: int = 0) -> Path:
     return logs / name
 
 
-def test_the_newest_run_that_trained_is_resumed_or_the_one_that_is_named(tmp_path: Path) -> None:
+def test_the_newest_training_is_resumed_or_the_given_one(tmp_path: Path) -> None:
     older, newest = make_run(tmp_path, "fast-1", age=300), make_run(tmp_path, "lenet-1", age=100)
     make_run(tmp_path, "fast-2", age=200)
-    (tmp_path / "fast-3").mkdir()  # of a test
+    (tmp_path / "fast-3").mkdir()  # the run of a test, without checkpoints
     (tmp_path / "fast-3" / "config.yaml").touch()
     assert find_resumable(tmp_path, None) == newest / "checkpoints" / "last.ckpt"
     assert find_resumable(tmp_path, str(older)) == older / "checkpoints" / "last.ckpt"
@@ -156,7 +151,7 @@ def test_the_newest_run_that_trained_is_resumed_or_the_one_that_is_named(tmp_pat
     assert run_of(best) is None
 
 
-def test_resume_prefers_the_newest_unfinished_run_with_a_checkpoint_and_says_so(
+def test_resume_prefers_the_newest_unfinished_run_with_a_checkpoint_and_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path, "old-1", age=400)
@@ -167,7 +162,7 @@ def test_resume_prefers_the_newest_unfinished_run_with_a_checkpoint_and_says_so(
     assert find_resumable(tmp_path, None, needs_test=False) == unfinished / "checkpoints/last.ckpt"
     assert capsys.readouterr().err == f"resuming {unfinished}: the newest run, {newest}, is finished\n"
     assert find_resumable(tmp_path, None, needs_test=True).parent.parent.name == "fitted-1"
-    assert find_resumable(tmp_path, None).parent.parent == newest  # as a restarted job asks
+    assert find_resumable(tmp_path, None).parent.parent == newest  # in a restarted job
     crashed = make_run(tmp_path, "crashed-1")
     for checkpoint in (crashed / "checkpoints").iterdir():
         checkpoint.unlink()
@@ -180,7 +175,7 @@ def test_resume_prefers_the_newest_unfinished_run_with_a_checkpoint_and_says_so(
 
 @pytest.mark.parametrize("name", [None, "logs/fast-1/checkpoints/last.ckpt"])
 @pytest.mark.parametrize("place", ["metrics.csv", "checkpoints/best.ckpt", "plots", "deep/down/there"])
-def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(
+def test_a_run_with_a_symlink_that_leaves_its_folder_is_not_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -190,32 +185,29 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(
     (run / "deep/loop").symlink_to("loop")
     checkpoint = find_resumable(Path("logs"), name)
     (run / place).unlink(missing_ok=True)
-    (run / place).symlink_to(tmp_path / "logs/fast-10")  # which is not there
+    (run / place).symlink_to(tmp_path / "logs/fast-10")  # a missing target
     with pytest.raises(Failure, match=f"^logs/fast-1/{place} is a symlink pointing outside its run folder"):
         find_resumable(Path("logs"), name)
     (run / place).unlink()
     run.rename("elsewhere")
-    run.symlink_to(tmp_path / "elsewhere")  # as one may keep runs on another disk
+    run.symlink_to(tmp_path / "elsewhere")  # the run itself may be on another disk
     assert find_resumable(Path("logs"), name) == checkpoint
 
 
-def test_the_last_run_that_began_is_the_newest_though_the_clock_was_set_back_or_another_run_is_dated_in_the_future(
-    tmp_path: Path,
-) -> None:
-    day = 24 * 3600
-    make_run(tmp_path, "fast-1", age=-day)  # before the clock was set back; or of somebody else
-    for name in ("fast-2", "fast-3", "fast-2"):  # the last one is gone on with
+def test_the_run_that_started_last_is_the_newest_even_if_another_run_is_dated_in_the_future(tmp_path: Path) -> None:
+    make_run(tmp_path, "fast-1", age=-24 * 3600)  # started before the clock was set back
+    for name in ("fast-2", "fast-3", "fast-2"):  # the last is resumed
         run = tmp_path / name if (tmp_path / name).exists() else make_run(tmp_path, name)
         stamp_start(run)
         assert find_resumable(tmp_path, None) == run / "checkpoints" / "last.ckpt"
     (tmp_path / "fast-1" / "config.yaml").unlink()
-    config = make_run(tmp_path / "usual", "fast-1") / "config.yaml"
+    config = make_run(tmp_path / "other", "fast-1") / "config.yaml"
     before = config.stat().st_mtime_ns
     stamp_start(config.parent)
     assert config.stat().st_mtime_ns == before
 
 
-def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_needed(tmp_path: Path) -> None:
+def test_a_run_is_finished_after_its_test_or_after_the_fit_if_no_test_is_needed(tmp_path: Path) -> None:
     check_unfinished(tmp_path, needs_test=False)
     (tmp_path / "metrics.json").write_text(json.dumps({"val": {"accuracy": 0.5}, "test": None}))
     check_unfinished(tmp_path, needs_test=True)
@@ -227,7 +219,7 @@ def test_a_run_with_its_test_is_finished_and_one_without_only_if_none_is_needed(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
-def test_metrics_and_curves_that_cannot_be_read_are_none(tmp_path: Path, text: str) -> None:
+def test_unreadable_metrics_and_curves_are_empty(tmp_path: Path, text: str) -> None:
     for name in ("metrics.json", "metrics.csv"):
         (tmp_path / name).write_text(text)
     assert (read_metrics(tmp_path), read_curves(tmp_path)) == ({}, [])
@@ -235,11 +227,11 @@ def test_metrics_and_curves_that_cannot_be_read_are_none(tmp_path: Path, text: s
 
 @pytest.mark.parametrize(
     "damage",
-    [{"parameters": []}, {"epochs": "3"}, {"test": {"accuracy": []}}, {"test": {"accuracy": 2}}, {"val": {"loss": []}},
-     {"test": {"images": []}}, {"test": {"fingerprint": 1}}, {"test": {"tta": {"views": "mirror"}}}, {"test": {"tta": [1]}},
-     {"test": {"tta": {"views": "mirror", "accuracy": None}}}],
+    [{"parameters": []}, {"epochs": "3"}, {"test": {"accuracy": []}}, {"test": {"accuracy": 2}},
+     {"test": {"images": []}}, {"test": {"fingerprint": 1}}, {"test": {"tta": {"views": "mirror"}}},
+     {"test": {"tta": [1]}}, {"test": {"tta": {"views": "mirror", "accuracy": None}}}, {"val": {"loss": []}}],
 )  # fmt: skip
-def test_metrics_of_wrong_kinds_are_none(tmp_path: Path, damage: dict[str, object]) -> None:
+def test_metrics_with_invalid_values_are_empty(tmp_path: Path, damage: dict[str, object]) -> None:
     whole = {"parameters": 3, "test": {"accuracy": None, "loss": 1.5, "tta": {"views": "mirror", "accuracy": 0.5}}}
     (tmp_path / "metrics.json").write_text(json.dumps(whole))
     assert read_metrics(tmp_path) == whole

@@ -1,4 +1,4 @@
-"""The schema of metrics.json matches the files that runs write."""
+"""The JSON schema of metrics.json matches the files that runs write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def all_fields() -> dict[str, dict[str, Any]]:
     return {name: field for path, schema in (("", SCHEMA), *parts) for name, field in fields(schema, path)}
 
 
-def test_the_schema_is_valid_and_describes_each_field_with_the_unit_of_each_number() -> None:
+def test_the_schema_is_valid_and_has_a_description_of_each_field_and_a_unit_of_each_number() -> None:
     Draft202012Validator.check_schema(SCHEMA)
     for name, field in all_fields().items():
         assert field.get("description", "").endswith("."), name
@@ -39,7 +39,7 @@ def test_the_schema_is_valid_and_describes_each_field_with_the_unit_of_each_numb
         assert not is_number or name == "seed" or field.get("unit"), name
 
 
-def test_a_run_has_the_fields_of_the_schema(run_dir: Path) -> None:
+def test_the_metrics_of_a_run_have_the_fields_of_the_schema(run_dir: Path) -> None:
     metrics = metrics_of(run_dir)
     assert errors(metrics) == []
     optional = {"top5", "tta"}  # need more than five classes or `model.tta`
@@ -49,7 +49,9 @@ def test_a_run_has_the_fields_of_the_schema(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("validate",), ("test", "--model.tta", "mirror")])
-def test_evaluations_fit_the_schema(run_dir: Path, working_folder: Path, command: tuple[str, ...]) -> None:
+def test_the_metrics_of_validate_and_test_match_the_schema(
+    run_dir: Path, working_folder: Path, command: tuple[str, ...]
+) -> None:
     name, *flags = command
     answer = run_command(name, "--ckpt_path", run_dir / "checkpoints/best.ckpt", *flags)
     assert answer.code == 0, answer.err
@@ -64,10 +66,10 @@ def test_evaluations_fit_the_schema(run_dir: Path, working_folder: Path, command
         ("test", {"accuracy": 1.5}),
         ("test", {"fingerprint": "x"}),
         ("val", {"interval": [0.5]}),
-        ("val", {"extra": "text"}),
+        ("val", {"extra": "x"}),
     ],
 )
-def test_the_schema_refuses_other_values(run_dir: Path, part: str, change: dict[str, Any]) -> None:
+def test_the_schema_refuses_invalid_values(run_dir: Path, part: str, change: dict[str, Any]) -> None:
     metrics = metrics_of(run_dir)
     assert errors({**metrics, part: {**metrics[part], **change}}) != []
     assert errors({**metrics, "unknown": 1}) != []

@@ -1,4 +1,4 @@
-"""What a run left behind, compared with a run that nothing happened to: bit for bit, or up to rounding."""
+"""Compare a run with an undisturbed run: bit for bit, or up to rounding."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from torch import Tensor
 
 from cifar_lit.training.checkpoint import read_checkpoint
 
-NOT_RESULTS = (".lock", ".owner", ".job")  # a lock that a kill in the last moment left, and who started the run
-# of metrics.json the times, of checkpoints the clocks, and the digest of a model, which follows from the rest
+NOT_RESULTS = (".lock", ".owner", ".job")  # left by a kill, or by the scheduler's job
+# Times, clocks, and the digest of a model, which follows from its other fields.
 NEVER_EQUAL = ("train_seconds", "images_per_second", "seconds", "validation", "sha256")
-# what is not compared up to rounding, as there is one of it for each process: of checkpoints the states from which dropout
-# would draw, the parts of a sum that is compared itself, and how many batches of a validation were its; of metrics.json how
-# many there were; and the threshold of what looks foreign, which hangs on features in half precision, compared themselves
+# Values that depend on the number of processes: random states, partial sums and batch counts of each process, and the
+# novelty threshold, which depends on features in half precision. The total sums and the features are compared.
 NOT_ROUNDED = ("random_state", "device_sums", "epoch_loop.val_loop.batch_progress", "devices", "threshold")
 
 
 def run_in(folder: Path) -> Path | None:
-    """The newest run in a folder of runs, None when there is none."""
+    """Return the newest run in a folder of runs."""
     runs = sorted(folder.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime_ns)
     return runs[-1].parent if runs else None
 
 
 def finished(run: Path) -> bool:
-    """Whether a run has been tested, and its results written."""
+    """Return whether a run has been tested and its results written."""
     try:
         return bool(json.loads((run / "metrics.json").read_text())["test"])
     except (OSError, ValueError, KeyError):
@@ -37,18 +36,19 @@ def finished(run: Path) -> bool:
 
 
 def differences(run: Path, expected: Path, tolerance: float = 0.0) -> list[str]:
-    """In what a run differs from the undisturbed one: weights, optimizer, averages, curves, results, files; nothing if in none.
+    """Return the places in checkpoints, curves, results and other files where two runs differ.
 
-    With a `tolerance`, for a run that went on with another number of processes, fractions may differ by it, absolutely or,
-    above 1, relatively, and `NOT_ROUNDED` does not count.
+    Args:
+        tolerance: for runs resumed with another number of processes: floating-point values may differ by it, absolutely
+            or, above 1, relatively. `NOT_ROUNDED` is ignored.
     """
-    left_out = (*NEVER_EQUAL, *(NOT_ROUNDED if tolerance else ()))
-    first, second = (comparable(contents(each, parsed=tolerance > 0), left_out) for each in (run, expected))
+    ignored = (*NEVER_EQUAL, *(NOT_ROUNDED if tolerance else ()))
+    first, second = (comparable(contents(each, parsed=tolerance > 0), ignored) for each in (run, expected))
     return unequal(first, second, tolerance=tolerance)
 
 
 def contents(run: Path, parsed: bool) -> dict[str, Any]:
-    """What a run's files hold, by their names. parsed: of tables the numbers, not the bytes."""
+    """Return the content of each file of a run by name. parsed: numbers of tables instead of bytes."""
     files: dict[str, Any] = {}
     for path in run.rglob("*"):
         if not path.is_file() or "tfevents" in path.name or path.name in NOT_RESULTS:
@@ -59,15 +59,11 @@ def contents(run: Path, parsed: bool) -> dict[str, Any]:
         elif path.name == "metrics.json":
             value.update(json.loads(path.read_text()))
         elif path.suffix == ".csv":
-            with path.open(newline="") as file:
-                value["rows"] = (
-                    [[_number(cell) for cell in row] for row in csv.reader(file)] if parsed else path.read_bytes()
-                )
+            rows = csv.reader(path.read_text().splitlines())
+            value["rows"] = [[_number(cell) for cell in row] for row in rows] if parsed else path.read_bytes()
         elif path.suffix == ".safetensors":
             with safe_open(path, "pt") as model:
-                metadata = {
-                    name: json.loads(text) if name == "card" else text for name, text in model.metadata().items()
-                }
+                metadata = {**model.metadata(), "card": json.loads(model.metadata()["card"])}
                 value.update({name: model.get_tensor(name) for name in model.keys()}, metadata=metadata)  # noqa: SIM118
     return files
 
@@ -79,23 +75,22 @@ def _number(cell: str) -> float | str:
         return cell
 
 
-def comparable(value: Any, left_out: tuple[str, ...] = NEVER_EQUAL) -> Any:
-    """Nested values without the keys that are left out, and with the last part of each path in its place."""
+def comparable(value: Any, ignored: tuple[str, ...] = NEVER_EQUAL) -> Any:
+    """Return nested values without the ignored keys, and with paths reduced to their last part."""
     if isinstance(value, dict):
-        return {comparable(key): comparable(inner, left_out) for key, inner in value.items() if key not in left_out}
+        return {comparable(key): comparable(inner, ignored) for key, inner in value.items() if key not in ignored}
     if isinstance(value, list | tuple):
-        return [comparable(inner, left_out) for inner in value]
+        return [comparable(inner, ignored) for inner in value]
     return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
 def unequal(first: Any, second: Any, path: str = "", tolerance: float = 0.0) -> list[str]:
-    """Where two nested values differ: tensors and fractions by more than `tolerance`, for 0 in any bit; all else at all."""
+    """Return the paths where two nested values differ: tensors and floats by more than `tolerance`, others at all."""
     if isinstance(first, dict) and isinstance(second, dict):
-        alone = [f"{path}.{key}" for key in first.keys() ^ second.keys()]
-        shared = sorted(first.keys() & second.keys(), key=str)
-        return alone + [
-            place for key in shared for place in unequal(first[key], second[key], f"{path}.{key}", tolerance)
-        ]
+        places = [f"{path}.{key}" for key in first.keys() ^ second.keys()]
+        for key in sorted(first.keys() & second.keys(), key=str):
+            places += unequal(first[key], second[key], f"{path}.{key}", tolerance)
+        return places
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         pairs = enumerate(zip(first, second, strict=True))
         return [place for number, pair in pairs for place in unequal(*pair, f"{path}.{number}", tolerance)]
@@ -112,5 +107,5 @@ def _same_tensor(first: Tensor, second: Tensor, tolerance: float) -> bool:
         return True
     if not tolerance or first.shape != second.shape or not first.is_floating_point():
         return False
-    limit = max(tolerance, torch.finfo(first.dtype).eps)  # half precision cannot come closer
+    limit = max(tolerance, torch.finfo(first.dtype).eps)  # at least the precision of the type
     return bool(((first.double() - second.double()).abs() <= limit * second.double().abs().clamp_min(1.0)).all())

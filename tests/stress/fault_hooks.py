@@ -1,4 +1,4 @@
-"""Callbacks that let a stress test follow a training from outside, and make it fail; without its variable each does nothing."""
+"""Callbacks that let a stress test follow a training and inject faults. Each needs its environment variable."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-PIPE = "STRESS_PIPE"  # for Announce: the descriptor of a pipe
-FOLDER = "STRESS_FOLDER"  # for Faults: the folder of the files that it writes and reads
-SAMPLES = "STRESS_SAMPLES"  # for Samples: EPOCH,EPOCH:FILE
+PIPE = "STRESS_PIPE"  # Announce: descriptor of a pipe
+FOLDER = "STRESS_FOLDER"  # Faults: folder of its files
+SAMPLES = "STRESS_SAMPLES"  # Samples: EPOCH,EPOCH:FILE
 PHASES = {
     b"s": "start",
     b"t": "training",
@@ -29,10 +29,10 @@ PHASES = {
     b"x": "test",
     b"r": "writing results",
 }
-HOLD = "STRESS_HOLD"  # for Announce: such as `2 validation`, at the beginning of which it waits for `HOLD_SECONDS`
+HOLD = "STRESS_HOLD"  # Announce: `2 validation` waits HOLD_SECONDS at the start of the second validation
 HOLD_SECONDS = 0.5
-CLOCK = "STRESS_CLOCK"  # for ClockJump: seconds
-PAUSE = 0.02  # seconds a step under Faults, so that there is time to meddle
+CLOCK = "STRESS_CLOCK"  # ClockJump: seconds
+PAUSE = 0.02  # seconds per step under Faults, time for a fault to arrive
 CRASH, KILL, FREEZE, HANG = "crash", "kill -9", "SIGSTOP", "hang"
 
 
@@ -44,7 +44,7 @@ def _announced(phase: bytes) -> Callable[..., None]:
 
 
 class Announce(Callback):
-    """Says through a pipe, a byte of `PHASES` each time, what the training is doing, so that one knows where a kill fell."""
+    """Write a byte of `PHASES` to a pipe at the start of each phase, to know in which phase a kill hit."""
 
     def __init__(self) -> None:
         self._pipe = int(os.environ.get(PIPE, "-1"))
@@ -85,7 +85,7 @@ class Announce(Callback):
 
 
 class Faults(Callback):
-    """Each rank makes a file `ready-<rank>` in its second epoch, and looks at every step for a fault in `fault-<rank>`."""
+    """Create `ready-<rank>` in the second epoch, and look for a fault in `fault-<rank>` at every step."""
 
     def __init__(self) -> None:
         self._folder = os.environ.get(FOLDER)
@@ -103,13 +103,13 @@ class Faults(Callback):
             return
         if fault == CRASH:
             raise RuntimeError("the stress test asked for it")
-        if fault == HANG:  # as in a read from a file system that is gone; other threads go on
+        if fault == HANG:  # like a read from a lost file system; other threads continue
             time.sleep(3600)
         os.kill(os.getpid(), signal.SIGKILL if fault == KILL else signal.SIGSTOP)
 
 
 class ClockJump(Callback):
-    """Sets the time of day in its process by so many seconds, in the middle of the second epoch."""
+    """Shift the time of day in this process in the middle of the second epoch."""
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -120,23 +120,23 @@ class ClockJump(Callback):
 
 
 class Samples(Callback):
-    """Writes at some epochs what the process and its run folder hold, a line of JSON each."""
+    """Write the resources of the process and its run folder at some epochs, a line of JSON each."""
 
     def __init__(self) -> None:
         epochs, _, self._file = os.environ.get(SAMPLES, "").partition(":")
         self._epochs = [int(epoch) for epoch in epochs.split(",") if epoch]
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A sample after an epoch is taken before the next, when its checkpoints are written."""
+        """Take the sample of an epoch at the start of the next, after its checkpoints are written."""
         if trainer.current_epoch in self._epochs:
             gc.collect()
             folder = Path(str(trainer.checkpoint_callbacks[0].dirpath)).parent  # type: ignore[attr-defined]
             with Path(self._file).open("a") as file:
-                file.write(json.dumps(held(folder)) + "\n")
+                file.write(json.dumps(resources(folder)) + "\n")
 
 
-def held(folder: Path) -> dict[str, int]:
-    """Bytes resident, open files and threads of this process; of `folder` the files and their bytes, curves apart."""
+def resources(folder: Path) -> dict[str, int]:
+    """Return resident memory, open files and threads of this process, and number and size of the files in `folder`."""
     sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     curves = [path for path in sizes if path.name == "metrics.csv" or "tfevents" in path.name]
     pages = int(Path("/proc/self/statm").read_text().split()[1])

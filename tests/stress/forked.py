@@ -1,8 +1,7 @@
-"""Commands of `cifar-lit` in forks of a process that has everything imported: they start in milliseconds, not seconds.
+"""Commands of `cifar-lit` in forks of a process with all imports done: they start in milliseconds, not seconds.
 
-A fork is a process of its own in all that matters here: its memory is gone when it is killed, its files stay, its locks are
-taken back. What it cannot show is a kill during the imports. As pytest must not be forked, `python -m
-stress.forked` is a process that calls functions, a line of JSON each, and forks when these do.
+A killed fork loses its memory and locks and leaves its files, like any process. Imports cannot be interrupted.
+pytest must not be forked, so `python -m stress.forked` is a server that calls functions, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -29,48 +28,23 @@ from cifar_lit.distributed.join import free_port
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 120.0  # seconds after which a command counts as frozen
-SMALL_TRAINING = [  # of 13 steps an epoch, with regular checkpoints and averaged weights
-    *(
-        "train",
-        "--recipe",
-        "quickstart",
-        "--accelerator",
-        "cpu",
-        "--precision",
-        "32-true",
-        "--epochs",
-        "3",
-        "--net",
-        "lenet",
-    ),
-    *(
-        "--data.count",
-        "121",
-        "--data.val_size",
-        "20",
-        "--data.image_size",
-        "16",
-        "--batch-size",
-        "8",
-        "--data.crop",
-        "2",
-    ),
-    *("--model.ema_decay", "0.9", "--checkpoint-every", "4", "--trainer.log_every_n_steps", "5"),
-]
-NAMESPACE = "STRESS_NAMESPACE"  # for a process: the network namespace that it runs in
+TINY = """train --recipe quickstart --accelerator cpu --precision 32-true --net lenet --data.val_size 20
+    --data.image_size 16 --batch-size 8 --data.crop 2 --model.ema_decay 0.9"""
+# 13 steps per epoch, with regular checkpoints.
+SMALL_TRAINING = f"{TINY} --data.count 121 --epochs 3 --checkpoint-every 4 --trainer.log_every_n_steps 5".split()
+NAMESPACE = "STRESS_NAMESPACE"  # the network namespace of a process
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what a launcher or another run of ours has left in it."""
+    """Return the environment without variables of a launcher or another run."""
     ours = {name for name in os.environ if name.startswith("CIFAR_LIT_")} - {"CIFAR_LIT_CACHE"}
-    return {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *ours)} | {
-        "OMP_NUM_THREADS": "1"
-    }
+    inherited = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *ours)}
+    return {**inherited, "OMP_NUM_THREADS": "1"}
 
 
 def warm() -> None:
-    """Imports what a training needs, on one thread: a fork has no other."""
+    """Import everything that a training needs, with one thread, because a fork keeps only one."""
     from cifar_lit.cli.quiet import quieten
 
     quieten()
@@ -79,19 +53,19 @@ def warm() -> None:
 
 
 def size(name: str, default: int) -> int:
-    """How much of something a stress test does, if no variable such as STRESS_KILLS=50 says another number."""
+    """Return the amount of work of a stress test, from a variable such as STRESS_KILLS=50."""
     return int(os.environ.get(f"STRESS_{name}", default))
 
 
 class Forked:
-    """A command in one process or in several.
+    """A command in one or more forked processes.
 
     Args:
-        argv: of the command, or a function that returns the exit code.
-        folder: where it runs.
-        log: file that takes what all processes print; `{rank}` in its name stands for a process's number.
-        processes: how many, as torchrun would start them; or the variables of each, to which a place to meet at is added.
-        more: further variables of all.
+        argv: arguments of the command, or a function that returns the exit code.
+        folder: working folder.
+        log: file for the output of all processes; `{rank}` in its name makes a file per rank.
+        processes: number of processes with torchrun's variables, or the variables of each process.
+        more: further variables of all processes.
     """
 
     def __init__(
@@ -103,7 +77,7 @@ class Forked:
         more: Mapping[str, str] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.log = log.with_name(log.name.format(rank=0))  # of the first process
+        self.log = log.with_name(log.name.format(rank=0))
         self._announced = b"s"
         self._pipe, write = os.pipe()
         sys.stdout.flush()
@@ -117,7 +91,7 @@ class Forked:
                 group = self.pids[0] if self.pids else 0
                 path = log.with_name(log.name.format(rank=rank))
                 _become(argv, folder, path, clean_environment() | meet | own | (more or {}) | pipe, group)
-            with suppress(OSError):  # the child does it too: whoever comes first
+            with suppress(OSError):  # the child does the same, to avoid a race
                 os.setpgid(pid, self.pids[0] if self.pids else pid)
             self.pids.append(pid)
         os.close(write)
@@ -127,15 +101,15 @@ class Forked:
 
     @property
     def phase(self) -> str:
-        """What the first process said last that it is doing."""
+        """Return the phase that rank 0 announced last."""
         return PHASES[self._announced[-1:]]
 
     def count(self, phase: str) -> int:
-        """How often a phase began."""
+        """Return the number of times that a phase began."""
         return sum(PHASES[bytes([byte])] == phase for byte in self._announced)
 
     def listen(self, seconds: float) -> bool:
-        """Waits that long for the next announcement; returns whether a process still runs."""
+        """Wait up to `seconds` for the next announcement, and return whether a process still runs."""
         if select.select([self._pipe], [], [], seconds)[0]:
             with suppress(BlockingIOError):
                 self._announced += os.read(self._pipe, 4096)
@@ -147,7 +121,7 @@ class Forked:
         return len(self.codes) < len(self.pids)
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """Sends a signal to one process, or to all with what they have started."""
+        """Send a signal to one process, or to all of them and their children."""
         with suppress(ProcessLookupError):
             if rank is None:
                 os.killpg(self.pids[0], number)
@@ -155,27 +129,26 @@ class Forked:
                 os.kill(self.pids[rank], number)
 
     def wait(self, seconds: float = LIMIT) -> list[int]:
-        """The exit codes, by rank, of processes that are to end by themselves; raises AssertionError when they do not in time."""
+        """Return the exit codes by rank. Raise AssertionError if a process does not end in time."""
         deadline = time.monotonic() + seconds
         try:
             while self.listen(0.005):
                 if time.monotonic() > deadline:
-                    self.send(signal.SIGUSR1)  # it says where it stands
+                    self.send(signal.SIGUSR1)  # prints the stack
                     time.sleep(0.5)
-                    raise AssertionError(
-                        f"a command did not end within {seconds:.0f} s: {self.log.read_text()[-6000:]}"
-                    )
+                    log = self.log.read_text()[-6000:]
+                    raise AssertionError(f"a command did not end within {seconds:.0f} s: {log}")
         finally:
             self.end()
         return [self.codes[pid] for pid in self.pids]
 
     def finish(self, seconds: float = LIMIT) -> None:
-        """Waits for a good end of all processes."""
+        """Wait until all processes have succeeded."""
         codes = self.wait(seconds)
         assert not any(codes), f"{codes}: {self.log.read_text()[-2000:]}"
 
     def end(self) -> None:
-        """Kills what still runs, and what that has started."""
+        """Kill the processes and their children."""
         self.send(signal.SIGKILL)
         while self.listen(0.001):
             pass
@@ -194,12 +167,12 @@ def _torchrun(processes: int) -> list[dict[str, str]]:
 def _become(
     argv: Sequence[str] | Callable[[], int], folder: Path, log: Path, environment: Mapping[str, str], group: int
 ) -> None:
-    """Turns this process, a fork, into the command; never returns."""
+    """Run the command in this fork and exit."""
     code = 70
     try:
         with suppress(OSError):
             os.setpgid(0, group)
-        with suppress(OSError, AttributeError):  # Linux: so that none is left when the test itself is killed
+        with suppress(OSError, AttributeError):  # Linux: the fork dies with the test
             ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -227,7 +200,7 @@ def _become(
 
 
 def serve() -> None:
-    """Answers calls of functions, [module, name, arguments] on stdin, with [result, None] or [None, traceback]."""
+    """Answer each call [module, name, arguments] on stdin with [result, None] or [None, traceback]."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     warm()

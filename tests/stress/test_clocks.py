@@ -1,4 +1,4 @@
-"""A machine that sleeps in the middle of a training, and clocks that jump: it ends as if nothing had been."""
+"""A training gives the same result on a machine that sleeps or whose clock jumps."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from stress.forked import LIMIT, SMALL_TRAINING, Forked, size
 from cifar_lit.cli import main
 
 RANK_TIMEOUT = 2.0
-SLEEP = 3 * RANK_TIMEOUT  # longer than a rank may be silent, and than its watchdog waits
+SLEEP = 3 * RANK_TIMEOUT  # longer than the rank timeout and the watchdog's
 DAY = 24 * 3600
 TRAINING = [*SMALL_TRAINING, "--rank-timeout", str(RANK_TIMEOUT)]
 ANNOUNCE, JUMP = (f"--trainer.callbacks=stress.fault_hooks.{name}" for name in ("Announce", "ClockJump"))
 
 
-def impatient(line: list[str]) -> int:
-    """A command under time-outs of torch's (half an hour, as it is) that are shorter than the sleep, which counts for them."""
-    defaults = DDPStrategy.__init__.__defaults__ or ()
-    DDPStrategy.__init__.__defaults__ = tuple(
-        timedelta(seconds=SLEEP / 2) if isinstance(one, timedelta) else one for one in defaults
-    )
-    return main(line)
+def train_with_short_timeouts() -> int:
+    """Train with timeouts of torch.distributed that are shorter than the sleep, instead of half an hour."""
+    values = DDPStrategy.__init__.__defaults__ or ()
+    short = timedelta(seconds=SLEEP / 2)
+    DDPStrategy.__init__.__defaults__ = tuple(short if isinstance(value, timedelta) else value for value in values)
+    return main([*TRAINING, ANNOUNCE])
 
 
-def ended_run(training: Forked, folder: Path) -> Path:
-    """The run of a training that has come to a good end."""
+def finished_run(training: Forked, folder: Path) -> Path:
+    """Wait for the training and return its run."""
     training.finish()
     run = run_in(folder / "lightning_logs")
     assert run is not None
@@ -46,32 +45,31 @@ def ended_run(training: Forked, folder: Path) -> Path:
 
 @cache
 def undisturbed(processes: int, folder: Path) -> Path:
-    """A run that nothing happens to."""
-    return ended_run(Forked(TRAINING, folder, folder / "log.txt", processes), folder)
+    return finished_run(Forked(TRAINING, folder, folder / "log.txt", processes), folder)
 
 
-def missed(run: Path, processes: int, seconds: float, folder: Path) -> list[str]:
-    """In what a run differs from an undisturbed one in `folder`; `seconds` is the most that it may say it took."""
-    took = json.loads((run / "metrics.json").read_text())["train_seconds"]
+def deviations(run: Path, processes: int, limit: float, folder: Path) -> list[str]:
+    """Return the differences from an undisturbed run, and a training time above `limit`."""
+    seconds = json.loads((run / "metrics.json").read_text())["train_seconds"]
     expected = undisturbed(processes, folder / f"undisturbed-{processes}")
-    return differences(run, expected) + [f"train_seconds is {took}"] * (not 0 < took < seconds)
+    return differences(run, expected) + [f"train_seconds is {seconds}"] * (not 0 < seconds < limit)
 
 
 def sleep_through(processes: int, phase: str, seconds: float, folder: str) -> list[str]:
-    """What a training misses whose processes are all stopped in a phase, and go on that much later."""
-    training = Forked(lambda: impatient([*TRAINING, ANNOUNCE]), Path(folder), Path(folder) / "log.txt", processes)
+    """Stop all processes of a training in a phase, continue them later, and return the deviations."""
+    place = Path(folder)
+    training = Forked(train_with_short_timeouts, place, place / "log.txt", processes)
     while training.count(phase) < 2:
         assert training.listen(1.0), training.log.read_text()[-2000:]
     training.send(signal.SIGSTOP)
     time.sleep(seconds)
     training.send(signal.SIGCONT)
-    return missed(
-        ended_run(training, Path(folder)), processes, time.monotonic() - training.started, Path(folder).parents[1]
-    )
+    run = finished_run(training, place)
+    return deviations(run, processes, time.monotonic() - training.started, place.parents[1])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_machine_that_sleeps_longer_than_a_process_may_be_silent_loses_nothing(
+def test_a_machine_that_sleeps_longer_than_the_rank_timeout_loses_nothing(
     long_form: bool, forking: Callable[..., Any], tmp_path: Path
 ) -> None:
     for phase in ("training", "validation", "checkpoint: writing") if long_form else ("training",):
@@ -82,9 +80,10 @@ def test_a_machine_that_sleeps_longer_than_a_process_may_be_silent_loses_nothing
 
 
 def jump(seconds: int, folder: str) -> list[str]:
-    """What a training misses in whose middle the time of day jumped."""
-    training = Forked([*TRAINING, JUMP], Path(folder), Path(folder) / "log.txt", more={CLOCK: str(seconds)})
-    return missed(ended_run(training, Path(folder)), 1, LIMIT, Path(folder).parent)
+    """Shift the time of day in the middle of a training, and return the deviations."""
+    place = Path(folder)
+    training = Forked([*TRAINING, JUMP], place, place / "log.txt", more={CLOCK: str(seconds)})
+    return deviations(finished_run(training, place), 1, LIMIT, place.parent)
 
 
 @pytest.mark.parametrize("seconds", [DAY, -DAY])

@@ -1,4 +1,4 @@
-"""What the stress tests compare runs by."""
+"""The comparison of runs that the stress tests use."""
 
 import json
 import random
@@ -22,7 +22,7 @@ def make_run(folder: Path, weight: float = 1.0) -> Path:
     return folder
 
 
-def test_runs_are_the_same_or_it_is_said_in_what_they_differ(tmp_path: Path) -> None:
+def test_every_difference_between_two_runs_is_listed(tmp_path: Path) -> None:
     expected = make_run(tmp_path / "expected")
     assert differences(make_run(tmp_path / "same"), expected) == []
     model = [".model.safetensors.metadata.card.std.0", ".model.safetensors.weight"]

@@ -1,4 +1,4 @@
-"""Trainings killed at random moments and gone on with by --resume: what comes to its end must be as if nothing had been."""
+"""Trainings killed at random moments and resumed give the same result as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -20,62 +20,51 @@ from stress.forked import SMALL_TRAINING, Forked, size
 
 ANNOUNCE = "--trainer.callbacks=stress.fault_hooks.Announce"
 TRAINING = [*SMALL_TRAINING, ANNOUNCE]
-ROUNDING = 1e-5  # of fractions; found 6e-8 in weights under SGD, and losses are written with six digits
-PATIENCE = 5.0  # seconds that the other of two processes is given to notice
+ROUNDING = 1e-5  # tolerance of floats; weights under SGD differ by 6e-8, and losses are written with six digits
+PATIENCE = 5.0  # seconds for the other of two processes to notice
 NINE, TERM, ONE_OF_TWO = "kill -9", "SIGTERM", "kill -9 of one of two"
 
 
 class Kind(NamedTuple):
-    """A way to train. line: the command. processes: how many. then: how many go on with it after a kill, 0 for as many."""
+    """A kind of training."""
 
-    line: list[str]
+    argv: list[str]
     processes: int = 1
-    then: int = 0
+    resumed_in: int = 0  # processes after a kill; 0 for the same number
 
 
-def shortened(recipe: str, *flags: str) -> Kind:
-    """What people train on CIFAR-10, narrower and on few drawn images: of 10 steps an epoch, with regular checkpoints."""
-    images = ("--dataset", "shapes", "--data.image_size", "32", "--data.count", "100", "--batch-size", "8")
-    net = ("--model.net_options.widths", "[8, 16, 16]", "--epochs", "3", "--checkpoint-every", "4")
-    rates = (
-        "--lr",
-        "0.05",
-        "--model.bias_lr",
-        "0.4",
-        "--model.head_lr",
-        "5",
-        "--model.weight_decay",
-        "0.0001",
-    )  # for 8 images
-    return Kind(["train", "--recipe", recipe, "--accelerator", "cpu", *images, *net, *rates, ANNOUNCE, *flags])
+def shortened(recipe: str, flags: str, processes: int = 1) -> Kind:
+    """Return a CIFAR-10 recipe with a narrow net on few generated images: 10 steps per epoch, regular checkpoints."""
+    images = "--dataset shapes --data.image_size 32 --data.count 100 --batch-size 8"
+    net = ("--model.net_options.widths", "[8, 16, 16]", "--epochs", "3", "--checkpoint-every", "4", ANNOUNCE)
+    rates = "--lr 0.05 --model.bias_lr 0.4 --model.head_lr 5 --model.weight_decay 0.0001"  # for batches of 8
+    argv = f"train --recipe {recipe} --accelerator cpu {images} {rates} --precision {flags}".split()
+    return Kind([*argv, *net], processes)
 
 
-# not the recipe's AdamW where sums are rounded in another way: it brings the least gradient to the size of any other
+# SGD instead of the recipe's AdamW where sums are rounded differently: AdamW scales up the smallest gradients.
 SGD = ["--data.count", "118", "--model.optimizer", "sgd", "--lr", "0.05", "--model.momentum", "0.9"]
+WORKERS = "--data.placement host --data.workers 1"
 SMALL_NET = {
     "one process": Kind(TRAINING),
-    "one process, images from workers": Kind([*TRAINING, "--data.placement", "host", "--data.workers", "1"]),
+    "one process, images from workers": Kind([*TRAINING, *WORKERS.split()]),
     "two processes": Kind(TRAINING, processes=2),
-    "two processes, gone on with in one": Kind([*TRAINING, *SGD], processes=2, then=1),
-    "one process, gone on with in two": Kind([*TRAINING, *SGD], processes=1, then=2),
+    "two processes, resumed in one": Kind([*TRAINING, *SGD], processes=2, resumed_in=1),
+    "one process, resumed in two": Kind([*TRAINING, *SGD], processes=1, resumed_in=2),
 }
-FLOAT32, BFLOAT16 = ("--precision", "32-true"), ("--precision", "bf16-mixed")
+AVERAGED = "--model.ema_decay 0.9 --data.val_size 20"
 RECIPES = {  # whitened nets under Muon
-    "laptop (growing images, mirrored views), bfloat16": shortened("laptop", *BFLOAT16),
-    "laptop, float32, averaged weights, the best of them": shortened(
-        "laptop", *FLOAT32, "--model.ema_decay", "0.9", "--data.val_size", "20"
-    ),
-    "laptop, bfloat16, two processes": shortened("laptop", *BFLOAT16)._replace(processes=2),
-    "fast94 (all views), float32": shortened("fast94", *FLOAT32, "--trainer.log_every_n_steps", "5"),
-    "fast94, bfloat16, images from workers": shortened(
-        "fast94", *BFLOAT16, "--data.placement", "host", "--data.workers", "1"
-    ),
+    "laptop (growing images, mirrored views), bfloat16": shortened("laptop", "bf16-mixed"),
+    "laptop, float32, averaged weights, the best of them": shortened("laptop", f"32-true {AVERAGED}"),
+    "laptop, bfloat16, two processes": shortened("laptop", "bf16-mixed", processes=2),
+    "fast94 (all views), float32": shortened("fast94", "32-true --trainer.log_every_n_steps 5"),
+    "fast94, bfloat16, images from workers": shortened("fast94", f"bf16-mixed {WORKERS}"),
 }
 GROUPS = {"": SMALL_NET, "_recipes": RECIPES}
 
 
 class Plan(NamedTuple):
-    """When to kill: `seconds` after the start, or so long after a phase has begun for the `times`-th time."""
+    """When to kill: `seconds` after the start, or after a phase has begun for the `times`-th time."""
 
     how: str
     rank: int | None
@@ -85,19 +74,19 @@ class Plan(NamedTuple):
 
 
 def draw_plan(draw: random.Random, seconds: float, processes: int) -> Plan:
-    """A random plan for a training that takes `seconds`: half of them by time alone, half in a phase, as some are short."""
+    """Draw a plan for a training that takes `seconds`: half by time, half by phase, because some phases are short."""
     how = draw.choices((NINE, TERM, ONE_OF_TWO), (6, 3, 3 if processes > 1 else 0))[0]
     rank = draw.randrange(processes) if how == ONE_OF_TWO else None
     if draw.random() < 0.5:
         return Plan(how, rank, draw.uniform(0.0, seconds))
     phase = draw.choice(list(PHASES.values()))
-    several = phase not in ("start", "after the training", "test", "writing results")
+    repeats = phase not in ("start", "after the training", "test", "writing results")
     delay = draw.uniform(0.0, 0.003 if phase.startswith("checkpoint") or phase == "after the training" else 0.02)
-    return Plan(how, rank, delay, phase, draw.randint(1, 4) if several else 1)
+    return Plan(how, rank, delay, phase, draw.randint(1, 4) if repeats else 1)
 
 
 def carry_out(attempt: Forked, plan: Plan) -> str | None:
-    """The phase in which the kill hit, None when the training was over before."""
+    """Return the phase in which the kill hit, or None if the training had ended."""
     phase = None
     while attempt.listen(0.002):
         if plan.phase is None:
@@ -113,45 +102,43 @@ def carry_out(attempt: Forked, plan: Plan) -> str | None:
         deadline = time.monotonic() + PATIENCE
         while attempt.listen(0.005) and time.monotonic() < deadline:
             pass
-        attempt.end()  # as torchrun does with the others, which may wait for one that never comes
+        attempt.end()  # like torchrun, because the other process may wait forever
     else:
         attempt.wait()
     if phase is None or all(code == 0 for code in attempt.codes.values()):
         return None
-    return phase if plan.how == TERM else attempt.phase  # of a killed process, what it said last
+    return phase if plan.how == TERM else attempt.phase  # a killed process announced its last phase
 
 
 def kill_one(
     kind: Kind, kills: int, seconds: float, draw: random.Random, folder: Path
 ) -> tuple[list[tuple[str, str]], Path]:
-    """A training that is killed up to `kills` times, then left alone; (how, phase) of what hit, and the run that came of it."""
+    """Kill a training up to `kills` times, then let it finish; return (how, phase) of each hit, and the run."""
     hits: list[tuple[str, str]] = []
     for number in range(2 * kills + 1):
         run = run_in(folder / "lightning_logs")
         if run is not None and finished(run):
             return hits, run
         resumed = run is not None and any((run / "checkpoints").glob("*.ckpt"))
-        processes = kind.then if resumed and kind.then else kind.processes
-        argv = ["train", "--resume", "--devices", str(processes)] if resumed else kind.line
+        processes = kind.resumed_in if resumed and kind.resumed_in else kind.processes
+        argv = ["train", "--resume", "--devices", str(processes)] if resumed else kind.argv
         attempt = Forked(argv, folder, folder / "log.txt", processes)
         plan = draw_plan(draw, seconds, processes) if len(hits) < kills and number < 2 * kills else None
         phase = carry_out(attempt, plan) if plan else attempt.wait() and None
         if plan and phase:
             hits.append((plan.how, phase))
-        # killed processes have the signal's code, stopped ones 143 or the signal's; the other of two ends with 1
-        by_kill = {NINE: {-9, 0}, TERM: {143, -15, 0, 1}, ONE_OF_TWO: {-9, 1, 0}}
-        allowed = by_kill[plan.how] if plan and phase else {0}
-        assert set(attempt.codes.values()) <= allowed, (
-            f"{sorted(attempt.codes.values())}: {attempt.log.read_text()[-800:]}"
-        )
+        # Killed processes have the signal's code, stopped ones also 143; the other of two ends with 1.
+        expected = {NINE: {-9, 0}, TERM: {143, -15, 0, 1}, ONE_OF_TWO: {-9, 1, 0}}
+        codes = set(attempt.codes.values())
+        assert codes <= (expected[plan.how] if plan and phase else {0}), f"{codes}: {attempt.log.read_text()[-800:]}"
     run = run_in(folder / "lightning_logs")
-    assert run is not None and finished(run), f"it did not come to its end: {attempt.log.read_text()[-500:]}"
+    assert run is not None and finished(run), f"not finished: {attempt.log.read_text()[-500:]}"
     return hits, run
 
 
 def undisturbed(kind: Kind, folder: Path) -> tuple[Path, float]:
-    """A run that nothing happens to, and the seconds that it took."""
-    attempt = Forked(kind.line, folder, folder.with_suffix(".txt"), kind.processes)
+    """Return an undisturbed run and its duration in seconds."""
+    attempt = Forked(kind.argv, folder, folder.with_suffix(".txt"), kind.processes)
     attempt.finish()
     run = run_in(folder / "lightning_logs")
     assert run is not None
@@ -159,42 +146,37 @@ def undisturbed(kind: Kind, folder: Path) -> tuple[Path, float]:
 
 
 def kill_trainings(group: str, kills: int, seconds: int, seed: int, folder: str) -> dict[str, Any]:
-    """Kills until `kills` have hit or `seconds` have passed, each training up to three times."""
-    draw, kinds, began = random.Random(seed), GROUPS[group], time.monotonic()
-    whole = cache(lambda name: undisturbed(kinds[name], Path(folder) / "undisturbed" / name))
+    """Kill trainings, each up to three times, until `kills` have hit or `seconds` have passed; return the counts."""
+    draw, kinds, start = random.Random(seed), GROUPS[group], time.monotonic()
+    expected_run = cache(lambda name: undisturbed(kinds[name], Path(folder) / "undisturbed" / name))
     hits: list[tuple[str, str]] = []
     survivors: Counter[str] = Counter()
-    while len(hits) < kills and time.monotonic() < began + seconds:
+    while len(hits) < kills and time.monotonic() < start + seconds:
         name = list(kinds)[(seed + survivors.total()) % len(kinds)]
         kind, place = kinds[name], Path(folder) / f"run-{survivors.total()}"
-        expected, duration = whole(name)
+        expected, duration = expected_run(name)
         new, run = kill_one(kind, min(draw.randint(1, 3), kills - len(hits)), duration, draw, place)
-        if wrong := differences(run, expected, ROUNDING if kind.then else 0.0):
-            kept = shutil.copytree(place, tempfile.mkdtemp(prefix="cifar-lit-differs-"), dirs_exist_ok=True)
-            raise AssertionError(f"{name}, killed in {new}: differs in {wrong[:5]}. The run is kept in {kept}.")
+        if places := differences(run, expected, ROUNDING if kind.resumed_in else 0.0):
+            copy = shutil.copytree(place, tempfile.mkdtemp(prefix="cifar-lit-differs-"), dirs_exist_ok=True)
+            raise AssertionError(f"{name}, killed in {new}: differs in {places[:5]}. The run is kept in {copy}.")
         survivors[name] += 1
         hits += new
         shutil.rmtree(place)
-    fell = {phase: Counter(how for how, where in hits if where == phase) for phase in PHASES.values()}
-    return {"seed": seed, "fell": fell, "survivors": survivors}
+    hits_by_phase = {phase: Counter(how for how, hit in hits if hit == phase) for phase in PHASES.values()}
+    return {"seed": seed, "fell": hits_by_phase, "survivors": survivors}
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("group", GROUPS)
-def test_killed_and_resumed_trainings_end_as_if_nothing_had_been(
+def test_killed_and_resumed_trainings_equal_undisturbed_ones(
     group: str, forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
-    """With STRESS_SEED others are killed at other moments, so that several calls of some STRESS_SECONDS each add up."""
+    """STRESS_SEED selects other moments, to split a long test over several calls of STRESS_SECONDS each."""
     sizes = {"kills": size("KILLS", 100), "seconds": size("SECONDS", 720), "seed": size("SEED", 0)}
     counts = forking(kill_trainings, group=group, folder=str(tmp_path), **sizes)
-    kills = sum(sum(by.values()) for by in counts["fell"].values())
-    assert kills > 0
-    label = {
-        name: f"equal to {ROUNDING:.0e}" if kind.then else "identical to the last bit"
-        for name, kind in GROUPS[group].items()
-    }
-    headline = {
-        "kills that hit": kills,
-        **{f"{name}: {label[name]}": number for name, number in counts["survivors"].items()},
-    }
+    headline = {"kills that hit": sum(sum(hits.values()) for hits in counts["fell"].values())}
+    assert headline["kills that hit"] > 0
+    for name, number in counts["survivors"].items():
+        exact = not GROUPS[group][name].resumed_in
+        headline[f"{name}: {'identical to the last bit' if exact else f'equal to {ROUNDING:.0e}'}"] = number
     write_counts({**counts, "headline": headline, "unit": {}}, group)

@@ -1,6 +1,6 @@
-"""The network between two processes is cut: for a moment, and nothing is lost; for good, and each names the other and ends.
+"""Network failures between two processes: short ones lose nothing; after a permanent one each rank names the other.
 
-The processes are forks of one, each in a network namespace of its own, which takes root.
+Each process is a fork in its own network namespace, which requires root.
 """
 
 from __future__ import annotations
@@ -22,49 +22,41 @@ from cifar_lit.distributed.rank_watch import JOIN_FACTOR
 
 RANK_TIMEOUT = 6.0
 CUT_SECONDS = 2.0
-END = 60.0  # seconds beyond the stated ones in which a run must have ended on a busy machine
-UNPLUGGED, SHUT = "unplugged", "shut down"  # nobody is told; the machine itself has no way any more
-TRAINING = [
-    *(*SMALL_TRAINING, "--trainer.callbacks=stress.fault_hooks.Announce", "--nodes", "2", "--devices", "1"),
-    *("--rank-timeout", str(RANK_TIMEOUT)),
-]
+END = 60.0  # further seconds for a run to end on a busy machine
+UNPLUGGED, SHUT = "unplugged", "shut down"  # packets are lost; the interface is down
+ANNOUNCE = "--trainer.callbacks=stress.fault_hooks.Announce"
+TRAINING = [*SMALL_TRAINING, ANNOUNCE, "--nodes", "2", "--devices", "1", "--rank-timeout", str(RANK_TIMEOUT)]
 
 
 class Cut(NamedTuple):
-    """how, rank: what is done to which machine. phase, times: when, as rank 0 says it. heals: after `CUT_SECONDS`, or never."""
+    """A network failure."""
 
     how: str
     rank: int
-    phase: str
-    times: int
-    heals: bool
+    phase: str  # phase of rank 0 in which it happens
+    times: int  # occurrence of that phase
+    heals: bool  # after CUT_SECONDS
 
 
-MOMENTS = (
-    ("start", 0),
-    ("training", 3),
-    ("validation", 2),
-    ("checkpoint: writing", 3),
-    ("test", 1),
-    ("writing results", 1),
-)
+WRITING = "checkpoint: writing"
+MOMENTS = (("start", 0), ("training", 3), ("validation", 2), (WRITING, 3), ("test", 1), ("writing results", 1))
 CUTS = [
     Cut(how, rank, *moment, heals)
     for heals in (True, False)
     for moment, (how, rank) in product(MOMENTS, ((UNPLUGGED, 1), (SHUT, 0)))
 ]
-SHORT = [Cut(UNPLUGGED, 1, "training", 3, heals=True), Cut(SHUT, 0, "checkpoint: writing", 3, heals=False)]
+SHORT = [Cut(UNPLUGGED, 1, "training", 3, heals=True), Cut(SHUT, 0, WRITING, 3, heals=False)]
 
 
-def start(machines: TwoMachines, line: list[str], folder: Path, hold: str = "") -> Forked:
-    """A command on both machines."""
-    meet = {"MASTER_ADDR": machines.address(0), "MASTER_PORT": str(free_port()), HOLD: hold}
-    nodes = [{**meet, "NODE_RANK": str(node), NAMESPACE: name} for node, name in enumerate(machines.names)]
-    return Forked(line, folder, folder.with_name(folder.name + "-{rank}.txt"), nodes)
+def start(machines: TwoMachines, argv: list[str], folder: Path, hold: str = "") -> Forked:
+    """Start a command on both machines."""
+    shared = {"MASTER_ADDR": machines.address(0), "MASTER_PORT": str(free_port()), HOLD: hold}
+    nodes = [{**shared, "NODE_RANK": str(node), NAMESPACE: name} for node, name in enumerate(machines.names)]
+    return Forked(argv, folder, folder.with_name(folder.name + "-{rank}.txt"), nodes)
 
 
 def carry_out(machines: TwoMachines, cut: Cut, folder: Path) -> tuple[Path | None, dict[str, Any]]:
-    """A training whose network is cut, and that is gone on with where it ended: the run; its end, and what each rank said."""
+    """Cut the network of a training and resume the run if it ended; return the run and the outcome."""
     sever, mend = (machines.unplug, machines.plug) if cut.how == UNPLUGGED else (machines.shut, machines.open)
     if cut.phase == "start":
         sever(cut.rank)
@@ -73,56 +65,58 @@ def carry_out(machines: TwoMachines, cut: Cut, folder: Path) -> tuple[Path | Non
         assert training.listen(1.0), training.log.read_text()
     if cut.phase != "start":
         sever(cut.rank)
-    began = time.monotonic()
+    cut_time = time.monotonic()
     if cut.heals:
         time.sleep(CUT_SECONDS)
         mend(cut.rank)
     codes = training.wait(JOIN_FACTOR * RANK_TIMEOUT + END)
-    seconds = round(time.monotonic() - began, 2)
+    seconds = round(time.monotonic() - cut_time, 2)
     if not cut.heals:
         mend(cut.rank)
     logs = [folder.with_name(f"{folder.name}-{rank}.txt").read_text() for rank in (0, 1)]
-    said = [[line for line in text.splitlines() if "cifar-lit: " in line] for text in logs]
+    messages = [[line for line in text.splitlines() if "cifar-lit: " in line] for text in logs]
     if any(codes):
         run = run_in(folder / "lightning_logs")
         started = run is not None and any((run / "checkpoints").glob("*.ckpt"))
         start(machines, ["train", "--resume"] if started else TRAINING, folder).finish()
-    return run_in(folder / "lightning_logs"), {**cut._asdict(), "seconds": seconds, "codes": codes, "said": said}
+    outcome = {**cut._asdict(), "seconds": seconds, "codes": codes, "messages": messages}
+    return run_in(folder / "lightning_logs"), outcome
 
 
 def cut_all(cuts: list[list[Any]], folder: str) -> list[dict[str, Any]]:
-    """What each cut led to; `missed`: in what the run differs from one with an undisturbed network."""
+    """Return the outcome of each cut, with the differences from a run on an undisturbed network."""
     outcomes = []
     with two_machines() as machines:
-        whole = Path(folder) / "whole"
-        start(machines, TRAINING, whole).finish()
-        expected = run_in(whole / "lightning_logs")
+        undisturbed = Path(folder) / "undisturbed"
+        start(machines, TRAINING, undisturbed).finish()
+        expected = run_in(undisturbed / "lightning_logs")
         assert expected is not None
         for number, values in enumerate(cuts):
             run, outcome = carry_out(machines, Cut(*values), Path(folder) / str(number))
-            outcomes.append({**outcome, "missed": differences(run, expected) if run else ["it left no run"]})
+            outcomes.append({**outcome, "differences": differences(run, expected) if run else ["no run"]})
     return outcomes
 
 
-def test_a_short_cut_of_the_network_loses_nothing_and_a_lasting_one_ends_all_that_name_each_other(
+def test_a_short_network_failure_loses_nothing_and_after_a_permanent_one_each_rank_names_the_other(
     long_form: bool, forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:
-    """The long form takes STRESS_CUTS of all cuts, from number STRESS_FIRST on, so that several calls add up."""
+    """The long form takes STRESS_CUTS of all cuts from number STRESS_FIRST, to split them over several calls."""
     if why := why_not():
         pytest.skip(why)
     first = size("FIRST", 0)
     cuts = CUTS[first : first + size("CUTS", len(CUTS))] if long_form else SHORT
     outcomes = forking(cut_all, cuts=cuts, folder=str(tmp_path))
-    lasting = [one for one in outcomes if not one["heals"]]
+    permanent = [case for case in outcomes if not case["heals"]]
     headline = {
-        "cuts of the network": len(outcomes),
-        "slowest end of a run that was cut for good, in s": max((one["seconds"] for one in lasting), default=0.0),
-        "runs identical to the last bit, gone on with where they ended": sum(not one["missed"] for one in outcomes),
+        "network failures": len(outcomes),
+        "slowest end after a permanent failure, in s": max((case["seconds"] for case in permanent), default=0.0),
+        "runs bit-identical, resumed where they ended": sum(not case["differences"] for case in outcomes),
     }
     write_counts({"rank_timeout": RANK_TIMEOUT, "cases": outcomes, "headline": headline, "unit": {}})
-    assert [one for one in outcomes if one["missed"]] == []
-    assert [one for one in outcomes if one["heals"] and any(one["codes"])] == []
-    for one in lasting:
-        if one["phase"] != "writing results":  # which the first does alone, and may well have done by then
-            assert one["codes"] == [1, 1], one
-            assert all(len(said) == 1 and f"rank {1 - rank} " in said[0] for rank, said in enumerate(one["said"])), one
+    assert [case for case in outcomes if case["differences"]] == []
+    assert [case for case in outcomes if case["heals"] and any(case["codes"])] == []
+    for case in permanent:
+        if case["phase"] != "writing results":  # done by rank 0 alone, perhaps before the failure
+            assert case["codes"] == [1, 1], case
+            for rank, lines in enumerate(case["messages"]):
+                assert len(lines) == 1 and f"rank {1 - rank} " in lines[0], case

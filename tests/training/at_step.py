@@ -1,4 +1,4 @@
-"""A callback for real commands, told by the environment what to do and when, so that a resumed run does nothing."""
+"""A callback for real commands. It reads its settings from the environment, so that a resumed run does nothing."""
 
 import os
 from typing import Any
@@ -9,23 +9,19 @@ from lightning.pytorch.callbacks import Callback
 
 
 class AtStep(Callback):
-    """In the step after AT_STEP sends its own process AT_STEP_SIGNAL.
+    """Send AT_STEP_SIGNAL to this process in the step after AT_STEP, or when AT_STAGE (fit, validation, test) starts.
 
-    With AT_STEP_RANK only that process does, and in no case does one that was started again. AT_STAGE is the name of
-    another moment for the signal: fit (before its first step), validation or test.
-
-    At the end of a training every process leaves its weights in the folder RANK_WEIGHTS.
+    AT_STEP_RANK restricts the signal to one rank. A restarted process sends none.
+    At the end of training each rank saves its weights to the folder RANK_WEIGHTS.
     """
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if os.environ.get("AT_STEP") == str(trainer.global_step):
             self._send(trainer)
 
     def _send(self, trainer: pl.Trainer) -> None:
-        again = any(os.environ.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("TORCHELASTIC", "SLURM"))
-        if not again and os.environ.get("AT_STEP_RANK", str(trainer.global_rank)) == str(trainer.global_rank):
+        restarted = any(os.environ.get(f"{name}_RESTART_COUNT", "0") != "0" for name in ("TORCHELASTIC", "SLURM"))
+        if not restarted and os.environ.get("AT_STEP_RANK", str(trainer.global_rank)) == str(trainer.global_rank):
             os.kill(os.getpid(), int(os.environ["AT_STEP_SIGNAL"]))
 
     def _at_stage(self, trainer: pl.Trainer, name: str) -> None:

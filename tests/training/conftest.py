@@ -1,4 +1,4 @@
-"""Runs that several files look at, made once."""
+"""Runs shared by several files."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,46 +7,46 @@ from pathlib import Path
 import pytest
 import torch
 from contract.command_line import Answer
-from real_runs import SCRIPT, SETTINGS, here, run
+from real_runs import SCRIPT, SETTINGS, run, run_here
 from small_runs import build_dropout
 
 from cifar_lit.models.registry import NETS, NetSpec
 
-torch.set_num_threads(1)  # nets this small only wait for a second thread, long where the cores are taken
+torch.set_num_threads(1)  # nets this small only wait for a second thread
 
 
 @pytest.fixture
 def dropout_net(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `build_dropout` known as the net "dropout"; it takes images of any size."""
+    """Register `build_dropout` as the net "dropout", for images of any size."""
     monkeypatch.setitem(NETS, "dropout", NetSpec(build_dropout, min_size=8, any_size=True))
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Two commands at a time: they mostly wait for their imports."""
+    """Run two commands at a time. They mostly wait for their imports."""
     with ThreadPoolExecutor(2) as threads:
         yield threads
 
 
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that nobody disturbed, in one process."""
+    """Return the folder of an uninterrupted run in one process."""
     folder = tmp_path_factory.mktemp("alone")
-    done = here(["train", *SETTINGS], folder)
-    assert done.code == 0, done.err
+    answer = run_here(["train", *SETTINGS], folder)
+    assert answer.code == 0, answer.err
     return folder
 
 
 @pytest.fixture(scope="session")
 def pair_run(pool: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Future[tuple[Path, Answer]]:
-    """The same in two processes, by `python scripts/train.py --devices 2`."""
+    """Start the same run in two processes, by `python scripts/train.py --devices 2`."""
     folder = tmp_path_factory.mktemp("pair")
     return pool.submit(lambda: (folder, run([*SCRIPT, *SETTINGS, "--devices", "2"], folder, RANK_WEIGHTS=str(folder))))
 
 
 @pytest.fixture(scope="session")
 def pair(pair_run: Future[tuple[Path, Answer]]) -> Path:
-    """Its folder."""
-    folder, done = pair_run.result()
-    assert done.code == 0, done.err
+    """Return the folder of the run in two processes."""
+    folder, answer = pair_run.result()
+    assert answer.code == 0, answer.err
     return folder

@@ -1,4 +1,4 @@
-"""Trainings in several stages, each in forks of one process, so that all share its imports; and a SLURM that only takes notes."""
+"""Runs in several stages, in forks of one process that share its imports, and a fake SLURM that records requests."""
 
 import os
 import shutil
@@ -17,10 +17,12 @@ QUEUED = "is being requeued and will resume automatically"
 
 
 class Stage(NamedTuple):
-    """A command in processes of its own.
+    """One command in processes of its own.
 
-    processes: how many, as torchrun would start them; or the variables of each. codes: their exit codes.
-    reached: epoch and step of the run's last checkpoint by then, and the random states in it.
+    Args:
+        processes: their number, as torchrun would start them, or the environment of each.
+        codes: the expected exit codes.
+        reached: epoch, step and number of random states of the run's last checkpoint after this stage.
     """
 
     words: list[str]
@@ -31,10 +33,13 @@ class Stage(NamedTuple):
 
 
 def run_stages(cases: dict[str, Sequence[Any]], folder: str) -> dict[str, list[list[int]]]:
-    """Exit codes of every stage of each case; a stage leaves `<number>-<rank>.txt`, what was printed, and `<number>.ckpt`."""
-    codes: dict[str, list[list[int]]] = {}
+    """Return the exit codes of every stage of each case.
+
+    Each stage leaves its output in `<number>-<rank>.txt` and its last checkpoint in `<number>.ckpt`.
+    """
+    codes: dict[str, list[list[int]]] = {name: [] for name in cases}
     for name, stages in cases.items():
-        place, codes[name] = Path(folder, name), []
+        place = Path(folder, name)
         for number, (words, processes, environment, *_) in enumerate(stages):
             codes[name].append(Forked(words, place, place / f"{number}-{{rank}}.txt", processes, environment).wait())
             shutil.copy(only_run(place) / "checkpoints" / "last.ckpt", place / f"{number}.ckpt")
@@ -42,9 +47,10 @@ def run_stages(cases: dict[str, Sequence[Any]], folder: str) -> dict[str, list[l
 
 
 def scontrol(folder: Path, script: str = "exit 0") -> str:
-    """A PATH with a `scontrol` of our own in front, which notes its words, and the checkpoint that there was by then."""
+    """Return a PATH with a fake `scontrol` that records its arguments and the checkpoints present at the call."""
     folder.mkdir(parents=True, exist_ok=True)
     command = folder / "scontrol"
-    command.write_text(f'#!/bin/sh\necho "$@" >> "{folder}/asked"\nls */*/checkpoints >> "{folder}/asked"\n{script}\n')
+    requests = f'>> "{folder}/requests"'
+    command.write_text(f'#!/bin/sh\necho "$@" {requests}\nls */*/checkpoints {requests}\n{script}\n')
     command.chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"

@@ -1,8 +1,8 @@
-"""Combinations of our two classes with somebody else's under a plain Trainer; run as a script, on the devices that it is given.
+"""Our two classes, alone or with plain Lightning counterparts, under a plain Trainer.
 
     python parts.py FOLDER DEVICES
 
-Each rank writes FOLDER/<combination>-<rank>.json: what the Trainer returned, and what the batches were like.
+Each rank writes the Trainer's results and the batch sizes to FOLDER/<combination>-<rank>.json.
 """
 
 import json
@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_lit import ImageClassifier, ImageData
 
-IMAGES, TESTED = 90, 18  # of the drawn set: 81 to train on, 9 to validate on
+IMAGES, TESTED = 90, 18  # generated images: 81 for training, 9 for validation
 
 
 def our_data() -> ImageData:
-    """Return drawn images, in global batches of 20: the last one of an epoch has a single image."""
+    """Return generated images in global batches of 20. The last batch of an epoch has a single image."""
     return ImageData("shapes", count=IMAGES, image_size=16, batch_size=20, eval_batch_size=5, crop=1, flip="random")
 
 
@@ -46,13 +46,14 @@ class PlainData(L.LightningDataModule):
 
 
 class PlainModel(L.LightningModule):
-    """A module as in a tutorial. It notes what it was given."""
+    """A module as in a tutorial, which records the batches it receives."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
-        self.lowest_label, self.sizes = 0, list[int]()
+        self.lowest_label = 0
+        self.sizes: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
@@ -87,12 +88,11 @@ COMBINATIONS: dict[str, Any] = {
 
 
 def run(name: str, folder: Path, devices: int) -> dict[str, Any]:
-    """Fit, validate, test, predict and resume; return what came out."""
+    """Fit, validate, test, predict and resume. Return the results."""
     make_model, make_data = COMBINATIONS[name]
-    best = ModelCheckpoint(
-        folder / name, filename="best", monitor="val/accuracy", mode="max", enable_version_counter=False
-    )
-    stop = EarlyStopping("val/accuracy", mode="max", patience=9)
+    monitor: dict[str, Any] = {"monitor": "val/accuracy", "mode": "max"}
+    best = ModelCheckpoint(folder / name, filename="best", enable_version_counter=False, **monitor)
+    stop = EarlyStopping(**monitor, patience=9)
     settings: dict[str, Any] = {
         **{"accelerator": "cpu", "devices": devices, "default_root_dir": folder, "accumulate_grad_batches": 2},
         **{"log_every_n_steps": 1, "enable_model_summary": False, "enable_progress_bar": devices == 1},
@@ -104,20 +104,20 @@ def run(name: str, folder: Path, devices: int) -> dict[str, Any]:
     (tested,) = trainer.test(model, datamodule=data, verbose=False)
     predicted = trainer.predict(model, datamodule=data)
     checkpoint = folder / name / "middle.ckpt"
-    part = L.Trainer(max_epochs=2, **settings)
-    part.fit(stopped := make_model(), datamodule=make_data())
-    part.save_checkpoint(checkpoint)
-    resumed = L.Trainer(max_epochs=3, **settings)
-    resumed.fit(again := make_model(), datamodule=make_data(), ckpt_path=checkpoint)
+    first_trainer = L.Trainer(max_epochs=2, **settings)
+    first_trainer.fit(first := make_model(), datamodule=make_data())
+    first_trainer.save_checkpoint(checkpoint)
+    resumed_trainer = L.Trainer(max_epochs=3, **settings)
+    resumed_trainer.fit(resumed := make_model(), datamodule=make_data(), ckpt_path=checkpoint)
     loaded = type(model).load_from_checkpoint(checkpoint, weights_only=True)
     return {
         "validated": validated,
         "tested": tested,
         "batches predicted": len(predicted or []),
-        "steps": [trainer.global_step, resumed.global_step],
+        "steps": [trainer.global_step, resumed_trainer.global_step],
         "best": Path(best.best_model_path).name,
-        "resumed alike": all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True)),
-        "loaded alike": all(torch.equal(*pair) for pair in zip(stopped.parameters(), loaded.parameters(), strict=True)),
+        "resumed equal": all(torch.equal(*pair) for pair in zip(model.parameters(), resumed.parameters(), strict=True)),
+        "loaded equal": all(torch.equal(*pair) for pair in zip(first.parameters(), loaded.parameters(), strict=True)),
         "lowest label": getattr(model, "lowest_label", 0),
         "sizes": getattr(model, "sizes", []),
         "rank": trainer.global_rank,

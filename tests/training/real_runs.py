@@ -1,7 +1,8 @@
-"""The real commands: in processes of their own under a hard time limit, or in the test's process where that will do."""
+"""Real commands, in processes of their own with a hard time limit, or in the process of the test."""
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,69 +23,39 @@ from cifar_lit.files import PART
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHONPATH = f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}"
-CACHE = str(default_cache_dir().expanduser())  # one for all, as it has which runs are the user's own
-LIMIT = (
-    300.0  # seconds that a command may take before it counts as frozen; a busy machine takes a minute for two processes
-)
+CACHE = str(default_cache_dir().expanduser())  # shared: it lists the user's own runs
+LIMIT = 300.0  # seconds until a command counts as frozen
 SCRIPT = (str(ROOT / "scripts" / "train.py"),)
 
-# 101 images in batches of 8: twelve full ones and one of 5, which two devices share as 3 and 2; 39 steps in all.
+# 101 images in batches of 8: twelve full batches and one of 5, shared by two devices as 3 and 2. 39 steps in total.
 STEPS_PER_EPOCH = 13
 SETTINGS = [
-    *("--recipe", "tudui"),  # not the machine's default, which differs
-    *(
-        "--dataset",
-        "shapes",
-        "--data.count",
-        "121",
-        "--data.val_size",
-        "20",
-        "--data.image_size",
-        "16",
-        "--batch-size",
-        "8",
-    ),
-    *(
-        "--data.crop",
-        "2",
-        "--data.flip",
-        "random",
-        "--data.mean",
-        "0.5",
-        "--data.std",
-        "0.25",
-        "--data.eval_batch_size",
-        "5",
-    ),
-    *("--net", "lenet", "--lr", "0.02", "--model.momentum", "0.9", "--model.schedule", "one_cycle", "--epochs", "3"),
-    *("--model.ema_decay", "0.9", "--data.skip_easy", "0.3"),
-    *("--precision", "32-true", "--accelerator", "cpu", "--trainer.log_every_n_steps", "4"),
+    *shlex.split("--recipe tudui"),  # the default recipe differs between machines
+    *shlex.split("--dataset shapes --data.count 121 --data.val_size 20 --data.image_size 16 --batch-size 8"),
+    *shlex.split("--data.crop 2 --data.flip random --data.mean 0.5 --data.std 0.25 --data.eval_batch_size 5"),
+    *shlex.split("--net lenet --lr 0.02 --model.momentum 0.9 --model.schedule one_cycle --epochs 3"),
+    *shlex.split("--model.ema_decay 0.9 --data.skip_easy 0.3"),
+    *shlex.split("--precision 32-true --accelerator cpu --trainer.log_every_n_steps 4"),
     "--trainer.callbacks=at_step.AtStep",
 ]
 
 
-# Taken once: commands start in threads while others run, and change it, in this process.
+# Copied once: other threads change the environment of this process while a command starts.
 OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a command, with nothing left in it of another run."""
+    """Return the environment of a command, without variables of other runs."""
     return {**OWN_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "CIFAR_LIT_CACHE": CACHE, **more}
 
 
 def run(words: Sequence[str], folder: Path, **more: str) -> Answer:
-    """Runs a command to its end in `folder` and in a process group of its own; what is left of the group then is killed."""
+    """Run a command in `folder` and in its own process group. Kill the group at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}-{time.monotonic_ns()}.txt" for name in ("out", "err")]
     with files[0].open("w") as out, files[1].open("w") as err:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=folder,
-            env=environment(**more),
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdout": out, "stderr": err, "start_new_session": True}
+        process = subprocess.Popen([sys.executable, *words], cwd=folder, env=environment(**more), **streams)
     try:
         code = process.wait(LIMIT)
     finally:
@@ -93,8 +64,8 @@ def run(words: Sequence[str], folder: Path, **more: str) -> Answer:
     return Answer(code, *(file.read_text() for file in files))
 
 
-def here(words: Sequence[str], folder: Path, **more: str) -> Answer:
-    """Run a command of cifar-lit in this process, without TensorBoard's pictures, which take half of a short training's time."""
+def run_here(words: Sequence[str], folder: Path, **more: str) -> Answer:
+    """Run a command of cifar-lit in this process, without TensorBoard images (half the time of a short run)."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(99)
     with contextlib.chdir(folder), patch("cifar_lit.train.draw_for_tensorboard"):
@@ -102,7 +73,7 @@ def here(words: Sequence[str], folder: Path, **more: str) -> Answer:
 
 
 def only_run(folder: Path) -> Path:
-    """The run folder that a command in `folder` made, which must be one."""
+    """Return the only run folder below `folder`."""
     (run_folder,) = (folder / "lightning_logs").iterdir()
     return run_folder
 
@@ -123,12 +94,9 @@ def curves(folder: Path) -> list[dict[str, str]]:
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
-    """Both runs ended with the same weights, results and curves, to the last digit, and left nothing lying about."""
+    """Assert bit-equal weights, results and curves of both runs, and no leftover files."""
     assert same_bits(final_weights(folder), final_weights(expected))
     assert curves(folder) == curves(expected)
-    timed = {"train_seconds", "images_per_second"}
-    results = [
-        {name: value for name, value in metrics(each).items() if name not in timed} for each in (folder, expected)
-    ]
-    assert results[0] == results[1]
+    timings = dict.fromkeys(("train_seconds", "images_per_second"))
+    assert {**metrics(folder), **timings} == {**metrics(expected), **timings}
     assert not list(folder.rglob(f"*{PART}")) and not list(folder.rglob(".lock"))

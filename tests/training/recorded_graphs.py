@@ -1,7 +1,7 @@
-"""A stand-in for a device's graphs on the CPU: it records a step's operations, and replays them on the same tensors.
+"""A fake of CUDA graphs on the CPU: it records the operations of a step and replays them on the same tensors.
 
-So it sees what a graph would: a number or an address that the step froze, a look of the host at a value, a size that follows from
-values. Its pool and streams have the rules of torch's allocator.
+It finds the errors of a graph: frozen numbers and addresses, reads by the host, sizes that depend on values.
+Its pool and streams follow the rules of torch's allocator.
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What waits for the device, or has a size that follows from values; `lift_fresh` brings a number of the host's.
-REFUSED = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "_unique2",
-    "unique_dim",
-    "bincount",
-    "lift_fresh",
-}
+# Operations that wait for the device or whose output size depends on values; `lift_fresh` copies a number of the host.
+VALUE_SIZED = {"nonzero", "masked_select", "_unique2", "unique_dim", "bincount"}
+REFUSED = {*VALUE_SIZED, "_local_scalar_dense", "equal", "lift_fresh"}
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -36,21 +28,20 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes each operation with its tensors; what they have changed by the end is undone, as a capture computes nothing."""
+    """Record each operation with its tensors. `undo` reverts their changes, because a capture computes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self._made: set[int] = set()
-        self._before: dict[int, tuple[Any, Any]] = {}  # storages from before the capture, and what they held
+        self._before: dict[int, tuple[Any, Any]] = {}  # storages older than the capture, with a copy of each
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
         inputs = tensors_in((args, kwargs))
-        masks = name.startswith("index") and any(
-            index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1:2])
-        )
-        assert name not in REFUSED and not masks, f"{name} cannot be captured"
+        index_types = {index.dtype for index in tensors_in(args[1:2])} if name.startswith("index") else set()
+        masked = bool(index_types & {torch.bool, torch.uint8})
+        assert name not in REFUSED and not masked, f"{name} cannot be captured"
         for tensor in inputs:
             if (storage := storage_of(tensor)) not in self._made:
                 self._before.setdefault(storage, (tensor.untyped_storage(), tensor.untyped_storage().clone()))
@@ -65,31 +56,32 @@ class Recorder(TorchDispatchMode):
 
 
 class Stream:
-    """A stream that is always ready."""
+    """A stream without pending work."""
 
     def wait_stream(self, other: "Stream") -> None:
         assert isinstance(other, Stream)
 
 
 class Pool:
-    """A graph's private memory. cuBLAS's workspace keeps it when its last graph dies, and then torch takes no further one."""
+    """The private memory of graphs. cuBLAS's workspace keeps it after the last one, and torch refuses a new graph."""
 
     def __init__(self) -> None:
-        self.graphs, self.used = 0, False
+        self.graphs = 0
+        self.used = False
 
 
 class Graph:
-    """Replays what was recorded."""
+    """Replays a recording."""
 
     def replay(self) -> None:
-        # from torch 2.12 to 2.14 a graph takes the workspace of those that outlive it along
+        # In torch 2.12 to 2.14 a graph that dies frees the workspace of those that outlive it.
         assert self.deaths == self.module.deaths, "a graph has died before this one's replay"
         self.module.replays += 1
         with torch.no_grad():
             for function, args, kwargs, result in self.calls:
-                for recorded, again in zip(tensors_in(result), tensors_in(function(*args, **kwargs)), strict=True):
-                    if storage_of(recorded) != storage_of(again):  # neither written in place nor a view
-                        recorded.copy_(again)
+                for recorded, replayed in zip(tensors_in(result), tensors_in(function(*args, **kwargs)), strict=True):
+                    if storage_of(recorded) != storage_of(replayed):  # neither written in place nor a view
+                        recorded.copy_(replayed)
 
     def record(self, module: "Module", pool: Pool, calls: list[Any]) -> None:
         self.module, self.pool, self.calls, self.deaths = module, pool, calls, module.deaths
@@ -101,7 +93,7 @@ class Graph:
 
 
 class Module:
-    """What a device's module offers for graphs. streams, pools: those of the captures."""
+    """The graph functions of a device's module. `streams` and `pools` are those of the captures."""
 
     Stream, CUDAGraph, graph_pool_handle = Stream, Graph, Pool
     current_stream = Stream

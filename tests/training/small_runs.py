@@ -1,4 +1,4 @@
-"""Trainings of a second or less in the test's own process, and what tests look at them with."""
+"""Training runs of a second or less in the process of the test, with helpers to inspect them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ from cifar_lit.training.checkpoint import AtomicCheckpointIO, best_checkpoint, l
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.orderly_stop import OrderlyStop
 
-BATCHES = 7  # of an epoch of `shapes_data`: six of 16 images and one of 4
+BATCHES = 7  # per epoch of `shapes_data`: six of 16 images and one of 4
 
 
 class Rows(Logger):
-    """Keeps what is logged, as (step, values)."""
+    """Store the logged rows as (step, values)."""
 
     name, version = "rows", 0
 
@@ -35,20 +35,18 @@ class Rows(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def of(self, name: str) -> dict[int, float]:
-        """The values of one curve by step."""
+    def curve(self, name: str) -> dict[int, float]:
+        """Return the values of one curve by step."""
         return {step: values[name] for step, values in self.rows if name in values}
 
 
 class At(Callback):
-    """Calls do(trainer, model) while the step of that number (from 1) runs, before its batch or after it."""
+    """Call do(trainer, model) before or after the batch of the given step (from 1)."""
 
     def __init__(self, step: int, do: Callable[[pl.Trainer, Any], Any], after: bool = False) -> None:
         self._step, self._do, self._after = step, do, after
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self._after and trainer.global_step + 1 == self._step:
             self._do(trainer, pl_module)
 
@@ -58,7 +56,7 @@ class At(Callback):
 
 
 def stop_at(stop: OrderlyStop, step: int) -> At:
-    """Asks for an orderly stop while a step is done."""
+    """Request an orderly stop during a step."""
     return At(step, lambda *_: stop._receive(2, None))
 
 
@@ -66,13 +64,13 @@ def stop_at(stop: OrderlyStop, step: int) -> At:
 
 
 def shapes_data(**settings: Any) -> ImageData:
-    """100 drawn images to train on, 20 to validate on and 24 to test on, in steps of 16 (the last of 4)."""
+    """Return 100 generated training images, 20 validation and 24 test images, in batches of 16 (the last of 4)."""
     defaults = {"count": 120, "image_size": 16, "val_size": 20, "batch_size": 16, "mean": 0.5, "std": 0.25}
     return ImageData("shapes", **{**defaults, **settings})
 
 
 def broken_data(step: int, **settings: Any) -> ImageData:
-    """The same, but that one image of the batch of that step (from 0, over all epochs) is NaN."""
+    """Return `shapes_data` with a NaN image in the batch of one step (from 0, over all epochs)."""
     data = shapes_data(**settings)
     prepared = data.on_after_batch_transfer
 
@@ -88,42 +86,35 @@ def broken_data(step: int, **settings: Any) -> ImageData:
 
 
 def build_dropout(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
-    """A net whose weights show which random numbers were drawn, and whose buffers show which batches it saw."""
+    """Build a net whose weights depend on the random numbers, and whose buffers depend on the batches."""
     features = nn.Sequential(nn.Conv2d(channels, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.4))
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, num_classes))
 
 
 def classifier(**settings: Any) -> ImageClassifier:
-    """LeNet for those images; its weights are always the same."""
+    """Return LeNet for the images of `shapes_data`, always with the same weights."""
     torch.manual_seed(0)
     return ImageClassifier(**{"net": "lenet", "lr": 0.05, "input_shape": [3, 16, 16], "num_classes": 10, **settings})
 
 
 def best_and_last(folder: Path) -> tuple[ModelCheckpoint, ModelCheckpoint]:
-    """The callbacks of a run's checkpoints, which write to `folder`."""
+    """Return the checkpoint callbacks of a run, which write to `folder`."""
     best, last = best_checkpoint(), last_checkpoint()
     best.dirpath = last.dirpath = str(folder)
     return best, last
 
 
 def trainer(*callbacks: Callback, **settings: Any) -> pl.Trainer:
-    """A quiet Trainer on one CPU process; it writes checkpoints where one of the callbacks does."""
+    """Return a quiet Trainer for one CPU process. It writes checkpoints only if one of the callbacks does."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fixed = {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "use_distributed_sampler": False}
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    own = {
-        "callbacks": list(callbacks),
-        "plugins": [AtomicCheckpointIO()],
-        "enable_checkpointing": saves,
-        "max_epochs": 2,
-    }
-    return pl.Trainer(**{**quiet, **fixed, **own, **settings})
+    checkpoints = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": saves}
+    return pl.Trainer(**{**quiet, **fixed, **checkpoints, "callbacks": [*callbacks], "max_epochs": 2, **settings})
 
 
-def fitted(
-    model: pl.LightningModule, data: Any, *callbacks: Callback, resume: Path | None = None, **settings: Any
-) -> pl.Trainer:
-    """The Trainer after a fit of `model`, which goes on from the checkpoint `resume` if one is given."""
+def fitted(model: Any, data: Any, *callbacks: Callback, resume: Path | None = None, **settings: Any) -> pl.Trainer:
+    """Fit `model`, from the checkpoint `resume` if given, and return the Trainer."""
     done = trainer(*callbacks, **settings)
     done.fit(model, datamodule=data, ckpt_path=resume)
     return done
@@ -133,19 +124,20 @@ def fitted(
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of a net's state, on the CPU."""
+    """Return a copy of a net's state on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 def same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether two states are equal bit for bit."""
+    """Return whether two states are bit-equal."""
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def assert_close(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 0.0, atol: float = 1e-6
-) -> None:
-    """Two states are equal up to rounding."""
+State = Mapping[str, Tensor]
+
+
+def assert_close(actual: State, expected: State, rtol: float = 0.0, atol: float = 1e-6) -> None:
+    """Assert that two states are equal up to rounding."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol, msg=name)

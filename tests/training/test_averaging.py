@@ -1,4 +1,4 @@
-"""The average of the weights: by the formula, and the one that is validated, kept and tested."""
+"""The weight average follows its formula, and is the one that is validated, saved and tested."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from cifar_lit.training.metrics import Score
 from cifar_lit.training.weight_average import WeightAverage
 
 
-def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: Path) -> None:
+def test_the_average_is_validated_saved_and_tested(tmp_path: Path) -> None:
     average: dict[str, Tensor] = {}
 
     def follow(trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -26,7 +26,7 @@ def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: P
     best, data, model = best_and_last(tmp_path)[0], shapes_data(), classifier(net="shapenet", ema_decay=0.9)
     done = fitted(model, data, LambdaCallback(on_train_batch_end=follow), best, max_epochs=1)
     checkpoint = read_checkpoint(tmp_path / "best.ckpt")
-    averages = {name: values for name, values in average.items() if "num_batches_tracked" not in name}  # rounded down
+    averages = {name: values for name, values in average.items() if "num_batches_tracked" not in name}  # integers
     assert_close({name: checkpoint["state_dict"][name] for name in averages}, averages, rtol=1e-4)
     assert same(weights(model), checkpoint["state_dict"])
     assert not same(checkpoint["state_dict"], checkpoint["current_model_state"])
@@ -36,9 +36,7 @@ def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: P
     trainer().validate(plain, datamodule=data, verbose=False)
     saved = checkpoint["cifar_lit"]["score"]
     assert Score.from_dict(saved, 10) == plain.score is not None
-    assert isinstance(
-        saved["confusion"], Tensor
-    )  # a list of each pair of thousands of classes would be refused as too long
+    assert isinstance(saved["confusion"], Tensor)  # a list for thousands of classes would be refused as too long
     tested = done.test(model, datamodule=data, verbose=False)
     assert same(weights(model), checkpoint["state_dict"])
     assert tested == trainer().test(plain, datamodule=data, verbose=False)
@@ -47,29 +45,29 @@ def test_the_saved_validated_kept_and_tested_weights_are_the_average(tmp_path: P
 def test_the_average_has_the_precision_of_the_weights() -> None:
     dtypes: list[torch.dtype] = []
 
-    def look(trainer: pl.Trainer, *_: Any) -> None:
+    def note_dtype(trainer: pl.Trainer, *_: Any) -> None:
         average = next(callback for callback in trainer.callbacks if isinstance(callback, WeightAverage))  # type: ignore[attr-defined]
         dtypes.append(next(average._average_model.module.parameters()).dtype)  # type: ignore[union-attr]
 
     model = classifier(net="shapenet", ema_decay=0.9)
-    fitted(model, shapes_data(), LambdaCallback(on_train_batch_end=look), max_epochs=1, precision="64-true")
+    fitted(model, shapes_data(), LambdaCallback(on_train_batch_end=note_dtype), max_epochs=1, precision="64-true")
     assert set(dtypes) == {torch.float64} and next(model.parameters()).dtype == torch.float64
 
 
 def averaged(by_trainer: bool) -> tuple[ImageClassifier, list[Callback]]:
-    """A model whose weights are averaged, and callbacks for its fit.
+    """Return a model with averaged weights, and the callbacks of its fit.
 
-    As a setting of the model the callback is a new one in each stage; given to the Trainer, it still has the fit's weights.
+    The model creates a new callback in each stage. A callback of the Trainer still holds the weights of the fit.
     """
     model = classifier(net="shapenet", lr=0.3, ema_decay=0.0 if by_trainer else 0.95)
     return model, [WeightAverage(0.95)] if by_trainer else []
 
 
 @pytest.mark.parametrize("by_trainer", [False, True])
-def test_what_is_scored_after_the_fit_are_the_weights_in_the_checkpoint_or_else_in_the_model(
+def test_a_test_scores_the_weights_of_the_checkpoint_or_else_of_the_model(
     by_trainer: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Neither the average nor the last weights of the fit take their place, however often they are scored."""
+    """Neither the average nor the last weights of the fit replace them, also in repeated evaluations."""
     data, (model, callbacks) = shapes_data(), averaged(by_trainer)
     done = fitted(model, data, *callbacks, best_and_last(tmp_path)[1])
     done.test(model, datamodule=data, ckpt_path=tmp_path / "last.ckpt", verbose=False)
@@ -84,13 +82,8 @@ def test_what_is_scored_after_the_fit_are_the_weights_in_the_checkpoint_or_else_
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-def test_a_run_without_an_average_goes_on_with_one_and_the_other_way_round(
-    ema_decay: float, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    before, model = (
-        classifier(net="shapenet", ema_decay=ema_decay),
-        classifier(net="shapenet", ema_decay=0.9 - ema_decay),
-    )
+def test_resume_can_toggle_the_average(ema_decay: float, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    before, model = (classifier(net="shapenet", ema_decay=decay) for decay in (ema_decay, 0.9 - ema_decay))
     fitted(before, shapes_data(), max_epochs=1).save_checkpoint(tmp_path / "own.ckpt")
     done: Any = fitted(model, shapes_data(), resume=tmp_path / "own.ckpt")
     averages = [callback for callback in done.callbacks if isinstance(callback, WeightAverage)]

@@ -1,4 +1,4 @@
-"""Time, random states, the lines of each epoch, and what is told of a training that diverges."""
+"""Times, random states, the line of each epoch, and warnings about divergence."""
 
 import math
 from collections.abc import Callable
@@ -26,11 +26,11 @@ def batch(count: int, loss_weight: float = 1.0) -> Batch:
     return Batch(torch.zeros(count, 3, 2, 2), torch.zeros(count).long(), torch.zeros(count).long(), loss_weight)
 
 
-def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_separates_training_from_validation_and_continues_on_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
     fit, saved = SimpleNamespace(world_size=1), dict[str, Any]()
-    for epochs in (1, 2):  # the second one in a resumed training
+    for epochs in (1, 2):  # the second epoch in a resumed run
         clock: Any = Clock()
         if saved:
             clock.load_state_dict(saved)
@@ -48,9 +48,7 @@ def test_the_clock_tells_training_from_validation_and_goes_on_when_resumed(monke
 
 
 @pytest.mark.parametrize(("parts", "total"), [((4, 4), 8), ((3, 2), 5), ((34, 33, 33), 100)])
-def test_the_clock_counts_the_global_batch_on_every_device_and_nothing_where_there_is_no_part_of_it(
-    parts: tuple[int, ...], total: int
-) -> None:
+def test_every_device_counts_the_global_batch_and_skips_an_empty_part(parts: tuple[int, ...], total: int) -> None:
     fit: Any = SimpleNamespace(world_size=len(parts))
     for part in parts:
         clock: Any = Clock()
@@ -60,7 +58,7 @@ def test_the_clock_counts_the_global_batch_on_every_device_and_nothing_where_the
 
 
 class Pair:
-    """The first of two devices; the other one's state is all sevens."""
+    """The first of two devices. The state of the other is all sevens."""
 
     world_size, global_rank = 2, 0
 
@@ -73,7 +71,7 @@ class Pair:
         return rows
 
 
-def test_each_device_gets_its_own_random_state_back() -> None:
+def test_each_device_restores_its_own_random_state() -> None:
     own, pair, checkpoint = torch.get_rng_state(), Pair(), dict[str, Any]()
     model, restored = SimpleNamespace(device=own.device), RandomState()
     RandomState().on_save_checkpoint(pair, model, checkpoint)
@@ -86,11 +84,11 @@ def test_each_device_gets_its_own_random_state_back() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoint_and_the_device() -> None:
+def test_another_number_of_devices_derives_random_states_from_checkpoint_and_rank() -> None:
     def drawn(state: int, rank: int, world: int) -> list[float]:
         device, restored = SimpleNamespace(world_size=world, global_rank=rank, is_global_zero=False), RandomState()
         restored.on_load_checkpoint(device, None, {"random_state": [torch.full((2, 5056), state, dtype=torch.uint8)]})
-        torch.rand(int(torch.randint(5, ())))  # whatever set-up has drawn
+        torch.rand(int(torch.randint(5, ())))  # random draws of the setup
         restored.on_train_start(device, None)
         return torch.rand(3).tolist()
 
@@ -100,18 +98,20 @@ def test_on_another_number_of_devices_the_random_state_follows_from_the_checkpoi
     assert all(other != first for other in others) and others[1] != others[2]
 
 
-def test_a_line_says_what_batch_norm_changes_on_another_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_norm_on_another_number_of_devices_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     fixed, synchronised = torch.nn.BatchNorm2d(2).eval(), torch.nn.SyncBatchNorm(2)
-    for world, norm, told in ((1, torch.nn.BatchNorm2d(2), True), (2, torch.nn.BatchNorm2d(2), False), (1, fixed, False),
-                              (1, synchronised, False)):  # fmt: skip
+    batch_norm = torch.nn.BatchNorm2d(2)
+    for world, norm, reported in (
+        (1, batch_norm, True), (2, batch_norm, False), (1, fixed, False), (1, synchronised, False)
+    ):  # fmt: skip
         model, restored = torch.nn.Sequential(norm), RandomState()
         trainer: Any = SimpleNamespace(world_size=world, global_rank=0, is_global_zero=True)
         restored.on_load_checkpoint(trainer, model, {"random_state": [torch.stack([torch.get_rng_state()] * 2)]})
         restored.on_train_start(trainer, model)
-        assert ("2 → 1 devices: batch norm" in capsys.readouterr().out) == told
+        assert ("2 → 1 devices: batch norm" in capsys.readouterr().out) == reported
 
 
-def test_each_epoch_is_one_line_with_its_own_validation_and_the_bar_shows_what_was_logged_last(capsys: Any) -> None:
+def test_each_epoch_prints_one_line_and_the_bar_shows_the_latest_values(capsys: Any) -> None:
     expected: list[str] = []
 
     def note(trainer: pl.Trainer, model: Any) -> None:
@@ -127,9 +127,8 @@ def test_each_epoch_is_one_line_with_its_own_validation_and_the_bar_shows_what_w
     done = fitted(model, shapes_data(), *watchers, **settings)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if " s · " in line]
     for line, start in zip(lines, expected, strict=True):
-        assert (
-            line.startswith(start) and line.endswith(" images/s") and line.count("val loss") == start.count("val loss")
-        )
+        assert line.startswith(start) and line.endswith(" images/s")
+        assert line.count("val loss") == start.count("val loss")
     values = bar.get_metrics(done, model)
     assert values.keys() == {"loss", "accuracy"} and all(isinstance(value, float) for value in values.values())
 
@@ -143,9 +142,7 @@ def blow_up(trainer: pl.Trainer, model: Any) -> None:
 
 
 @pytest.mark.parametrize("diverges", [True, False])
-def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(
-    diverges: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_divergence_is_reported_once_with_a_remedy(diverges: bool, capsys: pytest.CaptureFixture[str]) -> None:
     watchers = [DivergenceWarning(), *([At(2, blow_up, after=True)] if diverges else [])]
     with suppress(NotFiniteLoss):
         fitted(classifier(), shapes_data(), *watchers, max_epochs=3, log_every_n_steps=1)
@@ -154,24 +151,24 @@ def test_a_loss_far_above_its_start_is_told_once_with_what_to_do(
     assert all("far above its start" in line and "lower --lr" in line for line in lines)
 
 
-def test_a_resumed_training_diverges_only_above_the_loss_of_guessing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_diverges_only_above_the_loss_of_guessing(capsys: pytest.CaptureFixture[str]) -> None:
     watcher, model = DivergenceWarning(), classifier()
     fit: Any = SimpleNamespace(is_global_zero=True, global_step=100)
-    for loss, told in ((0.01, False), (1.0, False), (6.8, False), (7.0, True)):  # 3 · log(10 classes) is 6.91
+    for loss, reported in ((0.01, False), (1.0, False), (6.8, False), (7.0, True)):  # 3 · log(10 classes) is 6.91
         model.logged_loss = loss
         watcher.on_train_batch_end(fit, model, None, None, 0)
-        assert ("diverges" in capsys.readouterr().err) == told
+        assert ("diverges" in capsys.readouterr().err) == reported
 
 
-def test_an_infinite_loss_is_not_finite_either() -> None:
-    """As of a class that the net rules out: the loss is no NaN, and the weights are finite."""
+def test_an_infinite_loss_ends_the_training() -> None:
+    """The loss of a class with probability 0 is infinite, not NaN, and the weights stay finite."""
     model: Any = classifier()
     model.net[-1].bias.data[1:] = -3e38
     with pytest.raises(NotFiniteLoss, match=r"^the loss is inf at step 0 of epoch 0$"):
         fitted(model, shapes_data())
 
 
-# What may overflow in the last update of an epoch, after a loss that was finite.
+# Tensors that may overflow in the last update of an epoch, after a finite loss.
 OVERFLOWS: dict[str, Callable[[pl.Trainer, Any], torch.Tensor]] = {
     "weights": lambda _, model: next(model.net.parameters()).data,
     "a norm's statistics": lambda _, model: model.get_buffer("net.0.1.running_var"),
@@ -186,18 +183,16 @@ def average_of(trainer: pl.Trainer) -> Any:
 
 @pytest.mark.usefixtures("dropout_net")
 @pytest.mark.parametrize(
-    ("what", "ema_decay", "validates"),
-    [("weights", 0.0, True), ("weights", 0.0, False), *((what, 0.9, True) for what in OVERFLOWS)],
+    ("name", "ema_decay", "validates"),
+    [("weights", 0.0, True), ("weights", 0.0, False), *((name, 0.9, True) for name in OVERFLOWS)],
 )
-def test_what_overflows_with_the_last_step_of_an_epoch_reaches_no_checkpoint(
-    tmp_path: Path, what: str, ema_decay: float, validates: bool
-) -> None:
+def test_an_overflow_reaches_no_checkpoint(tmp_path: Path, name: str, ema_decay: float, validates: bool) -> None:
     best, last = best_and_last(tmp_path)
     last.MIN_INTERVAL = 0.0
-    kept, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
-    overflow = At(2 * BATCHES, lambda *places: OVERFLOWS[what](*places)[:1].fill_(math.inf), after=True)
+    saves, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
+    overflow = At(2 * BATCHES, lambda *fit: OVERFLOWS[name](*fit)[:1].fill_(math.inf), after=True)
     with pytest.raises(NotFiniteLoss, match=r"the weight .* is no longer finite at step 14 of epoch 1"):
-        fitted(classifier(net="dropout", momentum=0.9, ema_decay=ema_decay), shapes_data(), overflow, *kept, **limits)
+        fitted(classifier(net="dropout", momentum=0.9, ema_decay=ema_decay), shapes_data(), overflow, *saves, **limits)
     for path in tmp_path.glob("*.ckpt"):
         checkpoint = read_checkpoint(path)
         assert checkpoint["epoch"] == 0
@@ -206,21 +201,19 @@ def test_what_overflows_with_the_last_step_of_an_epoch_reaches_no_checkpoint(
     assert (tmp_path / "last.ckpt").exists()
 
 
-def test_weights_with_a_validation_loss_that_is_not_finite_are_never_the_best_and_the_training_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_non_finite_validation_loss_is_never_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, rows = classifier(), Rows()
     overflown, usual = Score(0.9, math.nan, 20, [], []), Score(0.5, 1.0, 20, [], [])
     scores = iter([overflown, usual])
     model.evaluation.compute = lambda: next(scores)  # type: ignore[method-assign]
     done = fitted(model, shapes_data(), DivergenceWarning(), *best_and_last(tmp_path), logger=rows)
     assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == 1
-    assert done.current_epoch == 2 and sorted(rows.of("val/accuracy").values()) == [0.5, 0.9]
+    assert done.current_epoch == 2 and sorted(rows.curve("val/accuracy").values()) == [0.5, 0.9]
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "validation loss" in line)
     assert f"the validation loss is not finite after step {BATCHES}" in line
 
 
-def test_gradients_that_overflow_in_float16_skip_their_step_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_float16_gradients_that_overflow_skip_their_step(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
     model = classifier(net="signs_mlp", momentum=0.9)
     before, plugins = weights(model), [AtomicCheckpointIO(), MixedPrecision("16-mixed", "cpu", scaler)]

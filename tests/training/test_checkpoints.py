@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or absent, read exactly as written or refused in one line; hostile ones are in tests/security."""
+"""Checkpoint files are complete or absent, and read exactly or refused. Hostile files are in tests/security."""
 
 import os
 import random
@@ -25,7 +25,7 @@ CONTENT: dict[str, Any] = {
     "state_dict": OrderedDict(weight=torch.arange(300.0), bias=torch.ones(3, dtype=torch.bfloat16)),
     "epoch": 3,
     "hyper_parameters": {"lr": 0.1, "name": "x", "input_shape": [3, 4, 4]},
-    "callbacks": {  # whatever a callback of the user's may keep
+    "callbacks": {  # types that a user's callback may save
         "own": {
             "size": torch.Size([3, 4]),
             "kinds": (torch.float32, torch.device("cuda:1"), 1j, None, 2**200, 0.5),
@@ -50,29 +50,26 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two nested values are the same, tensors to the last bit."""
+    """Return whether two nested values are equal, with bit-equal tensors."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping):
-        return (
-            isinstance(other, Mapping)
-            and list(one) == list(other)
-            and all(equal(one[name], other[name]) for name in one)
-        )
+        same_names = isinstance(other, Mapping) and list(one) == list(other)
+        return same_names and all(equal(one[name], other[name]) for name in one)
     if isinstance(one, tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and one == other
 
 
 def refusal(path: Path) -> str:
-    """The line with which a file is refused."""
+    """Return the one-line message with which a file is refused."""
     with pytest.raises((Failure, UsageError)) as refused:
         read_checkpoint(path)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
-def test_what_is_written_is_read_back_by_anyone_and_what_torch_wrote_too(checkpoint: Path) -> None:
+def test_checkpoints_are_interchangeable_with_torchs_own(checkpoint: Path) -> None:
     assert equal(AtomicCheckpointIO().load_checkpoint(checkpoint), CONTENT)
     assert equal(torch.load(checkpoint, weights_only=True, mmap=True), CONTENT)
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
@@ -107,7 +104,7 @@ def test_a_full_disk_is_named_and_resume_is_advised_only_if_a_checkpoint_exists(
 # ---- damage
 
 
-def test_the_furthest_whole_checkpoint_takes_the_place_of_a_damaged_last_one(tmp_path: Path) -> None:
+def test_the_latest_intact_checkpoint_replaces_a_damaged_last_one(tmp_path: Path) -> None:
     for previous, best in ((20, 30), (30, 20)):
         for name, step in (("last", 40), ("previous", previous), ("best", best)):
             AtomicCheckpointIO().save_checkpoint({**CONTENT, "global_step": step}, tmp_path / f"{name}.ckpt")
@@ -115,8 +112,8 @@ def test_the_furthest_whole_checkpoint_takes_the_place_of_a_damaged_last_one(tmp
         assert latest_valid_checkpoint(tmp_path / "last.ckpt").contents["global_step"] == 30
 
 
-def test_a_part_that_is_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
-    """One flipped bit of the zip's directory, for which torch would hand out a tensor of whatever memory held before."""
+def test_an_entry_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
+    """With this flipped bit in the zip directory, torch would return a tensor of uninitialised memory."""
     content = checkpoint.read_bytes()
     for start in (match.start() for match in re.finditer(b"PK\1\2", content)):
         damaged = bytearray(content)
@@ -126,7 +123,7 @@ def test_a_part_that_is_marked_as_a_folder_is_refused(checkpoint: Path) -> None:
             read_checkpoint(checkpoint)
 
 
-def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Path) -> None:
+def test_a_file_of_another_type_is_refused_without_a_warning_about_code(tmp_path: Path) -> None:
     path = tmp_path / "other"
     assert "there is no checkpoint" in refusal(path)
     for content, line in ((b"hello, world\n" * 50, "damaged"), (b"", "the file is empty")):
@@ -134,10 +131,10 @@ def test_a_file_of_another_kind_is_refused_and_not_called_dangerous(tmp_path: Pa
         assert line in refusal(path) and "execute code" not in refusal(path)
     for stored in ({"weight": torch.zeros(2)}, [1, 2], torch.zeros(3)):
         torch.save(stored, path)
-        assert "no Lightning checkpoint" in refusal(path)
+        assert "not a Lightning checkpoint" in refusal(path)
 
 
-def test_a_run_folder_or_its_model_in_place_of_a_checkpoint_is_told_which_checkpoint_to_name(checkpoint: Path) -> None:
+def test_a_run_folder_or_model_file_is_refused_with_the_checkpoint_to_use(checkpoint: Path) -> None:
     run, best = checkpoint.parent.parent, checkpoint.with_name("best.ckpt")
     (run / "model.safetensors").touch()
     for place, kind in ((run, "a folder"), (run / "model.safetensors", "no checkpoint, but holds weights only")):

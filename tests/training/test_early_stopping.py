@@ -1,4 +1,4 @@
-"""A training that does not become better ends early, as a whole and when it is resumed."""
+"""Early stopping, in an uninterrupted and in a resumed run."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.classifier import ImageClassifier
 
-STILL = 1e-12  # a learning rate at which no validation differs from the one before
+STILL = 1e-12  # a learning rate that changes no validation score
 
 
-@pytest.mark.parametrize(
-    ("patience", "epochs"), [(0, 6), (2, 3), (0.4, 4), (10, 6)]
-)  # of six; the first one is better than none
-def test_it_ends_when_so_many_epochs_or_that_share_of_them_have_not_been_better(patience: float, epochs: int) -> None:
+# The first of the six epochs always counts as an improvement.
+@pytest.mark.parametrize(("patience", "epochs"), [(0, 6), (2, 3), (0.4, 4), (10, 6)])
+def test_training_ends_after_patience_epochs_or_that_share_of_all_epochs(patience: float, epochs: int) -> None:
     done = fitted(classifier(lr=STILL, patience=patience), shapes_data(), max_epochs=6)
     assert done.global_step == epochs * BATCHES
 
 
-def test_it_goes_by_the_figure_that_the_best_checkpoint_is_chosen_by() -> None:
-    model = classifier(lr=0.02, monitor="loss", patience=1)  # falls in each of its epochs
+def test_patience_refers_to_the_monitored_score() -> None:
+    model = classifier(lr=0.02, monitor="loss", patience=1)  # the loss falls in every epoch
     assert fitted(model, shapes_data(), max_epochs=4).global_step == 4 * BATCHES
     model = classifier(lr=STILL, monitor="loss", patience=1)
     assert fitted(model, shapes_data(), max_epochs=4).global_step == 2 * BATCHES
 
 
-def test_an_early_stopping_of_ones_own_takes_its_place() -> None:
+def test_a_users_early_stopping_replaces_ours() -> None:
     own = EarlyStopping("val/accuracy", mode="max", patience=3)
     done = fitted(classifier(lr=STILL, patience=1), shapes_data(), own, max_epochs=6)
     assert done.global_step == 4 * BATCHES and own.wait_count == 3
 
 
-def test_a_resumed_training_counts_on_by_its_own_patience(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_count_with_its_own_patience(tmp_path: Path) -> None:
     def save() -> At:
         return At(2 * BATCHES + 3, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
 
@@ -48,7 +47,7 @@ def test_a_resumed_training_counts_on_by_its_own_patience(tmp_path: Path) -> Non
         assert done.global_step == epochs * BATCHES
 
 
-def test_the_score_of_a_fitted_last_layer_is_the_first_to_be_bettered(tmp_path: Path) -> None:
+def test_the_score_of_a_fitted_head_is_the_first_to_improve_on(tmp_path: Path) -> None:
     torch.manual_seed(1)
     net = build_net("shapenet", channels=3, image_size=16, num_classes=10)
     save_file(net.state_dict(), tmp_path / "weights.safetensors")
@@ -58,12 +57,12 @@ def test_the_score_of_a_fitted_last_layer_is_the_first_to_be_bettered(tmp_path: 
     assert done.global_step == 2 * BATCHES
 
 
-def test_without_validation_images_it_trains_to_the_end() -> None:
+def test_without_validation_images_training_runs_to_the_end() -> None:
     data = shapes_data(val_size=0)
     assert fitted(classifier(patience=1), data, max_epochs=3, limit_val_batches=0).current_epoch == 3
 
 
-def test_a_patience_below_none_is_refused() -> None:
+def test_a_negative_patience_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"model\.patience is a number of validations, or below 1 a share of them, not -1"
     ):

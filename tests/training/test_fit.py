@@ -1,6 +1,7 @@
-"""A fit against loops written by hand with torch's own calls: weights, losses, logged rows, order of images, predictions."""
+"""A fit equals a handwritten torch loop: weights, losses, logged rows and the order of images."""
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from cifar_lit.models.registry import build_net
         ({"optimizer": "muon", "weight_decay": 1.0}, "a share per step under muon, below 1"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused_in_one_line(settings: dict[str, Any], line: str) -> None:
+def test_invalid_settings_are_refused_in_one_line(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=line) as refused:
         classifier(**settings)
     assert "\n" not in str(refused.value)
@@ -55,11 +56,9 @@ def test_settings_that_cannot_be_meant_are_refused_in_one_line(settings: dict[st
 # ---- steps
 
 
-def test_mixed_images_are_learned_by_their_shares_and_counted_by_their_own_labels() -> None:
-    model, images = (
-        classifier(label_smoothing=0.1),
-        torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)),
-    )
+def test_mixed_images_are_learned_by_their_shares_and_scored_by_their_own_labels() -> None:
+    model = classifier(label_smoothing=0.1)
+    images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     labels, shares = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([[0.7], [0.5], [1.0], [0.2], [0.0], [0.9]])
     targets = shares * F.one_hot(labels, 10) + (1 - shares) * F.one_hot(labels.roll(1), 10)
     loss = model.training_step(Batch(images, labels, labels, targets=targets), 0)
@@ -74,13 +73,11 @@ BY_VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
 CLIP = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
 
 
-def by_hand(
-    net: str, data: ImageData, precision: str, clip: dict[str, Any], accumulate: int
-) -> tuple[dict[str, Tensor], int]:
-    """Return state and steps of a tutorial's loop over two epochs; an epoch's last group of batches may be smaller.
+def by_hand(net: str, data: ImageData, precision: str, clip: Any, accumulate: int) -> tuple[dict[str, Tensor], int]:
+    """Return the state and the number of steps of a tutorial's loop over two epochs.
 
-    torch's optimizer is not fused there, and memory not channels_last. Images are as the data normalised them: where a pooling
-    window has two equal pixels, the last digit decides which of them learns, so that other digits would end in other weights.
+    The optimizer is not fused and the memory format is not channels_last. The images are those of the data module:
+    in a pooling window with two equal pixels, the last digit decides which pixel receives the gradient.
     """
     dtype = torch.float64 if precision == "64-true" else torch.float32
     torch.manual_seed(0)
@@ -112,11 +109,9 @@ def by_hand(
         ("signs_mlp", "bf16-mixed", BY_NORM, 3),
     ],
 )
-def test_a_fit_ends_with_the_weights_of_a_loop_written_by_hand(
-    net: str, precision: Any, clip: dict[str, Any], accumulate: int
-) -> None:
-    """In float64 no rounding decides on which side of a limit a gradient lies. Mixed precision is shown by a perceptron: in
-    bfloat16 many pixels of a pooling window are equal, and which one learns is up to the kernel.
+def test_a_fit_equals_a_handwritten_loop(net: str, precision: Any, clip: dict[str, Any], accumulate: int) -> None:
+    """Clipping is compared in float64, without rounding at the limits. Mixed precision uses an MLP: in bfloat16 many
+    pixels of a pooling window are equal, and the kernel decides which of them receives the gradient.
     """
     expected, steps = by_hand(net, shapes_data(), precision, clip, accumulate)
     model = classifier(net=net, momentum=0.9)
@@ -126,28 +121,27 @@ def test_a_fit_ends_with_the_weights_of_a_loop_written_by_hand(
 
 
 def after_batches(*batches: Batch) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights after an epoch of these batches, and what it logged as loss and accuracy."""
+    """Return the weights after an epoch of these batches, and the logged loss and accuracy."""
     model, rows = classifier(), Rows()
     loader = DataLoader(list(batches), batch_size=None, collate_fn=lambda batch: batch)
     trainer(max_epochs=1, logger=rows, log_every_n_steps=100).fit(model, loader)
-    return weights(model), [*rows.of("train/loss").values(), *rows.of("train/accuracy").values()]
+    return weights(model), [*rows.curve("train/loss").values(), *rows.curve("train/accuracy").values()]
 
 
-def test_a_batch_counts_with_its_loss_weight_in_the_gradient_and_without_one_not_at_all() -> None:
+def test_the_gradient_is_scaled_by_the_loss_weight_and_a_batch_of_weight_0_is_ignored() -> None:
     batch, start = Batch(torch.randn(5, 3, 16, 16), torch.arange(5), torch.arange(5)), weights(classifier())
     whole, rows = after_batches(batch)
     part, _ = after_batches(replace(batch, loss_weight=0.8))
-    assert_close(
-        {name: part[name] - start[name] for name in start}, {name: 0.8 * (whole[name] - start[name]) for name in start}
-    )
+    expected = {name: 0.8 * (whole[name] - start[name]) for name in start}
+    assert_close({name: part[name] - start[name] for name in start}, expected)
     assert not same(whole, start)
-    nothing = replace(batch, images=batch.images.flip(0), loss_weight=0.0)
-    also, rows_also = after_batches(batch, nothing)
-    assert same(also, whole) and rows_also == rows
+    ignored = replace(batch, images=batch.images.flip(0), loss_weight=0.0)
+    with_ignored, rows_with_ignored = after_batches(batch, ignored)
+    assert same(with_ignored, whole) and rows_with_ignored == rows
 
 
 def test_memory_format_and_compilation_do_not_change_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile = torch.compile  # traced for real, but run by torch itself: no C++ compiler is needed
+    compile = torch.compile  # with the backend "eager", which needs no C++ compiler
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend="eager"))
     images = torch.randn(4, 3, 16, 16)
     plain = classifier(channels_last=False).eval()
@@ -157,21 +151,19 @@ def test_memory_format_and_compilation_do_not_change_the_logits(monkeypatch: pyt
         assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-# ---- what is logged
+# ---- logging
 
 
 class Losses(Callback):
-    """Notes each batch's optimizer step, loss and number of images, and for each epoch the means of module and batches."""
+    """Record the step, loss and size of each batch, and each epoch's mean by the module and by the batches."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, float, int]] = []
         self.epochs: list[tuple[float, float]] = []
         self._epoch_start = 0
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        accumulate = trainer.accumulate_grad_batches  # by which Lightning divides the loss that it hands out
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        accumulate = trainer.accumulate_grad_batches  # Lightning divides the loss by this number
         step = -(-(len(self.batches) + 1) // accumulate)
         self.batches.append((step, float(outputs["loss"]) * accumulate, len(batch.labels)))
 
@@ -184,6 +176,9 @@ def mean_loss(batches: list[tuple[int, float, int]]) -> float:
     return sum(loss * count for _, loss, count in batches) / sum(count for *_, count in batches)
 
 
+ACCUMULATED = {"log_every_n_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 6}
+
+
 @pytest.mark.parametrize(
     ("settings", "windows"),
     [
@@ -192,24 +187,19 @@ def mean_loss(batches: list[tuple[int, float, int]]) -> float:
         ({"log_every_n_steps": 0}, [(1, 7), (8, 14)]),
         ({"log_every_n_steps": 2, "limit_train_batches": 3}, [(1, 2), (3, 3), (4, 5), (6, 6)]),
         ({"log_every_n_steps": 4, "max_steps": 10, "max_epochs": -1}, [(1, 4), (5, 7), (8, 10)]),
-        (
-            {"log_every_n_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 6},
-            [(1, 2), (3, 3), (4, 5), (6, 6)],
-        ),
+        (ACCUMULATED, [(1, 2), (3, 3), (4, 5), (6, 6)]),
     ],
 )
-def test_each_logged_loss_is_the_mean_over_the_images_since_the_last_one(
-    settings: dict[str, Any], windows: list[tuple[int, int]]
-) -> None:
+def test_each_logged_loss_is_the_mean_since_the_last_row(settings: Any, windows: list[tuple[int, int]]) -> None:
     rows, losses = Rows(), Losses()
     fitted(classifier(), shapes_data(), losses, logger=rows, **settings)
     means = {last: mean_loss([each for each in losses.batches if first <= each[0] <= last]) for first, last in windows}
-    assert rows.of("train/loss") == pytest.approx(means, rel=1e-6)
-    assert all(0 <= accuracy <= 1 for accuracy in rows.of("train/accuracy").values())
-    assert [own for own, _ in losses.epochs] == pytest.approx([mean for _, mean in losses.epochs], rel=1e-6)
+    assert rows.curve("train/loss") == pytest.approx(means, rel=1e-6)
+    assert all(0 <= accuracy <= 1 for accuracy in rows.curve("train/accuracy").values())
+    assert [logged for logged, _ in losses.epochs] == pytest.approx([mean for _, mean in losses.epochs], rel=1e-6)
 
 
-def test_losses_and_accuracies_are_torchs_smoothed_in_training_and_plain_in_validation() -> None:
+def test_the_training_loss_is_smoothed_and_the_validation_loss_is_not() -> None:
     rows, losses, hits = Rows(), Losses(), []
     model, data = classifier(label_smoothing=0.3), shapes_data()
     first = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
@@ -223,21 +213,18 @@ def test_losses_and_accuracies_are_torchs_smoothed_in_training_and_plain_in_vali
     model.training_step = counted
     fitted(model, data, losses, logger=rows, max_epochs=1)
     assert losses.batches[0][1] == pytest.approx(expected, rel=1e-5)
-    assert rows.of("train/accuracy")[BATCHES] == pytest.approx(float(torch.cat(hits).mean()))
-    images, labels = (
-        data.train_images.images[data.split[1]].permute(0, 3, 1, 2),
-        data.train_images.labels[data.split[1]],
-    )
-    logits = model.eval()((images / 255 - 0.5) / 0.25)
-    assert rows.of("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)
-    assert rows.of("val/accuracy") == pytest.approx({BATCHES: float((logits.argmax(1) == labels).float().mean())})
+    assert rows.curve("train/accuracy")[BATCHES] == pytest.approx(float(torch.cat(hits).mean()))
+    images, labels = (values[data.split[1]] for values in (data.train_images.images, data.train_images.labels))
+    logits = model.eval()((images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.25)
+    assert rows.curve("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)
+    assert rows.curve("val/accuracy") == pytest.approx({BATCHES: float((logits.argmax(1) == labels).float().mean())})
 
 
-# ---- which images are shown
+# ---- order and size of the images
 
 
 class Seen(Callback):
-    """Notes which images each training step of an epoch, and each evaluation, was given."""
+    """Record the images of each training step and of the evaluations."""
 
     def __init__(self) -> None:
         self.train: dict[int, list[list[int]]] = {}
@@ -257,7 +244,7 @@ def order(epoch: int) -> list[list[int]]:
     return [part.tolist() for part in rows.split(16)]
 
 
-def test_each_epoch_has_an_order_of_its_own_and_every_image_once_in_a_resumed_run_too(tmp_path: Path) -> None:
+def test_each_epoch_of_a_resumed_run_has_its_own_order_with_every_image_once(tmp_path: Path) -> None:
     seen, last, data = Seen(), best_and_last(tmp_path)[1], shapes_data(eval_batch_size=7)
     fitted(classifier(schedule="cosine"), data, last, max_epochs=1)
     done = fitted(classifier(schedule="cosine"), data, seen, last, resume=tmp_path / "last.ckpt", max_epochs=3)
@@ -269,32 +256,28 @@ def test_each_epoch_has_an_order_of_its_own_and_every_image_once_in_a_resumed_ru
     assert sorted(seen.evaluated) == list(range(24))
 
 
-def test_batches_that_are_overfitted_are_the_same_in_every_epoch() -> None:
+def test_overfit_batches_are_the_same_in_every_epoch() -> None:
     seen, rows = Seen(), shapes_data().split[0].tolist()
     fitted(classifier(), shapes_data(), seen, max_epochs=3, overfit_batches=2)
     assert seen.train == {epoch: [rows[:16], rows[16:32]] for epoch in range(3)}
 
 
 @pytest.mark.usefixtures("dropout_net")
-def test_images_that_stay_on_the_host_train_the_same_net_at_the_same_sizes() -> None:
+def test_images_on_the_host_train_the_same_net_at_the_same_sizes() -> None:
     ends, shapes = [], []
     for settings in ({"placement": "device"}, {"placement": "host", "workers": 2}):
         shapes.clear()
         model = classifier(net="dropout", momentum=0.9)
-        model.net.register_forward_pre_hook(
-            lambda net, images: shapes.append((net.training, tuple(images[0].shape[2:])))
-        )
+        model.net.register_forward_pre_hook(lambda net, images: shapes.append((net.training, images[0].shape[2:])))
         data = shapes_data(crop=2, flip="alternating", cutout=3, resolutions={8: 0.4, 12: 0.2}, **settings)
         fitted(model, data, max_epochs=5)
         ends.append(weights(model))
-        evaluated = (False, (16, 16))
-        assert shapes == [
-            shape for side in (8, 8, 12, 16, 16) for shape in [*([(True, (side, side))] * BATCHES), evaluated]
-        ]
+        epochs = ([(True, (side, side))] * BATCHES + [(False, (16, 16))] for side in (8, 8, 12, 16, 16))
+        assert shapes == list(chain.from_iterable(epochs))
     assert same(*ends)
 
 
-def test_the_rate_that_is_logged_is_that_of_the_last_layers() -> None:
+def test_the_logged_learning_rate_is_that_of_the_last_layers() -> None:
     rows = Rows()
     fitted(classifier(optimizer="adamw", lr=0.01, input_lr=1e-4), shapes_data(), logger=rows, max_epochs=1)
-    assert set(rows.of("lr").values()) == {0.01}
+    assert set(rows.curve("lr").values()) == {0.01}

@@ -1,10 +1,11 @@
-"""Trainings on a CUDA device, where there is one: real commands, and images on the device; recorded steps are test_capture's."""
+"""Training on a CUDA device: real commands, and images on the device. Captured steps are in test_capture."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from real_runs import here, metrics, only_run
+from real_runs import metrics, only_run, run_here
 from small_runs import BATCHES, assert_close, classifier, fitted, shapes_data, trainer, weights
 
 import cifar_lit
@@ -16,32 +17,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # The quickstart's images, net and schedule, for fewer epochs.
 SHAPES = [
-    *("--recipe", "resnet18"),  # not the default, which whitens and changes sizes
-    *(
-        "--dataset",
-        "shapes",
-        "--data.count",
-        "8000",
-        "--data.val_size",
-        "500",
-        "--batch-size",
-        "128",
-        "--net",
-        "shapenet",
-    ),
-    *("--lr", "0.1", "--model.momentum", "0.9", "--model.schedule", "one_cycle", "--data.crop", "2", "--devices", "1"),
+    *shlex.split("--recipe resnet18"),  # the default recipe whitens and changes image sizes
+    *shlex.split("--dataset shapes --data.count 8000 --data.val_size 500 --batch-size 128 --net shapenet"),
+    *shlex.split("--lr 0.1 --model.momentum 0.9 --model.schedule one_cycle --data.crop 2 --devices 1"),
 ]
 
 
 @pytest.mark.parametrize(("precision", "difference"), [("32-true", 0.005), ("bf16-mixed", 0.01), ("16-mixed", 0.005)])
-def test_a_training_on_the_gpu_learns_and_scores_alike_on_the_cpu(
-    tmp_path: Path, precision: str, difference: float
-) -> None:
+def test_a_net_trained_on_the_gpu_scores_alike_on_the_cpu(tmp_path: Path, precision: str, difference: float) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    done = here(["train", *SHAPES, "--epochs", "4", "--precision", precision, "--accelerator", "gpu"], tmp_path / "gpu")
-    assert done.code == 0, done.err
-    assert "devices      1 × cuda" in done.out
+    flags = ["--epochs", "4", "--precision", precision, "--accelerator", "gpu"]
+    answer = run_here(["train", *SHAPES, *flags], tmp_path / "gpu")
+    assert answer.code == 0, answer.err
+    assert "devices      1 × cuda" in answer.out
     results = metrics(tmp_path / "gpu")
     assert (results["accelerator"], results["devices"], results["precision"]) == ("gpu", 1, precision)
     assert results["test"]["images"] == 1600
@@ -50,7 +39,7 @@ def test_a_training_on_the_gpu_learns_and_scores_alike_on_the_cpu(
 
     best = only_run(tmp_path / "gpu") / "checkpoints" / "best.ckpt"
     words = ["test", "--ckpt_path", str(best), "--accelerator", "cpu", "--precision", "32-true", "--devices", "1"]
-    assert here(words, tmp_path / "cpu").code == 0
+    assert run_here(words, tmp_path / "cpu").code == 0
     assert metrics(tmp_path / "cpu")["test"]["accuracy"] == pytest.approx(results["test"]["accuracy"], abs=difference)
     assert {tensor.device.type for tensor in read_checkpoint(best)["state_dict"].values()} == {"cpu"}
     net = cifar_lit.load(only_run(tmp_path / "gpu"))
@@ -67,7 +56,7 @@ def on_gpu(placement: str) -> tuple[ImageData, TrainLoader]:
     return data, data.train_dataloader()
 
 
-def test_images_are_on_the_device_and_batches_are_those_of_the_cpu() -> None:
+def test_images_on_the_device_give_the_batches_of_the_cpu() -> None:
     data, loader = on_gpu("auto")
     assert data.placed("train")[0].images.device.type == "cuda"
     assert (data.placed("train")[1], data.placed("test")[1]) == ("device", "device")
@@ -82,7 +71,7 @@ def test_images_are_on_the_device_and_batches_are_those_of_the_cpu() -> None:
             assert batch.loss_weight == expected.loss_weight
 
 
-def test_an_epoch_is_brought_to_the_device_without_waiting_for_it() -> None:
+def test_an_epoch_of_batches_is_transferred_without_synchronisation() -> None:
     _, loader = on_gpu("auto")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -92,9 +81,7 @@ def test_an_epoch_is_brought_to_the_device_without_waiting_for_it() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_images_that_stay_on_the_host_come_in_page_locked_memory_and_train_the_same_net(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_images_on_the_host_arrive_in_pinned_memory_and_train_the_same_net(monkeypatch: pytest.MonkeyPatch) -> None:
     data, loader = on_gpu("host")
     assert data.placed("train")[0].images.device.type == "cpu"
     batches = list(loader)

@@ -1,4 +1,4 @@
-"""A training that is stopped by a signal, or dies, goes on to the same bits from whichever checkpoint there is."""
+"""A run that is stopped by a signal or dies resumes bit-equal from any of its checkpoints."""
 
 import math
 import os
@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Run(NamedTuple):
-    """How a training ended."""
+    """The results of a training."""
 
     weights: dict[str, Tensor]
     rows: list[tuple[int, dict[str, float]]]
@@ -60,30 +60,25 @@ class Run(NamedTuple):
 
 
 class Training:
-    """Trainings of three epochs with all callbacks of a run, which keep their checkpoints in one folder.
+    """Training runs with all callbacks of a command, which save their checkpoints to one folder.
 
-    every: the interval of checkpoints within epochs; accumulate: batches an update; limits: the Trainer's, for the epochs.
+    Args:
+        every: interval of checkpoints within epochs.
+        accumulate: batches per update.
+        limits: arguments of the Trainer; three epochs by default.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        every: str | None = None,
-        accumulate: int = 1,
-        limits: dict[str, int] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, name: str, every: Any = None, accumulate: int = 1, limits: Any = None) -> None:
         self.folder, self.last, self.limits = folder, folder / "last.ckpt", limits or {"max_epochs": 3}
         self.settings, self.every, self.accumulate = SETTINGS[name], every, accumulate
-        self.rows = Rows()  # of the latest run, also where it did not end
+        self.rows = Rows()  # latest run, complete or not
 
     def run(self, *more: Callback, resume: Path | None = None) -> Run:
-        """Trains to the end."""
-        own = {"net": "dropout", "momentum": 0.9, **self.settings}
-        data = shapes_data(
-            crop=2, flip="random", resolutions=own.pop("resolutions", {}), augment=own.pop("augment", None)
-        )
-        model, clock, (best, last) = classifier(**own), Clock(), best_and_last(self.folder)
+        """Train to the end."""
+        settings = {"net": "dropout", "momentum": 0.9, **self.settings}
+        data_settings = {name: settings.pop(name) for name in ("resolutions", "augment") if name in settings}
+        data = shapes_data(crop=2, flip="random", **data_settings)
+        model, clock, (best, last) = classifier(**settings), Clock(), best_and_last(self.folder)
         regular = [regular_checkpoint(self.every)] if self.every else []
         for callback in regular:
             callback.dirpath = str(self.folder)
@@ -91,22 +86,22 @@ class Training:
         options: dict[str, Any] = {"log_every_n_steps": 2, "accumulate_grad_batches": self.accumulate, **self.limits}
         callbacks = [NoSignalHandlers(), *more, clock, RandomState(), best, last, *regular, OrderlyStop(last)]
         done = fitted(model, data, *callbacks, resume=resume, logger=self.rows, **options)
-        epoch_loss = float(done.callback_metrics.get("train/loss", math.nan))  # none where nothing was left to train
+        epoch_loss = float(done.callback_metrics.get("train/loss", math.nan))  # NaN if no step was left
         return Run(weights(model), self.rows.rows, clock.images, epoch_loss, read_checkpoint(self.folder / "best.ckpt"))
 
     def stop(self, callback: Callback, error: type[BaseException] = Interrupted) -> Any:
-        """What ended a training that this callback stops."""
+        """Return the exception that ends a training stopped by this callback."""
         with pytest.raises(error) as ended:
             self.run(callback)
-        torch.manual_seed(99)  # another process would not have this state either
+        torch.manual_seed(99)  # a resuming process has another random state
         return ended.value
 
-    def assert_goes_on_as(self, whole: Run, checkpoint: Path | None = None, every: str | None = None) -> None:
-        """Resumes to the same weights, curves and best checkpoint as if nothing had been."""
-        reached = read_checkpoint(checkpoint or self.last)["global_step"]
+    def assert_resumes_to(self, whole: Run, every: str | None = None) -> None:
+        """Resume to the weights, curves and best checkpoint of the uninterrupted run."""
+        reached = read_checkpoint(self.last)["global_step"]
         before = [row for row in self.rows.rows if row[0] <= reached]
         self.every = every
-        resumed = self.run(resume=checkpoint or self.last)
+        resumed = self.run(resume=self.last)
         assert same(resumed.weights, whole.weights)
         assert [*before, *resumed.rows] == whole.rows
         assert resumed.images == whole.images == 300
@@ -115,15 +110,17 @@ class Training:
         assert same(resumed.best["state_dict"], whole.best["state_dict"])
 
 
-Undisturbed = Callable[..., Run]
+GetRun = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The whole training of some settings, made once."""
-    return cache(
-        lambda name, accumulate=1: Training(tmp_path_factory.mktemp("whole"), name, accumulate=accumulate).run()
-    )
+def reference(tmp_path_factory: pytest.TempPathFactory) -> GetRun:
+    """Return a function that returns the uninterrupted run of given settings, trained once."""
+
+    def train(name: str, accumulate: int = 1) -> Run:
+        return Training(tmp_path_factory.mktemp("whole"), name, accumulate=accumulate).run()
+
+    return cache(train)
 
 
 # ---- signals
@@ -137,43 +134,41 @@ def press(*numbers: int) -> Callable[..., None]:
     ("name", "step"),
     [("sgd", 1), ("averaged", 20), ("adamw, by the epoch", 6), ("smaller images first", 9), ("augmented", 9)],
 )
-def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not_been(
-    tmp_path: Path, name: str, step: int, undisturbed: Undisturbed
-) -> None:
-    whole, training = undisturbed(name), Training(tmp_path, name)
+def test_a_run_stopped_in_an_epoch_resumes_bit_equal(tmp_path: Path, name: str, step: int, reference: GetRun) -> None:
+    whole, training = reference(name), Training(tmp_path, name)
     interruption = training.stop(At(step, press(signal.SIGINT)))
     assert (str(interruption), interruption.exit_code) == ("SIGINT", 130)
     checkpoint = read_checkpoint(training.last)
     assert (checkpoint["global_step"], checkpoint["epoch"]) == (step, step // BATCHES)
-    training.assert_goes_on_as(whole)
+    training.assert_resumes_to(whole)
 
 
-def test_a_stop_waits_for_the_update_that_gradients_are_gathered_for(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_stop_waits_for_the_accumulated_update(tmp_path: Path, reference: GetRun) -> None:
     def between(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if (trainer.current_epoch, batch_idx) == (1, 3):  # the first of three
+        if (trainer.current_epoch, batch_idx) == (1, 3):  # first of three accumulated batches
             press(signal.SIGINT)()
 
     training = Training(tmp_path, "sgd", accumulate=3)
     training.stop(LambdaCallback(on_train_batch_start=between))
     assert read_checkpoint(training.last)["global_step"] == 3 + 2
-    training.assert_goes_on_as(undisturbed("sgd", accumulate=3))
+    training.assert_resumes_to(reference("sgd", accumulate=3))
 
 
 @pytest.mark.parametrize(("in_validation", "step"), [(True, 7), (False, 7), (True, 21)])
 def test_a_signal_in_an_epochs_last_step_or_validation_ends_the_epoch_first(
-    in_validation: bool, step: int, tmp_path: Path, undisturbed: Undisturbed
+    in_validation: bool, step: int, tmp_path: Path, reference: GetRun
 ) -> None:
+    send = press(signal.SIGTERM)
+
     def validation(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step == step:
-            press(signal.SIGTERM)()
+            send()
 
     training = Training(tmp_path, "sgd")
-    callback = (
-        LambdaCallback(on_validation_epoch_start=validation) if in_validation else At(step, press(signal.SIGTERM))
-    )
+    callback = LambdaCallback(on_validation_epoch_start=validation) if in_validation else At(step, send)
     assert training.stop(callback).exit_code == 143
     assert read_checkpoint(training.last)["global_step"] == step
-    training.assert_goes_on_as(undisturbed("sgd"))
+    training.assert_resumes_to(reference("sgd"))
 
 
 def test_a_second_signal_stops_at_once_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +179,7 @@ def test_a_second_signal_stops_at_once_without_a_checkpoint(tmp_path: Path, caps
 
 @pytest.fixture
 def hangup_handler() -> Iterator[None]:
-    """Restore this process's handler of SIGHUP, which is ignored once a hangup was received."""
+    """Restore this process's SIGHUP handler. After a hangup, the signal is ignored."""
     handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, handler)
@@ -194,35 +189,35 @@ def hangup_handler() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("signals", "code"),
     [
-        ((signal.SIGHUP, signal.SIGHUP), 129),  # a lost session: the shell's and the kernel's
-        ((signal.SIGHUP, signal.SIGTERM), 129),  # systemd ends what is left of a session
+        ((signal.SIGHUP, signal.SIGHUP), 129),  # lost session: from the shell and from the kernel
+        ((signal.SIGHUP, signal.SIGTERM), 129),  # systemd terminates the remaining processes of a session
         ((signal.SIGTERM, signal.SIGHUP), 143),
     ],
 )
-def test_a_lost_session_ends_the_training_with_a_checkpoint_however_many_signals_it_sends(
-    signals: tuple[int, ...], code: int, tmp_path: Path, undisturbed: Undisturbed
+def test_a_lost_session_stops_with_a_checkpoint_after_any_number_of_signals(
+    signals: tuple[int, ...], code: int, tmp_path: Path, reference: GetRun
 ) -> None:
     training = Training(tmp_path, "averaged")
     assert training.stop(At(9, press(*signals))).exit_code == code
     assert read_checkpoint(training.last)["global_step"] == 9
-    training.assert_goes_on_as(undisturbed("averaged"))
+    training.assert_resumes_to(reference("averaged"))
 
 
 @pytest.mark.usefixtures("hangup_handler")
-def test_a_training_under_nohup_outlives_its_session(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_under_nohup_training_survives_a_hangup(tmp_path: Path, reference: GetRun) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert same(Training(tmp_path, "sgd").run(At(9, press(signal.SIGHUP))).weights, undisturbed("sgd").weights)
+    assert same(Training(tmp_path, "sgd").run(At(9, press(signal.SIGHUP))).weights, reference("sgd").weights)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("hangup_handler")
-def test_a_hangup_outside_of_a_training_raises_once_and_not_under_nohup() -> None:
+def test_a_hangup_outside_training_raises_once_and_never_under_nohup() -> None:
     with undone():
         catch_signals()
         with pytest.raises(Interrupted) as interruption:
             os.kill(os.getpid(), signal.SIGHUP)
         assert interruption.value.exit_code == 129
-        os.kill(os.getpid(), signal.SIGHUP)  # ignored from the first on
+        os.kill(os.getpid(), signal.SIGHUP)  # ignored after the first
         catch_signals()
         os.kill(os.getpid(), signal.SIGHUP)
 
@@ -230,7 +225,7 @@ def test_a_hangup_outside_of_a_training_raises_once_and_not_under_nohup() -> Non
 # ---- checkpoints within epochs
 
 
-def test_an_interval_is_steps_or_a_time_and_anything_else_is_refused_with_examples() -> None:
+def test_a_checkpoint_interval_is_a_number_of_steps_or_a_time() -> None:
     steps: dict[Any, int] = {"500": 500, 500: 500, "500.0": 500}
     seconds = {"10m": 600.0, "90s": 90.0, "1.5h": 5400.0}
     assert {interval: regular_checkpoint(interval)._every_n_train_steps for interval in steps} == steps
@@ -248,15 +243,10 @@ def test_an_interval_is_steps_or_a_time_and_anything_else_is_refused_with_exampl
     [("3", 1, [3, 6, 7, 9, 12, 14]), ("60s", 1, [3, 6, 7, 9, 12, 14]), ("60s", 2, [2, 4, 5, 7, 8])],
 )
 def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
-    every: str,
-    accumulate: int,
-    steps: list[int],
-    tmp_path: Path,
-    undisturbed: Undisturbed,
-    monkeypatch: pytest.MonkeyPatch,
+    every: str, accumulate: int, steps: list[int], tmp_path: Path, reference: GetRun, monkeypatch: Any
 ) -> None:
-    """Of two accumulated batches, the second one ends an update; where time is up after the first, it is waited for."""
-    whole, saved, now = undisturbed("averaged", accumulate), list[int](), [0.0]
+    """A checkpoint that is due after the first of two accumulated batches waits for the second."""
+    whole, saved, now = reference("averaged", accumulate), list[int](), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     note = LambdaCallback(
         on_train_batch_start=lambda *_: now.append(now.pop() + 25),  # seconds
@@ -269,10 +259,10 @@ def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
 
 
 @pytest.mark.parametrize(("seconds", "epochs"), [(0, [6]), (2, [2, 5, 6]), (5, [0, 1, 2, 3, 4, 5, 6])])
-def test_epochs_that_are_short_share_a_checkpoint_and_the_last_has_its_own(
+def test_short_epochs_share_a_checkpoint_and_the_last_epoch_has_its_own(
     seconds: int, epochs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each had one, writing them would be much of a fit of a second."""
+    """A checkpoint per epoch would take much of a fit of one second."""
     saved, now, last = list[int](), count(100, seconds), best_and_last(tmp_path)[1]
 
     def pass_time(*_: Any) -> None:
@@ -288,55 +278,49 @@ def test_epochs_that_are_short_share_a_checkpoint_and_the_last_has_its_own(
 
 
 def test_a_stop_after_an_epoch_without_a_checkpoint_waits_for_the_next_step(
-    tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reference: GetRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-    training = Training(tmp_path, "averaged")
-    training.stop(
-        LambdaCallback(on_train_epoch_start=lambda trainer, _: trainer.current_epoch == 1 and press(signal.SIGTERM)())
-    )
+    training, send = Training(tmp_path, "averaged"), press(signal.SIGTERM)
+    training.stop(LambdaCallback(on_train_epoch_start=lambda trainer, _: trainer.current_epoch == 1 and send()))
     assert read_checkpoint(training.last)["global_step"] == BATCHES + 1
-    training.assert_goes_on_as(undisturbed("averaged"))
+    training.assert_resumes_to(reference("averaged"))
 
 
-def pull_the_plug(*_: Any) -> None:
-    raise RuntimeError("pulled the plug")
+def fail(*_: Any) -> None:
+    raise RuntimeError("failed on purpose")
 
 
 @pytest.mark.parametrize(
     ("end", "accumulate", "every", "reached", "limits"),
     [(9, 1, "3", 7, None), (7, 2, "3", 6, None), (11, 1, None, 7, {"max_epochs": -1, "max_steps": 3 * BATCHES})],
 )
-def test_a_run_that_died_goes_on_from_its_last_checkpoint_as_if_it_had_not(
-    end: int, accumulate: int, every: str | None, reached: int, limits: Any, tmp_path: Path, undisturbed: Undisturbed,
-    recwarn: Any, monkeypatch: pytest.MonkeyPatch,
+def test_a_run_that_died_resumes_bit_equal_from_its_last_checkpoint(
+    end: int, accumulate: int, every: str | None, reached: int, limits: Any,
+    tmp_path: Path, reference: GetRun, recwarn: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if not every:  # with checkpoints within epochs their ends have one, however short they are
+    if not every:  # with an interval, every epoch ends with a checkpoint
         monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
     training = Training(tmp_path, "averaged", every, accumulate, limits)
-    training.stop(At(end, pull_the_plug), RuntimeError)
+    training.stop(At(end, fail), RuntimeError)
     assert read_checkpoint(training.last)["global_step"] == reached
-    training.assert_goes_on_as(undisturbed("averaged", accumulate), every=every and "5")  # another interval will do
+    training.assert_resumes_to(reference("averaged", accumulate), every=every and "5")  # the interval may change
     assert not [warning for warning in recwarn if "callbacks used to create the checkpoint" in str(warning.message)]
 
 
 @pytest.mark.parametrize(("every", "end", "reached"), [("3", 5, 3), (None, 3, 3)])
-def test_a_validation_within_an_epoch_that_was_due_at_a_stop_is_not_lost(
-    every: str | None, end: int, reached: int, tmp_path: Path
-) -> None:
+def test_a_validation_due_at_a_stop_is_not_lost(every: str | None, end: int, reached: int, tmp_path: Path) -> None:
     limits = {"max_epochs": 3, "val_check_interval": 3}
     whole = Training(tmp_path / "whole", "averaged", limits=limits).run()
     training = Training(tmp_path / "stopped", "averaged", every, limits=limits)
-    if every:
-        training.stop(At(end, pull_the_plug), RuntimeError)
-    else:
-        training.stop(At(end, press(signal.SIGINT)))
+    callback, error = (At(end, fail), RuntimeError) if every else (At(end, press(signal.SIGINT)), Interrupted)
+    training.stop(callback, error)
     checkpoint = read_checkpoint(training.last)
     assert checkpoint["global_step"] == reached and checkpoint["cifar_lit"]["score"] is not None
-    training.assert_goes_on_as(whole)
+    training.assert_resumes_to(whole)
 
 
-def test_the_best_checkpoint_is_known_after_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_found_after_the_folder_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after, names = tmp_path / "before", tmp_path / "after", ["best.ckpt", "last.ckpt", "previous.ckpt"]
     model = classifier(net="shapenet", lr=0.3, momentum=0.9)
     monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
@@ -346,8 +330,8 @@ def test_the_best_checkpoint_is_known_after_a_move(tmp_path: Path, monkeypatch: 
 
     before.rename(after)
     best, last = best_and_last(after)
-    again = classifier(net="shapenet", lr=1e-9, momentum=0.9)  # gets no better
-    fitted(again, shapes_data(), best, last, max_epochs=6, resume=after / "last.ckpt")
+    resumed = classifier(net="shapenet", lr=1e-9, momentum=0.9)  # does not improve
+    fitted(resumed, shapes_data(), best, last, max_epochs=6, resume=after / "last.ckpt")
     assert best.best_model_path == str(after / "best.ckpt")
     assert list(best.best_k_models) == [str(after / "best.ckpt")]
     assert best.current_score is not None and not before.exists()

@@ -1,4 +1,4 @@
-"""Metrics are exact, in whatever order and company images come; and every image's prediction is kept once."""
+"""Metrics are exact in any order and batch size of images, and each image's prediction is stored once."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_runs import SETTINGS, here, only_run
+from real_runs import SETTINGS, only_run, run_here
 from small_runs import classifier, fitted, shapes_data, trainer
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,7 +28,7 @@ def evaluate(logits: Tensor, labels: Tensor, batch_size: int) -> Score:
     return evaluation.compute()
 
 
-def test_loss_and_accuracies_are_those_of_torch_over_all_images_at_once() -> None:
+def test_loss_and_accuracies_equal_torchs_over_all_images() -> None:
     score = evaluate(LOGITS, LABELS, batch_size=64)
     assert score.images == 500
     for name, metric in {
@@ -44,15 +44,16 @@ def test_loss_and_accuracies_are_those_of_torch_over_all_images_at_once() -> Non
     assert sum(score.confusion[i][i] for i in range(7)) == round(score.accuracy * 500)
 
 
-def test_a_class_that_is_neither_there_nor_predicted_is_left_out_of_the_means() -> None:
-    score = Score(
-        0.5, 1.0, 4, [2 / 3, 0.0, math.nan, math.nan], [[2, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    )
+def test_a_class_neither_present_nor_predicted_is_excluded_from_the_means() -> None:
+    confusion = [[2, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    score = Score(0.5, 1.0, 4, [2 / 3, 0.0, math.nan, math.nan], confusion)
     assert score.balanced_accuracy == pytest.approx((2 / 3 + 0) / 2, abs=1e-6)
-    assert score.macro_f1 == pytest.approx((2 * 2 / (2 + 3) + 0 + 0) / 3, abs=1e-6)  # predicted, but never there: 0
+    assert score.macro_f1 == pytest.approx(
+        (2 * 2 / (2 + 3) + 0 + 0) / 3, abs=1e-6
+    )  # 0 for a class predicted but absent
 
 
-def test_top5_is_of_more_than_five_classes_counts_ties_and_no_image_without_numbers() -> None:
+def test_top5_needs_six_classes_and_counts_ties_but_no_nan_logits() -> None:
     few, many = Evaluation(5), Evaluation(6)
     assert (few.names, many.names) == (few.names, [*few.names, "top5"]) and "top5" not in few.names
     few.update(torch.zeros(2, 5), torch.tensor([0, 1]))
@@ -63,7 +64,7 @@ def test_top5_is_of_more_than_five_classes_counts_ties_and_no_image_without_numb
     assert list(many.compute().values) == many.names
 
 
-def test_neither_order_batches_nor_padding_changes_the_last_digit() -> None:
+def test_order_batch_size_and_padding_do_not_change_the_last_digit() -> None:
     for batch_size in (1, 17, 500):
         order = torch.randperm(500, generator=torch.Generator().manual_seed(batch_size))
         assert evaluate(LOGITS[order], LABELS[order], batch_size) == evaluate(LOGITS, LABELS, 100)
@@ -78,40 +79,36 @@ def test_neither_order_batches_nor_padding_changes_the_last_digit() -> None:
         ([1.0, math.inf, 1.0], [True, True, True], math.nan),
         ([1.0, 1e30, 1.0], [True, True, True], math.nan),
         ([2.0, math.nan, 4.0], [True, False, True], 3.0),  # padding may be anything
-        ([3e5, 1e5, 2e5], [True, True, True], 2e5),  # of a net that went astray
-        ([0.1] * 10_000, [True] * 10_000, 0.1),  # small ones do not vanish beside each other
+        ([3e5, 1e5, 2e5], [True, True, True], 2e5),  # a diverged net
+        ([0.1] * 10_000, [True] * 10_000, 0.1),  # small losses are not rounded away in the sum
     ],
 )
-def test_the_mean_loss_is_that_of_the_counted_images_and_nan_beyond_measure(
-    losses: list[float], counted: list[bool], mean: float
-) -> None:
+def test_mean_loss_skips_padding_and_overflows_to_nan(losses: list[float], counted: list[bool], mean: float) -> None:
     metric = MeanLoss()
     for _ in range(50):
         metric.update(torch.tensor(losses), torch.tensor(counted))
     assert float(metric.compute()) == pytest.approx(mean, rel=1e-6, abs=5e-7, nan_ok=True)
 
 
-def test_further_metrics_look_at_probabilities_of_float32() -> None:
+def test_additional_metrics_receive_float32_probabilities() -> None:
     evaluation, logits = Evaluation(7, {"auroc": MulticlassAUROC(7)}), (10 * LOGITS).bfloat16()
     evaluation.update(logits, LABELS)
     exact, rounded = (float(MulticlassAUROC(7)(given, LABELS)) for given in (logits.float(), logits))
     assert evaluation.compute().further["auroc"] == exact != rounded
 
 
-def test_devices_with_padding_alone_know_the_shape_of_what_a_metric_puts_together() -> None:
+def test_a_device_with_only_padding_gathers_empty_states_of_the_right_shape() -> None:
     evaluation = Evaluation(7, {"auroc": MulticlassAUROC(7), "micro": MulticlassAccuracy(7, average="micro")})
     evaluation.update(LOGITS[:5], torch.full((5,), -1))
-    (auroc, micro) = (evaluation.further[name] for name in ("auroc", "micro"))
-    assert [(tensor.shape, tensor.dtype) for tensor in (*auroc.preds, *auroc.target)] == [
-        ((0, 7), torch.float32),
-        ((0,), torch.int64),
-    ]
+    auroc, micro = (evaluation.further[name] for name in ("auroc", "micro"))
+    states = [(tensor.shape, tensor.dtype) for tensor in (*auroc.preds, *auroc.target)]
+    assert states == [((0, 7), torch.float32), ((0,), torch.int64)]
     assert not micro.update_called
     evaluation.update(LOGITS, LABELS)
     assert evaluation.compute().further["auroc"] == pytest.approx(float(MulticlassAUROC(7)(LOGITS, LABELS)), abs=1e-6)
 
 
-def test_a_class_without_images_has_no_accuracy_and_no_images_no_score() -> None:
+def test_without_images_a_class_has_no_accuracy_and_a_set_no_score() -> None:
     score = evaluate(LOGITS, torch.zeros_like(LABELS), batch_size=100)
     assert score.per_class[0] == score.accuracy
     assert all(math.isnan(accuracy) for accuracy in score.per_class[1:])
@@ -119,7 +116,7 @@ def test_a_class_without_images_has_no_accuracy_and_no_images_no_score() -> None
     assert math.isnan(empty.accuracy) and math.isnan(empty.loss) and empty.images == 0
 
 
-def test_a_score_of_a_checkpoint_is_read_if_it_is_whole() -> None:
+def test_a_score_is_read_from_a_checkpoint_only_if_complete() -> None:
     score = Score(0.5, 1.25, 4, [0.5, 0.5], [[1, 1], [1, 1]], {"top5": 1.0})
     values = score._asdict()
     assert Score.from_dict(values, 2) == score
@@ -127,7 +124,7 @@ def test_a_score_of_a_checkpoint_is_read_if_it_is_whole() -> None:
     for name in values:
         assert Score.from_dict({key: value for key, value in values.items() if key != name}, 2) is None
     ours = {"val/loss": 1.25, "val/accuracy": 0.5, "val/balanced_accuracy": 0.5, "val/macro_f1": 0.5}
-    assert score.logged("val") == {**ours, "val/top5": 1.0}  # one of one's own
+    assert score.logged("val") == {**ours, "val/top5": 1.0}  # a user's metric
     assert Score.from_dict({**values, "top5": 0.75, "further": {}}, 2) == score._replace(top5=0.75, further={})
     assert score._replace(top5=0.75, further={}).logged("val") == {**ours, "val/top5": 0.75}
 
@@ -139,7 +136,7 @@ def test_a_score_of_a_checkpoint_is_read_if_it_is_whole() -> None:
 # ---- predictions
 
 
-def test_each_image_is_there_once_in_the_order_of_the_set_and_padding_is_not() -> None:
+def test_predictions_have_each_image_once_in_order_without_padding() -> None:
     collector, logits = PredictionCollector(), torch.randn(6, 3)
     collector.update(logits[[4, 1, 0]], torch.tensor([2, 1, 0]), torch.tensor([4, 1, 0]))
     collector.update(logits[[0, 0]], torch.tensor([-1, -1]), torch.tensor([0, 0]))
@@ -150,15 +147,15 @@ def test_each_image_is_there_once_in_the_order_of_the_set_and_padding_is_not() -
     torch.testing.assert_close(predictions["probabilities"][[0, 1, 3]], F.softmax(logits[[0, 1, 4]].double(), 1))
 
 
-def test_the_likeliest_class_is_the_one_that_is_counted_where_probabilities_of_float32_are_ties() -> None:
+def test_float64_probabilities_break_ties_like_the_logits() -> None:
     collector, logits = PredictionCollector(), torch.tensor([[0.0, 2e-9, -90.0], [0.1, 0.10000001, 0.0]])
     assert [row[0] == row[1] for row in logits.softmax(1)] == [True, True]
     collector.update(logits, torch.tensor([0, 0]), torch.tensor([0, 1]))
     assert collector.compute()["probabilities"].argmax(1).tolist() == logits.argmax(1).tolist() == [1, 1]
-    assert collector.logits[0].data_ptr() == logits.data_ptr()  # only noted, so that the device is not waited for
+    assert collector.logits[0].data_ptr() == logits.data_ptr()  # stored without a copy or a synchronisation
 
 
-def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none(tmp_path: Path) -> None:
+def test_a_test_stores_each_prediction_and_a_fit_none(tmp_path: Path) -> None:
     model, data = classifier(), shapes_data(count=100, eval_batch_size=7)
     done = fitted(model, data, max_epochs=1)
     assert model.predictions is None and model._collector.logits == []
@@ -169,18 +166,16 @@ def test_a_test_keeps_the_prediction_of_each_image_and_a_fit_keeps_none(tmp_path
     assert float(hits.double().mean()) == pytest.approx(model.score.accuracy)
 
     whole = data.test_images
-    data.parts.test_images = ImageSet(
-        whole.images[:1], whole.labels[:1], whole.classes
-    )  # of which torchmetrics makes scalars
+    data.parts.test_images = ImageSet(whole.images[:1], whole.labels[:1], whole.classes)  # scalars in torchmetrics
     trainer().test(model, datamodule=data, verbose=False)
     table = prediction_table(model.predictions)
     assert (table.indices.tolist(), table.labels.tolist()) == ([0], whole.labels[:1].tolist())
     assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.predictions]) == 1
 
 
-def test_a_net_that_has_diverged_leaves_results_that_are_valid_json(tmp_path: Path) -> None:
+def test_the_results_of_a_diverged_net_are_valid_json(tmp_path: Path) -> None:
     flags = ["--lr", "3e7", "--model.schedule", "constant", "--epochs", "1", "--trainer.limit_train_batches", "1"]
-    done = here(["train", *SETTINGS, *flags], tmp_path)
-    assert done.code == 0, done.err
+    answer = run_here(["train", *SETTINGS, *flags], tmp_path)
+    assert answer.code == 0, answer.err
     results = json.loads((only_run(tmp_path) / "metrics.json").read_text(), parse_constant=pytest.fail)
     assert (results["test"]["loss"], results["test"]["images"]) == (None, 24)

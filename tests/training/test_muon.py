@@ -1,4 +1,4 @@
-"""Muon against torch's own, SGD and the definition; its decay is test_optimizers', and its skipped steps are test_capture's."""
+"""Muon equals torch's Muon, SGD and its definition. test_optimizers has its decay, test_capture its skipped steps."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,9 @@ def parameters(shapes: list[tuple[int, ...]]) -> list[Parameter]:
 
 
 def stepped(*optimizers: torch.optim.Optimizer, steps: range = range(4)) -> list[Tensor]:
-    """The parameters after steps on random gradients, the same in whatever shape."""
-    params = [
-        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-    ]
+    """Return the parameters after steps on random gradients, which do not depend on their shapes."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    params = [parameter for group in groups for parameter in group["params"]]
     for seed in steps:
         generator = torch.Generator().manual_seed(seed)
         for parameter in params:
@@ -42,7 +41,7 @@ def assert_alike(first: list[Tensor], second: list[Tensor], tolerance: float = 0
 
 
 def both_kinds(lr: Any = 0.1) -> Muon:
-    """Filters under Muon with all options, and the rest under SGD with decay."""
+    """Return an optimizer with filters under Muon with all options, and vectors under SGD with decay."""
     muon = {"params": parameters(FILTERS), "rescale": True, "weight_decay": 0.05, "momentum": 0.6}
     sgd = {"params": parameters(VECTORS), "orthogonal": False, "weight_decay": 0.1, "momentum": 0.85}
     return Muon([{**group, "lr": lr.clone() if isinstance(lr, Tensor) else lr} for group in (muon, sgd)], 0.1, steps=3)
@@ -52,27 +51,24 @@ def both_kinds(lr: Any = 0.1) -> Muon:
     ("nesterov", "momentum", "tolerance", "steps"),
     [(True, 0.75, 1e-6, 3), (False, 0.5, 1e-6, 5), (True, 0.95, 2e-3, 3)],
 )
-def test_on_matrices_it_is_torchs_muon(nesterov: bool, momentum: float, tolerance: float, steps: int) -> None:
-    """Momenta that are sums of few powers of two round alike in bfloat16 in torch's averaging form and in ours."""
+def test_on_matrices_muon_equals_torchs(nesterov: bool, momentum: float, tolerance: float, steps: int) -> None:
+    """Momenta are sums of few powers of two, which round alike in bfloat16 in torch's averaging form and in ours."""
     shared: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov}
     before, matrices = parameters(MATRICES), parameters(MATRICES)
-    factors = [
-        max(1.0, len(matrix) / matrix.shape[1]) ** 0.5 for matrix in matrices
-    ]  # of the rate, by which torch adjusts it
-    groups = [
-        {"params": [matrix], "lr": 0.1 * factor, "weight_decay": 0.2 / factor}
-        for matrix, factor in zip(matrices, factors, strict=True)
-    ]
+    groups = []
+    for matrix in matrices:
+        factor = max(1.0, len(matrix) / matrix.shape[1]) ** 0.5  # torch multiplies the rate by it
+        groups.append({"params": [matrix], "lr": 0.1 * factor, "weight_decay": 0.2 / factor})
     ours = stepped(Muon(groups, 0.1, steps=steps, **shared))
     theirs = stepped(torch.optim.Muon(parameters(MATRICES), lr=0.1, weight_decay=0.2, ns_steps=steps, **shared))
-    moved = [float((after - was).detach().norm()) for after, was in zip(theirs, before, strict=True)]
-    apart = [float((mine - torchs).detach().norm()) for mine, torchs in zip(ours, theirs, strict=True)]
-    assert min(moved) > 0.1
-    assert all(gap <= 10 * tolerance * way for gap, way in zip(apart, moved, strict=True)), (apart, moved)
+    moves = [float((after - start).detach().norm()) for after, start in zip(theirs, before, strict=True)]
+    errors = [float((our - their).detach().norm()) for our, their in zip(ours, theirs, strict=True)]
+    assert min(moves) > 0.1
+    assert all(error <= 10 * tolerance * move for error, move in zip(errors, moves, strict=True)), (errors, moves)
 
 
 @pytest.mark.parametrize("shape", [(8, 2), (2, 8), (6, 2, 1, 1), (3, 4, 3, 3)])
-def test_a_filter_has_the_norm_of_the_root_of_its_outputs_before_each_update(shape: tuple[int, ...]) -> None:
+def test_rescale_sets_the_norm_of_a_filter_to_the_root_of_its_outputs(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     filters = Parameter(torch.randn(shape))
     direction = filters.detach() / filters.detach().norm()
@@ -82,7 +78,7 @@ def test_a_filter_has_the_norm_of_the_root_of_its_outputs_before_each_update(sha
 
 
 @pytest.mark.parametrize("form", ["alone", "flat", "channels_last"])
-def test_filters_move_together_as_each_would_alone_as_a_matrix_of_its_outputs_and_in_any_format(form: str) -> None:
+def test_batched_filters_move_as_single_ones_flattened_ones_and_in_any_memory_format(form: str) -> None:
     settings: dict[str, Any] = {"products": "float32", "rescale": True}
     expected, params = stepped(Muon(parameters(FILTERS), 0.1, **settings)), parameters(FILTERS)
     for parameter in params:
@@ -96,9 +92,7 @@ def test_filters_move_together_as_each_would_alone_as_a_matrix_of_its_outputs_an
         assert all(optimizers[0].state[one]["momentum_buffer"].stride() == one.stride() for one in params)
 
 
-def test_shapes_on_branches_of_their_own_give_the_same_bits_wait_for_the_gradients_and_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_streams_per_shape_are_synchronised_and_give_bit_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, waits = stepped(Muon(parameters(FILTERS), 0.1)), []
 
     class Stream(torch.cpu.Stream):  # type: ignore[misc]
@@ -112,33 +106,31 @@ def test_shapes_on_branches_of_their_own_give_the_same_bits_wait_for_the_gradien
     steps, shapes = 4, 4
     assert len(waits) == steps * 2 * shapes
     for start in range(0, len(waits), 2 * shapes):
-        branches = [waiting for waiting, _ in waits[start : start + shapes]]
-        assert len(set(branches)) == shapes and {made_before for _, made_before in waits[start : start + shapes]} == {
-            current
-        }
+        branches, sources = zip(*waits[start : start + shapes], strict=True)
+        assert len(set(branches)) == shapes and set(sources) == {current}
         assert waits[start + shapes : start + 2 * shapes] == [(current, branch) for branch in branches]
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.85, True), (0.9, False), (0.0, False)])
-def test_the_other_groups_are_torchs_sgd(momentum: float, nesterov: bool) -> None:
+def test_the_other_groups_equal_torchs_sgd(momentum: float, nesterov: bool) -> None:
     settings: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "nesterov": nesterov}
     ours, theirs = Muon(parameters(VECTORS), orthogonal=False, **settings), SGD(parameters(VECTORS), **settings)
     assert_alike(stepped(ours), stepped(theirs), 1e-6)
 
 
 @pytest.mark.parametrize("in_tensors", [True, False])
-def test_a_rate_may_be_in_a_tensor_is_read_anew_at_each_step_and_counts_as_zero_below_it(in_tensors: bool) -> None:
+def test_the_rate_is_a_number_or_a_tensor_read_at_each_step_and_clamped_at_zero(in_tensors: bool) -> None:
     def change_rates(rate: float) -> None:
         for group in optimizer.param_groups:
             group["lr"] = group["lr"].fill_(rate) if in_tensors else rate
 
-    optimizer, whole = both_kinds(torch.tensor(0.1) if in_tensors else 0.1), both_kinds()
-    stepped(optimizer), stepped(whole)
-    for group in whole.param_groups:
+    optimizer, expected = both_kinds(torch.tensor(0.1) if in_tensors else 0.1), both_kinds()
+    stepped(optimizer), stepped(expected)
+    for group in expected.param_groups:
         group["lr"] = 0.03
     change_rates(0.03)
     params = stepped(optimizer, steps=range(4, 8))
-    assert_alike(params, stepped(whole, steps=range(4, 8)), 1e-6)
+    assert_alike(params, stepped(expected, steps=range(4, 8)), 1e-6)
     optimizer.param_groups[0]["rescale"] = False
     before = [parameter.detach().clone() for parameter in params]
     change_rates(-0.1)

@@ -1,4 +1,4 @@
-"""Optimizers by name: torch's own, groups of parameters, what a resumed training brings back, and Muon's settings."""
+"""Optimizers by name equal torch's. Parameter groups, settings restored on resume, and Muon's settings."""
 
 import copy
 from typing import Any
@@ -15,18 +15,13 @@ from cifar_lit.training.optimizers import OPTIMIZERS, build_optimizer, parameter
 from cifar_lit.training.resume import check_restored_state, override_optimizer_settings
 from cifar_lit.training.schedules import Schedule
 
-# Rates and decays that tell Muon's groups apart.
-SETTINGS: dict[str, Any] = {
-    "momentum": 0.6,
-    "nesterov": True,
-    "weight_decay": 0.004,
-    "bias_lr": 100.0,
-    "head_lr": 1000.0,
-}
+# Rates and decays that distinguish Muon's groups.
+RATES: dict[str, Any] = {"weight_decay": 0.004, "bias_lr": 100.0, "head_lr": 1000.0}
+SETTINGS: dict[str, Any] = {"momentum": 0.6, "nesterov": True, **RATES}
 
 
 class Whitened(nn.Module):
-    """Like the whitened net in what its parameters are."""
+    """A small net with the parameter types of the whitened net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +41,10 @@ MATRICES = ["conv.weight", "hidden.weight", "head.weight"]
 
 
 def train(optimizer: Optimizer, net: nn.Module, steps: range, schedule: Schedule | None = None) -> dict[str, Tensor]:
-    """The net's state after the steps of these numbers."""
+    """Return the net's state after the given steps."""
+    dtype = next(net.parameters()).dtype
     for step in steps:
-        images = torch.randn(
-            8, 3, 8, 8, generator=torch.Generator().manual_seed(step), dtype=next(net.parameters()).dtype
-        )
+        images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step), dtype=dtype)
         optimizer.zero_grad()
         net(images).square().mean().backward()
         optimizer.step()
@@ -60,7 +54,7 @@ def train(optimizer: Optimizer, net: nn.Module, steps: range, schedule: Schedule
 
 
 def decay_alone(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:
-    """The parameters before a step in which nothing but decay moves them."""
+    """Take a step with zero gradients, and return the parameters before it."""
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -69,14 +63,12 @@ def decay_alone(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_they_are_torchs_with_decay_on_weights_alone(name: str) -> None:
+def test_sgd_and_adamw_equal_torchs_with_decay_on_weights_only(name: str) -> None:
     settings: dict[str, Any] = {"momentum": 0.8, "nesterov": True} if name == "sgd" else {}
     ours, theirs = Whitened().double(), Whitened().double()
     torchs = (SGD if name == "sgd" else AdamW)(theirs.parameters(), lr=0.01, **{"weight_decay": 0, **settings})
-    steps = range(4)
-    assert_close(
-        train(build_optimizer(ours, name, 0.01, **settings), ours, steps), train(torchs, theirs, steps), atol=1e-9
-    )
+    expected = train(torchs, theirs, range(4))
+    assert_close(train(build_optimizer(ours, name, 0.01, **settings), ours, range(4)), expected, atol=1e-9)
     net = Whitened()
     before = decay_alone(build_optimizer(net, name, 0.1, weight_decay=0.5), net)
     expected = {key: tensor * (0.95 if key in MATRICES else 1) for key, tensor in before.items()}
@@ -84,16 +76,15 @@ def test_they_are_torchs_with_decay_on_weights_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("rescale", [True, False])
-def test_muons_decay_is_a_share_per_step_that_falls_with_the_schedule_whatever_the_rate(rescale: bool) -> None:
+def test_muons_decay_is_a_share_per_step_that_follows_the_schedule_not_the_rate(rescale: bool) -> None:
     net = Whitened()
     optimizer = build_optimizer(net, "muon", 0.25, **SETTINGS, rescale_filters=rescale)
     schedule = Schedule(optimizer, "triangular", 4)
     for share in (0.004, 0.003, 0.002, 0.001, 0.0):
         before = decay_alone(optimizer, net)
         schedule.step()
-        expected = {name: was * (1 - share) for name, was in before.items()} | {
-            "whiten.weight": before["whiten.weight"]
-        }
+        expected = {name: tensor * (1 - share) for name, tensor in before.items()}
+        expected["whiten.weight"] = before["whiten.weight"]
         if rescale:
             expected |= {name: before[name] * len(before[name]) ** 0.5 / before[name].norm() for name in MATRICES[:2]}
         assert_close(dict(net.named_parameters()), expected, rtol=1e-5)
@@ -103,13 +94,13 @@ def test_muons_decay_is_a_share_per_step_that_falls_with_the_schedule_whatever_t
 
 
 def names(net: nn.Module, optimizer: str) -> dict[str, list[str]]:
-    """The parameters' names by the role of their group, in the groups' order."""
-    known = {id(parameter): name for name, parameter in net.named_parameters()}
+    """Return the names of the parameters by the role of their group."""
+    names_by_id = {id(parameter): name for name, parameter in net.named_parameters()}
     groups = parameter_groups(net, optimizer, 0.24)
-    return {group["role"]: [known[id(parameter)] for parameter in group["params"]] for group in groups}
+    return {group["role"]: [names_by_id[id(parameter)] for parameter in group["params"]] for group in groups}
 
 
-def test_parameters_are_grouped_by_what_they_are_with_rates_of_their_own_and_empty_groups_left_out() -> None:
+def test_parameters_are_grouped_by_type_with_rates_per_group() -> None:
     biases = ["norm.weight", "norm.bias", "hidden.bias"]
     for name in ("sgd", "adamw"):
         assert names(Whitened(), name) == {"weights": MATRICES, "biases": ["whiten.bias", *biases]}
@@ -127,11 +118,10 @@ def test_parameters_are_grouped_by_what_they_are_with_rates_of_their_own_and_emp
     assert {group["lr"] for group in parameter_groups(Whitened(), "muon", 0.25)} == {0.25}
 
 
-def test_an_optimizer_by_import_path_is_built_with_the_settings_that_it_knows() -> None:
+def test_an_optimizer_by_import_path_is_built_with_the_settings_it_supports() -> None:
     allow_imports(["torch.optim.RMSprop", "torch.optim.Adagrad"])
-    weights, biases = build_optimizer(
-        Whitened(), "torch.optim.RMSprop", 0.1, momentum=0.5, weight_decay=0.01
-    ).param_groups
+    optimizer = build_optimizer(Whitened(), "torch.optim.RMSprop", 0.1, momentum=0.5, weight_decay=0.01)
+    weights, biases = optimizer.param_groups
     assert [(group["lr"], group["momentum"]) for group in (weights, biases)] == [(0.1, 0.5)] * 2
     assert (weights["weight_decay"], biases["weight_decay"]) == (0.01, 0.0)
     for name, settings, line in (
@@ -147,25 +137,23 @@ def test_an_optimizer_by_import_path_is_built_with_the_settings_that_it_knows() 
 
 
 def saved(name: str, net: nn.Module, **settings: Any) -> dict[str, Any]:
-    """A checkpoint of the first of four steps with a triangular schedule, with a quarter of the rates fallen."""
-    known: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, **settings}
-    optimizer = build_optimizer(net, name, **known)
+    """Return a checkpoint after the first of four steps of a triangular schedule, at three quarters of the rates."""
+    all_settings: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, **settings}
+    optimizer = build_optimizer(net, name, **all_settings)
     schedule = Schedule(optimizer, "triangular", 4, whitening=2 if name == "muon" else None)
     train(optimizer, net, range(1), schedule)
     states = {"optimizer_states": [optimizer.state_dict()], "lr_schedulers": [schedule.state_dict()]}
-    return copy.deepcopy({"hyper_parameters": {"optimizer": name, **known}, **states})
+    return copy.deepcopy({"hyper_parameters": {"optimizer": name, **all_settings}, **states})
 
 
-def overridden(
-    checkpoint: dict[str, Any], net: nn.Module, **settings: Any
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Groups and schedule of a checkpoint as a run with these settings goes on from them."""
+def overridden(checkpoint: dict[str, Any], net: nn.Module, **settings: Any) -> tuple[Any, Any]:
+    """Return the parameter groups and the schedule of a checkpoint, resumed with these settings."""
     result = copy.deepcopy(checkpoint)
     override_optimizer_settings(result, {**checkpoint["hyper_parameters"], **settings}, net)
     return result["optimizer_states"][0]["param_groups"], result["lr_schedulers"][0]
 
 
-def test_a_new_decay_is_that_of_the_weights_alone_and_a_new_momentum_counts() -> None:
+def test_a_new_decay_on_resume_applies_to_weights_only_and_a_new_momentum_to_all() -> None:
     net = Whitened()
     for before, after in ((0.0, 5e-4), (1e-3, 0.0)):
         checkpoint = saved("sgd", net, lr=0.2, weight_decay=before)
@@ -176,63 +164,52 @@ def test_a_new_decay_is_that_of_the_weights_alone_and_a_new_momentum_counts() ->
         overridden(checkpoint, net, optimizer="adamw")
 
 
-def test_new_settings_on_resume_reach_each_group_at_the_point_the_schedule_had_come_to_and_no_others_change() -> None:
+def test_new_settings_on_resume_reach_their_groups_at_the_schedules_position() -> None:
     net = Whitened()
     checkpoint = saved("muon", net, lr=0.25, **SETTINGS, rest_momentum=0.85, rescale_filters=True)
-    assert overridden(checkpoint, net) == (
-        checkpoint["optimizer_states"][0]["param_groups"],
-        checkpoint["lr_schedulers"][0],
-    )
-    settings = {
-        "lr": 0.5,
-        "head_lr": None,
-        "bias_lr": 10.0,
-        "rest_momentum": 0.9,
-        "weight_decay": 0.01,
-        "rescale_filters": False,
-    }
-    groups, schedule = overridden(checkpoint, net, **settings)
+    unchanged = checkpoint["optimizer_states"][0]["param_groups"], checkpoint["lr_schedulers"][0]
+    assert overridden(checkpoint, net) == unchanged
+    new_rates = {"lr": 0.5, "head_lr": None, "bias_lr": 10.0, "weight_decay": 0.01}
+    groups, schedule = overridden(checkpoint, net, **new_rates, rest_momentum=0.9, rescale_filters=False)
     highest, reached = pytest.approx([0.5, 10.0, 0.5, 10.0]), pytest.approx([0.375, 7.5, 0.375, 5.0])
     assert [group["initial_lr"] for group in groups] == schedule["base_lrs"] == highest
     assert [group["lr"] for group in groups] == schedule["_last_lr"] == reached
     assert [group["momentum"] for group in groups] == [0.6, 0.9, 0.9, 0.9]
     assert [group["weight_decay"] for group in groups] == pytest.approx([0.02, 0.001, 0.02, 0.001])
     assert groups[0]["rescale"] is False
-    foreign = {"optimizer_states": [{"param_groups": [{"lr": 3.0}]}]}  # of other programs, which are not ours to judge
+    foreign = {"optimizer_states": [{"param_groups": [{"lr": 3.0}]}]}  # from another program
     override_optimizer_settings(changed := copy.deepcopy(foreign), {"lr": 0.1, "optimizer": "sgd"}, net)
     assert changed == foreign
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("capturable", [(True, False), (False, True)], ids=str)
-def test_a_training_goes_on_exactly_on_a_machine_that_keeps_its_rates_elsewhere(
-    name: str, capturable: tuple[bool, bool]
-) -> None:
-    def fresh(capturable: bool) -> tuple[Optimizer, Whitened, Schedule]:
+def test_checkpoints_resume_bit_equal_with_rates_in_tensors_or_floats(name: str, capturable: tuple[bool, bool]) -> None:
+    def new_training(capturable: bool) -> tuple[Optimizer, Whitened, Schedule]:
         net = Whitened()
         optimizer = build_optimizer(net, name, 2**-5, capturable=capturable, momentum=0.6)
         return optimizer, net, Schedule(optimizer, "triangular", 8)
 
     first, second = capturable
-    optimizer, net, schedule = fresh(second)
+    optimizer, net, schedule = new_training(second)
     expected = train(optimizer, net, range(6), schedule)
-    optimizer, net, schedule = fresh(first)
+    optimizer, net, schedule = new_training(first)
     train(optimizer, net, range(3), schedule)
     states = copy.deepcopy([each.state_dict() for each in (optimizer, net, schedule)])
     assert all(type(group[rate]) is float for group in states[0]["param_groups"] for rate in ("lr", "initial_lr"))
     assert all(type(rate) is float for kind in ("base_lrs", "_last_lr") for rate in states[2][kind])
 
-    optimizer, net, schedule = fresh(second)
+    optimizer, net, schedule = new_training(second)
     rates = [group["lr"] for group in optimizer.param_groups]
     for each, state in zip((optimizer, net, schedule), states, strict=True):
         each.load_state_dict(state)
     assert all(group.get("capturable", second) is second for group in optimizer.param_groups)
-    if second:  # a captured step reads these very tensors
+    if second:  # a captured step reads exactly these tensors
         assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
     assert_close(train(optimizer, net, range(3, 6), schedule), expected, atol=0)
 
 
-def test_a_restored_momentum_whose_values_overlap_gets_memory_of_its_own() -> None:
+def test_a_restored_momentum_with_overlapping_memory_is_copied() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9, fused=True)
     optimizer.state[parameter]["momentum_buffer"] = torch.ones(4).as_strided((4,), (0,), 3)

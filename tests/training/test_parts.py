@@ -1,4 +1,4 @@
-"""Both classes under a plain Lightning Trainer, together and each with somebody else's counterpart."""
+"""Both classes work under a plain Lightning Trainer, together and each with a foreign counterpart."""
 
 import json
 import os
@@ -34,11 +34,10 @@ CELLS = [
 
 def run_script(folder: Path, *words: str) -> str:
     variables = {**os.environ, "PYTHONPATH": f"{Path(cifar_lit.__file__).parents[1]}{os.pathsep}{SCRIPT.parent}"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=variables, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout + done.stderr
+    options: dict[str, Any] = {"cwd": folder, "env": variables, "capture_output": True, "text": True, "timeout": 180}
+    process = subprocess.run([sys.executable, *words], check=False, **options)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout + process.stderr
 
 
 @pytest.fixture(scope="module")
@@ -49,52 +48,50 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What two processes print, and the folder of their answers."""
+    """Return the output of two processes, and the folder of their results."""
     folder = tmp_path_factory.mktemp("pair")
     return run_script(folder, str(SCRIPT), str(folder), "2"), folder
 
 
-def answer_of(pair: tuple[str, Path], name: str, rank: int) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads((pair[1] / f"{name}-{rank}.json").read_text())
-    return answer
+def result_of(pair: tuple[str, Path], name: str, rank: int) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((pair[1] / f"{name}-{rank}.json").read_text())
+    return result
 
 
-def check(answer: dict[str, Any], name: str) -> None:
-    assert answer["best"] == "best.ckpt"
-    assert answer["resumed alike"] and answer["loaded alike"]
-    assert answer["steps"][0] == answer["steps"][1] > 0
-    assert {"test/accuracy", "test/loss"} <= answer["tested"].keys()
-    assert "val/accuracy" in answer["validated"]
-    assert answer["batches predicted"] > 0
+def check(result: dict[str, Any]) -> None:
+    assert result["best"] == "best.ckpt"
+    assert result["resumed equal"] and result["loaded equal"]
+    assert result["steps"][0] == result["steps"][1] > 0
+    assert {"test/accuracy", "test/loss"} <= result["tested"].keys()
+    assert "val/accuracy" in result["validated"]
+    assert result["batches predicted"] > 0
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_plain_trainer_fits_validates_tests_predicts_and_resumes(alone: dict[str, dict[str, Any]], name: str) -> None:
-    check(alone[name], name)
+    check(alone[name])
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_two_devices_do_the_same_without_a_warning_about_sync_dist(pair: tuple[str, Path], name: str) -> None:
     for rank in (0, 1):
-        check(answer_of(pair, name, rank), name)
+        check(result_of(pair, name, rank))
     assert "sync_dist" not in pair[0]
 
 
-def test_our_classes_score_the_same_on_one_device_and_on_two(
-    pair: tuple[str, Path], alone: dict[str, dict[str, Any]]
-) -> None:
-    both = answer_of(pair, "ours", 0)
+def test_our_classes_score_alike_on_two_devices(pair: tuple[str, Path], alone: dict[str, dict[str, Any]]) -> None:
+    both = result_of(pair, "ours", 0)
     assert both["tested"] == pytest.approx(alone["ours"]["tested"], abs=1e-6)
     assert both["validated"] == pytest.approx(alone["ours"]["validated"], abs=1e-6)
 
 
-def test_another_module_meets_no_padding_and_no_empty_batch_on_two_devices(pair: tuple[str, Path]) -> None:
-    first, second = (answer_of(pair, "our data", rank) for rank in (0, 1))
+def test_a_foreign_module_gets_no_padding_or_empty_batch_on_two_devices(pair: tuple[str, Path]) -> None:
+    first, second = (result_of(pair, "our data", rank) for rank in (0, 1))
     assert first["lowest label"] == second["lowest label"] == 0
-    assert first["sizes"] == second["sizes"] == [10] * 12  # the last batch of an epoch has one image: it is dropped
+    assert first["sizes"] == second["sizes"] == [10] * 12  # the last batch, of a single image, is dropped
 
 
-def test_images_and_classes_of_a_datamodule_shape_the_net(tmp_path: Path) -> None:
+def test_the_net_takes_its_shape_from_the_datamodule(tmp_path: Path) -> None:
     model = ImageClassifier("lenet")
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
     trainer.fit(model, ImageData("shapes", count=IMAGES, image_size=20, channels=1, num_classes=4))
@@ -117,23 +114,20 @@ def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
         ({"skip_easy": 0.5}, r"data\.skip_easy needs the loss of each image"),
     ],
 )
-def test_settings_of_the_data_that_a_plain_model_cannot_honour_are_refused(
-    settings: dict[str, Any], line: str, tmp_path: Path
-) -> None:
+def test_settings_unsupported_by_a_plain_model_are_refused(settings: dict[str, Any], line: str, tmp_path: Path) -> None:
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
     with pytest.raises(UsageError, match=line):
         trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, **settings))
 
 
-def test_a_loader_of_images_without_labels_is_predicted(tmp_path: Path) -> None:
+def test_predict_accepts_a_loader_of_images_without_labels(tmp_path: Path) -> None:
     trainer = L.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
-    (batch,) = trainer.predict(
-        ImageClassifier("lenet", num_classes=5), DataLoader(torch.randn(6, 3, 32, 32), batch_size=6)
-    )  # type: ignore[arg-type, misc, call-overload]
+    loader: Any = DataLoader(torch.randn(6, 3, 32, 32), batch_size=6)
+    (batch,) = trainer.predict(ImageClassifier("lenet", num_classes=5), loader)  # type: ignore[misc]
     assert batch["probabilities"].shape == (6, 5)
 
 
-def test_a_net_of_ones_own_trains_and_is_loaded_with_the_net_again(tmp_path: Path) -> None:
+def test_a_users_module_trains_and_is_needed_again_to_load_the_checkpoint(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
     trainer = L.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False)
     trainer.fit(ImageClassifier(net, lr=0.01), datamodule=PlainData())
@@ -145,26 +139,16 @@ def test_a_net_of_ones_own_trains_and_is_loaded_with_the_net_again(tmp_path: Pat
         ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", weights_only=True)
 
 
-def test_lightnings_command_line_trains_tests_and_repeats_its_configuration(
+def test_lightning_cli_trains_tests_and_repeats_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = [
-        "--data.dataset",
-        "shapes",
-        "--data.count",
-        str(IMAGES),
-        "--data.image_size",
-        "16",
-        "--trainer.accelerator",
-        "cpu",
-    ]
-    LightningCLI(ImageClassifier, ImageData, args=["fit", "--model.net", "lenet", "--trainer.max_epochs", "1", *flags])
+    data = ["--data.dataset", "shapes", "--data.count", str(IMAGES), "--data.image_size", "16"]
+    flags = [*data, "--trainer.accelerator", "cpu", "--model.net", "lenet"]
+    LightningCLI(ImageClassifier, ImageData, args=["fit", "--trainer.max_epochs", "1", *flags])
     (run_folder,) = (tmp_path / "lightning_logs").iterdir()
     (checkpoint,) = (run_folder / "checkpoints").glob("*.ckpt")
-    LightningCLI(
-        ImageClassifier, ImageData, args=["test", "--ckpt_path", str(checkpoint), "--model.net", "lenet", *flags]
-    )
+    LightningCLI(ImageClassifier, ImageData, args=["test", "--ckpt_path", str(checkpoint), *flags])
     printed = capsys.readouterr().out
     assert "test/accuracy" in printed and "test/loss" in printed
     LightningCLI(ImageClassifier, ImageData, args=["fit", "--config", str(run_folder / "config.yaml")])

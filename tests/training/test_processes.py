@@ -1,4 +1,4 @@
-"""Several processes, as a user or a cluster starts them: they train as one, stop together, and go on on any number."""
+"""Processes started by a user or a cluster train as one, stop together, and resume on any number of devices."""
 
 import shlex
 import signal
@@ -18,9 +18,9 @@ from real_runs import (
     assert_same_run,
     curves,
     final_weights,
-    here,
     metrics,
     only_run,
+    run_here,
     same_bits,
 )
 from small_runs import assert_close, classifier
@@ -34,23 +34,23 @@ def curve(folder: Path, name: str) -> list[float]:
 
 
 def assert_close_run(folder: Path, expected: Path) -> None:
-    """Both runs are one but for rounding."""
+    """Assert that both runs are equal up to rounding."""
     assert metrics(folder)["test"]["loss"] == pytest.approx(metrics(expected)["test"]["loss"], abs=1e-4)
     for name in ("train/loss", "val/loss", "lr"):
         assert curve(folder, name) == pytest.approx(curve(expected, name), abs=1e-4)
     assert_close(final_weights(folder), final_weights(expected), atol=1e-4)
 
 
-# ---- stopped or killed, and gone on with
+# ---- stopped or killed, and resumed
 
 
 def at(step: int, number: int, **more: str) -> dict[str, str]:
-    """Has a signal sent in a step."""
+    """Return the environment that sends a signal in the given step."""
     return {"AT_STEP": str(step), "AT_STEP_SIGNAL": str(int(number)), **more}
 
 
 WORDS = ["train", *SETTINGS]
-# 99 images in batches of 8: the last one of 3, which are too few for two or three devices to share
+# 99 images in batches of 8. Two or three devices cannot share the last batch, of 3, evenly.
 ODD = [*WORDS, "--data.count", "119", "--epochs", "2", "--checkpoint-every", "4"]
 HOST = ["--data.placement", "host", "--data.workers", "1"]
 SUMMED = ["--trainer.accumulate_grad_batches", "2"]
@@ -70,7 +70,7 @@ CASES = {
         Stage(WORDS, TASKS, at(STOP_AT, signal.SIGUSR1, AT_STEP_RANK="1"), [138] * 2, (1, STOP_AT + 1, 2)),
         Stage(WORDS, TASKS, {"SLURM_RESTART_COUNT": "1"}, [0] * 2, END),
     ],
-    "torchrun starts both again": [
+    "torchrun restarts both": [
         Stage(WORDS, 2, AGENT | at(STOP_AT, signal.SIGKILL, AT_STEP_RANK="1"), [1, -9], (0, STEPS_PER_EPOCH, 2)),
         Stage(WORDS, 2, AGENT | {"TORCHELASTIC_RESTART_COUNT": "1"}, [0] * 2, END),
     ],
@@ -90,27 +90,24 @@ CASES = {
 def stages(
     forking: Callable[..., Any], pool: ThreadPoolExecutor, pair_run: object, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Future[tuple[Path, dict[str, list[list[int]]]]]]:
-    """The folder of all cases, and the exit codes of every stage of each; started beside the other tests."""
+    """Run all cases in the background. The result is their folder and the exit codes of every stage of each case."""
     folder = tmp_path_factory.mktemp("stages")
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of torchrun's agent
-    more = {"PATH": scontrol(folder / "bin")}
-    cases = {
-        name: [stage._replace(environment=more | stage.environment) for stage in case] for name, case in CASES.items()
-    }
-    for stage in cases["torchrun starts both again"]:
+    # In place of the store of torchrun's agent.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    path = {"PATH": scontrol(folder / "bin")}
+    cases = {name: [stage._replace(environment=path | stage.environment) for stage in CASES[name]] for name in CASES}
+    for stage in cases["torchrun restarts both"]:
         stage.environment["MASTER_PORT"] = str(store.port)
     yield pool.submit(lambda: (folder, forking(run_stages, cases=cases, folder=str(folder))))
     del store
 
 
-def test_two_processes_share_each_batch_and_train_the_net_of_one(
-    pair_run: Future[tuple[Path, Answer]], alone: Path
-) -> None:
-    folder, done = pair_run.result()
-    assert done.code == 0, done.err
-    assert "8 = 2 × 4 · 13 steps per epoch" in done.out
-    assert done.out.count("test accuracy 0") == 1
-    assert done.err == ""
+def test_two_processes_share_batches_and_train_the_same_net(pair_run: Future[tuple[Path, Answer]], alone: Path) -> None:
+    folder, answer = pair_run.result()
+    assert answer.code == 0, answer.err
+    assert "8 = 2 × 4 · 13 steps per epoch" in answer.out
+    assert answer.out.count("test accuracy 0") == 1
+    assert answer.err == ""
     results = metrics(folder)
     assert (results["devices"], results["batch_size"], results["test"]["images"]) == (2, 8, 24)
     assert files_of(only_run(folder)) == files_of(only_run(alone))
@@ -124,8 +121,8 @@ def test_two_processes_share_each_batch_and_train_the_net_of_one(
     assert [row.split(",")[0] for row in two[1:]] == [str(number) for number in range(24)]
 
 
-def validate_with_norms_of_their_own(folder: str) -> list[int]:
-    """Return the exit codes of two ranks whose norms' statistics differ: 0 if a validation starts with the first rank's."""
+def validate_with_different_norms(folder: str) -> list[int]:
+    """Return the exit codes of two ranks with different norm statistics: 0 if validation uses those of rank 0."""
 
     def command() -> int:
         torch.distributed.init_process_group("gloo")
@@ -141,40 +138,38 @@ def validate_with_norms_of_their_own(folder: str) -> list[int]:
     return Forked(command, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
 
 
-def test_every_rank_validates_with_the_first_ones_statistics_of_norms(
-    forking: Callable[..., Any], tmp_path: Path
-) -> None:
-    assert forking(validate_with_norms_of_their_own, folder=str(tmp_path)) == [0, 0]
+def test_every_rank_validates_with_the_norm_statistics_of_rank_0(forking: Callable[..., Any], tmp_path: Path) -> None:
+    assert forking(validate_with_different_norms, folder=str(tmp_path)) == [0, 0]
 
 
-def test_a_training_that_is_stopped_goes_on_by_the_command_that_it_prints(tmp_path: Path, alone: Path) -> None:
-    done = here(WORDS, tmp_path, **at(STOP_AT, signal.SIGTERM))
-    assert done.code == 143
-    assert "Traceback" not in done.err
+def test_a_stopped_run_resumes_with_the_command_that_it_prints(tmp_path: Path, alone: Path) -> None:
+    stopped = run_here(WORDS, tmp_path, **at(STOP_AT, signal.SIGTERM))
+    assert stopped.code == 143
+    assert "Traceback" not in stopped.err
     last = only_run(tmp_path) / "checkpoints" / "last.ckpt"
     checkpoint = read_checkpoint(last)
     assert (checkpoint["epoch"], checkpoint["global_step"]) == (1, STOP_AT + 1)
     assert not (only_run(tmp_path) / "metrics.json").exists()
-    before, _, command = done.err.rpartition("Resume with:\n")
-    assert before.endswith("cifar-lit: stopped. "), done.err
+    before, _, command = stopped.err.rpartition("Resume with:\n")
+    assert before.endswith("cifar-lit: stopped. "), stopped.err
     words = shlex.split(command)[1:]
     assert words[:2] == ["train", "--resume"]
-    resumed = here(words, tmp_path)
+    resumed = run_here(words, tmp_path)
     assert resumed.code == 0, resumed.err
     assert "at epoch 2, step 20" in resumed.out
     assert_same_run(tmp_path, alone)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_training_in_stages_ends_as_an_undisturbed_one(
+def test_a_run_in_stages_ends_like_an_uninterrupted_one(
     name: str, stages: Future[tuple[Path, dict[str, list[list[int]]]]], pair: Path, tmp_path: Path
 ) -> None:
-    """To the last bit on as many processes, up to rounding on others."""
+    """The runs are bit-equal on the same number of processes, and equal up to rounding on others."""
     root, codes = stages.result()
     folder, case = root / name, CASES[name]
+    sizes = [len(stage.codes) for stage in case]
     printed = [
-        [(folder / f"{number}-{rank}.txt").read_text() for rank in range(len(each.codes))]
-        for number, each in enumerate(case)
+        [(folder / f"{number}-{rank}.txt").read_text() for rank in range(size)] for number, size in enumerate(sizes)
     ]
     for number, stage in enumerate(case):
         assert codes[name][number] == stage.codes, printed[number]
@@ -189,9 +184,9 @@ def test_a_training_in_stages_ends_as_an_undisturbed_one(
         assert "8 = 2 × 4" in printed[0][0] and printed[0][1] == ""
     if name == "two tasks of SLURM":
         assert QUEUED in printed[0][0] and printed[0][1] == printed[1][1] == ""
-        assert (root / "bin/asked").read_text().split()[:2] == ["requeue", "7"]
+        assert (root / "bin/requests").read_text().split()[:2] == ["requeue", "7"]
         assert "at epoch 2, step 20" in printed[1][0]
-    if name == "torchrun starts both again":
+    if name == "torchrun restarts both":
         assert printed[0][0].rstrip().endswith("The run was ended. torchrun restarts all ranks.")
         assert printed[1][0].count("resuming lightning_logs/tudui-1: torchrun's job was restarted") == 1
         assert "at epoch 2, step 13" in printed[1][0]
@@ -200,6 +195,6 @@ def test_a_training_in_stages_ends_as_an_undisturbed_one(
     if case[0].words[: len(ODD)] != ODD:
         assert_same_run(folder, pair)
     else:
-        whole = here(case[0].words, tmp_path)
+        whole = run_here(case[0].words, tmp_path)
         assert whole.code == 0, whole.err
         assert_close_run(folder, tmp_path)

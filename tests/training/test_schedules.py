@@ -1,3 +1,5 @@
+"""Learning-rate schedules equal torch's, in steps and in epochs."""
+
 import pytest
 import torch
 from small_runs import Rows, classifier, fitted, shapes_data
@@ -13,14 +15,14 @@ def optimizer(lr: float = 1.0) -> SGD:
 
 
 def whitened() -> SGD:
-    """Two groups with rates of their own, the second with the whitening's role."""
+    """Return an optimizer with two groups and rates, the second with the role of the whitening."""
     others, whitening = ([torch.nn.Parameter(torch.zeros(1))] for _ in range(2))
     groups = [{"params": others, "lr": 2.0}, {"params": whitening, "lr": 3.0, "role": "whitening"}]
     return SGD(groups, lr=1.0, fused=True)
 
 
 def all_rates(schedule: LRScheduler, steps: int) -> list[list[float]]:
-    """The learning rates of the groups before each step and after the last."""
+    """Return the learning rates of the groups before each step and after the last."""
     values = []
     for _ in range(steps + 1):
         values.append([float(rate) for rate in schedule.get_last_lr()])
@@ -33,36 +35,29 @@ def rates(schedule: LRScheduler, steps: int) -> list[float]:
     return [first for first, *_ in all_rates(schedule, steps)]
 
 
-def test_each_schedule_is_torchs_with_a_rise_in_a_straight_line() -> None:
+def test_each_schedule_equals_torchs_with_a_linear_warmup() -> None:
     ours = Schedule(optimizer(0.3), "cosine", 40, final=0.1)
     assert rates(ours, 40) == pytest.approx(rates(CosineAnnealingLR(optimizer(0.3), 40, eta_min=0.03), 40))
     ours = Schedule(optimizer(0.3), "triangular", 25, final=0.2)
     theirs = LinearLR(optimizer(0.3), start_factor=1.0, end_factor=0.2, total_iters=25)
     assert rates(ours, 25) == pytest.approx(rates(theirs, 25))
-    risen = rates(Schedule(optimizer(), "triangular", 10, warmup=4, final=0.0), 10)
-    assert risen == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
-    assert rates(Schedule(optimizer(2.0), "constant", 6, warmup=2, final=0.5), 6) == pytest.approx(
-        [1, 1.5, 2, 2, 2, 2, 2]
-    )
+    warmed_up = rates(Schedule(optimizer(), "triangular", 10, warmup=4, final=0.0), 10)
+    assert warmed_up == pytest.approx([0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+    constant = rates(Schedule(optimizer(2.0), "constant", 6, warmup=2, final=0.5), 6)
+    assert constant == pytest.approx([1, 1.5, 2, 2, 2, 2, 2])
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 0.3), (25, 0.25)])
-def test_one_cycle_is_torchs_with_the_same_rise(warmup: float, share: float) -> None:
+def test_one_cycle_equals_torchs_with_the_same_rise(warmup: float, share: float) -> None:
     ours = rates(Schedule(optimizer(), "one_cycle", 100, warmup=warmup, final=0.1), 100)
-    steps = 101  # torch's cycle ends at its last step, which starts from 0
-    theirs = OneCycleLR(
-        optimizer(),
-        max_lr=1.0,
-        total_steps=steps,
-        pct_start=(100 * share + 1) / steps,
-        div_factor=10,
-        final_div_factor=1,
-    )
+    steps = 101  # torch counts the start of the cycle as a step
+    shape = {"pct_start": (100 * share + 1) / steps, "div_factor": 10, "final_div_factor": 1}
+    theirs = OneCycleLR(optimizer(), max_lr=1.0, total_steps=steps, **shape)
     assert ours == pytest.approx(rates(theirs, 100), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rate_peaks_after_the_warm_up_and_ends_and_stays_at_the_final_one(name: str) -> None:
+def test_the_rate_peaks_after_the_warmup_and_stays_at_its_final_value(name: str) -> None:
     final = 0.05
     values = rates(Schedule(optimizer(2.0), name, 7, warmup=2, final=final), 12)
     assert max(values) == values[2] == 2.0
@@ -72,46 +67,40 @@ def test_the_rate_peaks_after_the_warm_up_and_ends_and_stays_at_the_final_one(na
 
 
 @pytest.mark.parametrize("end", [4, 2.5, 20, None])
-def test_the_whitening_falls_to_zero_in_a_line_of_its_own_and_stays_there(end: float | None) -> None:
+def test_the_whitening_rate_falls_linearly_to_zero_at_its_own_end(end: float | None) -> None:
     values = all_rates(Schedule(whitened(), "cosine", 8, warmup=2, whitening=end), 10)
     others = [2 * schedule_factor("cosine", step, 8, 2, 0) for step in range(11)]
-    whitening = (
-        [1.5 * rate for rate in others] if end is None else [max(0.0, 3 * (1 - step / end)) for step in range(11)]
-    )
+    whitening = [1.5 * rate for rate in others]
+    if end is not None:
+        whitening = [max(0.0, 3 * (1 - step / end)) for step in range(11)]
     assert [first for first, _ in values] == pytest.approx(others)
     assert [second for _, second in values] == pytest.approx(whitening)
 
 
 @pytest.mark.parametrize("every", ["step", "epoch"])
-def test_the_settings_of_a_model_are_in_epochs_however_often_the_rate_changes(every: str) -> None:
-    settings = {
-        "schedule": "triangular",
-        "schedule_every": every,
-        "warmup_epochs": 0.0,
-        "final_lr": 0.0,
-        "whiten_epochs": 17 / 7,
-    }
+def test_the_schedule_settings_of_a_model_are_in_epochs(every: str) -> None:
+    epochs = {"schedule_every": every, "warmup_epochs": 0.0, "whiten_epochs": 17 / 7}
+    settings = {"schedule": "triangular", "final_lr": 0.0, **epochs}
     total, end = (35, 17) if every == "step" else (5, 17 / 7)
     for done, values in enumerate(all_rates(schedule_from(whitened(), settings, 35, 7), total)):
         assert values == pytest.approx([2 * (1 - done / total), max(0.0, 3 * (1 - done / end))])
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 14), (2, 8)])
-def test_in_a_fit_the_rate_spans_all_optimizer_steps_and_changes_at_each(accumulate: int, steps: int) -> None:
+def test_in_a_fit_the_schedule_spans_all_optimizer_steps(accumulate: int, steps: int) -> None:
     rows, model = Rows(), classifier(schedule="triangular", lr=0.1, warmup_epochs=0.5)
-    # 7 batches an epoch: the last step of two batches has one
+    # Seven batches per epoch: with two accumulated, the last update has one batch.
     done = fitted(model, shapes_data(), logger=rows, log_every_n_steps=1, accumulate_grad_batches=accumulate)
     assert done.global_step == steps
     expected = {step: 0.1 * schedule_factor("triangular", step, steps, steps / 4, 0) for step in range(1, steps + 1)}
-    assert rows.of("lr") == pytest.approx(expected)
+    assert rows.curve("lr") == pytest.approx(expected)
 
 
-def test_a_schedule_has_to_know_its_end_which_may_be_a_number_of_steps() -> None:
+def test_a_schedule_ends_at_max_steps_and_needs_an_end() -> None:
     rows, model = Rows(), classifier(schedule="triangular", lr=0.1)
     fitted(model, shapes_data(), logger=rows, log_every_n_steps=1, max_epochs=-1, max_steps=10)
-    assert rows.of("lr") == pytest.approx(
-        {step: 0.1 * schedule_factor("triangular", step, 10, 0, 0) for step in range(1, 11)}
-    )
+    expected = {step: 0.1 * schedule_factor("triangular", step, 10, 0, 0) for step in range(1, 11)}
+    assert rows.curve("lr") == pytest.approx(expected)
     for settings, line in (({"warmup": 10}, r"lower model\.warmup_epochs"), ({"whitening": 3}, "null")):
         with pytest.raises(UsageError, match=line):
             Schedule(optimizer(), "cosine", 10, **settings)
@@ -119,7 +108,7 @@ def test_a_schedule_has_to_know_its_end_which_may_be_a_number_of_steps() -> None
         fitted(classifier(schedule="triangular", lr=0.1), shapes_data(), max_epochs=-1, max_time={"seconds": 60})
 
 
-def test_in_a_fit_a_schedule_by_the_epoch_holds_its_rate_for_each() -> None:
+def test_in_a_fit_a_schedule_by_the_epoch_keeps_its_rate_within_each_epoch() -> None:
     used: list[float] = []
     model = classifier(schedule="cosine", schedule_every="epoch", lr=0.1, final_lr=0.1)
     model.on_train_batch_start = lambda *_: used.append(model.trainer.optimizers[0].param_groups[0]["lr"])

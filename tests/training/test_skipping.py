@@ -1,4 +1,4 @@
-"""Leaving out the images that are learnt: which are shown, and that neither a stop nor devices nor graphs change it."""
+"""skip_easy: the images of each round, also in a resumed run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 
 SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "flip": "alternating", "crop": 1}
-SKIPS_AT = round(0.4 * 4 * BATCHES)  # steps, in mid-epoch
+SKIPS_AT = round(0.4 * 4 * BATCHES)  # steps, within an epoch
 
 
 def loader_of(count: int, rows: torch.Tensor, skip_from: tuple[int, int] = (1, 0)) -> HardRoundsLoader:
@@ -28,8 +28,8 @@ def loader_of(count: int, rows: torch.Tensor, skip_from: tuple[int, int] = (1, 0
     return HardRoundsLoader(source, rows, 10, Augmentation(0, "alternating"), **skips)
 
 
-def test_late_epochs_go_several_times_through_the_hardest_images_as_they_are_at_each_time() -> None:
-    rows = torch.arange(0, 200, 2)  # those of an even number are trained on
+def test_late_epochs_repeat_the_images_that_are_hardest_at_each_round() -> None:
+    rows = torch.arange(0, 200, 2)  # the training images have even numbers
     loader = loader_of(200, rows)
     shown: list[list[int]] = []
     looks: dict[int, list[torch.Tensor]] = {}
@@ -37,7 +37,7 @@ def test_late_epochs_go_several_times_through_the_hardest_images_as_they_are_at_
         loader.set_epoch(epoch)
         for number, batch in enumerate(loader):
             shown.append(batch.indices.tolist())
-            # the loss of an image is its row, and falls in the first round of the late epoch
+            # The loss of an image is its row number, and falls in the first round of the late epoch.
             loader.losses.latest[batch.indices] = batch.indices / (1000 if epoch and number < 4 else 1)
             for row, image in zip(shown[-1], batch.images, strict=True):
                 looks.setdefault(row, []).append(image)
@@ -46,14 +46,14 @@ def test_late_epochs_go_several_times_through_the_hardest_images_as_they_are_at_
     first, hardest, second, third = (sorted(chain.from_iterable(shown[start:end])) for start, end in parts)
     assert first == rows.tolist()
     assert hardest == list(range(120, 200, 2))
-    assert second == list(range(40, 120, 2))  # what was hard is learnt
+    assert second == list(range(40, 120, 2))  # the hardest images are learnt
     assert {len(batch) for batch in shown} == {10} and set(third) <= set(second)
-    for row in hardest:  # in the epoch before one way round, in the round the other
+    for row in hardest:  # each round flips the images of the epoch before
         before, after = looks[row][:2]
         assert torch.equal(before, after.flip(1))
 
 
-def test_the_first_round_within_an_epoch_mirrors_the_images_that_the_epoch_has_shown_already() -> None:
+def test_a_round_within_an_epoch_flips_the_images_already_shown() -> None:
     loader = loader_of(100, torch.arange(100), skip_from=(0, 8))
     before: dict[int, torch.Tensor] = {}
     for number, batch in enumerate(loader):
@@ -67,16 +67,16 @@ def test_the_first_round_within_an_epoch_mirrors_the_images_that_the_epoch_has_s
         assert all(torch.equal(images[row], before[row].flip(1)) for row in shown_again)
 
 
-def test_losses_are_shared_between_devices_before_an_epoch_gives_them_other_images() -> None:
-    """Otherwise a high loss of an earlier epoch would outlast the lower one that another device measured since."""
+def test_losses_are_gathered_before_devices_get_other_images() -> None:
+    """Otherwise a high loss of an earlier epoch would hide a lower and newer one of another device."""
     loader = loader_of(200, torch.arange(200), skip_from=(2, 0))
     loader.losses.latest.fill_(1.0)
     loader.set_epoch(1)
     next(iter(loader))
-    assert loader.losses.latest.tolist() == [-1.0] * 200  # nothing is left to share
+    assert loader.losses.latest.tolist() == [-1.0] * 200  # gathered
 
 
-def test_images_that_were_never_trained_on_count_as_hard_and_further_losses_change_nothing_until_gathered() -> None:
+def test_images_without_a_loss_count_as_hardest_and_gathering_resets_in_place() -> None:
     losses = LastLosses(4, torch.device("cpu"))
     losses.latest[torch.tensor([0, 2])] = torch.tensor([3.0, 1.0])
     assert losses.gather().tolist() == [3.0, float("inf"), 1.0, float("inf")]
@@ -87,15 +87,15 @@ def test_images_that_were_never_trained_on_count_as_hard_and_further_losses_chan
 
 
 @pytest.mark.parametrize("step", [9, SKIPS_AT, SKIPS_AT + 1, 2 * BATCHES, 2 * BATCHES + 3])
-def test_a_training_that_is_gone_on_with_shows_the_same_images(step: int, tmp_path: Path) -> None:
+def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
     shown: dict[int, list[int]] = {}
-    again: dict[int, list[int]] = {}
+    shown_again: dict[int, list[int]] = {}
 
-    def keep(into: dict[int, list[int]]) -> Any:
-        def look(trainer: Any, model: Any) -> None:
-            into[trainer.global_step] = model.batch_indices
+    def record(target: dict[int, list[int]]) -> Any:
+        def note(trainer: Any, model: Any) -> None:
+            target[trainer.global_step] = model.batch_indices
 
-        return [At(number, look, after=True) for number in range(1, 4 * BATCHES + 1)]
+        return [At(number, note, after=True) for number in range(1, 4 * BATCHES + 1)]
 
     def recording() -> Any:
         model: Any = classifier()
@@ -110,15 +110,16 @@ def test_a_training_that_is_gone_on_with_shows_the_same_images(step: int, tmp_pa
 
     save = At(step, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
     whole, part = recording(), recording()
-    fitted(whole, shapes_data(**SKIPS), *keep(shown), save, max_epochs=4)
-    fitted(part, shapes_data(**SKIPS), *keep(again), resume=tmp_path / "a.ckpt", max_epochs=4)
-    assert len(shown) == 4 * BATCHES and again == {number: rows for number, rows in shown.items() if number > step}
+    fitted(whole, shapes_data(**SKIPS), *record(shown), save, max_epochs=4)
+    fitted(part, shapes_data(**SKIPS), *record(shown_again), resume=tmp_path / "a.ckpt", max_epochs=4)
+    assert len(shown) == 4 * BATCHES
+    assert shown_again == {number: rows for number, rows in shown.items() if number > step}
     assert same(weights(whole), weights(part))
     round_of_three = chain.from_iterable(shown[number] for number in range(SKIPS_AT + 1, SKIPS_AT + 4))
     assert len(set(round_of_three)) == 48  # about half of 100, in whole batches
 
 
-def test_what_cannot_be_meant_is_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     for settings, line in (
         ({"skip_easy": 1.0}, r"data\.skip_easy is a share of the images, from 0 to below 1"),
         ({"skip_easy": 0.5, "skip_from": 1.5}, r"data\.skip_from is a share of the steps"),
@@ -130,13 +131,13 @@ def test_what_cannot_be_meant_is_refused() -> None:
         fitted(classifier(), shapes_data(**SKIPS), max_epochs=-1)
 
 
-def test_the_steps_of_a_limited_training_are_counted_as_they_will_be() -> None:
+def test_skip_from_counts_the_steps_of_a_limited_training() -> None:
     data = shapes_data(**{**SKIPS, "skip_from": 0.6})
     fitted(classifier(), data, max_epochs=-1, max_steps=10, limit_train_batches=3)
     assert isinstance(data._train_loader, HardRoundsLoader) and data._train_loader.skip_from == (2, 0)
 
 
-def test_a_second_fit_with_the_same_data_begins_anew(tmp_path: Path) -> None:
+def test_a_second_fit_with_the_same_data_starts_without_losses(tmp_path: Path) -> None:
     save = At(SKIPS_AT + 1, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
     whole, again, data = classifier(), classifier(), shapes_data(**SKIPS)
     fitted(whole, shapes_data(**SKIPS), save, max_epochs=4)

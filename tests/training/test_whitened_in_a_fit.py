@@ -1,7 +1,6 @@
-"""A whitened net in a fit: its first layer from the training images, once."""
+"""A fit initialises the first layer of a whitened net from the training images, once."""
 
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +35,22 @@ def normalised(data: ImageData, rows: Tensor) -> Tensor:
     return normalise(rows, *(torch.tensor(values) for values in data.statistics))
 
 
-@pytest.mark.parametrize("most", [5000, 30])
-def test_the_first_layer_is_computed_once_from_training_images_as_they_are(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert whitening.WHITENING_IMAGES == 5000  # as the records take
-    monkeypatch.setattr(whitening, "WHITENING_IMAGES", most)
-    model, data, alone = classifier(**SMALL), augmented_data(resolutions={8: 0.5}), classifier(**SMALL)
+@pytest.mark.parametrize("limit", [5000, 30])
+def test_the_first_layer_is_computed_once_from_plain_images(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert whitening.WHITENING_IMAGES == 5000  # the number in airbench
+    monkeypatch.setattr(whitening, "WHITENING_IMAGES", limit)
+    model, data = classifier(**SMALL), augmented_data(resolutions={8: 0.5})
     fitted(model, data)
     fitted(model, shapes_data(count=60, split_seed=5), max_epochs=1)
-    net, expected = model.net, alone.net
+    net, expected = model.net, classifier(**SMALL).net
     assert isinstance(net, WhitenedNet) and isinstance(expected, WhitenedNet) and bool(net.whitened)
-    expected.initialise(data.plain_images(most))
+    expected.initialise(data.plain_images(limit))
     assert torch.equal(net.whiten.weight, expected.whiten.weight)
     assert torch.equal(data.plain_images(5000), normalised(data, data.train_images.images[data.split[0]]))
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-def test_the_average_is_of_whitened_weights_and_a_resumed_net_keeps_its_first_layer(
+def test_the_average_starts_from_whitened_weights_and_resume_keeps_the_first_layer(
     ema_decay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, compute = list[int](), WhitenedNet.initialise
@@ -71,64 +68,58 @@ def test_the_average_is_of_whitened_weights_and_a_resumed_net_keeps_its_first_la
     expected = run(epochs=2)
     run(epochs=1)
     assert calls == [100, 100]
-    state = read_checkpoint(tmp_path / "last.ckpt")["state_dict"]  # the average where there is one
+    state = read_checkpoint(tmp_path / "last.ckpt")["state_dict"]  # the average, if any
     torch.testing.assert_close(state["net.whiten.weight"], expected["net.whiten.weight"])
     assert bool(state["net.whitened"])
     assert same(run(epochs=2, resume=tmp_path / "last.ckpt"), expected)
     assert calls == [100, 100]
 
 
-def test_the_first_layer_comes_from_images_where_they_are_placed_and_within_the_time_of_the_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As the records count it; and images that are on a device already need not be brought there again."""
-    data, clock, seen, compute = augmented_data(), Clock(), list[Tensor](), WhitenedNet.initialise
+def test_whitening_uses_the_placed_images_and_counts_towards_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training time counts as in airbench. Images on a device are not copied there again."""
+    data, clock, inputs, compute = augmented_data(), Clock(), list[Tensor](), WhitenedNet.initialise
 
-    def timed(net: WhitenedNet, images: Tensor) -> None:
+    def record(net: WhitenedNet, images: Tensor) -> None:
         assert clock.seconds > 0
-        seen.append(images)
+        inputs.append(images)
         compute(net, images)
 
-    monkeypatch.setattr(WhitenedNet, "initialise", timed)
+    monkeypatch.setattr(WhitenedNet, "initialise", record)
     images = data.train_images
     data.placement._placed["train", CPU] = replace(images, images=255 - images.images), "device"
     fitted(classifier(**SMALL), data, clock, max_epochs=1)
-    assert torch.equal(seen[0], normalised(data, 255 - images.images[data.split[0]]))
+    assert torch.equal(inputs[0], normalised(data, 255 - images.images[data.split[0]]))
 
 
 @pytest.mark.parametrize(
     ("settings", "trainer_settings", "first"),
     [
         ({"whiten_epochs": 1}, {}, BATCHES),
-        ({"whiten_epochs": 1.5}, {}, 11),  # of 7 steps an epoch; the rate of the 12th is 0
+        ({"whiten_epochs": 1.5}, {}, 11),  # seven steps per epoch; the rate of the 12th is 0
         ({"whiten_epochs": 1, "schedule": "triangular", "ema_decay": 0.9}, {"accumulate_grad_batches": 2}, BATCHES),
-        ({"whiten_epochs": 1}, {"gradient_clip_val": 0.5}, None),  # which counts that gradient too
+        ({"whiten_epochs": 1}, {"gradient_clip_val": 0.5}, None),  # the norm includes this gradient
         ({"whiten_epochs": None}, {}, None),
     ],
 )
-def test_a_bias_whose_rate_has_come_to_0_has_no_gradient_and_all_weights_are_as_with_one(
+def test_a_whitening_bias_at_rate_0_gets_no_gradient_and_the_weights_are_bit_equal(
     settings: dict[str, Any], trainer_settings: dict[str, Any], first: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without = list[int]()
-
-    def run() -> dict[str, Tensor]:
-        model, steps = classifier(**{**SMALL, **settings}), count()
-        look = LambdaCallback(
-            on_after_backward=lambda _, model: (
-                without.append(next(steps)) if model.net.whiten.bias.grad is None else next(steps)
-            )
+    def run() -> tuple[dict[str, Tensor], list[bool]]:
+        model, has_gradient = classifier(**{**SMALL, **settings}), list[bool]()
+        note = LambdaCallback(
+            on_after_backward=lambda _, model: has_gradient.append(model.net.whiten.bias.grad is not None)
         )
-        fitted(model, augmented_data(), look, max_epochs=3, **trainer_settings)
-        assert not model.net.bias_is_final  # who looks at gradients later on gets all
-        return weights(model)
+        fitted(model, augmented_data(), note, max_epochs=3, **trainer_settings)
+        assert not model.net.bias_is_final  # after the fit, all gradients are computed
+        return weights(model), has_gradient
 
-    left_out = run()
-    assert without == ([] if first is None else list(range(first, 3 * BATCHES)))
+    final, has_gradient = run()
+    assert has_gradient == [first is None or step < first for step in range(3 * BATCHES)]
     monkeypatch.setattr(Schedule, "whitening_ended", False)
-    assert same(left_out, run())
+    assert same(final, run()[0])
 
 
-def test_without_a_datamodule_the_first_layer_is_computed_from_the_first_batches() -> None:
+def test_without_a_datamodule_the_first_layer_comes_from_the_first_batches() -> None:
     images, labels = torch.randn(24, 3, 16, 16), torch.arange(24) % 10
     model, expected = classifier(**{**SMALL, "lr": 1e-9}), classifier(**SMALL)
     trainer(max_epochs=1).fit(model, DataLoader(TensorDataset(images, labels), 6))
