@@ -83,7 +83,7 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
         metadata = session.get_modelmeta().custom_metadata_map
         assert metadata == module.metadata(net)
         assert (json.loads(metadata["classes"]), json.loads(metadata["image_size"])) == (CLASSES, [side, side])
-        assert metadata["resize"] == "crop" and "cut to its middle" in metadata["preparation"]
+        assert metadata["resize"] == "crop" and "cropped to its centre" in metadata["preparation"]
         assert str(Path(module.__file__).parent).encode() not in path.read_bytes()
 
 
