@@ -48,7 +48,7 @@ class Machine:
     def __str__(self) -> str:
         if self.gpus:
             return f"GPUs {', '.join(f'{number} {name}' for number, (name, _) in enumerate(self.gpus))}"
-        return "an Apple GPU (mps)" if self.mps else f"no GPU, a CPU with {self.threads} threads"
+        return "an Apple GPU (mps)" if self.mps else f"no GPU, only a CPU with {self.threads} threads"
 
     @property
     def devices(self) -> list[str]:

@@ -55,7 +55,7 @@ def test_devices_that_exist_are_passed_to_the_trainer(
     assert count_devices(machine, accelerator, chosen) == count
 
 
-NO_GPU = "this machine has no GPU, a CPU with 4 threads"
+NO_GPU = "this machine has no GPU, only a CPU with 4 threads"
 INSTEAD = "leave --accelerator out, or use --accelerator cpu"
 CPUS_ONLY = "and this torch is a build for CPUs only"
 NAMES = "{} selects GPUs, but the accelerator is the CPU ({}). Use a number: --devices 2 runs two processes"

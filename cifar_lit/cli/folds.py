@@ -91,7 +91,8 @@ def finish(
     )
     right = int((probabilities.argmax(1) == labels).sum())
     low, high = wilson_interval(right, count)
-    values = {name: mean_interval([test[name] for _, test in runs]) for name in FIGURES}
+    spreads = {name: mean_interval([test[name] for _, test in runs]) for name in FIGURES}
+    values = {name: {key: spread[key] for key in ("n", "mean", "std")} for name, spread in spreads.items()}
     suspects = write_label_errors(folder / "label_errors.csv", images, indices, labels, probabilities)
     together = {"accuracy": right / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
     metrics = {"folds": [path for path, _ in runs], "test": together, **values}
@@ -105,7 +106,7 @@ def finish(
         table.add_row(name, *(f"{values[figure][name]:.4f}" for figure in FIGURES), "")
     for_tables().print(table)
     say(
-        f"{suspects} of {count} labels may be wrong: {display_path(folder)}/label_errors.csv",
+        f"{suspects} of {count} predictions contradict the label: {display_path(folder)}/label_errors.csv",
         f"95 % interval of the accuracy {low:.4f} … {high:.4f}",
         f"accuracy over all folds {right / count:.4f} · {count} images",
         f"results {display_path(folder)}",

@@ -63,7 +63,7 @@ def preview(argv: list[str]) -> None:
     if data.augmentation == Augmentation() and data.device_augmentation is None:
         note("these settings do not augment: choose a recipe, such as --recipe finetune, or set --data.augment.x")
     drawn = f"{count} of {len(files):,} images" if count < len(files) else counted(count, "image")
-    say(f"{drawn}, original and in epochs 0 … {EPOCHS - 1}: {display_path(out)}")
+    say(f"{drawn}, original and augmented in {EPOCHS} epochs: {display_path(out)}")
 
 
 def _settings(argv: list[str]) -> Namespace:

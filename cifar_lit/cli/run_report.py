@@ -22,6 +22,8 @@ from cifar_lit.train import Results
 from cifar_lit.training.finetune import training_plan
 from cifar_lit.training.metrics import Score
 
+MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer lists are left out
+
 
 class StartCard(Callback):
     """Print the settings at the start of a training, as a box on a terminal and as plain lines elsewhere."""
@@ -51,7 +53,9 @@ def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> di
     in_memory = data.placed("train")[1] == "device"
     memory = f"in {'CPU' if device == 'cpu' else 'GPU'} memory"
     source = memory if in_memory else f"read by {counted(data.workers, 'worker')}"
-    classes = f"{data.class_count} classes · {channels}×{height}×{width}"
+    listed = f" ({', '.join(data.classes)})" if data.dataset == "folder" else ""
+    names = listed if len(listed) <= MAX_CLASS_NAMES else ""
+    classes = f"{data.class_count} classes{names} · {channels}×{height}×{width}"
     fewest, most = data.class_counts.aminmax()
     h, notes = model.hparams, run.notes
     balancing = {"class weights": h["class_weights"], "sampling": data.sampling}
@@ -148,7 +152,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
     if test:
         scores = metrics["test"]
         for_tables().print(accuracy_table(test, data))
-        if data.dataset != "shapes" and (warning := small_set_text(scores)):
+        if data.dataset != "shapes" and not data.parts.folds and (warning := small_set_text(scores)):
             say(warning)
         if views := scores.get("tta"):
             tta = f"with {views['views']} test-time augmentation"

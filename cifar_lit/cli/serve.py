@@ -48,7 +48,7 @@ def serve(argv: list[str]) -> None:
     limits = Limits(round(settings.max_mb * 1e6), *(settings[name] for name in names[1:]))
     file = weights_file(settings.run)
     if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
-        raise Failure(f'serve needs {" and ".join(missing)}, not installed: pip install "cifar-lit[serve]"')
+        raise Failure(f'serve needs missing packages ({", ".join(missing)}): pip install "cifar-lit[serve]"')
     from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
 
@@ -64,7 +64,7 @@ def serve(argv: list[str]) -> None:
             size = "×".join(map(str, classifier.card.input_shape))
             say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
             if not local:
-                say(f"any machine that reaches {host} can connect: there is no password and no encryption")
+                say(f"any machine on the network can connect to {host}: there is no password and no encryption")
             address = f"[{host}]" if ":" in host else host
             say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
 

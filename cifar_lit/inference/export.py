@@ -60,7 +60,7 @@ def check_request(to: str, quantize: str | None) -> None:
     if quantize is not None and to != "onnx":
         raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
     if to == "onnx" and (missing := [package for package in PACKAGES if find_spec(package) is None]):
-        raise Failure(f'--to onnx needs {" and ".join(missing)}, not installed here: pip install "cifar-lit[export]"')
+        raise Failure(f'--to onnx needs missing packages ({", ".join(missing)}): pip install "cifar-lit[export]"')
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:

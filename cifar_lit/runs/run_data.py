@@ -142,6 +142,8 @@ class RunData:
         else:
             source = load_images(self.dataset, self.settings, train)
             rows = torch.arange(len(source))
+            if train and source.val_rows is not None:  # these may be the test images too
+                rows = rows[~torch.isin(rows, torch.tensor(source.val_rows))]
         _check_fit(self.card, source.classes, source.input_shape)
         places = spread_rows(rows, count or len(rows))
         which = "training" if train else "test"

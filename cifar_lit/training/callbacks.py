@@ -220,9 +220,11 @@ class EpochLines(Callback):
         self._validated = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print why the training was stopped early."""
+        """Print why the training was stopped before its last epoch."""
+        if not trainer.is_global_zero or trainer.current_epoch == last_epoch(trainer):
+            return
         for stop in trainer.early_stopping_callbacks:
-            if trainer.is_global_zero and stop.stopped_epoch and stop.wait_count >= stop.patience:
+            if stop.stopped_epoch and stop.wait_count >= stop.patience:
                 say(f"stopped early: {counted(stop.wait_count, 'validation')} without a better {stop.monitor}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

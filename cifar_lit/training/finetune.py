@@ -450,7 +450,7 @@ def training_plan(model: pl.LightningModule, data: Any, epochs: int) -> str:
         seconds = (train * h["head_views"] + val) * forward
         stages.append(f"last layer on features of the frozen net, about {duration_text(seconds)}")
     if h["unfreeze"]:
-        rates = f"rates from {h['input_lr']:g} at the input to {h['lr']:g}, " if h["input_lr"] else ""
+        rates = f"learning rates {h['input_lr']:g} (first layers) to {h['lr']:g}, " if h["input_lr"] else ""
         seconds = epochs * (train * _seconds(model, data, trains=True) + val * forward)
         layers = "the later layers" if h["frozen"] else "all layers"
         limit = " at most" if h["patience"] else ""

@@ -31,7 +31,7 @@ def tiles(path: str, side: int) -> np.ndarray:
 def test_each_row_shows_the_original_image_and_its_augmentation_in_seven_epochs() -> None:
     answer = run_command("preview", "photos", "--data.augment.brightness", "0.5", "--data.augment.hue=0.1")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out == "2 images, original and in epochs 0 … 6: preview.png\n"
+    assert answer.out == "2 images, original and augmented in 7 epochs: preview.png\n"
     images = tiles("preview.png", 100)  # scaled 5×
     assert images.shape[:2] == (2, 8)
     for number, row in enumerate(images):
@@ -46,7 +46,7 @@ def test_settings_come_from_the_recipe_and_flags_override_them() -> None:
     line = "preview photos/some/1.png --recipe mine.yaml --out some/sheet.png --data.augment.hue 0"
     answer = run_command(*line.split())
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out == "1 image, original and in epochs 0 … 6: some/sheet.png\n"
+    assert answer.out == "1 image, original and augmented in 7 epochs: some/sheet.png\n"
     (row,) = tiles("some/sheet.png", 96)
     colour = np.array(Image.open("photos/some/1.png"))[0, 0]
     # Erasing fills with the mean colour, which is the only colour of this image.

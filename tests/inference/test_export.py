@@ -83,7 +83,7 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
         metadata = session.get_modelmeta().custom_metadata_map
         assert metadata == module.metadata(net)
         assert (json.loads(metadata["classes"]), json.loads(metadata["image_size"])) == (CLASSES, [side, side])
-        assert metadata["resize"] == "crop" and "cut to its middle" in metadata["preparation"]
+        assert metadata["resize"] == "crop" and "cropped to its centre" in metadata["preparation"]
         assert str(Path(module.__file__).parent).encode() not in path.read_bytes()
 
 
@@ -182,7 +182,7 @@ def test_the_limits_of_disagreement(int8: bool, accepted: list[Any], refused: li
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     check_request("torch-export", None)
-    text = r"--to onnx needs onnx and onnxscript and onnxruntime, .*pip install .cifar-lit\[export\]"
+    text = r"--to onnx needs missing packages \(onnx, onnxscript, onnxruntime\): pip install .cifar-lit\[export\]"
     with pytest.raises(Failure, match=text):
         check_request("onnx", None)
 

@@ -89,7 +89,7 @@ def test_a_port_in_use_a_damaged_model_and_missing_uvicorn_are_reported_with_a_r
     code, line = refused(capsys, damaged, "--port", 0)
     assert (code, f"{damaged} is damaged" in line) == (1, True), line
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    line = 'cifar-lit: serve needs uvicorn, not installed: pip install "cifar-lit[serve]"'
+    line = 'cifar-lit: serve needs missing packages (uvicorn): pip install "cifar-lit[serve]"'
     assert refused(capsys, served_run) == (1, line)
 
 

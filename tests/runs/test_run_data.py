@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ def test_a_registered_data_set_is_found_by_its_name(tmp_path: Path, monkeypatch:
     for data, val_size in ((without_config, 0), (run_image_data(tmp_path, CARD), 10)):
         assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
         assert len(data.split[1]) == val_size
+
+
+def test_training_images_exclude_the_validation_images_of_the_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_validation(settings: SourceSettings, train: bool) -> ImageSet:
+        return replace(stripes(settings, train), val_rows=range(30, 40) if train else None)
+
+    monkeypatch.setitem(SOURCES, "stripes", Source(with_validation))
+    (tmp_path / "config.yaml").write_text("data: {dataset: stripes}\n")
+    sample = RunData(tmp_path / "model.safetensors", CARD).load(train=True, count=0)
+    assert sample.images[:, 0, 0, 0].tolist() == list(range(30))
 
 
 def test_a_class_named_in_the_augmentation_of_a_config_is_not_imported(
