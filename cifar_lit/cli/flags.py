@@ -1,6 +1,6 @@
 """Translate the typed command line for LightningCLI: recipe first, then --config files, then flags.
 
-This module does not import torch, so that a typing error is answered at once.
+This module does not import torch, so that an invalid command line fails at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
 OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
-# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1 by our setting, with a value if the name implies one.
-# They are spelled with dashes, in lower case.
+# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
+# The setting has a value if the flag implies one.
 _SYNONYMS = {
     "trainer.accelerator": "device",
     "trainer.accelerator cpu": "cpu no-cuda",
@@ -85,10 +85,10 @@ class Command:
         recipe: a packaged recipe, or the path of a YAML file.
         configs: further YAML files; later ones take precedence.
         resume: "" for the newest run, a path, or None to start a new run.
-        auto: values to search for before the training: "batch", "lr".
+        auto: "batch" to find a batch size, "lr" to find a learning rate before the training.
         flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
         folds: the value of --folds as typed, None without cross-validation.
-        job: record of the scheduler's job, for the folder of a new run.
+        job: record of the scheduler's job, stored in the folder of a new run.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Command:
         return [word.partition("=")[2] for word in self.flags if word.startswith(f"--{flag}=")]
 
     def value(self, flag: str) -> str | None:
-        """Return the value of a long flag, None if it is not given. The last one counts."""
+        """Return the last value of a long flag; None if it is not given."""
         return next(reversed(self.values(flag)), None)
 
 
@@ -153,18 +153,19 @@ def packaged_recipe(name: str) -> Path:
 
 
 def parse(name: str, argv: list[str]) -> Command:
-    """Parse the arguments of the training command `name`. The last of a repeated flag counts, except for --config.
+    """Parse the arguments of the training command `name`. The last value of a repeated flag counts, except for --config.
 
     Raises:
-        UsageError: a flag lacks its value, a word belongs to no flag, or a --config file does not exist.
+        UsageError: a flag lacks its value, an argument is unexpected, or a --config file does not exist.
     """
     command = Command(name)
     rest = deque(argv)
     while rest:
         word = rest.popleft()
         if not _is_flag(word):
-            before = argv[len(argv) - len(rest) - 2] if len(argv) > len(rest) + 1 else ""
-            raise UsageError(f"{word!r} belongs to no flag.{_stray_word_hint(name, word, before)}")
+            index = len(argv) - len(rest) - 1
+            before = argv[index - 1] if index else ""
+            raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(name, word, before)}")
         flag, equals, value = word.partition("=")
         key = "config" if flag == "-c" else flag.removeprefix("--")
         value_follows = not equals and bool(rest) and not _is_flag(rest[0])
@@ -203,7 +204,7 @@ def _config_file(name: str) -> str:
 
 
 def _stray_word_hint(command: str, word: str, before: str) -> str:
-    """Return the remedy for a word that belongs to no flag, as a sentence. before: the preceding word, or ''."""
+    """Return the remedy for an unexpected argument, as a sentence. before: the argument before it, or ''."""
     if _is_flag(before) and before.endswith("="):
         return f" Leave out the space after {before}"
     if word.startswith(("–", "—", "−")):  # typographic dashes, as copied from a formatted page

@@ -59,7 +59,7 @@ def train_folds(command: Command) -> None:
 
 
 def check_folds(command: Command) -> int:
-    """Return the number of folds; raise UsageError for flags that do not go with a cross-validation."""
+    """Return the number of folds; raise UsageError for flags that are incompatible with a cross-validation."""
     text = command.folds or ""
     if command.name != "train":
         raise UsageError(f"--folds trains and tests: use it with `train` or scripts/train.py, not `{command.name}`")

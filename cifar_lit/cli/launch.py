@@ -1,4 +1,4 @@
-"""Apply what torchrun, SLURM or a restarted job imply for the command of a training."""
+"""Apply the settings that torchrun, SLURM or a restarted job imply to a training command."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ RANK_VARIABLES = {
 
 
 def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
-    """Set devices and nodes to what torchrun or SLURM has started; raise UsageError if the flags contradict it.
+    """Set devices and nodes to those that torchrun or SLURM started; raise UsageError if the flags contradict them.
 
     One SLURM task is one device. SLURM's ranks are also set under torchrun's names. Lightning compares its settings
-    with variables of the job: they are set to the values of this step, which may have fewer tasks.
+    with the job's variables, so these are set to the values of this job step, which may have fewer tasks.
     """
     if by_torchrun(environment):
         here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
@@ -43,7 +43,9 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
     per_node = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
     if len(per_node) > 1:
-        raise UsageError(f"SLURM started {counts} tasks on the nodes: start as many on each, with --ntasks-per-node")
+        raise UsageError(
+            f"SLURM started {counts} tasks on the nodes: use --ntasks-per-node for the same number on each"
+        )
     here = min(per_node.pop(), tasks)
     _set_devices(command, "SLURM", here, "--ntasks-per-node", tasks // here, "--nodes")
     environment["SLURM_NTASKS_PER_NODE"] = str(here)
@@ -64,9 +66,9 @@ def _set_devices(
 
 
 def continue_job(command: Command, argv: list[str], environment: Mapping[str, str]) -> None:
-    """Resume the run of a restarted job, as `--resume RUN` would. A new run's folder records its job.
+    """Resume the run of a restarted job, as `--resume RUN` would. The folder of a new run records its job.
 
-    A line with its own --resume is not changed. If the run is finished, say so and exit with code 0.
+    A command with --resume is not changed. If the run is finished, print this and exit with code 0.
 
     Args:
         argv: the arguments as typed.

@@ -36,9 +36,9 @@ def serve(argv: list[str]) -> None:
     add("--max-mb", type=float, default=default.body / 1e6, help="largest request body in MB")
     add("--max-pixels", type=int, default=default.pixels, help="largest image in pixels, according to its header")
     add("--max-images", type=int, default=default.images, help="most images per request")
-    decode = "CPU time to decode the images of a request"
+    decode = "CPU seconds to decode the images of a request"
     add("--decode-seconds", type=float, default=default.decode_seconds, help=decode)
-    body = "time for which a client may pause while it sends the body; slow transfers count too"
+    body = "seconds for which a client may pause while it sends the body; a slow transfer counts as a pause"
     add("--body-seconds", type=float, default=default.body_seconds, help=body)
     settings = parsed(parser, argv)
     names = ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds")

@@ -45,7 +45,7 @@ def test_compare_prints_settings_results_and_a_significance_test(logs: Path, wor
     assert re.search("┃ +top 5 ┃", answer.out) and answer.out.count(" 87.50% │") == 2
     assert "auroc" in answer.out and answer.out.count(" 0.6250 │") == 2  # a metric unknown to the package
     assert "by recipe" not in answer.out
-    verdict = answer.lines.index("logs/small-2 is better than logs/small-1 (p = 9.5e-07, more than chance):")
+    verdict = answer.lines.index("logs/small-2 is better than logs/small-1 (p = 9.5e-07, significant):")
     assert answer.lines[verdict + 1] == "  20 images are correct only in logs/small-2, 0 only in logs/small-1."
     assert answer.lines[-2].endswith("if both runs were equally good (McNemar's mid-p).")
     assert answer.lines[-1] == "False"  # torch is not imported
@@ -99,7 +99,7 @@ def test_the_significance_test_is_explained_in_words() -> None:
         "  5 images are correct only in a, 5 only in b.",
     )
     verdict, counts = pair_lines("a", "b", mcnemar(5, 6))
-    assert verdict.startswith("b is better than a (p = 0.") and verdict.endswith(", may be chance):")
+    assert verdict.startswith("b is better than a (p = 0.") and verdict.endswith(", not significant):")
     assert counts == "  6 images are correct only in b, 5 only in a."
-    assert pair_lines("a", "b", mcnemar(40, 10))[0].endswith(", more than chance):")
-    assert pair_lines("a", "b", mcnemar(5000, 100))[0].endswith("(p < 1e-300, more than chance):")
+    assert pair_lines("a", "b", mcnemar(40, 10))[0].endswith(", significant):")
+    assert pair_lines("a", "b", mcnemar(5000, 100))[0].endswith("(p < 1e-300, significant):")
