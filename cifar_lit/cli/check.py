@@ -88,7 +88,7 @@ def run_probe(word: str) -> str:
 
 
 def check(accelerator: str) -> None:
-    """Print a line for each device; raise UsageError for a missing one, and Failure if one cannot train."""
+    """Print a line for each device; raise UsageError for a missing accelerator, Failure if a device cannot train."""
     machine = Machine(**json.loads(run_probe("machine")))
     wanted = "" if accelerator == "auto" else resolve_device(accelerator, machine)
     failed = []

@@ -236,7 +236,7 @@ class TrainingCLI(LightningCLI):
         follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Return the Trainer with our callbacks and loggers beside the configured ones."""
+        """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
         auto, trainer = self.command.auto, self.settings.trainer
         if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
@@ -281,7 +281,7 @@ class TrainingCLI(LightningCLI):
         return trainer
 
     def _make_run(self) -> tuple[Run, int | None]:
-        """Return the run and the step it resumes at, None for a new run. The folder of a resumed run is claimed."""
+        """Return the run and the step at which it resumes (None for a new run). Lock the folder of a resumed run."""
         logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
         run_dir = run_of(self.checkpoint) if self.checkpoint else None
         folder = RunFolder(logs, recipe, run_dir, self.first, self.command.job)

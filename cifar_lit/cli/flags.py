@@ -113,7 +113,7 @@ class Command:
         return self.name in ("fit", "train") and self.folds is None and not self.asks_only
 
     def without(self, flag: str) -> list[str]:
-        """Return all flags except one long flag."""
+        """Return the flags without a long flag."""
         return [word for word in self.flags if word.partition("=")[0] != f"--{flag}"]
 
     def values(self, flag: str) -> list[str]:
@@ -153,7 +153,7 @@ def packaged_recipe(name: str) -> Path:
 
 
 def parse(name: str, argv: list[str]) -> Command:
-    """Parse the arguments of the training command `name`. The last value of a repeated flag counts, except for --config.
+    """Parse the arguments of the training command `name`. Of a repeated flag except --config, the last value counts.
 
     Raises:
         UsageError: a flag lacks its value, an argument is unexpected, or a --config file does not exist.
@@ -232,7 +232,7 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
 
 
 def check_one_device(devices: str | None, what: str) -> None:
-    """Raise UsageError if the value of --devices selects more than one. what: for the message, such as "bench runs"."""
+    """Raise UsageError if --devices selects several devices. what: begins the message, such as "--folds trains"."""
     if devices is not None and not re.fullmatch(r"1|\d+,|\[\d+,?\]", devices):
         raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
 

@@ -89,12 +89,12 @@ def finish(
     indices, labels, probabilities = (
         torch.cat([part[name] for part in parts]) for name in ("indices", "labels", "probabilities")
     )
-    right = int((probabilities.argmax(1) == labels).sum())
-    low, high = wilson_interval(right, count)
+    correct = int((probabilities.argmax(1) == labels).sum())
+    low, high = wilson_interval(correct, count)
     values = {name: mean_interval([test[name] for _, test in runs]) for name in FIGURES}
     suspects = write_label_errors(folder / "label_errors.csv", images, indices, labels, probabilities)
-    together = {"accuracy": right / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
-    metrics = {"folds": [path for path, _ in runs], "test": together, **values}
+    test = {"accuracy": correct / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
+    metrics = {"folds": [path for path, _ in runs], "test": test, **values}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
     columns = (Column(TITLES.get(name, name), justify="right") for name in (*FIGURES, "images"))
@@ -107,7 +107,7 @@ def finish(
     say(
         f"{suspects} of {count} labels may be wrong: {display_path(folder)}/label_errors.csv",
         f"95 % interval of the accuracy {low:.4f} … {high:.4f}",
-        f"accuracy over all folds {right / count:.4f} · {count} images",
+        f"accuracy over all folds {correct / count:.4f} · {count} images",
         f"results {display_path(folder)}",
     )
 

@@ -32,8 +32,8 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     with the job's variables, so these are set to the values of this job step, which may have fewer tasks.
     """
     if by_torchrun(environment):
-        here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
-        _set_devices(command, "torchrun", here, "--nproc-per-node", world // here, "--nnodes")
+        per_node, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
+        _set_devices(command, "torchrun", per_node, "--nproc-per-node", world // per_node, "--nnodes")
         return
     if not by_slurm(environment) or command.asks_only:
         return
@@ -41,15 +41,15 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     if tasks > 1 and "SLURM_STEP_ID" not in environment:
         raise UsageError(f"this SLURM job has {tasks} tasks, but only one of them runs: put srun before the command")
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
-    per_node = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
-    if len(per_node) > 1:
+    node_counts = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
+    if len(node_counts) > 1:
         raise UsageError(
             f"SLURM started {counts} tasks on the nodes: use --ntasks-per-node for the same number on each"
         )
-    here = min(per_node.pop(), tasks)
-    _set_devices(command, "SLURM", here, "--ntasks-per-node", tasks // here, "--nodes")
-    environment["SLURM_NTASKS_PER_NODE"] = str(here)
-    environment["SLURM_NNODES"] = str(tasks // here)
+    per_node = min(node_counts.pop(), tasks)
+    _set_devices(command, "SLURM", per_node, "--ntasks-per-node", tasks // per_node, "--nodes")
+    environment["SLURM_NTASKS_PER_NODE"] = str(per_node)
+    environment["SLURM_NNODES"] = str(tasks // per_node)
     environment.update({name: environment[slurm_name] for name, slurm_name in RANK_VARIABLES.items()})
 
 
@@ -99,7 +99,7 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
 
 
 def _resume(command: Command, run: Path, job: Job, line: str) -> None:
-    """Change a command into one that resumes a run; raise UsageError if the job began with another recipe."""
+    """Make a command resume a run; raise UsageError if the job began with another recipe."""
     record = json.loads((run / JOB).read_text())
     if record.get("recipe") != command.recipe:
         started = f"{display_path(run)} of {job.title} began with the recipe " + (

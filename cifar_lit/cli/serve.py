@@ -83,9 +83,9 @@ def _listen(host: str, port: int) -> socket.socket:
             f"--host {host} is not an address: use 127.0.0.1 (this machine only) or 0.0.0.0 (every network interface)"
         )
         raise UsageError(text) from None
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: accepts IPv4 too
+    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: accepts IPv4 too
     try:
-        sock = socket.create_server(address, family=family, backlog=512, dualstack_ipv6=both)
+        sock = socket.create_server(address, family=family, backlog=512, dualstack_ipv6=is_dual)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Failure(f"port {port} is in use: choose another with --port, or --port 0 for a free one") from None

@@ -61,7 +61,7 @@ _allowed_before: set[str] = set()
 
 
 def guard(command: Command, base: Path | None) -> None:
-    """Check every configuration file of a command and set what files may name; raise UsageError if one is refused.
+    """Check the configuration files of a command and allow the names in trusted files; raise UsageError for others.
 
     Args:
         base: settings with the lowest precedence, as in `arguments`.

@@ -212,9 +212,7 @@ def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torc
         rows = spread_rows(data.split[0], count)
         images, labels = data.plain_images(count), data.train_images.labels[rows]
         rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
-        say(
-            f"--auto-lr: {rate:g} (configured: {lr:g}), where the loss falls fastest; all rates are scaled by the same factor"
-        )
+        say(f"--auto-lr: {rate:g} (configured: {lr:g}), where the loss falls fastest; all rates are scaled alike")
         for name in RATES:
             if (value := model.hparams[name]) is not None:
                 model.hparams[name] = float(f"{value * rate / lr:.2g}")

@@ -48,7 +48,7 @@ class Run(Callback):
         self.board: TensorBoardCurves | None = None
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
-        """Return the Trainer's callbacks: the best checkpoint only if there is validation, a live bar if `bar`."""
+        """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show a live progress bar."""
         callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else [])]
         if self.trains:
             callbacks += [self.clock, EpochLines(self.clock), RandomState(), DivergenceWarning()]

@@ -29,7 +29,7 @@ from cifar_lit.signals import STOP_SIGNALS, start_resource_tracker
 if TYPE_CHECKING:
     from cifar_lit.inference.load import Classifier
 
-MAX_BATCH_IMAGES = 64  # the last request of a batch may exceed it
+MAX_BATCH_IMAGES = 64  # a batch takes further requests below this size, so it may become larger
 POSIX = os.name == "posix"  # elsewhere, only `answer_seconds` limits a request
 
 # ---- Decoding.
@@ -81,7 +81,7 @@ def _set_cpu_timer(seconds: float) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the stop signals while a process starts. They are sent to all processes, but this one handles them."""
+    """Block the stop signals while a process starts. All processes receive them, but only this one handles them."""
     if not POSIX:
         yield
         return
