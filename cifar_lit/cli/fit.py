@@ -363,7 +363,7 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
             continue
         if getattr(callback, "strict", True):
             line = f"{type(callback).__name__} monitors {monitor}, which is not logged.{nearest(monitor, names)}"
-            raise UsageError(f"{line} There are {', '.join(names)}.")
+            raise UsageError(f"{line} Logged values: {', '.join(names)}.")
 
 
 def check_settings(settings: Any) -> None:

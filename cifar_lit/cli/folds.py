@@ -93,8 +93,8 @@ def finish(
     low, high = wilson_interval(correct, count)
     values = {name: mean_interval([test[name] for _, test in runs]) for name in FIGURES}
     suspects = write_label_errors(folder / "label_errors.csv", images, indices, labels, probabilities)
-    test = {"accuracy": correct / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
-    metrics = {"folds": [path for path, _ in runs], "test": test, **values}
+    combined = {"accuracy": correct / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
+    metrics = {"folds": [path for path, _ in runs], "test": combined, **values}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
     columns = (Column(TITLES.get(name, name), justify="right") for name in (*FIGURES, "images"))
