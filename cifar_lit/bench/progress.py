@@ -54,7 +54,7 @@ class StepProgress(Callback):
         self._steps = trainer.estimated_stepping_batches
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Report each step. If images grow during the training, so does the estimated time."""
+        """Report each step. If the image size grows during the training, the estimated time grows too."""
         part = min(0.999, trainer.global_step / self._steps)
         self._progress.advance(self._before + part, f"epoch {trainer.current_epoch + 1} of {trainer.max_epochs}")
 

@@ -24,7 +24,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 def train(device: str, dtype: torch.dtype) -> tuple[list[float], float]:
-    """Train a small net for a few steps; return the loss of each step and images/s without the first step."""
+    """Train a small net for a few steps; return the loss of each step, and images/s after the first step."""
     import torch
     from torch import nn
 

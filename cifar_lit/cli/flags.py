@@ -109,7 +109,7 @@ class Command:
 
     @property
     def is_one_training(self) -> bool:
-        """Return whether the command trains in one run folder. A cross-validation does not."""
+        """Return whether the command trains in a single run folder. A cross-validation has several."""
         return self.name in ("fit", "train") and self.folds is None and not self.asks_only
 
     def without(self, flag: str) -> list[str]:

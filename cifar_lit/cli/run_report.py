@@ -172,7 +172,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
         say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
         code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
-        is_plain = shlex.quote(folder) == folder  # otherwise a shell expands parts of it between double quotes
+        is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes
         say("  python -c " + (f'"{code}"' if is_plain else shlex.quote(code)))
 
 

@@ -30,8 +30,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # ioctl of Linux that returns the address of an interface, see netdevice(7)
 MEET_SECONDS = 300.0  # some machines start late
 POLL_SECONDS = 0.02
-LOSS_SECONDS = 5.0  # from an error caused by a lost rank until the watch knows the rank
-TORCHRUN_LOSS_SECONDS = 0.5  # the same if torchrun noticed the loss first
+LOSS_SECONDS = 5.0  # time for the watch to identify a lost rank after an error caused by the loss
+TORCHRUN_LOSS_SECONDS = 0.5  # time for the watch to identify a lost rank if torchrun noticed the loss first
 
 _watch: RankWatch | None = None
 _stores: list[Any] = []  # keeps torch's store alive until the process ends

@@ -36,13 +36,13 @@ from cifar_lit.text import note
 GONE, ORPHANED, FAILED, SILENT, STUCK, STOPPED = "gone", "orphaned", "failed", "silent", "stuck", "stopped"
 # Seconds for the main thread to exit by itself, with the error that a lost rank causes. A frozen rank causes no error.
 EXIT_SECONDS = {GONE: 3.0, ORPHANED: 3.0, FAILED: 3.0, SILENT: 0.0, STUCK: 0.0, STOPPED: 15.0}
-CLEANUP_SECONDS = 10.0  # grace period of a main thread that is exiting
+CLEANUP_SECONDS = 10.0  # grace period for a main thread that is exiting
 REQUEUE_SECONDS = 90.0  # grace period after a stop signal, because the process may requeue its job
-CHILD_EXIT_SECONDS = 3.0  # grace period of the ranks that this process started
-REPLY_SECONDS = 1.0  # for the first rank's verdict, and for the exit code of a rank whose connection closed
+CHILD_EXIT_SECONDS = 3.0  # grace period for the ranks that this process started
+REPLY_SECONDS = 1.0  # wait for the first rank's reply to a fault, or for the exit code of a disconnected rank
 HEARTBEAT_SECONDS = 1.0
-JOIN_FACTOR = 5.0  # × limit: how long ranks wait for each other at the start
-HANG_FACTOR = 1.5  # × limit: how long one rank's main thread may keep the others waiting
+JOIN_FACTOR = 5.0  # × limit: time for which ranks wait for each other at the start
+HANG_FACTOR = 1.5  # × limit: time for which the main thread of one rank may keep the others waiting
 ANNOUNCE_SECONDS = 15.0  # until the first rank prints which ranks are missing
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -83,7 +83,7 @@ class JsonSocket:
         self.socket = connected
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.closed = False  # the other side is gone, or is not a rank
+        self.closed = False  # whether the peer has disconnected, or is not a rank
         self._received = b""
         self._unsent = b""
         self._sending = threading.Lock()

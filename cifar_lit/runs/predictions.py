@@ -125,7 +125,7 @@ def read_predictions(path: Path, classes: Sequence[str], count: int) -> Predicti
 def fingerprint(images: Tensor, labels: Tensor) -> str:
     """Return the SHA-256, in hex, of images, uint8 (N, H, W, C), and labels, int64 (N,)."""
     digest = sha256()
-    for part in (*images.split(1024), labels):  # parts, as the images may be memory-mapped
+    for part in (*images.split(1024), labels):  # in parts, because the images may be memory-mapped
         digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()
 

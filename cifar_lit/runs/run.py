@@ -88,7 +88,7 @@ class Run(Callback):
             if getattr(checkpoint, "dirpath", "") is None:
                 checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
         if trainer.is_global_zero:
-            if self.trains:  # identifies a training that is killed before its first checkpoint
+            if self.trains:  # marks the run as a training, even if it is killed before its first checkpoint
                 (self.folder.path / "checkpoints").mkdir(exist_ok=True)
             if not self.folder.resumed:
                 self._write_config()

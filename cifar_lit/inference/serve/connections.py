@@ -45,7 +45,7 @@ class LimitedProtocol(HttpToolsProtocol):
     Attributes:
         deadline: loop time at which the client is disconnected; infinity while the service works on the request.
         part: progress of the request: "" (nothing received), "header", "body", "whole" (complete, not yet answered),
-            "answered" (before the end of its body), or "refused" (further bytes are dropped).
+            "answered" (the body has not ended yet), or "refused" (further bytes are dropped).
     """
 
     def __init__(self, limits: Limits, max_connections: int, **settings: Any) -> None:

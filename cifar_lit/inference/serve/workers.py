@@ -85,7 +85,7 @@ def _signals_blocked() -> Iterator[None]:
     if not POSIX:
         yield
         return
-    start_resource_tracker()  # before an executor would start it, and first, because it unblocks signals
+    start_resource_tracker()  # before the executor starts it and before signals are blocked: the start unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -120,7 +120,7 @@ class Decoders:
             out_of_time = decoder.kill()
             decoder = Decoder(self._limits)
             self._decoders.add(decoder)
-            if not isinstance(error, BrokenProcessPool):  # cancelled: nobody waits for the answer
+            if not isinstance(error, BrokenProcessPool):  # the request was cancelled
                 raise
             text = "the decoder crashed on this image: save it again, as a plain JPEG"
             if out_of_time:
@@ -174,10 +174,10 @@ class NetRunner:
                 while self._waiting and sum(len(one.pixels) for one, _ in batch) < MAX_BATCH_IMAGES:
                     batch.append(self._waiting.popleft())
                 if batch := [pair for pair in batch if not pair[1].done()]:
-                    await asyncio.shield(self._answer(batch))  # other requests wait for it too
+                    await asyncio.shield(self._answer(batch))  # a timeout of this request must not cancel the batch
             return await answer
         finally:
-            answer.cancel()  # after a timeout; a finished future ignores it
+            answer.cancel()  # after a timeout; no effect on a finished future
 
     async def _answer(self, batch: list[tuple[NetRequest, asyncio.Future[Answer]]]) -> None:
         requests = [request for request, _ in batch]
