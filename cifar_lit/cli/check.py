@@ -90,10 +90,10 @@ def run_probe(word: str) -> str:
 def check(accelerator: str) -> None:
     """Print a line for each device; raise UsageError for a missing accelerator, Failure if a device cannot train."""
     machine = Machine(**json.loads(run_probe("machine")))
-    wanted = "" if accelerator == "auto" else resolve_device(accelerator, machine)
+    prefix = "" if accelerator == "auto" else resolve_device(accelerator, machine)
     failed = []
     for device in machine.devices:
-        if device.startswith(wanted):
+        if device.startswith(prefix):
             try:
                 say(f"{device}: works · {run_probe(device)}")
             except Failure as failure:

@@ -117,19 +117,19 @@ def _sorted_argv(argv: list[str]) -> list[str]:
     """
     flags: list[str] = []
     paths: list[str] = []
-    rest = deque(argv)
-    while rest:
-        arg = rest.popleft()
+    remaining = deque(argv)
+    while remaining:
+        arg = remaining.popleft()
         if arg == "--":
             break
         if arg in _ROW_FILES:
-            arg += f"={rest.popleft()}" if rest and rest[0].lower().endswith(_ROW_FILES[arg]) else "=-"
+            arg += f"={remaining.popleft()}" if remaining and remaining[0].lower().endswith(_ROW_FILES[arg]) else "=-"
         elif arg == "--explain":
             arg += f"={EXPLAINED}"
-        elif arg in _VALUED and rest:
-            arg += f"={rest.popleft()}"
+        elif arg in _VALUED and remaining:
+            arg += f"={remaining.popleft()}"
         (flags if arg.startswith("-") and arg != "-" else paths).append(arg)
-    paths += rest
+    paths += remaining
     return [*flags, *(["--"] if any(path.startswith("-") for path in paths) else []), *paths]
 
 

@@ -64,8 +64,8 @@ def export(argv: list[str]) -> None:
     say(f"checking on {sample.what}")
     result, seconds = export_net(net, settings.to, path, sample, calibration.images if calibration else None)
 
-    right = partial(Column, justify="right")
-    table = Table("", right("PyTorch"), right(f"{settings.to} {settings.quantize or ''}".strip()))
+    right_aligned = partial(Column, justify="right")
+    table = Table("", right_aligned("PyTorch"), right_aligned(f"{settings.to} {settings.quantize or ''}".strip()))
     table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, path.stat().st_size)))
     if result.accuracy:
         table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in result.accuracy))

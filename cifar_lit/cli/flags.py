@@ -159,16 +159,16 @@ def parse(name: str, argv: list[str]) -> Command:
         UsageError: a flag lacks its value, an argument is unexpected, or a --config file does not exist.
     """
     command = Command(name)
-    rest = deque(argv)
-    while rest:
-        word = rest.popleft()
+    remaining = deque(argv)
+    while remaining:
+        word = remaining.popleft()
         if not _is_flag(word):
-            index = len(argv) - len(rest) - 1
+            index = len(argv) - len(remaining) - 1
             before = argv[index - 1] if index else ""
             raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(name, word, before)}")
         flag, equals, value = word.partition("=")
         key = "config" if flag == "-c" else flag.removeprefix("--")
-        value_follows = not equals and bool(rest) and not _is_flag(rest[0])
+        value_follows = not equals and bool(remaining) and not _is_flag(remaining[0])
         if key == "debug":
             pass  # handled by `main`
         elif key == "trust" and not equals:
@@ -176,11 +176,11 @@ def parse(name: str, argv: list[str]) -> Command:
         elif key in AUTO and not equals:
             command.auto.add(AUTO[key])
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
-            command.resume = rest.popleft() if value_follows else value
+            command.resume = remaining.popleft() if value_follows else value
         elif key in _EXAMPLES:
             if not equals and not value_follows:
                 raise UsageError(f"{flag} needs a value, as in {flag} {_EXAMPLES[key]}")
-            value = rest.popleft() if value_follows else value
+            value = remaining.popleft() if value_follows else value
             if key in SHORT:
                 command.flags.append(f"--{SHORT[key]}={value}")
             elif key != "config":
@@ -188,7 +188,7 @@ def parse(name: str, argv: list[str]) -> Command:
             else:
                 command.configs.append(_config_file(value))
         else:
-            command.flags.append(f"{word}={rest.popleft()}" if value_follows else word)
+            command.flags.append(f"{word}={remaining.popleft()}" if value_follows else word)
     return command
 
 

@@ -111,18 +111,18 @@ def _run(argv: list[str], default: str) -> int:
 
         say(f"cifar-lit {__version__}")
         return 0
-    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
+    name, arguments = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
     if name in flags.TRAINING:
-        _train(flags.parse(name, rest), rest)
+        _train(flags.parse(name, arguments), arguments)
         return 0
     if name not in OWN:
         names = [*flags.TRAINING, *OWN]
         raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
-    trusted = "--trust" in rest and name != "bench"  # bench passes its flags on
-    _allow_runs(rest, trusted)
+    trusted = "--trust" in arguments and name != "bench"  # bench passes its flags on
+    _allow_runs(arguments, trusted)
     module, _, function = OWN[name].partition(":")
     with all_imports_allowed() if trusted else nullcontext():
-        code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
+        code: int | None = getattr(import_module(module), function)([word for word in arguments if word != "--debug"])
     return code or 0
 
 

@@ -135,14 +135,14 @@ def _mark(text: str) -> Path:
 def allow(settings: Any) -> None:
     """Allow the classes in `SAFE` and in `settings` in files. Parsers of this process import no other classes."""
     safe = {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
-    named = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
-    paths = {path for _, path in named}
+    class_keys = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
+    paths = {path for _, path in class_keys}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
     set_parsing_settings(import_path_allowlist=sorted(safe | paths | {SAFE_PACKAGE}))
     allow_imports(paths)
     allow_choices(settings)
     _allowed_before.update(paths - safe)
-    for key, path in named:  # imported here, because the parser does not search the working folder
+    for key, path in class_keys:  # imported here, because the parser does not search the working folder
         is_class = key[-1] == "class_path" or key in CLASSES or key[1:-1] == ("metrics",)
         if is_class and key[-1] not in OWN and path not in safe:
             with suppress(UsageError):  # the parser reports it

@@ -67,9 +67,9 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     train, held_out = _train_images(data)
     test = data.test_images
     tested_on = (metrics.get("test") or {}).get("fingerprint")
-    same = tested_on == fingerprint(test.images, test.labels)
-    predictions = read_predictions(run / "predictions.csv", data.classes, len(test)) if same else None
-    if tested_on and not same:
+    same_images = tested_on == fingerprint(test.images, test.labels)
+    predictions = read_predictions(run / "predictions.csv", data.classes, len(test)) if same_images else None
+    if tested_on and not same_images:
         note("the run was tested on other images: evaluating these test images now")
         metrics = {**metrics, "test": None}
 
