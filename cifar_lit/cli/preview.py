@@ -108,7 +108,7 @@ def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
     configured = settings["image_size"]
     sizes = {image_size(path) for path in paths} if configured is None else {parse_image_size(configured)}
     size = sizes.pop()
-    if sizes or (configured is None and max(size) > MAX_OWN_SIZE):  # as in the data set `folder`
+    if sizes or (configured is None and max(size) > MAX_OWN_SIZE):  # the data set `folder` does the same
         size = (COMMON_SIZE, COMMON_SIZE)
     data = ImageData(**{**settings, "shuffle": False, "sampling": "none", "placement": "device"})
     pixels = np.stack([decode(path, size, settings["channels"] or 3, settings["resize"]) for path in paths])
