@@ -27,13 +27,13 @@ def bench(argv: list[str]) -> None:
         say("usage: cifar-lit bench NAME [flags]", "", *(f"  {name:<10} {what}" for name, what in BENCHES.items()), "")
         say("Prints a table; --json FILE also writes the results. `cifar-lit bench NAME --help` lists all flags.")
         return
-    name, *rest = argv
+    name, *arguments = argv
     if name not in BENCHES:
         raise UsageError(f"no measurement is called {name!r}.{nearest(name, BENCHES)} There are {', '.join(BENCHES)}.")
     from cifar_lit.cli.quiet import quieten
 
     quieten()
-    run_module(f"cifar-lit bench {name}", import_module(f"cifar_lit.bench.{name}"), rest)
+    run_module(f"cifar-lit bench {name}", import_module(f"cifar_lit.bench.{name}"), arguments)
 
 
 class BenchParser(argparse.ArgumentParser):
@@ -50,12 +50,12 @@ def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
     parser = BenchParser(prog=prog, description=module.WHAT, allow_abbrev=False, formatter_class=help_format)
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     module.add_arguments(parser)
-    settings, rest = parser.parse_known_args(argv)
+    settings, unknown = parser.parse_known_args(argv)
     settings.line = argv
     if "flags" in settings:
-        settings.flags = rest
-    elif rest:
-        raise UsageError(f"there is no flag {rest[0]}.{nearest(rest[0], parser._option_string_actions)}")
+        settings.flags = unknown
+    elif unknown:
+        raise UsageError(f"there is no flag {unknown[0]}.{nearest(unknown[0], parser._option_string_actions)}")
     from cifar_lit.bench.progress import ends_at_once
     from cifar_lit.bench.report import make_parent
 

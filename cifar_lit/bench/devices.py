@@ -61,33 +61,35 @@ def run(settings: argparse.Namespace) -> None:
     if not names & {"--recipe", "--config"}:
         settings.flags = ["--recipe", "quickstart", *settings.flags]
     machine = detect_machine()
-    places = each_count(settings.devices) if settings.devices else each_device(machine)
-    runs: dict[str, list[Metrics]] = {place: [] for place in places}
-    progress = Progress(len(places) * settings.runs, "training")
+    setups = each_count(settings.devices) if settings.devices else each_device(machine)
+    runs: dict[str, list[Metrics]] = {setup: [] for setup in setups}
+    progress = Progress(len(setups) * settings.runs, "training")
     note(f"{progress.total} trainings, one after the other; the remaining time is shown after the first epoch")
     with suppress(Interrupted):
-        # All places take turns, so that other load on the machine affects all of them.
-        for done, (number, place) in enumerate(product(range(settings.runs), places)):
+        # Alternate between the setups, so that other load on the machine affects all of them.
+        for done, (number, setup) in enumerate(product(range(settings.runs), setups)):
 
             def on_line(line: str, done: int = done) -> None:
                 if epoch := EPOCH.match(line):
                     progress.advance(done + int(epoch[1]) / int(epoch[2]), line.split(" · ")[0])
 
-            metrics = train([*settings.flags, *places[place], "--seed", str(settings.seed + number)], on_line).metrics
-            runs[place].append(metrics)
+            metrics = train([*settings.flags, *setups[setup], "--seed", str(settings.seed + number)], on_line).metrics
+            runs[setup].append(metrics)
             seconds, accuracy = metrics["train_seconds"], metrics["test"]["accuracy"]
-            note(f"{place}, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}")
-    runs = {place: same for place, same in runs.items() if same}
+            note(f"{setup}, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}")
+    runs = {setup: trained for setup, trained in runs.items() if trained}
     if not runs:
         return
-    first, last = (list(runs.values())[place][0] for place in (0, -1))
+    first, last = (list(runs.values())[index][0] for index in (0, -1))
     shared = {name: first[name] for name in ("recipe", "net", "dataset", "batch_size", "epochs")}
-    precisions = ", ".join(f"{place} in {same[0]['precision']}" for place, same in runs.items())
+    precisions = ", ".join(f"{setup} in {trained[0]['precision']}" for setup, trained in runs.items())
     count, epochs = len(next(iter(runs.values()))), shared["epochs"]
     lines = [f"{counted(count, 'run')} of {counted(epochs, 'epoch')} each: {precisions}"]
     if last["accelerator"] == "cpu" and last["devices"] > 1:
-        lines.append(f"All processes share the {machine.threads} cores that one process already uses: no speed-up.")
-    elif len(places) == 1:
+        lines.append(
+            f"All processes share the {machine.threads} cores that a single process already uses: no speed-up."
+        )
+    elif len(setups) == 1:
         lines.append("This machine has no GPU.")
     publish(
         "devices",
@@ -100,14 +102,15 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def rows_of(runs: dict[str, list[Metrics]]) -> list[Row]:
-    """Return the rows of each place; speed-ups compare runs of the same seed with the first place."""
+    """Return the rows of each setup. Speed-ups compare runs of the same seed with the first setup."""
     rows: list[Row] = []
-    first = next(iter(runs.values()))
-    for place, same in runs.items():
-        rows.append((place, spread(run["train_seconds"] for run in same), "s"))
-        rows.append((f"{place}, speed", spread(run["images_per_second"] or 0.0 for run in same), "images/s"))
-        if same is not first:
-            ratios = (one["train_seconds"] / run["train_seconds"] for one, run in zip(first, same, strict=False))
-            rows.append((f"{place}, speed-up", spread(ratios), "×"))
-        rows.append((f"{place}, test accuracy", spread(100 * run["test"]["accuracy"] for run in same), "%"))
+    baseline = next(iter(runs.values()))
+    for setup, trained in runs.items():
+        rows.append((setup, spread(run["train_seconds"] for run in trained), "s"))
+        rows.append((f"{setup}, speed", spread(run["images_per_second"] or 0.0 for run in trained), "images/s"))
+        if trained is not baseline:
+            pairs = zip(baseline, trained, strict=False)
+            ratios = (reference["train_seconds"] / run["train_seconds"] for reference, run in pairs)
+            rows.append((f"{setup}, speed-up", spread(ratios), "×"))
+        rows.append((f"{setup}, test accuracy", spread(100 * run["test"]["accuracy"] for run in trained), "%"))
     return rows

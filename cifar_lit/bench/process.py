@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
 
-PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # paths: no part of what is measured
+PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # paths, left out of the recorded settings
 
 
 class FinishedTraining(NamedTuple):
@@ -69,19 +69,19 @@ def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: Non
 
 
 def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:
-    """Return the error of one of our commands that failed. Its text is the last line of stderr."""
+    """Return the error of a failed cifar-lit command, with the last line of stderr as text."""
     line = (stderr.strip().splitlines() or [f"{what} ended with exit code {code}"])[-1]
     return (UsageError if code == 2 else Failure)(line.removeprefix("cifar-lit: "))
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which this package can be imported, even if not installed. Output is not buffered."""
+    """Return environment variables for a child process: this package is importable, and output is not buffered."""
     root = str(Path(cifar_lit.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def without_places(argv: Sequence[str]) -> list[str]:
-    """Return the flags without those that are paths."""
+    """Return the flags without `PLACES` and their values."""
     values = {index + 1 for index, word in enumerate(argv) if word in PLACES}
     return [word for index, word in enumerate(argv) if index not in values and word.partition("=")[0] not in PLACES]

@@ -34,7 +34,7 @@ class Progress:
         note(f"this takes about {duration_text(seconds)}: {plan}")
 
     def advance(self, done: float, detail: str = "") -> None:
-        """Report the number of parts done, with a fraction of the current one. The estimate extrapolates their time."""
+        """Report the number of parts done, with the fraction of the current part. The estimate is linear."""
         now = time.monotonic()
         if now - self._printed >= SECONDS_BETWEEN_LINES and 0 < done < self.total:
             self._printed = now
@@ -54,14 +54,14 @@ class StepProgress(Callback):
         self._steps = trainer.estimated_stepping_batches
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Report each step. If images grow during the training, so does the estimated time."""
+        """Report each step. If the image size grows during the training, the estimated time grows too."""
         part = min(0.999, trainer.global_step / self._steps)
         self._progress.advance(self._before + part, f"epoch {trainer.current_epoch + 1} of {trainer.max_epochs}")
 
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` at once, also within a training: it needs no checkpoint.
+    """Let Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` at once, also in a training, which needs no checkpoint here.
 
     An interruption that the measurement has caught to print its results is raised at the end.
     """
@@ -71,7 +71,7 @@ def ends_at_once() -> Iterator[None]:
     try:
         yield
     except Exception:
-        if Interrupted.latest:  # compiled code replaces it by an error of its own
+        if Interrupted.latest:  # compiled code may replace the exception by another error
             raise Interrupted.latest from None
         raise
     finally:

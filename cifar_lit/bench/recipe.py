@@ -37,7 +37,7 @@ from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     "Train recipes with several seeds: test accuracy with its interval, time and memory. With --json, a stopped "
-    "measurement resumes if the same line is typed again. Other flags are passed to the trainings."
+    "measurement resumes if the same command is run again. Other flags are passed to the trainings."
 )
 NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path", "folds")  # flags of trainings
 # Results depend on these files.
@@ -90,11 +90,11 @@ def run(settings: argparse.Namespace) -> None:
                 entries = {
                     recipe: {
                         "settings": conditions[recipe],
-                        "accuracy": accuracy_of(same),
-                        "runs": [same[each] for each in sorted(same)],
+                        "accuracy": accuracy_of(finished),
+                        "runs": [finished[each] for each in sorted(finished)],
                     }
-                    for recipe, same in runs.items()
-                    if same
+                    for recipe, finished in runs.items()
+                    if finished
                 }
                 write_figures(file, figures_of("recipe", {"flags": without_places(command.flags)}, recipes=entries))
             goal = len(done.keys() | missing[name])
@@ -105,7 +105,7 @@ def run(settings: argparse.Namespace) -> None:
     except Interrupted as interruption:
         if file:
             interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(settings.line)}"
-    rows = {name: texts_of(list(same.values())) for name, same in runs.items() if same}
+    rows = {name: texts_of(list(finished.values())) for name, finished in runs.items() if finished}
     if not rows:
         return
     columns = [column for column in next(iter(rows.values())) if any(row[column] != "–" for row in rows.values())]
@@ -142,7 +142,7 @@ def check(settings: argparse.Namespace) -> dict[str, Path]:
 
 
 def conditions_of(recipe: Path, flags: Sequence[str]) -> dict[str, str]:
-    """Return digests of everything that the runs of one measurement must have in common."""
+    """Return digests of the settings, code and hardware, which must be the same in all runs of a measurement."""
     command, where = parse("train", list(flags)), environment()
     code = [path for pattern in CODE for path in sorted(Path(cifar_lit.__file__).parent.glob(pattern))]
     parts = {
@@ -241,10 +241,10 @@ def accuracy_of(runs: Runs) -> dict[str, Any]:
 
 
 def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the results of a recipe's runs by column, – where there are none.
+    """Return the results of a recipe's runs by column, – for missing values.
 
-    The accuracy is over all runs. Times leave out the first run in each process if there are others: it loads code and
-    compiles or captures kernels.
+    The accuracy is over all runs. If there are several runs, times leave out the first run in each process, which loads
+    code and compiles or captures kernels.
     """
     warm = [run for run in runs if not run["first"]] or runs
     views = [run["views"] for run in runs if run["views"]]

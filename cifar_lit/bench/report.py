@@ -32,7 +32,7 @@ class Spread(TypedDict):
 
 
 Row = tuple[str, float | Spread, str]  # label, value, unit
-NOT_FIGURES = ("json", "plot", "root", "threads", "names", "line")  # paths, and settings recorded elsewhere
+NOT_FIGURES = ("json", "plot", "root", "threads", "names", "line")  # settings left out of the JSON file
 
 
 def spread(values: Iterable[float]) -> Spread:

@@ -24,7 +24,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 def train(device: str, dtype: torch.dtype) -> tuple[list[float], float]:
-    """Train a small net for a few steps; return the loss of each step and images/s without the first step."""
+    """Train a small net for a few steps; return the loss of each step, and images/s after the first step."""
     import torch
     from torch import nn
 
@@ -54,12 +54,12 @@ def try_device(device: str) -> str:
     """Return the speed of training on a device; raise Failure if its losses differ from those of the CPU in float64."""
     import torch
 
-    right, _ = train("cpu", torch.float64)
+    expected, _ = train("cpu", torch.float64)
     has_bf16 = device == "cpu" or (device != "mps" and torch.cuda.is_bf16_supported(including_emulation=False))
     speeds = []
     for name in ("float32", "bfloat16") if has_bf16 else ("float32",):
         losses, speed = train(device, getattr(torch, name))
-        error = max(abs(loss / exact - 1) for loss, exact in zip(losses, right, strict=True))
+        error = max(abs(loss / exact - 1) for loss, exact in zip(losses, expected, strict=True))
         if not error <= TOLERANCE[name]:  # also for nan
             raise Failure(f"wrong losses in {name}: off by {error:.1e}, where {TOLERANCE[name]:.0e} is allowed")
         speeds.append(f"{name} {speed:,.0f} images/s")
@@ -67,7 +67,10 @@ def try_device(device: str) -> str:
 
 
 def run_probe(word: str) -> str:
-    """Run this module in a process for a device or "machine"; return its last line, or raise Failure."""
+    """Run this module in a new process and return the last line that it prints; raise Failure if it fails.
+
+    word: a device to train on, or "machine" to detect the devices.
+    """
     command = [sys.executable, "-m", "cifar_lit.cli.check", word]
     none, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, child_environment()
     process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -85,12 +88,12 @@ def run_probe(word: str) -> str:
 
 
 def check(accelerator: str) -> None:
-    """Print a line for each device; raise UsageError for a missing one, and Failure if one cannot train."""
+    """Print a line for each device; raise UsageError for a missing accelerator, Failure if a device cannot train."""
     machine = Machine(**json.loads(run_probe("machine")))
-    wanted = "" if accelerator == "auto" else resolve_device(accelerator, machine)
+    prefix = "" if accelerator == "auto" else resolve_device(accelerator, machine)
     failed = []
     for device in machine.devices:
-        if device.startswith(wanted):
+        if device.startswith(prefix):
             try:
                 say(f"{device}: works · {run_probe(device)}")
             except Failure as failure:

@@ -99,8 +99,8 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
     figures = [run.figures | {"interval": _interval(run.figures), "size": _size(run.figures)} for run in runs]
-    own = {*(name for name, _, _ in COLUMNS), *HIDDEN}
-    further = dict.fromkeys(name for row in figures for name in row if name not in own)
+    listed = {*(name for name, _, _ in COLUMNS), *HIDDEN}
+    further = dict.fromkeys(name for row in figures for name in row if name not in listed)
     scored = [row for row in figures if row["low"]]
     unequal = any(abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5 for row in scored)
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
@@ -155,7 +155,7 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
 
 
 def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
-    """Draw the learning curves. The runs of a group share one label, its recipe and settings."""
+    """Draw the learning curves. All runs of a group have the group's recipe and settings as their label."""
     labels = {run.name: run.name for run in runs}
     for group in grouped:
         settings = (f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())

@@ -20,5 +20,5 @@ class TextConsole(Console):
 
 
 def for_tables() -> Console:
-    """Return a console as wide as the terminal. Without one it is 200 columns wide: rich would wrap rows at 80."""
+    """Return a console as wide as the terminal. Without a terminal, it has 200 columns: rich would wrap rows at 80."""
     return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)

@@ -1,4 +1,4 @@
-"""Explain errors in one line with an exit code. Errors of jsonargparse name the nearest valid name."""
+"""Explain errors in one line with an exit code. Errors of jsonargparse suggest the nearest valid name."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
     elif text.startswith("Could not determine home directory"):  # pathlib, for ~name with an unknown user
         return "cifar-lit: a path begins with an unknown home folder: write the path out", 2
     elif text.startswith("Symlink loop"):  # pathlib
-        return "cifar-lit: a path leads through a symbolic link to itself: give the real path", 2
+        return "cifar-lit: a path contains a symbolic link to itself: give the real path", 2
     elif is_lost_peer(error):
         remedy = "torchrun restarts all processes" if starts_again(os.environ) else "Resume with --resume"
-        text = f"another process of this run ended early; its message gives the reason. {remedy}."
+        text = f"another process of this run ended early: see its message for the reason. {remedy}."
     elif kind != "MisconfigurationException" and _while_restoring(error):
         text = f"the checkpoint is damaged or does not fit this run ({kind}: {text}): use another one"
     elif kind == "MisconfigurationException" or isinstance(error, ValueError):
@@ -127,7 +127,7 @@ def long_flags(parser: ArgumentParser) -> list[str]:
 
 
 def explain_parser_error(message: str, keys: Iterable[str]) -> str:
-    """Return one line for the parser's message, which may be long. keys: all valid flags, without dashes."""
+    """Return one line for a message of the parser, which may have several. keys: all valid flags, without dashes."""
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
         return UNTRUSTED.format(match[1])
     if match := re.match(r"unrecognized arguments: (\S+)", message):
@@ -162,12 +162,12 @@ def _flag_hint(flag: str, keys: Iterable[str]) -> str:
     short = next((name for name, long in SHORT.items() if long == setting), setting)
     if name := next((name for name in (short, setting) if name in flags or name.rpartition(".")[0] in flags), None):
         return f" Did you mean --{name}{value and f' {value}'}?"
-    # Compared without dashes, because these would make any two flags similar.
+    # The dashes are left out: they would make any two flags similar.
     return nearest(word, flags).replace("mean ", "mean --") if len(word) > 1 else ""
 
 
 def _setting_hint(key: str, keys: Iterable[str]) -> str:
-    """Return `" Did you mean X?"` for an unknown key of a YAML file, or an empty string. Short flags are no keys."""
+    """Return `" Did you mean X?"` for an unknown YAML key, or an empty string. Short flags are not valid keys."""
     settings = [name for name in keys if name in ("recipe", "logs") or name not in (*SHORT, *OWN)]
     last = _dashed(key.rpartition(".")[2])
     setting = SHORT.get(last) or SYNONYMS.get(last, "").partition(" ")[0]
@@ -204,4 +204,4 @@ def _wrong_value(key: str, message: str) -> str:
         return f"{name} must be one of {', '.join(choices)}, not {value}.{nearest(value, choices)}"
     if "list[" in message:
         kinds.append("a list of them" if kinds else "a list")
-    return f"{name} must be {' or '.join(dict.fromkeys(kinds)) or 'something else'}, not {value}"
+    return f"{name} must be {' or '.join(dict.fromkeys(kinds))}, not {value}" if kinds else f"invalid {name}: {value}"

@@ -31,7 +31,7 @@ USAGE = {  # example for each format
 
 
 def export(argv: list[str]) -> None:
-    """Export a net and print how the file compares with it."""
+    """Export a net, and print the differences in predictions, size and speed."""
     parser = command_parser("export", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="run folder, or its model.safetensors")
@@ -57,15 +57,15 @@ def export(argv: list[str]) -> None:
         reason = "is a folder" if path.is_dir() else "is in a folder that does not exist"
         raise UsageError(f"--out {path} {reason}: name a file in an existing folder")
     if path.exists() and path.samefile(model):
-        raise UsageError(f"--out {path} is the file of the net itself: name another")
+        raise UsageError(f"--out {path} is the model to export: name another file")
     data = RunData(model, net.card, settings.data_dir)
     calibration = data.load(train=True, count=CALIBRATION_IMAGES) if settings.quantize else None
     sample = data.load_or_draw(settings.images)
     say(f"checking on {sample.what}")
     result, seconds = export_net(net, settings.to, path, sample, calibration.images if calibration else None)
 
-    right = partial(Column, justify="right")
-    table = Table("", right("PyTorch"), right(f"{settings.to} {settings.quantize or ''}".strip()))
+    right_aligned = partial(Column, justify="right")
+    table = Table("", right_aligned("PyTorch"), right_aligned(f"{settings.to} {settings.quantize or ''}".strip()))
     table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, path.stat().st_size)))
     if result.accuracy:
         table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in result.accuracy))

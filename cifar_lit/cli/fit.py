@@ -145,11 +145,13 @@ class TrainingCLI(LightningCLI):
         if run is None:
             raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
         check_unfinished(run, needs_test)
-        # A command repeated from the shell history names the run's recipe and searches again.
+        # A command repeated from the shell history may name the run's recipe, and have --auto-batch or --auto-lr.
         if command.recipe:
             settings = plain_values(run / "config.yaml") or {}
             if recipe_path(command.recipe).stem != settings.get("recipe"):
-                raise UsageError(f"{display_path(run)} has another recipe: leave --recipe out to resume it")
+                raise UsageError(
+                    f"{display_path(run)} was trained with another recipe: leave --recipe out to resume it"
+                )
             command.recipe = None
         for name, flags in (("batch", ["data.batch_size"]), ("lr", [f"model.{rate}" for rate in RATES])):
             for flag in flags if name in command.auto else ():
@@ -158,7 +160,7 @@ class TrainingCLI(LightningCLI):
         return checkpoint
 
     def _base_settings(self) -> Path | None:
-        """Return the settings with the lowest precedence: of the run to resume or to score, otherwise of a recipe."""
+        """Return the file of the settings with the lowest precedence: of the run to resume or score, or of a recipe."""
         command = self.command
         if self.checkpoint:
             return self.checkpoint.resolve().parent.parent / "config.yaml"
@@ -234,7 +236,7 @@ class TrainingCLI(LightningCLI):
         follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Return the Trainer with our callbacks and loggers beside the configured ones."""
+        """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
         auto, trainer = self.command.auto, self.settings.trainer
         if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
@@ -251,7 +253,7 @@ class TrainingCLI(LightningCLI):
             check_monitors(callbacks, [*evaluated, "train/loss", "train/accuracy"])
         if auto and self.name != "fit":
             flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
-            raise UsageError(f"leave {flags} out: only a new training takes it")
+            raise UsageError(f"{flags} can only be used with a new training: leave {flags} out")
         if auto:
             device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
             search(auto, self.model, self.datamodule, device, str(trainer.precision))
@@ -279,7 +281,7 @@ class TrainingCLI(LightningCLI):
         return trainer
 
     def _make_run(self) -> tuple[Run, int | None]:
-        """Return the run and the step it resumes at, None for a new run. The folder of a resumed run is claimed."""
+        """Return the run and the step at which it resumes (None for a new run). Lock the folder of a resumed run."""
         logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
         run_dir = run_of(self.checkpoint) if self.checkpoint else None
         folder = RunFolder(logs, recipe, run_dir, self.first, self.command.job)
@@ -300,7 +302,7 @@ class TrainingCLI(LightningCLI):
     # ---- running
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run the subcommand and release the folder. An error gets the command that resumes the run."""
+        """Run the subcommand and release the folder. Add the command that resumes the run to an error."""
         Interrupted.latest = None
         try:
             act = {"fit": fit, "predict": predict}.get(subcommand, evaluate)
@@ -337,7 +339,7 @@ class TrainingCLI(LightningCLI):
 
 
 def set_save_dir(command: Command) -> None:
-    """Let `--trainer.logger CSVLogger` write to the folder for run folders: the class has no default of its own."""
+    """Make `--trainer.logger CSVLogger` write to the folder for run folders: the class has no default folder."""
     name = (command.value("trainer.logger") or "").removeprefix("lightning.pytorch.loggers.")
     typed = any(word.startswith("--trainer.logger.") and "save_dir" in word for word in command.flags)
     if name in ("CSVLogger", "TensorBoardLogger") and not typed:
@@ -348,7 +350,7 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
     """Raise UsageError if one of Lightning's callbacks monitors a value that the training does not log.
 
     Args:
-        callbacks: the callbacks of the configuration. One from another package may log any value: nothing is checked.
+        callbacks: configured callbacks. If one is from another package, nothing is checked: it may log any value.
         names: the values that the training logs.
     """
     if not all(type(each).__module__.startswith("lightning.") for each in callbacks):
@@ -361,7 +363,7 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
             continue
         if getattr(callback, "strict", True):
             line = f"{type(callback).__name__} monitors {monitor}, which is not logged.{nearest(monitor, names)}"
-            raise UsageError(f"{line} There are {', '.join(names)}.")
+            raise UsageError(f"{line} Logged values: {', '.join(names)}.")
 
 
 def check_settings(settings: Any) -> None:
@@ -404,7 +406,7 @@ def follow_pretraining(net: str, weights: str | None, data: Any) -> None:
 
 
 def program(script: str, command: str) -> str:
-    """Return how this program was started: by a script, the console script or `python -m`."""
+    """Return the start of a command line that runs `command` like this process: a script, cifar-lit or `python -m`."""
     path = Path(script)
     if path.suffix == ".py" and path.name != "__main__.py":
         return f"python {shlex.quote(script)}"
@@ -412,7 +414,7 @@ def program(script: str, command: str) -> str:
 
 
 def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, int]:
-    """Return the checkpoint to resume and its step. If `checkpoint` is damaged and was not typed, use an older one.
+    """Return the checkpoint to resume and its step. If `checkpoint` was not typed and is damaged, use an older one.
 
     Call this while holding the run's lock: before that, another process may write checkpoints or finish the run.
     """

@@ -1,6 +1,6 @@
 """Translate the typed command line for LightningCLI: recipe first, then --config files, then flags.
 
-This module does not import torch, so that a typing error is answered at once.
+This module does not import torch, so that an invalid command line fails at once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
 OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
-# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1 by our setting, with a value if the name implies one.
-# They are spelled with dashes, in lower case.
+# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
+# The setting has a value if the flag implies one.
 _SYNONYMS = {
     "trainer.accelerator": "device",
     "trainer.accelerator cpu": "cpu no-cuda",
@@ -85,10 +85,10 @@ class Command:
         recipe: a packaged recipe, or the path of a YAML file.
         configs: further YAML files; later ones take precedence.
         resume: "" for the newest run, a path, or None to start a new run.
-        auto: values to search for before the training: "batch", "lr".
+        auto: "batch" to find a batch size, "lr" to find a learning rate before the training.
         flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
         folds: the value of --folds as typed, None without cross-validation.
-        job: record of the scheduler's job, for the folder of a new run.
+        job: record of the scheduler's job, stored in the folder of a new run.
     """
 
     name: str
@@ -109,11 +109,11 @@ class Command:
 
     @property
     def is_one_training(self) -> bool:
-        """Return whether the command trains in one run folder. A cross-validation does not."""
+        """Return whether the command trains in a single run folder. A cross-validation has several."""
         return self.name in ("fit", "train") and self.folds is None and not self.asks_only
 
     def without(self, flag: str) -> list[str]:
-        """Return all flags except one long flag."""
+        """Return the flags without a long flag."""
         return [word for word in self.flags if word.partition("=")[0] != f"--{flag}"]
 
     def values(self, flag: str) -> list[str]:
@@ -121,7 +121,7 @@ class Command:
         return [word.partition("=")[2] for word in self.flags if word.startswith(f"--{flag}=")]
 
     def value(self, flag: str) -> str | None:
-        """Return the value of a long flag, None if it is not given. The last one counts."""
+        """Return the last value of a long flag; None if it is not given."""
         return next(reversed(self.values(flag)), None)
 
 
@@ -154,21 +154,22 @@ def packaged_recipe(name: str) -> Path:
 
 
 def parse(name: str, argv: list[str]) -> Command:
-    """Parse the arguments of the training command `name`. The last of a repeated flag counts, except for --config.
+    """Parse the arguments of the training command `name`. Of a repeated flag except --config, the last value counts.
 
     Raises:
-        UsageError: a flag lacks its value, a word belongs to no flag, or a --config file does not exist.
+        UsageError: a flag lacks its value, an argument is unexpected, or a --config file does not exist.
     """
     command = Command(name)
-    rest = deque(argv)
-    while rest:
-        word = rest.popleft()
+    remaining = deque(argv)
+    while remaining:
+        word = remaining.popleft()
         if not _is_flag(word):
-            before = argv[len(argv) - len(rest) - 2] if len(argv) > len(rest) + 1 else ""
-            raise UsageError(f"{word!r} belongs to no flag.{_stray_word_hint(name, word, before)}")
+            index = len(argv) - len(remaining) - 1
+            before = argv[index - 1] if index else ""
+            raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(name, word, before)}")
         flag, equals, value = word.partition("=")
         key = "config" if flag == "-c" else flag.removeprefix("--")
-        value_follows = not equals and bool(rest) and not _is_flag(rest[0])
+        value_follows = not equals and bool(remaining) and not _is_flag(remaining[0])
         if key == "debug":
             pass  # handled by `main`
         elif key == "trust" and not equals:
@@ -176,11 +177,11 @@ def parse(name: str, argv: list[str]) -> Command:
         elif key in AUTO and not equals:
             command.auto.add(AUTO[key])
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
-            command.resume = rest.popleft() if value_follows else value
+            command.resume = remaining.popleft() if value_follows else value
         elif key in _EXAMPLES:
             if not equals and not value_follows:
                 raise UsageError(f"{flag} needs a value, as in {flag} {_EXAMPLES[key]}")
-            value = rest.popleft() if value_follows else value
+            value = remaining.popleft() if value_follows else value
             if key in SHORT:
                 command.flags.append(f"--{SHORT[key]}={value}")
             elif key != "config":
@@ -188,7 +189,7 @@ def parse(name: str, argv: list[str]) -> Command:
             else:
                 command.configs.append(_config_file(value))
         else:
-            command.flags.append(f"{word}={rest.popleft()}" if value_follows else word)
+            command.flags.append(f"{word}={remaining.popleft()}" if value_follows else word)
     return command
 
 
@@ -204,7 +205,7 @@ def _config_file(name: str) -> str:
 
 
 def _stray_word_hint(command: str, word: str, before: str) -> str:
-    """Return the remedy for a word that belongs to no flag, as a sentence. before: the preceding word, or ''."""
+    """Return the remedy for an unexpected argument, as a sentence. before: the argument before it, or ''."""
     if _is_flag(before) and before.endswith("="):
         return f" Leave out the space after {before}"
     if word.startswith(("–", "—", "−")):  # typographic dashes, as copied from a formatted page
@@ -232,7 +233,7 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
 
 
 def check_one_device(devices: str | None, what: str) -> None:
-    """Raise UsageError if the value of --devices selects more than one. what: for the message, such as "bench runs"."""
+    """Raise UsageError if --devices selects several devices. what: begins the message, such as "--folds trains"."""
     if devices is not None and not re.fullmatch(r"1|\d+,|\[\d+,?\]", devices):
         raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
 

@@ -59,7 +59,7 @@ def train_folds(command: Command) -> None:
 
 
 def check_folds(command: Command) -> int:
-    """Return the number of folds; raise UsageError for flags that do not go with a cross-validation."""
+    """Return the number of folds; raise UsageError for flags that are incompatible with a cross-validation."""
     text = command.folds or ""
     if command.name != "train":
         raise UsageError(f"--folds trains and tests: use it with `train` or scripts/train.py, not `{command.name}`")
@@ -89,13 +89,13 @@ def finish(
     indices, labels, probabilities = (
         torch.cat([part[name] for part in parts]) for name in ("indices", "labels", "probabilities")
     )
-    right = int((probabilities.argmax(1) == labels).sum())
-    low, high = wilson_interval(right, count)
+    correct = int((probabilities.argmax(1) == labels).sum())
+    low, high = wilson_interval(correct, count)
     spreads = {name: mean_interval([test[name] for _, test in runs]) for name in FIGURES}
     values = {name: {key: spread[key] for key in ("n", "mean", "std")} for name, spread in spreads.items()}
     suspects = write_label_errors(folder / "label_errors.csv", images, indices, labels, probabilities)
-    together = {"accuracy": right / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
-    metrics = {"folds": [path for path, _ in runs], "test": together, **values}
+    combined = {"accuracy": correct / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
+    metrics = {"folds": [path for path, _ in runs], "test": combined, **values}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
     columns = (Column(TITLES.get(name, name), justify="right") for name in (*FIGURES, "images"))
@@ -108,7 +108,7 @@ def finish(
     say(
         f"{suspects} of {count} predictions contradict the label: {display_path(folder)}/label_errors.csv",
         f"95 % interval of the accuracy {low:.4f} … {high:.4f}",
-        f"accuracy over all folds {right / count:.4f} · {count} images",
+        f"accuracy over all folds {correct / count:.4f} · {count} images",
         f"results {display_path(folder)}",
     )
 

@@ -1,4 +1,4 @@
-"""Apply what torchrun, SLURM or a restarted job imply for the command of a training."""
+"""Apply the settings that torchrun, SLURM or a restarted job imply to a training command."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RANK_VARIABLES = {
 
 
 def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
-    """Set devices and nodes to what torchrun or SLURM has started; raise UsageError if the flags contradict it.
+    """Set devices and nodes to those that torchrun or SLURM started; raise UsageError if the flags contradict them.
 
     One SLURM task is one device. SLURM's ranks are also set under torchrun's names. Lightning compares its settings
-    with variables of the job: they are set to the values of this step, which may have fewer tasks.
+    with the job's variables, so these are set to the values of this job step, which may have fewer tasks.
     """
     if by_torchrun(environment):
-        here, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
-        _set_devices(command, "torchrun", here, "--nproc-per-node", world // here, "--nnodes")
+        per_node, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
+        _set_devices(command, "torchrun", per_node, "--nproc-per-node", world // per_node, "--nnodes")
         return
     if not by_slurm(environment) or command.asks_only:
         return
@@ -41,13 +41,15 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     if tasks > 1 and "SLURM_STEP_ID" not in environment:
         raise UsageError(f"this SLURM job has {tasks} tasks, but only one of them runs: put srun before the command")
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
-    per_node = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
-    if len(per_node) > 1:
-        raise UsageError(f"SLURM started {counts} tasks on the nodes: start as many on each, with --ntasks-per-node")
-    here = min(per_node.pop(), tasks)
-    _set_devices(command, "SLURM", here, "--ntasks-per-node", tasks // here, "--nodes")
-    environment["SLURM_NTASKS_PER_NODE"] = str(here)
-    environment["SLURM_NNODES"] = str(tasks // here)
+    node_counts = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
+    if len(node_counts) > 1:
+        raise UsageError(
+            f"SLURM started {counts} tasks on the nodes: use --ntasks-per-node for the same number on each"
+        )
+    per_node = min(node_counts.pop(), tasks)
+    _set_devices(command, "SLURM", per_node, "--ntasks-per-node", tasks // per_node, "--nodes")
+    environment["SLURM_NTASKS_PER_NODE"] = str(per_node)
+    environment["SLURM_NNODES"] = str(tasks // per_node)
     environment.update({name: environment[slurm_name] for name, slurm_name in RANK_VARIABLES.items()})
 
 
@@ -64,9 +66,9 @@ def _set_devices(
 
 
 def continue_job(command: Command, argv: list[str], environment: Mapping[str, str]) -> None:
-    """Resume the run of a restarted job, as `--resume RUN` would. A new run's folder records its job.
+    """Resume the run of a restarted job, as `--resume RUN` would. The folder of a new run records its job.
 
-    A line with its own --resume is not changed. If the run is finished, say so and exit with code 0.
+    A command with --resume is not changed. If the run is finished, print this and exit with code 0.
 
     Args:
         argv: the arguments as typed.
@@ -97,7 +99,7 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
 
 
 def _resume(command: Command, run: Path, job: Job, line: str) -> None:
-    """Change a command into one that resumes a run; raise UsageError if the job began with another recipe."""
+    """Make a command resume a run; raise UsageError if the job began with another recipe."""
     record = json.loads((run / JOB).read_text())
     if record.get("recipe") != command.recipe:
         started = f"{display_path(run)} of {job.title} began with the recipe " + (

@@ -23,7 +23,7 @@ commands
   train      fit, then test the best checkpoint once; python scripts/train.py is the same
   validate   score a checkpoint on the validation images
   test       score a checkpoint on the test images
-  predict    write a checkpoint's predictions for the test images
+  predict    write the predictions of a checkpoint for the test images
   recipes    list recipes with accuracy and training time; `recipes NAME` prints the settings
   devices    list devices; --check trains on each of them, --net NAME lists a net's parameters
   preview    show a contact sheet of augmented training images
@@ -39,7 +39,7 @@ flags of fit, train, validate, test and predict
   --config FILE      more settings, which override the recipe's; may be repeated
   --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
   --data-dir PATH    folder for downloaded archives, or the folder of your own images
-  --net NAME         net, such as resnet18; --lr X, --batch-size N (over all devices together)
+  --net NAME         net, such as resnet18; --lr X, --batch-size N (total over all devices)
   --auto-batch       find the largest batch size that fits; --auto-lr finds a learning rate
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
@@ -57,7 +57,7 @@ Every Trainer, model and data setting is a flag too (--trainer.x, --model.x, --d
 Precedence: recipe < --config files < flags.
 """
 
-# Our own commands. Each function takes the arguments after the name, and may return an exit code.
+# Commands other than LightningCLI's. Each function takes the arguments after the command, and may return an exit code.
 OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
@@ -82,11 +82,11 @@ _SYNONYMS = {  # commands of other programs
 
 
 def main(argv: list[str] | None = None, default: str = "fit") -> int:
-    """Run a command line. A failure prints one line on stderr, with --debug after the traceback.
+    """Run a command line. A failure prints one line to stderr, and before it a traceback with --debug.
 
     Args:
-        argv: arguments without the program's name; those of this process if None.
-        default: the command if `argv` names none.
+        argv: arguments without the program's name. None means `sys.argv[1:]`.
+        default: the command to run if `argv` begins with a flag.
 
     Returns:
         Exit code: 0, 2 for invalid input, 1 for a failure, 128 + the signal's number for an interruption.
@@ -111,18 +111,18 @@ def _run(argv: list[str], default: str) -> int:
 
         say(f"cifar-lit {__version__}")
         return 0
-    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
+    name, arguments = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
     if name in flags.TRAINING:
-        _train(flags.parse(name, rest), rest)
+        _train(flags.parse(name, arguments), arguments)
         return 0
     if name not in OWN:
         names = [*flags.TRAINING, *OWN]
         raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
-    trusted = "--trust" in rest and name != "bench"  # bench passes its flags on
-    _allow_runs(rest, trusted)
+    trusted = "--trust" in arguments and name != "bench"  # bench passes its flags on
+    _allow_runs(arguments, trusted)
     module, _, function = OWN[name].partition(":")
     with all_imports_allowed() if trusted else nullcontext():
-        code: int | None = getattr(import_module(module), function)([word for word in rest if word != "--debug"])
+        code: int | None = getattr(import_module(module), function)([word for word in arguments if word != "--debug"])
     return code or 0
 
 
@@ -133,7 +133,7 @@ def _command_hint(name: str, commands: list[str]) -> str:
 
 
 def _allow_runs(argv: list[str], trusted: bool) -> None:
-    """Let the runs in `argv` name nets, data sets and paths if this user trained them, or if `trusted`."""
+    """Allow the nets, data sets and paths named by the runs in `argv`, if this user trained the runs or `trusted`."""
     for word in argv:
         with suppress(UsageError, OSError):  # a config.yaml of another program, a word that is no valid path
             path = Path(word)
@@ -150,7 +150,7 @@ def _train(command: flags.Command, argv: list[str]) -> None:
     from cifar_lit.distributed.join import leave, meet_anew
 
     if command.recipe:
-        flags.recipe_path(command.recipe)  # report a typing error before the slow imports
+        flags.recipe_path(command.recipe)  # report an unknown recipe before the slow imports
     apply_launcher(command, os.environ)
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 

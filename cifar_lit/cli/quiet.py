@@ -14,7 +14,7 @@ from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 
 
 def hold_signals() -> None:
-    """Block SLURM's requeue signal until `catch_signals`: it kills a process without a handler.
+    """Block SLURM's requeue signal until `catch_signals`: the signal would kill a process without a handler.
 
     Call this before the slow imports: with a short --time, the signal arrives early.
     """

@@ -1,4 +1,4 @@
-"""`cifar-lit recipes`: list the recipes with accuracy and training time, or print the file of one."""
+"""`cifar-lit recipes`: list the recipes with accuracy and training time, or print recipe files."""
 
 from __future__ import annotations
 

@@ -90,17 +90,17 @@ def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> di
         views = counted(h["head_views"], "view")
         return {"optimizer": f"L-BFGS on the features of {views} of each training image · seed {data.seed}"}
     share = data.batch_size // trainer.world_size
-    exact = "=" if share * trainer.world_size == data.batch_size else "≈"
+    relation = "=" if share * trainer.world_size == data.batch_size else "≈"
     steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
     epochs = counted(data.epochs, "epoch") if data.epochs else "unlimited epochs"
     return {
-        "batch": f"{data.batch_size} {exact} {trainer.world_size} × {share} · {counted(steps, 'step')} per epoch",
+        "batch": f"{data.batch_size} {relation} {trainer.world_size} × {share} · {counted(steps, 'step')} per epoch",
         "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {epochs} · seed {data.seed}",
     }
 
 
 def accuracy_table(score: Score, data: ImageData) -> Table:
-    """Return a table of the accuracy of each class. If there are more than 30, only the ten best and ten worst."""
+    """Return a table of the accuracy of each class, or of the ten best and ten worst of more than 30 classes."""
     columns = (Column(name, justify="right") for name in ("accuracy", "images"))
     table = Table("class", *columns, title="test accuracy per class", title_justify="left", title_style="")
     classes = list(zip(data.classes, score.per_class, map(sum, score.confusion), strict=True))
@@ -112,13 +112,13 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
     return table
 
 
-# Values of metrics.json beside accuracy and loss, and their names on the console.
+# Values of metrics.json besides accuracy and loss, and their names on the console.
 FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
 MAX_HALF_WIDTH = 0.02  # accuracy; a test set with a wider interval is called small
 
 
 def score_lines(scores: Mapping[str, Any]) -> list[str]:
-    """Return lines with the values beside accuracy and loss. scores: the `test` or `val` part of metrics.json.
+    """Return lines with the values besides accuracy and loss. scores: the `test` or `val` part of metrics.json.
 
     Balanced accuracy is left out if it equals the accuracy, as it does for classes of equal size.
     """
@@ -176,7 +176,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
         say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
         code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
-        is_plain = shlex.quote(folder) == folder  # otherwise a shell expands parts of it between double quotes
+        is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes
         say("  python -c " + (f'"{code}"' if is_plain else shlex.quote(code)))
 
 

@@ -36,9 +36,9 @@ def serve(argv: list[str]) -> None:
     add("--max-mb", type=float, default=default.body / 1e6, help="largest request body in MB")
     add("--max-pixels", type=int, default=default.pixels, help="largest image in pixels, according to its header")
     add("--max-images", type=int, default=default.images, help="most images per request")
-    decode = "CPU time to decode the images of a request"
+    decode = "CPU seconds to decode the images of a request"
     add("--decode-seconds", type=float, default=default.decode_seconds, help=decode)
-    body = "time for which a client may pause while it sends the body; slow transfers count too"
+    body = "seconds for which a client may pause while it sends the body; a slow transfer counts as a pause"
     add("--body-seconds", type=float, default=default.body_seconds, help=body)
     settings = parsed(parser, argv)
     names = ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds")
@@ -83,9 +83,9 @@ def _listen(host: str, port: int) -> socket.socket:
             f"--host {host} is not an address: use 127.0.0.1 (this machine only) or 0.0.0.0 (every network interface)"
         )
         raise UsageError(text) from None
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: accepts IPv4 too
+    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: accepts IPv4 too
     try:
-        sock = socket.create_server(address, family=family, backlog=512, dualstack_ipv6=both)
+        sock = socket.create_server(address, family=family, backlog=512, dualstack_ipv6=is_dual)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise Failure(f"port {port} is in use: choose another with --port, or --port 0 for a free one") from None

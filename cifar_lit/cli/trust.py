@@ -6,8 +6,8 @@ A path can be written to, downloaded from, or cleared. The rules:
 - The command line is trusted. Files may name the classes and paths that its flags name.
 - Files (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) may name only the classes in `SAFE` and
   `SAFE_PACKAGE`. Exceptions: `--trust`, and a file identical to a config.yaml written by a run of this user.
-  jsonargparse asks before each import. Files that such a file points to are not read.
-- The same holds for the import paths of your own nets, optimizers and data sets.
+  jsonargparse asks before each import. A file named inside an untrusted file is not read.
+- The import paths of your own nets, optimizers and data sets follow the same rule.
 - `config_file.check_choices` restricts paths and other choices, after the parser has merged all files and flags.
 - YAML tags (`!!python/…`) and files that are too large, too deep or grow through aliases are refused even with
   `--trust`.
@@ -61,7 +61,7 @@ _allowed_before: set[str] = set()
 
 
 def guard(command: Command, base: Path | None) -> None:
-    """Check every configuration file of a command and set what files may name; raise UsageError if one is refused.
+    """Check the configuration files of a command and allow the names in trusted files; raise UsageError for others.
 
     Args:
         base: settings with the lowest precedence, as in `arguments`.
@@ -118,7 +118,7 @@ def _own_names(settings: Any) -> set[str]:
 
 
 def remember(text: str) -> None:
-    """Record that a run of this user writes `text` to its config.yaml, if it names what files may not name."""
+    """Record that a run of this user writes `text` to its config.yaml, if an untrusted file must not contain it."""
     settings = yaml.safe_load(text)
     if "class_path" in text or _own_names(settings) or any(unsafe_choices(settings)):
         with suppress(OSError):  # no writable home folder: the run will need --trust
@@ -127,22 +127,22 @@ def remember(text: str) -> None:
 
 
 def _mark(text: str) -> Path:
-    """Return the file that records a configuration. It is not in $CIFAR_LIT_CACHE, which other users may share."""
+    """Return the file that marks a configuration as this user's. Other users may write to $CIFAR_LIT_CACHE."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (Path.expanduser can raise)
     return Path("/", cache) / "cifar-lit" / "own-configurations" / sha256(text.encode()).hexdigest()
 
 
 def allow(settings: Any) -> None:
-    """Let files name the classes in `SAFE` and those in `settings`. Parsers of this process import no others."""
+    """Allow the classes in `SAFE` and in `settings` in files. Parsers of this process import no other classes."""
     safe = {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
-    named = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
-    paths = {path for _, path in named}
+    class_keys = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
+    paths = {path for _, path in class_keys}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
     set_parsing_settings(import_path_allowlist=sorted(safe | paths | {SAFE_PACKAGE}))
     allow_imports(paths)
     allow_choices(settings)
     _allowed_before.update(paths - safe)
-    for key, path in named:  # imported here, because the parser does not search the working folder
+    for key, path in class_keys:  # imported here, because the parser does not search the working folder
         is_class = key[-1] == "class_path" or key in CLASSES or key[1:-1] == ("metrics",)
         if is_class and key[-1] not in OWN and path not in safe:
             with suppress(UsageError):  # the parser reports it

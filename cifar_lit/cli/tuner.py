@@ -2,7 +2,7 @@
 
 Lightning's Tuner (2.6) is not used. `scale_batch_size` raises the batch size until a step runs out of memory; a CPU
 swaps or kills the process before that. `lr_find` gives all parameter groups the same rate; ours differ up to a
-thousandfold. It also uses the loss of the current batch, whose noise hides the effect of the rate for small batches.
+thousandfold. It also uses the loss of the current batch: for small batches, noise hides the effect of the rate.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torc
         rows = spread_rows(data.split[0], count)
         images, labels = data.plain_images(count), data.train_images.labels[rows]
         rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
-        say(f"--auto-lr: {rate:g} (configured: {lr:g}), where the loss falls fastest; all rates scale alike")
+        say(f"--auto-lr: {rate:g} (configured: {lr:g}), where the loss falls fastest; all rates are scaled alike")
         for name in RATES:
             if (value := model.hparams[name]) is not None:
                 model.hparams[name] = float(f"{value * rate / lr:.2g}")

@@ -1,1 +1,1 @@
-"""Ranks (processes) of one run: how they connect, and how all end when one is lost."""
+"""Ranks (processes) of one run: how they connect, and how all ranks end when a rank is lost."""

@@ -2,7 +2,7 @@
 
 Lightning requeues SLURM jobs and torchrun restarts processes, but neither finds the run folder of the previous attempt.
 A job is identified by a key: CIFAR_LIT_JOB if it is set, else SLURM's job id, else torchrun's run id. A new run folder
-records the key with a digest of the command line. So each training of one SLURM script finds its own run.
+records the key and a digest of the command line, so that each training of a SLURM script finds its own run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def slurm_number(environment: Mapping[str, str]) -> str:
 
 
 def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) -> Path | None:
-    """Return the run to resume, the same in all processes, or None for a new one. line: digest of the command line."""
+    """Return the run to resume, the same in all processes, or None for a new run. line: digest of the command line."""
     if not is_first_process(environment) and JOB_RUN in environment:
         return Path(environment[JOB_RUN]) if environment[JOB_RUN] else None
     run = newest_run_of_job(
@@ -72,8 +72,8 @@ def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) 
 def requeue(environment: Mapping[str, str], resume: str | None) -> str:
     """Ask SLURM to requeue this process's job, and return an error message, empty on success.
 
-    SLURM ends the job at once, so everything must be saved and stop signals are ignored from here on. Ranks other than
-    the first wait for SLURM: if they exited first, `srun --kill-on-bad-exit` could kill the first one.
+    SLURM ends the job at once. So everything must be saved before, and stop signals are ignored from here on. All other
+    ranks wait for SLURM: if one exited before the first rank, `srun --kill-on-bad-exit` could kill the first rank.
 
     Args:
         environment: variables of the process.

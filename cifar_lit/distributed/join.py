@@ -1,8 +1,8 @@
-"""Connect the ranks of a run before they share any work, and report how each one ends.
+"""Connect the ranks of a run before they share any work, and report how each rank ends.
 
 torch's own rendezvous has two gaps. gloo uses the interface of the machine's host name, which is often 127.0.0.1. And
-under torchrun all attempts meet at the agent's store, which still holds the addresses of an earlier attempt. A rank
-that reads them too early cannot connect (github.com/pytorch/pytorch/issues/135712, still present in torch 2.15).
+under torchrun all attempts use the agent's store, which still holds the addresses of an earlier attempt. A rank that
+reads these old addresses cannot connect (github.com/pytorch/pytorch/issues/135712, still present in torch 2.15).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # ioctl of Linux that returns the address of an interface, see netdevice(7)
 MEET_SECONDS = 300.0  # some machines start late
 POLL_SECONDS = 0.02
-LOSS_SECONDS = 5.0  # from an error caused by a lost rank until the watch knows the rank
-TORCHRUN_LOSS_SECONDS = 0.5  # the same if torchrun noticed the loss first
+LOSS_SECONDS = 5.0  # time for the watch to identify a lost rank after an error caused by the loss
+TORCHRUN_LOSS_SECONDS = 0.5  # time for the watch to identify a lost rank if torchrun noticed the loss first
 
 _watch: RankWatch | None = None
 _stores: list[Any] = []  # keeps torch's store alive until the process ends
@@ -78,9 +78,9 @@ def agree_on_port(store: Store, rank: int, world: int, restarts: int, limit: flo
     """Return a port, unused on the machine of rank 0, and the number of restarts of this attempt, equal on all ranks.
 
     torchrun's count does not identify an attempt on several nodes, as each node counts its own restarts. The highest
-    count is used, and at least one if an earlier attempt got this far. Every other rank announces itself with a random
-    token until rank 0 acknowledges the token, and then confirms. After all confirmations, rank 0 publishes the result.
-    Keys left by an earlier attempt never contain a new token. Raise Failure after `limit` seconds.
+    count is used, and at least one if an earlier attempt got this far. Every other rank publishes a random token, waits
+    until rank 0 acknowledges the token, and confirms. After all confirmations, rank 0 publishes the result. Keys of an
+    earlier attempt never contain a new token. Raise Failure after `limit` seconds.
     """
     token = uuid.uuid4().hex
     deadline = time.monotonic() + limit
@@ -151,7 +151,7 @@ def leave(line: str, code: int, lost: bool = False) -> str:
     Args:
         line: message about this rank's own error, empty for none.
         code: exit code; 128 or more after a signal.
-        lost: whether the error was caused by the loss of another rank. The returned line is then about that rank.
+        lost: whether the loss of another rank caused the error. If so, the returned line is about the lost rank.
     """
     global _watch
     watch, _watch = _watch, None

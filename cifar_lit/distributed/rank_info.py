@@ -1,7 +1,7 @@
 """Determine the rank of this process, whether it was started by torchrun, SLURM, the user or the Trainer.
 
-Lightning's cluster environments know the rank once there is a Trainer. It is needed earlier: only the first rank claims
-the run folder and prints, and ranks watch each other while data is prepared.
+Lightning's cluster environments know the rank once there is a Trainer. This program needs the rank earlier: only the
+first rank creates the run folder and prints, and ranks watch each other while data is prepared.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ class RankInfo(NamedTuple):
 
     rank: int
     world: int
-    address: str | None = (
-        None  # address of the first rank's store; None if the Trainer starts all ranks on this machine
-    )
+    # Address of the first rank's store; None if the Trainer starts all ranks on this machine.
+    address: str | None = None
     port: int | None = None
     per_node: int = 1  # ranks that the first process of each machine starts, itself included
     parent: int | None = None  # process id of the torchrun agent that started this process

@@ -34,15 +34,15 @@ from cifar_lit.errors import UsageError
 from cifar_lit.text import note
 
 GONE, ORPHANED, FAILED, SILENT, STUCK, STOPPED = "gone", "orphaned", "failed", "silent", "stuck", "stopped"
-# Seconds for the main thread to exit by itself, with the error that a lost rank causes. A frozen rank causes none.
+# Seconds for the main thread to exit by itself, with the error that a lost rank causes. A frozen rank causes no error.
 EXIT_SECONDS = {GONE: 3.0, ORPHANED: 3.0, FAILED: 3.0, SILENT: 0.0, STUCK: 0.0, STOPPED: 15.0}
-CLEANUP_SECONDS = 10.0  # grace period of a main thread that is exiting
-REQUEUE_SECONDS = 90.0  # the same after a stop signal, as the process may requeue its job
-CHILD_EXIT_SECONDS = 3.0  # grace period of the ranks that this process started
-REPLY_SECONDS = 1.0  # for the first rank's verdict, and for the exit code of a rank whose connection closed
+CLEANUP_SECONDS = 10.0  # grace period for a main thread that is exiting
+REQUEUE_SECONDS = 90.0  # grace period after a stop signal, because the process may requeue its job
+CHILD_EXIT_SECONDS = 3.0  # grace period for the ranks that this process started
+REPLY_SECONDS = 1.0  # wait for the first rank's reply to a fault, or for the exit code of a disconnected rank
 HEARTBEAT_SECONDS = 1.0
-JOIN_FACTOR = 5.0  # × limit: how long ranks wait for each other at the start
-HANG_FACTOR = 1.5  # × limit: how long one rank's main thread may keep the others waiting
+JOIN_FACTOR = 5.0  # × limit: time for which ranks wait for each other at the start
+HANG_FACTOR = 1.5  # × limit: time for which the main thread of one rank may keep the others waiting
 ANNOUNCE_SECONDS = 15.0  # until the first rank prints which ranks are missing
 MAX_MESSAGE_BYTES = 1 << 20
 
@@ -83,7 +83,7 @@ class JsonSocket:
         self.socket = connected
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.closed = False  # the other side is gone, or is not a rank
+        self.closed = False  # whether the peer has disconnected, or is not a rank
         self._received = b""
         self._unsent = b""
         self._sending = threading.Lock()
@@ -138,7 +138,7 @@ class RankWatch(threading.Thread):
         self._closed = False
         self._fault_lock = threading.Lock()
         self._line_taken = threading.Lock()  # never released: only one thread prints the message
-        # Seconds of watching. The clock stands still while this process is suspended, as others are not silent then.
+        # Seconds of watching. This clock stops while the process is suspended: other ranks are not silent then.
         self.now = 0.0
         self._last_heartbeat = -limit
         self._looked = time.monotonic()
@@ -177,7 +177,7 @@ class RankWatch(threading.Thread):
         self._send_all({"done": True})
 
     def fail(self, fault: Fault) -> Fault:
-        """Tell the other ranks of this rank's own fault, and return the fault that ends the run: rank 0's first one."""
+        """Report this rank's fault to the other ranks, and return the fault that ends the run, chosen by rank 0."""
         if self.info.rank == 0:
             self.close()  # in a notebook, the process continues after the main thread's error
             self._settle(fault)
@@ -188,7 +188,7 @@ class RankWatch(threading.Thread):
         return self.fault or fault
 
     def _settle(self, fault: Fault) -> Fault:
-        """Return the fault that ends this rank: the first one settled. Tell the ranks that may not detect it."""
+        """Return the fault that ends this rank: the first one reported. Send it to ranks that may not detect it."""
         with self._fault_lock:
             if self.fault is None and (self.info.rank == 0 or fault.rank in self.children):
                 self._send_all({"fault": fault})
@@ -258,9 +258,9 @@ class RankWatch(threading.Thread):
     # ---- End the process.
 
     def line_about(self, fault: Fault) -> str:
-        """Return the message about a fault, once and on the first remaining rank of each machine; elsewhere "".
+        """Return the message about a fault, once and on the first remaining rank of each machine; otherwise "".
 
-        It is also empty if the rank at fault has printed its error on this machine.
+        The message is also empty if the rank at fault has printed its error on this machine.
         """
         here = {rank for rank, (_, machine) in self.members.items() if machine == self.machine}
         printed = fault.kind == STOPPED or (fault.kind == FAILED and fault.rank in here)
@@ -312,7 +312,7 @@ class RankWatch(threading.Thread):
 
 
 class Coordinator(RankWatch):
-    """The first rank's watch. The others connect to its `port` with its `token` and learn about each other from it.
+    """The watch of the first rank. All others connect to its `port` with its `token`, and receive the list of members.
 
     Raise UsageError if another process uses MASTER_PORT.
     """
@@ -349,7 +349,7 @@ class Coordinator(RankWatch):
             self._selector.register(connected, selectors.EVENT_READ, partial(self._welcome, JsonSocket(connected)))
 
     def _welcome(self, connection: JsonSocket) -> None:
-        """Register a connection whose first message has the token and a rank that is missing; close any other."""
+        """Register a connection whose first message has the token and a missing rank; close other connections."""
         messages = connection.receive()
         if not messages and not connection.closed:
             return

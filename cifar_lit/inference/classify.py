@@ -31,20 +31,20 @@ PATTERN = re.compile(r"[*?\[]")
 
 
 class ImageFile(NamedTuple):
-    """A file to classify, or with an error, an argument that names none."""
+    """A file to classify. With an error, `path` is an argument without images."""
 
     path: str
     error: str | None = None
 
 
 def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
-    """Yield the image files that `paths` name, in order. Missing ones have an error.
+    """Yield the image files selected by `paths`, in order. A pattern or folder without images yields an error.
 
     Args:
-        paths: each a file with any suffix; a folder, for the images in it and below, known by their suffixes, in
-            natural order (2.png before 10.png), without hidden ones; a pattern with *, ? or [, where ** means any
-            depth; or - for the paths in `stdin`. Names need not be UTF-8.
-        stdin: paths, one per line, or each with a NUL after it.
+        paths: files with any suffix, folders, patterns, or - for the paths in `stdin`. A folder selects the images
+            below it by suffix, without hidden files, in natural order (2.png before 10.png). A pattern has *, ? or [;
+            ** means any depth. Names need not be UTF-8.
+        stdin: paths, each ending with a newline, or each with a NUL.
     """
     for path in paths:
         if path == "-":
@@ -67,7 +67,7 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
 
 
 def _matches(pattern: str) -> set[str]:
-    """Return the paths that match a pattern; with **, files only. Folders are visited once, as in `walk`."""
+    """Return the paths that match a pattern. A pattern with ** matches files only, and visits each folder once."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" not in parts:
         return set(glob.glob(pattern))  # noqa: PTH207
@@ -94,10 +94,10 @@ def _files_below(folder: str) -> Iterator[ImageFile]:
         yield ImageFile(error.filename, f"the folder cannot be read: {error.strerror}")
 
 
-# ---- From files to rows: decoded by other processes if there are many, and classified chunk by chunk.
+# ---- From files to rows. Many files are decoded in other processes. Files are classified in chunks.
 
 CHUNK = 64  # files to decode and predict at once; up to four chunks per core are in memory
-POOL_FROM = 200  # fewer files are decoded before other processes have started
+POOL_FROM = 200  # files; fewer are decoded in less time than other processes need to start
 
 
 def classify_files(
@@ -106,8 +106,8 @@ def classify_files(
     """Classify files in order. Memory does not grow with their number.
 
     Yields:
-        For each chunk, its rows (an unreadable file has the reason as `error`), and the readable images, uint8 (B, C,
-        H, W).
+        The rows of each chunk, and its readable images, uint8 (B, C, H, W). The row of an unreadable file has the
+        reason as `error`.
 
     Raises:
         Failure: a decoding process was killed.
@@ -122,7 +122,7 @@ def classify_files(
             array = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, *size, channels)
             images = torch.from_numpy(array).permute(0, 3, 1, 2)
             predictions = iter(classifier.predict_batch(images, top))
-            reasons = map(errors.get, count())  # one per decoded file, None for a readable one
+            reasons = map(errors.get, count())  # a reason for each decoded file, None if it is readable
             rows = []
             for file in chunk:
                 if error := file.error or next(reasons):
@@ -144,16 +144,17 @@ BLACK, GREY, RED = (25, 25, 25), (110, 110, 110), (190, 30, 30)
 
 
 def contact_sheet(rows: Sequence[Row]) -> Image.Image:
-    """Draw the files of at most `MAX_PICTURES` rows, each above its name, class and probability.
+    """Draw the files of at most `MAX_PICTURES` rows, with name, class and probability below each image.
 
-    Unreadable files are grey. Files are read again: the sheet shows them whole, in more pixels than the net's input.
+    Unreadable files are grey. Files are read again, because the sheet shows whole images in a higher resolution than
+    the net's input.
     """
     columns = max(min(COLUMNS, len(rows)), 1)
     lines = 3 if any(row.unlike for row in rows) else 2
     width, height = SIDE + GAP, SIDE + lines * LINE_HEIGHT + GAP
     sheet = Image.new("RGB", (columns * width + GAP, -(-len(rows) // columns) * height + GAP), "white")
-    for place, row in enumerate(rows):
-        left, top = GAP + place % columns * width, GAP + place // columns * height
+    for index, row in enumerate(rows):
+        left, top = GAP + index % columns * width, GAP + index // columns * height
         sheet.paste(_thumbnail(row), (left, top))
         draw_caption(sheet, row, left, top + SIDE + 2, SIDE)
     return sheet
@@ -169,8 +170,8 @@ def draw_caption(image: Image.Image, row: Row, left: int, top: int, width: int) 
         lines.append((f"{label} {probability:.2f}", BLACK))
         lines += [("unlike the training", RED)] if row.unlike else []
     for number, (text, colour) in enumerate(lines):
-        place = left, top + number * LINE_HEIGHT
-        ImageDraw.Draw(image).text(place, _shortened(text, width), fill=colour, font=_font())
+        position = left, top + number * LINE_HEIGHT
+        ImageDraw.Draw(image).text(position, _shortened(text, width), fill=colour, font=_font())
 
 
 def is_picture_name(path: Path) -> bool:
@@ -185,14 +186,14 @@ def save_picture(image: Image.Image, path: Path) -> None:
 
 
 def _thumbnail(row: Row) -> Image.Image:
-    with suppress(DecodeError):  # the file was deleted since
+    with suppress(DecodeError):  # the file was deleted after its classification
         if row.error is None and row.path is not None:
             return Image.fromarray(decode(row.path, (SIDE, SIDE), resize="letterbox"))
     return Image.new("RGB", (SIDE, SIDE), (225, 225, 225))
 
 
 def _shortened(text: str, width: int) -> str:
-    """Return a text with its middle cut out, so that it fits into a width in pixels."""
+    """Return a text that fits into a width in pixels, with … in place of its middle if it is too long."""
     text = printable(text)
     length, short = len(text), text
     while length > 1 and _font().getlength(short) > width:

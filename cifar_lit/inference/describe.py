@@ -27,11 +27,11 @@ def model_card(model: Any, data: Any) -> ModelCard:
 def describe_model(model: Any, data: Any) -> ModelCard:
     """Return the card of a trained net, with the temperature and the novelty threshold fitted on its validation images.
 
-    Both are None without validation images.
+    Without validation images, temperature and threshold are None.
     """
     card, images = model_card(model, data), data.train_images
     val = spread_rows(data.split[1], MAX_DESCRIBED)
-    # In float32, as the net will be used.
+    # Fitted in float32, the precision in which the net will be used.
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
     logits = torch.cat([classifier(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
     temperature = fit_temperature(logits, images.labels[val])

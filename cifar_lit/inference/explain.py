@@ -1,12 +1,12 @@
 """Class-activation maps: where in an image a net finds its class.
 
 The method is HiResCAM (Draelos & Carin, "Use HiResCAM instead of Grad-CAM for faithful explanations of convolutional
-neural networks", 2020), a form of Grad-CAM (Selvaraju et al., ICCV 2017). Each place keeps its own gradient. Grad-CAM
-takes their mean, which says little in nets with max pooling.
+neural networks", 2020), a form of Grad-CAM (Selvaraju et al., ICCV 2017). It uses the gradient at each position.
+Grad-CAM uses the mean over all positions, which is less informative in nets with max pooling.
 
-Measured on 100 test images of CIFAR-10 (JPEG) with the net of fast94, whose mean probability is 0.72: covering the
-warmest quarter of the places lowers it by 0.46. Grad-CAM reaches 0.40, random places 0.29. The middle of the image,
-where most objects are, reaches 0.48.
+Measured on 100 test images of CIFAR-10 (JPEG) with the net of fast94, whose mean probability is 0.72: masking the
+quarter of the positions with the highest values lowers the probability by 0.46 (Grad-CAM: 0.40, random positions: 0.29,
+the middle of the image, where most objects are: 0.48).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from cifar_lit.inference.load import batch_size_of
 from cifar_lit.runs.model_file import LoadedNet
 from cifar_lit.runs.predictions import Row
 
-MIN_MAP_SIDE = 4  # smaller feature maps hardly show a place
+MIN_MAP_SIDE = 4  # smaller feature maps localise poorly
 MAX_DISTORTION = 2  # between the proportions of a map and of the image
 SIDE = 256  # pixels of each of the two images
 
 
 def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
-    """Return the contribution of each place to the most probable class.
+    """Return the contribution of each position to the most probable class.
 
-    The last feature maps of at least 4 × 4 places are multiplied by the gradient of the class's logit, and summed over
-    the channels. Negative values become 0. The result is scaled to the size of the image and to a maximum of 1.
+    The last feature maps of at least 4 × 4 positions are multiplied by the gradient of the class's logit, and summed
+    over the channels. Negative values become 0. The result is scaled to the size of the image and to a maximum of 1.
 
     Args:
         net: the net.
         images: uint8 (B, C, H, W), B > 0.
 
     Returns:
-        float32 (B, H, W) in 0 … 1, on the CPU; all 0 if no place contributes to the class.
+        float32 (B, H, W) in 0 … 1, on the CPU; all 0 if no position contributes to the class.
 
     Raises:
         UsageError: the net has no such feature maps.
@@ -58,7 +58,7 @@ def _maps_at_once(net: LoadedNet, images: Tensor) -> Tensor:
             return None
         (height, width), (whole_height, whole_width) = output.shape[2:], images.shape[2:]
         sides = height * whole_width, width * whole_height
-        if max(sides) > MAX_DISTORTION * min(sides):  # the channels come last
+        if max(sides) > MAX_DISTORTION * min(sides):  # probably (B, H, W, C) instead of (B, C, H, W)
             return None
         features[:] = [output if output.requires_grad else output.detach().requires_grad_()]
         return features[0].clone()  # the next layer may change it in place
@@ -77,7 +77,7 @@ def _maps_at_once(net: LoadedNet, images: Tensor) -> Tensor:
 
 
 def draw_explanation(row: Row, image: Tensor, activation: Tensor) -> Image.Image:
-    """Draw the net's input, uint8 (C, H, W), and the same beside it, coloured by its activation map, float32 (H, W)."""
+    """Draw the net's input, uint8 (C, H, W), beside a copy coloured by its activation map, float32 (H, W)."""
     import matplotlib
 
     net_view = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).expand(-1, -1, 3).numpy()))

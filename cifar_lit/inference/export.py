@@ -40,7 +40,7 @@ SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "safetensors": ".safetensor
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
-OPSET = 20  # the first with Gelu as one operator; onnxruntime has it from 1.17 on
+OPSET = 20  # the first opset with a Gelu operator; supported by onnxruntime 1.17 and later
 CHECKED_BATCHES = (1, 7)  # besides the batch size of `classify`
 MAX_DIFFERENCE = 1e-4  # between probabilities in float32; rounding errors of deep nets are 100 times smaller
 MIN_AGREEMENT = 0.95  # int8: fraction of equal predictions
@@ -64,7 +64,7 @@ def check_request(to: str, quantize: str | None) -> None:
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
-    """Return the default path of the exported file, beside the model.safetensors it is made from."""
+    """Return the default path of the exported file, beside the model.safetensors."""
     if to == "safetensors":
         raise UsageError(f"{model} is already a safetensors file: name the copy with --out FILE")
     return model.with_name(model.stem + (f".{quantize}" if quantize else "") + SUFFIXES[to])
@@ -74,7 +74,7 @@ class Check(NamedTuple):
     """Comparison of a file with its net on the same images."""
 
     images: int
-    difference: float  # the largest of any probability; infinity if shapes differ or a value is not finite
+    difference: float  # largest difference of a probability; infinity if shapes differ or a value is not finite
     agreeing: int  # images with the same prediction
     accuracy: tuple[float, float] | None  # net and file; None without labels
 
@@ -82,7 +82,7 @@ class Check(NamedTuple):
 def export(
     net: LoadedNet, to: str, path: Path, sample: RunImages, calibration: Tensor | None = None
 ) -> tuple[Check, dict[int, list[float]]]:
-    """Write a net to a file and compare both on the sample. If they disagree, leave `path` unchanged.
+    """Write a net to a file and compare the file with the net. If they disagree, leave `path` unchanged.
 
     Args:
         net: on the CPU, in evaluation mode.
@@ -125,12 +125,12 @@ def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> C
 
     The first images also run in batches of other sizes, and must give the same probabilities.
     """
-    most = max(8, batch_size_of(images))
-    expected, answers = (torch.cat([run(batch) for batch in images.split(most)]) for run in (net, file))
+    size = max(8, batch_size_of(images))
+    expected, answers = (torch.cat([run(batch) for batch in images.split(size)]) for run in (net, file))
     pairs = [(answers, expected)]
-    for batch in (*CHECKED_BATCHES, most):
-        places = torch.arange(batch) % len(images)
-        pairs.append((file(images[places]), expected[places]))
+    for batch in (*CHECKED_BATCHES, size):
+        rows = torch.arange(batch) % len(images)
+        pairs.append((file(images[rows]), expected[rows]))
     valid = all(first.shape == second.shape and bool(first.isfinite().all()) for first, second in pairs)
     difference = max(float((first - second).abs().max()) for first, second in pairs) if valid else math.inf
     before, after = expected.argmax(1), answers.argmax(1)
@@ -209,7 +209,7 @@ def open_file(path: Path, to: str) -> Runner:
 
 
 def metadata(net: LoadedNet) -> dict[str, str]:
-    """Return the metadata of an exported file, as texts; lists and numbers are JSON."""
+    """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
     channels, height, width = net.card.input_shape
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
     return {
@@ -242,7 +242,7 @@ def traced(net: LoadedNet) -> ExportedProgram:
     """Trace a net with any batch size. Raise Failure if torch cannot."""
     from torch.export import Dim, export
 
-    example = torch.zeros(2, *net.card.input_shape, dtype=torch.uint8)  # torch takes a batch of 1 for a constant
+    example = torch.zeros(2, *net.card.input_shape, dtype=torch.uint8)  # torch would treat a batch of 1 as constant
     try:
         with silenced(), torch.no_grad():
             return export(Probabilities(net).eval(), (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
@@ -312,12 +312,12 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
             with silenced():
                 # Fold operators into the layers. The exporter has already inferred the shapes.
                 quant_pre_process(plain, prepared, skip_symbolic_shape=True)
-                layers, kept = _layers(onnx.load(prepared))
+                layers, in_float = _layers(onnx.load(prepared))
                 if layers:
                     quantize_static(
                         prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
                         activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
-                        op_types_to_quantize=list(LAYERS), nodes_to_exclude=kept,
+                        op_types_to_quantize=list(LAYERS), nodes_to_exclude=in_float,
                     )  # fmt: skip
                     result: ModelProto = onnx.load(ready)
         except Exception as error:
@@ -334,11 +334,11 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
 
 
 def _layers(model: ModelProto) -> tuple[list[str], list[str]]:
-    """Return the names of the layers to quantise, and of those that stay in float."""
+    """Return the names of the layers to quantise, and the names of those that stay in float."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
     layers = [node for node in model.graph.node if node.op_type in LAYERS]
     weights = {node.name: sum(sizes.get(name, 0) for name in node.input) for node in layers}
     names = list(weights)
     ends = dict.fromkeys((*names[:1], *names[-1:]))
-    kept = [name for name in ends if weights[name] <= MAX_FLOAT_FRACTION * sum(weights.values())]
-    return [name for name in names if name not in kept], kept
+    in_float = [name for name in ends if weights[name] <= MAX_FLOAT_FRACTION * sum(weights.values())]
+    return [name for name in names if name not in in_float], in_float

@@ -1,4 +1,4 @@
-"""`Classifier`, a trained net that predicts class names for images of any kind and size."""
+"""`Classifier`: a trained net that predicts class names for images of any type and size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Prediction:
     label: str
     probability: float  # 0 … 1
     top: tuple[tuple[str, float], ...]  # the most probable classes with their probabilities, the best first
-    novelty: float  # energy of the logits: the higher, the more unlike the training images
+    novelty: float  # energy of the logits: high for out-of-distribution images
     unlike: bool | None  # whether the novelty exceeds that of 95 % of the validation images; None without a threshold
 
 
@@ -81,8 +81,8 @@ class Classifier:
             top: number of classes in `Prediction.top`.
 
         Raises:
-            DecodeError: a file is no readable image.
-            ValueError: an array is no image.
+            DecodeError: a file is not a readable image.
+            ValueError: an array is not an image.
             Failure: the net's logits are not finite.
         """
         return self.predict_batch(self.prepare(images), top)
@@ -102,7 +102,7 @@ class Classifier:
         return predictions
 
     def prepare(self, images: Any) -> Tensor:
-        """Return images of any kind that `predict` takes as uint8 (N, C, H, W) of the net's size."""
+        """Return images, of any type that `predict` accepts, as uint8 (N, C, H, W) of the net's size."""
         if isinstance(images, Tensor | np.ndarray) and images.ndim == 4:
             images = list(images)
         elif not isinstance(images, Sequence) or isinstance(images, str):

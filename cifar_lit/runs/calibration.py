@@ -46,7 +46,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float | None:
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """Return probabilities (N, classes), given at temperature 1, at another temperature."""
+    """Return the probabilities (N, classes) of temperature 1 at another temperature."""
     return (probabilities.log() / temperature).softmax(1)
 
 
@@ -58,12 +58,12 @@ def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
         hits: bool (N,), whether the prediction is correct.
         bins: number of bins.
     """
-    places = (probability * bins).ceil().long().sub(1).clamp(0, bins - 1)
-    counts = torch.bincount(places, minlength=bins)
-    confidence = torch.bincount(places, probability.double(), minlength=bins) / counts
-    accuracy = torch.bincount(places, hits.double(), minlength=bins) / counts
+    indices = (probability * bins).ceil().long().sub(1).clamp(0, bins - 1)
+    counts = torch.bincount(indices, minlength=bins)
+    confidence = torch.bincount(indices, probability.double(), minlength=bins) / counts
+    accuracy = torch.bincount(indices, hits.double(), minlength=bins) / counts
     columns = zip(counts.tolist(), confidence.tolist(), accuracy.tolist(), strict=True)
-    return [Bin(place / bins, (place + 1) / bins, *column) for place, column in enumerate(columns)]
+    return [Bin(index / bins, (index + 1) / bins, *column) for index, column in enumerate(columns)]
 
 
 def expected_calibration_error(bins: Sequence[Bin]) -> float:

@@ -29,7 +29,7 @@ class RunRecord:
     """A run folder as the comparison sees it."""
 
     path: Path
-    name: str  # the path as the user would type it
+    name: str  # path relative to the working folder
     settings: dict[str, Any] = field(default_factory=dict)  # config.yaml by dotted name, without `PLACES`
     metrics: dict[str, Any] = field(default_factory=dict)  # metrics.json
     note: str = ""  # why results are missing
@@ -52,7 +52,7 @@ class RunRecord:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The values to compare by name, None if unknown, followed by all other scores of the test and the validation.
+        """The values to compare by name (None if unknown), then all other scores on the test and validation images.
 
         `low` and `high` are the limits of the 95 % interval of the test accuracy.
         """
@@ -71,10 +71,10 @@ class RunRecord:
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """Return the run folders that names stand for, each once.
+    """Return the run folders selected by `names`, without repetitions.
 
     A name is a run folder, a folder of runs, or a pattern such as `logs/laptop-*`. A folder without any run is returned
-    itself; `read_run` then reports that it is broken. Raise UsageError for a name that matches no folder.
+    as it is, and `read_run` reports that it is broken. Raise UsageError for a name that matches no folder.
     """
     runs: dict[Path, Path] = {}
     for name in names:
@@ -138,7 +138,7 @@ def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """Return the settings that differ between runs, with each run's value as text; – where it has none.
+    """Return the settings that differ between runs, with the value in each run as text, – for a missing value.
 
     Runs without any settings are not compared.
     """
@@ -149,7 +149,7 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 
 def _setting_text(run: RunRecord, name: str) -> str:
-    """Return a setting's value as the user would type it."""
+    """Return the value of a setting as text, strings without quotes and other values as JSON."""
     value = run.settings.get(name, "–")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
 
@@ -183,7 +183,7 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _hits(run: RunRecord) -> list[bool] | None:
-    """Return whether each test image was predicted correctly; None unless predictions.csv has every test image."""
+    """Return whether each test image was predicted correctly; None if predictions.csv lacks a test image."""
     try:
         table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted"))
         rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in table)
@@ -236,7 +236,7 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
 # Okabe and Ito's palette for all colour vision, without its yellow, which is too light on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 GREY = "#666666"
-STYLES = ("-", "--", ":", "-.")  # the next one after every seven colours
+STYLES = ("-", "--", ":", "-.")  # line styles; each is used with all colours before the next
 SIDE, ROW = 4.6, 3.1  # inches of one panel
 
 
@@ -247,10 +247,10 @@ def epochs_done(row: Mapping[str, float], ends: Mapping[float, float]) -> float:
 
 
 def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
-    """Draw accuracy and training loss against epochs, and against seconds where these are known, as a PNG.
+    """Draw accuracy and training loss over epochs, and over seconds if the training time is known, as a PNG.
 
-    Accuracy is that of the validation images, or of the training images if no run has any. Runs with the same label
-    share a colour. The user's matplotlibrc is ignored, as it could select TeX. Raise ValueError if no run has a curve.
+    The accuracy is the validation accuracy, or the training accuracy if no run validates. Runs with the same label have
+    the same colour. The user's matplotlibrc is ignored: it could select TeX. Raise ValueError if no run has a curve.
     """
     from matplotlib import style
     from matplotlib.figure import Figure

@@ -76,7 +76,7 @@ def _count(file: Path, node: yaml.Node, counts: dict[int, int], depth: int) -> i
     if depth > MAX_DEPTH or counts.get(id(node)) == 0:
         raise UsageError(f"{file} was not read: it is nested too deeply")
     if id(node) not in counts:
-        counts[id(node)] = 0  # reached again while it is 0, the node is part of a loop
+        counts[id(node)] = 0  # marks a node whose children are being counted, to detect loops
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in children for child in pair]
@@ -113,7 +113,7 @@ _allowed: set[tuple[str, str]] = set()
 
 
 def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield each value in nested settings as text with its path of names, dotted names split."""
+    """Yield (names, text) of each value in nested settings. Dotted names are split."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from leaves(value, (*key, *str(name).rstrip("+").split(".")))
@@ -125,7 +125,7 @@ def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def unsafe_choices(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield those of `leaves` that a file must not choose, see `check_choices`."""
+    """Yield the leaves that an untrusted file must not set, see `check_choices`."""
     metric_settings = 0
     for key, text in leaves(settings):
         name = key[-1]
@@ -152,14 +152,14 @@ def _is_above(text: str, limit: float) -> bool:
 
 
 def allow_choices(settings: Any) -> None:
-    """Allow files to choose the values in `settings`, which the user has typed or trusts, under the same names."""
+    """Allow files to set settings to their values in `settings`, which the user has typed or trusts."""
     _allowed.update((key[-1], text) for key, text in leaves(settings))
 
 
 def check_choices(settings: dict[str, Any]) -> None:
-    """Raise UsageError for a choice that a file must not make and that the user has neither typed nor trusted.
+    """Raise UsageError for a value that a file must not set and that the user has neither typed nor trusted.
 
-    | setting | values that a file may choose |
+    | setting | values that a file may set |
     |---|---|
     | `logs`, `data.cache_dir`, `ckpt_path` | paths below the working folder |
     | `data.root` | also a folder with a complete data set of ours, which is only read |

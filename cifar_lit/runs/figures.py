@@ -125,7 +125,7 @@ class Picture(NamedTuple):
 def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
     """Return a data URI of an image, uint8 (H, W, C), at most `largest` pixels high and wide.
 
-    It is a lossless PNG up to half of `largest`, otherwise a JPEG.
+    An image of at most half of `largest` is a lossless PNG, a larger one a JPEG.
     """
     file, picture = BytesIO(), _picture(image)
     kind = "png" if max(picture.size) <= largest // 2 else "jpeg"
@@ -144,8 +144,8 @@ def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6)
     sheet = Image.new("RGB", (columns * pitch, max(1, -(-len(images) // columns)) * height), "white")
     draw = ImageDraw.Draw(sheet)
     font = _font()
-    for place, (image, lines) in enumerate(zip(images, captions, strict=True)):
-        top, left = place // columns * height, place % columns * pitch + 12
+    for index, (image, lines) in enumerate(zip(images, captions, strict=True)):
+        top, left = index // columns * height, index % columns * pitch + 12
         is_small = max(image.shape[:2]) < cell
         method = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS  # shows single pixels
         sheet.paste(ImageOps.pad(_picture(image), (cell, cell), method, "white"), (left, top))
@@ -202,9 +202,8 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     side, size = min(11.0, 3.0 + 0.55 * count), max(4.0, min(10.0, 600.0 / (8 + count)))
     figure = Figure(figsize=(side, side), dpi=DPI, layout="constrained")
     axes = figure.subplots()
-    shares = (
-        (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()
-    )  # the root makes rare confusions visible
+    # The square root makes rare confusions visible.
+    shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if count <= MAX_COUNTED:
         for (label, predicted), images in np.ndenumerate(matrix.numpy()):
@@ -226,10 +225,10 @@ def _pixels(figure: Figure) -> Tensor:
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[:, :, :3].copy()).permute(2, 0, 1)
 
 
-def _short(name: str, most: int = 18) -> str:
-    """Return a printable name, shortened to `most` characters."""
+def _short(name: str, limit: int = 18) -> str:
+    """Return a printable name, shortened to `limit` characters."""
     plain = printable(name)
-    return plain if len(plain) <= most else plain[: most - 1] + "…"
+    return plain if len(plain) <= limit else plain[: limit - 1] + "…"
 
 
 def _tick(name: str) -> str:

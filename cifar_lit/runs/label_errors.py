@@ -30,7 +30,7 @@ class Suspects(NamedTuple):
     images: int  # size of the set
     pictures: Sequence[Picture]  # images with the least probable labels
     rejected: int  # images predicted as a different class than their label
-    confident: int  # those that confident learning counts as mislabelled
+    confident: int  # suspected labels that confident learning counts as wrong
 
 
 class Findings(NamedTuple):
@@ -39,29 +39,29 @@ class Findings(NamedTuple):
     train: Suspects
     test: Suspects
     pairs: Sequence[Pair]  # test images most similar to a training image, but not identical
-    twins: int  # test images identical to a training image
-    contrary: int  # twins with a different label
+    identical: int  # test images identical to a training image
+    conflicting: int  # identical test images with a different label
 
 
-def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-    """Find the known image with the greatest cosine similarity to each image.
+def find_nearest(train: Tensor, test: Tensor, advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+    """Find the training image with the greatest cosine similarity to each test image.
 
-    The mean of the known images is subtracted first, because the common part of a net's embeddings makes any two images
-    similar. Method: B. Barz and J. Denzler, Do We Train on Test Data?, J. Imaging 2020.
+    The mean training embedding is subtracted first: it is common to all images and makes any two similar. Method:
+    B. Barz and J. Denzler, Do We Train on Test Data?, J. Imaging 2020.
 
     Args:
-        known: embeddings (N, features).
-        images: embeddings (images, features) of the same net.
+        train: embeddings of the training images (N, features).
+        test: embeddings of the test images (M, features), from the same net.
         advance: callback with the number of images processed since the last call.
 
     Returns:
-        Cosines and int64 rows, both (images,) on the CPU.
+        Cosines and rows of training images, float (M,) and int64 (M,), on the CPU.
     """
-    middle = known.mean(0)
-    columns = F.normalize(known - middle, dim=1).T
+    mean = train.mean(0)
+    columns = F.normalize(train - mean, dim=1).T
     nearest = []
-    for part in images.split(AT_ONCE):
-        nearest.append((F.normalize(part - middle, dim=1) @ columns).max(1))
+    for part in test.split(AT_ONCE):
+        nearest.append((F.normalize(part - mean, dim=1) @ columns).max(1))
         advance(len(part))
     return torch.cat([cosines for cosines, _ in nearest]).cpu(), torch.cat([rows for _, rows in nearest]).cpu()
 
@@ -69,9 +69,10 @@ def find_nearest(known: Tensor, images: Tensor, advance: Callable[[int], None]) 
 def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset()) -> Suspects:
     """Return the labels that contradict a net's predictions, the least probable label first.
 
-    A label is suspected if another class is more probable. Confident learning counts those whose predicted class
-    reaches its threshold: the mean probability of that class over the images labelled with it (C. Northcutt, L. Jiang
-    and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
+    A label is suspected if another class is more probable. Confident learning has a threshold for each class: its mean
+    probability over the images labelled with it. A suspected label counts as mislabelled if the predicted class reaches
+    its threshold (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels,
+    JAIR 2021).
 
     Args:
         images: images with labels.
@@ -91,13 +92,13 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
 
 
 class Ranking(NamedTuple):
-    """Suspected labels, and probabilities of all images."""
+    """Suspected labels, and probabilities of all N images."""
 
-    rows: Tensor  # suspected labels, the least probable first, int64
-    own: Tensor  # probability of each image's label
-    best: Tensor  # probability of each image's predicted class
-    suggested: Tensor  # predicted classes
-    confident: Tensor  # whether each of `rows` reaches the threshold of confident learning, bool
+    rows: Tensor  # images with suspected labels, the least probable label first, int64 (M,)
+    own: Tensor  # probability of the label, float (N,)
+    best: Tensor  # probability of the predicted class, float (N,)
+    suggested: Tensor  # predicted class, int64 (N,)
+    confident: Tensor  # whether confident learning counts each of `rows` as mislabelled, bool (M,)
 
 
 def rank_suspects(labels: Tensor, probabilities: Tensor) -> Ranking:
@@ -113,22 +114,22 @@ def rank_suspects(labels: Tensor, probabilities: Tensor) -> Ranking:
 
 
 def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:
-    """Return `pairs`, `twins` and `contrary` of `Findings`. cosines, rows: from `find_nearest`, for the test images."""
+    """Return `pairs`, `identical` and `conflicting` of `Findings`. cosines, rows: results of `find_nearest`."""
     first_rows: dict[bytes, int] = {}
     for row, image in enumerate(train.images):
         first_rows.setdefault(_digest(image), row)
-    twins = torch.tensor([first_rows.get(_digest(image), -1) for image in test.images])
-    is_twin = twins >= 0
-    count = min(int((~is_twin).sum()), GALLERY_SIZE)
+    same_rows = torch.tensor([first_rows.get(_digest(image), -1) for image in test.images])
+    is_identical = same_rows >= 0
+    count = min(int((~is_identical).sum()), GALLERY_SIZE)
     pairs = []
-    for place in cosines.masked_fill(is_twin, -2.0).argsort(descending=True, stable=True)[:count].tolist():
-        row = int(rows[place])
-        image, known = test.images[place].float(), train.images[row].float()
-        difference = min(float((image - side).square().mean().sqrt()) for side in (known, known.flip(1)))
-        caption = (f"cosine {float(cosines[place]):.4f}", f"difference {difference:.1f}")
-        pairs.append(Pair(_labelled("Test", test, place), _labelled("Training", train, row), caption))
-    contrary = int((train.labels[twins[is_twin]] != test.labels[is_twin]).sum())
-    return pairs, int(is_twin.sum()), contrary
+    for test_row in cosines.masked_fill(is_identical, -2.0).argsort(descending=True, stable=True)[:count].tolist():
+        train_row = int(rows[test_row])
+        image, other = test.images[test_row].float(), train.images[train_row].float()
+        difference = min(float((image - view).square().mean().sqrt()) for view in (other, other.flip(1)))
+        caption = (f"cosine {float(cosines[test_row]):.4f}", f"difference {difference:.1f}")
+        pairs.append(Pair(_labelled("Test", test, test_row), _labelled("Training", train, train_row), caption))
+    conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
+    return pairs, int(is_identical.sum()), conflicting
 
 
 def _digest(image: Tensor) -> bytes:

@@ -43,7 +43,7 @@ def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _writing(run: RunFolder) -> Iterator[None]:
-    """Raise Failure if the folder is full, read-only or gone."""
+    """Raise Failure if the disk is full, or the folder is read-only or missing."""
     try:
         yield
     except (OSError, ValueError) as error:  # Lightning's loggers raise ValueError from the OSError
@@ -56,8 +56,8 @@ def _writing(run: RunFolder) -> Iterator[None]:
 class CurveFile(Logger):
     """`metrics.csv`: one row per logging call, with empty cells for values that were not logged.
 
-    Lightning's CSVLogger deletes the earlier curves when a run is resumed. This one keeps the rows up to the resumed
-    step, except those of a test, which is repeated.
+    Lightning's CSVLogger deletes the earlier curves when a run is resumed. This logger keeps the rows up to the resumed
+    step, except the rows of a test, which is repeated.
     """
 
     name, version = "", ""  # required by Lightning; unused, because the run folder has both

@@ -137,7 +137,7 @@ def load_model_file(path: str | Path) -> LoadedNet:
                 raise InvalidFileError(f"it holds no {FORMAT!r} model")
             card = ModelCard(**card_values(metadata["card"]))
             if card.net.startswith(TIMM) or is_import_path(card.net):
-                net_spec(card.net)  # raises UsageError for a missing package, which is no damage
+                net_spec(card.net)  # raises UsageError for a missing package: the file is not damaged
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no dict
             check_tensors({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, card)
             weights = {name: opened.get_tensor(name) for name in slices}
@@ -192,7 +192,7 @@ def card_values(text: str) -> dict[str, Any]:
 
 
 def check_card(card: ModelCard) -> None:
-    """Raise UsageError for a card that `load_model_file` would refuse. It is called before the training."""
+    """Raise UsageError for a card that `load_model_file` would refuse. Call this before the training."""
     try:
         text = json.dumps(asdict(card))
         card_values(text)
@@ -203,9 +203,10 @@ def check_card(card: ModelCard) -> None:
 
 
 def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: ModelCard) -> None:
-    """Raise InvalidFileError unless a file's tensors are those of the card's net, which is built without memory.
+    """Raise InvalidFileError unless the tensors in a file's header are those of the card's net.
 
-    claims: dtype, as safetensors writes it ("F32"), and shape of each tensor by name.
+    The net is built on the meta device, without memory for its weights. claims: dtype in the notation of safetensors
+    ("F32") and shape of each tensor, by name.
     """
     try:
         expected = build_on_meta_device(card.net, **card.net_settings).state_dict()

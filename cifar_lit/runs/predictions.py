@@ -41,19 +41,19 @@ class PredictionTable(NamedTuple):
         """Return images by label (rows) and predicted class (columns), int64 (classes, classes)."""
         return torch.bincount(self.labels * classes + self.predicted, minlength=classes**2).view(classes, classes)
 
-    def confident_mistakes(self, most: int) -> Tensor:
-        """Return the places of up to `most` wrong predictions, the most probable first."""
-        places = (~self.hits).nonzero()[:, 0]
-        return places[self.probability[places].neg().argsort(stable=True)][:most]
+    def confident_mistakes(self, limit: int) -> Tensor:
+        """Return the table rows of at most `limit` wrong predictions, the most probable first."""
+        rows = (~self.hits).nonzero()[:, 0]
+        return rows[self.probability[rows].neg().argsort(stable=True)][:limit]
 
-    def doubtful_hits(self, most: int) -> Tensor:
-        """Return the places of up to `most` correct predictions, the least probable first."""
-        places = self.hits.nonzero()[:, 0]
-        return places[self.probability[places].argsort(stable=True)][:most]
+    def doubtful_hits(self, limit: int) -> Tensor:
+        """Return the table rows of at most `limit` correct predictions, the least probable first."""
+        rows = self.hits.nonzero()[:, 0]
+        return rows[self.probability[rows].argsort(stable=True)][:limit]
 
 
 def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
-    """Return the table of `indices` and `labels`, int64 (N,), and `probabilities` (N, classes)."""
+    """Return the table of predictions: `indices` and `labels`, int64 (N,), and `probabilities` (N, classes)."""
     probability, predicted = predictions["probabilities"].max(1)
     return PredictionTable(predictions["indices"], predictions["labels"], predicted, probability.double())
 
@@ -68,7 +68,7 @@ def write_predictions(
 
     Args:
         path: the CSV file.
-        classes: their names.
+        classes: names of the classes.
         batches: results of `ImageClassifier.predict_step`.
         files: path of each image of the data set, for an additional last column.
 
@@ -103,7 +103,7 @@ def read_predictions(path: Path, classes: Sequence[str], count: int) -> Predicti
 
     Each index must occur once. Probabilities must be in 0 … 1, or NaN for all images (a diverged net).
     """
-    number: dict[object, int] = {csv_cell(name): place for place, name in enumerate(classes)}
+    number: dict[object, int] = {csv_cell(name): index for index, name in enumerate(classes)}
     try:
         rows = [
             (int(row["index"]), number[row["label"]], number[row["predicted"]], float(row["probability"]))
@@ -125,7 +125,7 @@ def read_predictions(path: Path, classes: Sequence[str], count: int) -> Predicti
 def fingerprint(images: Tensor, labels: Tensor) -> str:
     """Return the SHA-256, in hex, of images, uint8 (N, H, W, C), and labels, int64 (N,)."""
     digest = sha256()
-    for part in (*images.split(1024), labels):  # parts, as the images may be memory-mapped
+    for part in (*images.split(1024), labels):  # in parts, because the images may be memory-mapped
         digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -145,7 +145,7 @@ TOP = 3  # default number of classes in a row
 
 @dataclass(frozen=True)
 class Row:
-    """A file. top: the most probable classes with their probabilities; empty if the file could not be read."""
+    """Prediction for a file. top: the most probable classes with their probabilities; empty for an unreadable file."""
 
     index: int
     top: Sequence[tuple[str, float]]
@@ -155,7 +155,7 @@ class Row:
     error: str | None = None
 
     def values(self, top: int) -> dict[str, Any]:
-        """Return the row by column with `top` classes, numbers with six digits."""
+        """Return the values by column, with `top` classes and six digits."""
         values: dict[str, Any] = {"index": self.index}
         for rank, (name, probability) in enumerate([*self.top, *[(None, None)] * top][:top], 1):
             values["label" if rank == 1 else f"class_{rank}"] = name

@@ -49,41 +49,41 @@ FACTS = {
 }  # fmt: skip
 
 # Computes logits and embeddings (N, …). Arguments: a function from rows to their images, the rows, a progress callback.
-Look = Callable[[Callable[[Tensor], Tensor], Tensor, Callable[[int], None]], tuple[Tensor, Tensor]]
+Embedder = Callable[[Callable[[Tensor], Tensor], Tensor, Callable[[int], None]], tuple[Tensor, Tensor]]
 
 
-def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
+def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> str:
     """Return the page with suspected label errors and duplicates, from a pass over all images.
 
-    The run's own predictions are used if it was tested on the same images; otherwise they are computed again.
+    If the run was tested on the same test images, its predictions are used. Otherwise they are computed again.
 
     Args:
         run: the run folder.
-        data: its images.
-        look: `inference.embeddings.logits_and_embeddings` of its net.
-        device: where to compare embeddings.
+        data: images of the run.
+        embed: `inference.embeddings.logits_and_embeddings` with the run's net.
+        device: device on which embeddings are compared.
     """
     metrics = read_metrics(run)
     train, held_out = _train_images(data)
     test = data.test_images
     tested_on = (metrics.get("test") or {}).get("fingerprint")
-    same = tested_on == fingerprint(test.images, test.labels)
-    predictions = read_predictions(run / "predictions.csv", data.classes, len(test)) if same else None
-    if tested_on and not same:
+    same_images = tested_on == fingerprint(test.images, test.labels)
+    predictions = read_predictions(run / "predictions.csv", data.classes, len(test)) if same_images else None
+    if tested_on and not same_images:
         note("the run was tested on other images: evaluating these test images now")
         metrics = {**metrics, "test": None}
 
-    def embed(images: ImageSet, what: str) -> tuple[Tensor, Tensor]:
+    def embed_all(images: ImageSet, what: str) -> tuple[Tensor, Tensor]:
         with progress(f"computing embeddings of the {what}", len(images)) as advance:
-            return look(images.take, torch.arange(len(images)), advance)
+            return embed(images.take, torch.arange(len(images)), advance)
 
-    logits, embeddings = embed(test, "test images")
+    logits, embeddings = embed_all(test, "test images")
     if predictions is None:
         probabilities = logits.double().softmax(1)
         predictions = prediction_table(
             {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": probabilities}
         )
-    train_logits, train_embeddings = embed(train, "training images")
+    train_logits, train_embeddings = embed_all(train, "training images")
     with progress("comparing test with training images", len(test)) as advance:
         nearest = find_nearest(train_embeddings.to(device), embeddings.to(device), advance)
     findings = Findings(
@@ -95,9 +95,9 @@ def inspected_page(run: Path, data: ImageData, look: Look, device: str) -> str:
 
 
 def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
-    """Return the training images without test images, and the rows of those that were held out for validation.
+    """Return the training images without test images, and the rows of the validation images among them.
 
-    `data.train_images` contains the test images in a cross-validation, and if val/ is also the test set.
+    `data.train_images` contains test images in a cross-validation, and if the folder val/ is also the test set.
     """
     train = data.train_images
     is_held_out = torch.zeros(len(train), dtype=torch.bool)
@@ -201,7 +201,7 @@ def _title(name: str) -> str:
 
 
 def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return label and text of each fact in metrics.json, with all scores of the test and the validation."""
+    """Return (label, text) of the facts in metrics.json, and of all scores on the test and validation images."""
     if metrics.get("accelerator") is not None:
         metrics = {**metrics, "accelerator": f"{metrics.get('devices', 1)} × {metrics['accelerator']}"}
     facts = [
@@ -238,23 +238,23 @@ def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     return charts
 
 
-def _most_confused(matrix: Tensor, classes: Sequence[str], most: int = 10) -> list[tuple[str, str, int, float]]:
-    """Return label, predicted class, images and their fraction of the label's, for the most frequent confusions."""
+def _most_confused(matrix: Tensor, classes: Sequence[str], limit: int = 10) -> list[tuple[str, str, int, float]]:
+    """Return the most frequent confusions: label, predicted class, images, and their fraction of the label's images."""
     counts = matrix.clone().fill_diagonal_(0).flatten()
     totals = matrix.sum(1).tolist()
     confused = []
-    for cell in counts.argsort(descending=True, stable=True)[:most].tolist():
+    for cell in counts.argsort(descending=True, stable=True)[:limit].tolist():
         row, column = divmod(cell, len(classes))
         if images := int(counts[cell]):
             confused.append((classes[row], classes[column], images, images / totals[row]))
     return confused
 
 
-def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the caption lines of the images at these rows of a table."""
+def captions(table: PredictionTable, rows: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the caption lines of the images in these rows of a table."""
     lines: list[tuple[str, ...]] = []
     columns = (table.indices, table.labels, table.predicted, table.probability)
-    for index, label, predicted, probability in zip(*(column[places].tolist() for column in columns), strict=True):
+    for index, label, predicted, probability in zip(*(column[rows].tolist() for column in columns), strict=True):
         names = (
             [classes[label]] if predicted == label else [f"true {classes[label]}", f"predicted {classes[predicted]}"]
         )
@@ -262,9 +262,9 @@ def captions(table: PredictionTable, places: Tensor, classes: Sequence[str]) -> 
     return lines
 
 
-def _pictures(data: ImageData, table: PredictionTable, places: Tensor) -> list[Picture]:
-    images = data.test_images.images[table.indices[places]]
-    lines = captions(table, places, data.classes)
+def _pictures(data: ImageData, table: PredictionTable, rows: Tensor) -> list[Picture]:
+    images = data.test_images.images[table.indices[rows]]
+    lines = captions(table, rows, data.classes)
     return [
         Picture(data_uri(image), f"Test image: {', '.join(line)}", line)
         for image, line in zip(images, lines, strict=True)

@@ -74,7 +74,7 @@ def accuracy_interval(score: Score) -> list[float] | None:
 
 
 def calibration_of(predictions: Predictions, temperature: float | None) -> dict[str, float | None]:
-    """Return the expected calibration error without and with a temperature (None for no temperature)."""
+    """Return the expected calibration error without (`error`) and with a temperature (`tempered_error`)."""
 
     def error(probabilities: Tensor) -> float:
         table = prediction_table({**predictions, "probabilities": probabilities})
@@ -112,7 +112,7 @@ def draw_for_tensorboard(
 ) -> None:
     """Log confusion matrices, and galleries of mistakes and doubtful predictions.
 
-    predictions: of the test or, without one, of the validation. None draws no galleries.
+    predictions: those of the test, or of the validation if there was no test. None draws no galleries.
     """
     for stage, score in (("val", val), ("test", test)):
         if score is None or not score.images:
@@ -124,8 +124,8 @@ def draw_for_tensorboard(
             images = (data.test_images if stage == "test" else data.train_images).images
             galleries = {"confident_mistakes": table.confident_mistakes, "doubtful_hits": table.doubtful_hits}
             for name, choose in galleries.items():
-                places = choose(GALLERY_SIZE)
-                picture = gallery(images[table.indices[places]], captions(table, places, data.classes))
+                rows = choose(GALLERY_SIZE)
+                picture = gallery(images[table.indices[rows]], captions(table, rows, data.classes))
                 board.log_images(f"{stage}/{name}", picture, step)
     board.save()
 

@@ -48,7 +48,7 @@ class Run(Callback):
         self.board: TensorBoardCurves | None = None
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
-        """Return the Trainer's callbacks: the best checkpoint only if there is validation, a live bar if `bar`."""
+        """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show a live progress bar."""
         callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else [])]
         if self.trains:
             callbacks += [self.clock, EpochLines(self.clock), RandomState(), DivergenceWarning()]
@@ -88,7 +88,7 @@ class Run(Callback):
             if getattr(checkpoint, "dirpath", "") is None:
                 checkpoint.dirpath = f"{path}/checkpoints"  # type: ignore[attr-defined]
         if trainer.is_global_zero:
-            if self.trains:  # identifies a training that is killed before its first checkpoint
+            if self.trains:  # marks the run as a training, even if it is killed before its first checkpoint
                 (self.folder.path / "checkpoints").mkdir(exist_ok=True)
             if not self.folder.resumed:
                 self._write_config()

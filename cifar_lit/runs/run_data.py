@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, Any]:
-    """Return the data settings of a run's config.yaml, or of a given data set for this net; empty without either.
+    """Return the data settings of a run's config.yaml, or those of `dataset` for this net; empty if both are missing.
 
     Check settings from config.yaml with `check_choices` before using them.
 
@@ -98,7 +98,7 @@ def _check_fit(card: ModelCard, classes: tuple[str, ...], shape: list[int]) -> N
 
 
 class RunImages(NamedTuple):
-    """Images for a net."""
+    """Images in the format of a net's input."""
 
     images: Tensor  # uint8 (N, C, H, W)
     labels: Tensor | None  # int64 (N,); None for generated images
@@ -127,7 +127,7 @@ class RunData:
         """Return `count` training or test images, evenly spaced; all for 0.
 
         Raises:
-            UsageError, Failure: they are missing or do not fit the net.
+            UsageError, Failure: the images are missing or do not fit the net.
         """
         where = f" {self.settings.root}" if self.settings.root else ""
         if not at_hand(self.dataset, self.settings):
@@ -153,7 +153,7 @@ class RunData:
     def load_or_draw(self, count: int) -> RunImages:
         """Return test images, or generated shapes if there are none, with the reason in `what`.
 
-        Shapes are grey if the net has neither 1 nor 3 channels. With `data_dir`, the error of `load` is raised instead.
+        Shapes are grey unless the net takes 3 channels. With `data_dir`, the error of `load` is raised instead.
         """
         try:
             return self.load(train=False, count=count)

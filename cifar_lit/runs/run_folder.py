@@ -36,16 +36,16 @@ MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes 
 
 
 class RunFolder:
-    """A run's folder, created and locked when `path` is first read, so that an earlier failure leaves nothing behind.
+    """A run's folder, created and locked when `path` is first read, so that an earlier failure leaves no folder.
 
     The operating system releases the lock when the process ends. Some network file systems have no locks, or do not
-    share them between machines. Therefore filelock's lease, a file with the owner and a heartbeat, is held as well.
+    share them between machines. So the run also holds filelock's lease, a file with the owner and a heartbeat.
 
     Args:
         logs: folder of all runs.
         name: name of the recipe.
         path: existing run to resume, instead of a new one.
-        first: whether this is the first process of the run. The others never claim a folder, they `follow` it.
+        first: whether this is the first process of the run. Other processes do not create a folder, see `follow`.
         job: record of the scheduler job, written to a new folder so that a restarted job finds its run.
 
     Raise Failure if the folder cannot be written, or another process is writing it.
@@ -64,7 +64,7 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """The folder. The first process claims it on first access; the others see `logs` until they follow."""
+        """The folder. The first process creates it on first access. In other processes it is `logs` before `follow`."""
         if self._path is None and self._first:
             path = self._claim()
             self._hold(path)
@@ -78,7 +78,7 @@ class RunFolder:
         return self._path is not None and _newest_checkpoint(self._path).is_file()
 
     def follow(self, path: Path) -> None:
-        """Use the folder that the first process has claimed."""
+        """Use the folder that the first process has created."""
         if not self._first:
             self._path = path
 
@@ -98,11 +98,11 @@ class RunFolder:
                     number += 1
         except OSError as error:
             raise Failure(
-                f"cannot make a run folder in {self.logs}: {error.strerror}. Choose another with --logs DIR."
+                f"cannot make a run folder in {self.logs}: {error.strerror}. Choose another folder with --logs DIR."
             ) from None
 
     def _hold(self, path: Path) -> None:
-        """Lock the folder, and remove what a killed process left half-written."""
+        """Lock the folder, and remove the partial files of a killed process."""
         lock = FileLock(path / LOCK, thread_local=False, fallback_to_soft=False)
         lease = _lease(path)
         try:
@@ -114,7 +114,7 @@ class RunFolder:
             previous_owner = owner_of(path)
             if lock.is_locked and previous_owner is None and os.path.lexists(path / OWNER):
                 time.sleep(WRITING_SECONDS)
-                if owner_of(path) is None:  # unreadable, so it can neither be renewed nor expire
+                if owner_of(path) is None:  # an unreadable lease can neither be renewed nor expire
                     lease.force_break()
             lease.acquire(timeout=1.5 * LEASE_SECONDS)
         except (Timeout, LeaseSettingsMismatch):
@@ -142,8 +142,8 @@ class RunFolder:
         lock, self._lock = self._lock, None
         if lock is not None and self._lease is not None and self._path is not None:
             self._lease.release()
-            # Removed before the release, as another process may hold it afterwards. The folder may be gone or
-            # read-only, and Windows cannot remove open files.
+            # Remove the file before the release: afterwards another process may hold the lock. The folder may be gone
+            # or read-only, and Windows cannot remove open files.
             with suppress(OSError):
                 (self._path / LOCK).unlink()
             lock.release()
@@ -154,7 +154,7 @@ def _lease(run: Path) -> SoftFileLease:
 
 
 def owner_of(run: Path) -> str | None:
-    """Return who writes a run folder, or was killed while writing it: `process 41 on node-7`; None for nobody."""
+    """Return the process that holds the lease of a run folder, alive or killed: `process 41 on node-7`, or None."""
     owner = _lease(run).owner
     host = owner.hostname.partition("?")[0] if owner else ""  # filelock appends the container's id
     return f"process {owner.pid} on {host}" if owner and re.fullmatch(r"[\w.-]+", host) else None

@@ -55,8 +55,8 @@ def test_switches_are_recognised_and_unknown_flags_are_left_to_the_parser() -> N
     ("argv", "remedy"),
     [
         (["--lr", "--debug"], "--lr needs a value, as in --lr "),
-        (["--debug", "extra"], "'extra' belongs to no flag"),
-        (["--model.lr", "1", "-3"], "'-3' belongs to no flag"),
+        (["--debug", "extra"], "unexpected argument 'extra'"),
+        (["--model.lr", "1", "-3"], "unexpected argument '-3'"),
         (["quickstart"], "Did you mean --recipe quickstart?"),
         (["photos"], "Did you mean --dataset folder --data-dir photos?"),
         (["--data-dir", "my", "photos"], 'Put a path with spaces into quotes: "my photos"'),

@@ -119,7 +119,7 @@ def test_auto_batch_and_auto_lr_are_searched_before_training_and_written_to_conf
     batch_size = metrics_of(Path("lightning_logs/small-1"))["batch_size"]
     assert config["data"]["batch_size"] == batch_size == 32  # the largest size with 20 steps of 760 images
     answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--auto-lr")
-    assert_refused(answer, 2, "--auto-lr", "only a new training takes it")
+    assert_refused(answer, 2, "--auto-lr", "can only be used with a new training")
 
 
 # ---- --trust, --debug

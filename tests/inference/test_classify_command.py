@@ -73,7 +73,7 @@ def test_the_table_shows_files_classes_novelty_and_errors(novelty_run: Path, cap
     Path("pictures/cut.jpg").write_bytes(Path("pictures/10.jpg").read_bytes()[:-300])
     code, out, err = classify(capsys, novelty_run, *["pictures"] * 20)  # more than one chunk
     lines = [line.rstrip() for line in out.splitlines()]
-    assert (code, err) == (1, "cifar-lit: 20 of 80 could not be classified; their rows give the reason\n")
+    assert (code, err) == (1, "cifar-lit: 20 of 80 files could not be classified; their rows give the reason\n")
     assert len(lines) == 81 and set(lines[1::4]) == {lines[1]}
     assert lines[0].split() == ["file", "class", "second", "third"]
     top = cifar_lit.load(novelty_run).predict("pictures/2.png")[0].top
@@ -86,7 +86,7 @@ def test_several_processes_predict_the_same_as_one(run: Path, capsys: Capture, m
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     files = ["pictures/2.png", "missing.png", "pictures/10.jpg"] * 70
     code, many, err = classify(capsys, run, "--csv", *files)
-    assert code == 1 and "70 of 210 could not be classified" in err
+    assert code == 1 and "70 of 210 files could not be classified" in err
     assert paths(many) == files
     assert [row["index"] for row in rows(many)] == [str(number) for number in range(210)]
     few = rows(classify(capsys, run, "--csv", *files[:3])[1])

@@ -83,7 +83,7 @@ def test_data_dir_gives_the_folder_of_moved_images(run: Path, capsys: pytest.Cap
         ("RUN --to safetensors", "name the copy with --out FILE"),
         ("RUN --to onnx --out no/where.onnx", "is in a folder that does not exist"),
         ("RUN --to onnx --out RUN", "is a folder"),
-        ("RUN --to safetensors --out RUN/model.safetensors", "is the file of the net itself"),
+        ("RUN --to safetensors --out RUN/model.safetensors", "is the model to export"),
         ("RUN --to onnx --images -1", "--images"),
         ("RUN --to onnx --quantise int8", "Did you mean --quantize"),
         ("runs/none --to onnx", "there is no runs/none"),

@@ -62,15 +62,15 @@ def test_the_page_shows_its_limits_and_an_error_until_the_next_picture(service: 
     opened = open_page(service.url)
     page = opened.page
     page.locator("#about", has_text="classes").wait_for()
-    assert page.text_content("#about") == f"lenet knows 4 classes: {', '.join(CLASSES)}."
+    assert page.text_content("#about") == f"lenet predicts 4 classes: {', '.join(CLASSES)}."
     page.locator("summary").click()
     assert f"{service.url}/predict" in page.inner_text("details")
-    assert "1.5 MB a request" in page.inner_text("#limits")
+    assert "Limits of a request: 1.5 MB" in page.inner_text("#limits")
     for data, name, text in (
         (picture()[:400], "cat.jpg", "The image cannot be read: cut short; save or send it again."),
         (b"text", "notes.txt", "not a JPEG"),
         (bytes(1_600_000), "large.jpg", "large.jpg has 1.6 MB"),
-        (b"", "cat.jpg", "was no file"),
+        (b"", "cat.jpg", "is not a file"),
     ):
         give(opened, data, name)
         page.locator("#error", has_text=text).wait_for()

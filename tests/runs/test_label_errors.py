@@ -54,8 +54,10 @@ def test_exact_duplicates_are_counted_and_near_duplicates_listed_nearest_first()
     train = ImageSet(pixels, torch.tensor([0, 0, 0, 1, 1, 1]), ("a", "b"))
     images = [pixels[2].flip(1), pixels[5], (pixels[4].int() - torch.where(pixels[4] > 99, 10, -10)).byte()]
     test = ImageSet(torch.stack(images), torch.tensor([0, 0, 1]), ("a", "b"))
-    pairs, twins, contrary = find_duplicates(train, test, torch.tensor([0.5, 1.0, 0.75]), torch.tensor([2, 5, 4]))
-    assert (twins, contrary) == (1, 1)
+    pairs, identical, conflicting = find_duplicates(
+        train, test, torch.tensor([0.5, 1.0, 0.75]), torch.tensor([2, 5, 4])
+    )
+    assert (identical, conflicting) == (1, 1)
     assert [(pair.test.lines, pair.train.lines, pair.lines) for pair in pairs] == [
         (("test 2", "b"), ("train 4", "b"), ("cosine 0.7500", "difference 10.0")),
         (("test 0", "a"), ("train 2", "a"), ("cosine 0.5000", "difference 0.0")),  # its mirror image

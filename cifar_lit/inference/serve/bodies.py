@@ -17,10 +17,10 @@ class Limits:
         body: bytes.
         pixels: pixels of an image, as its header says. Larger images are not decoded.
         images: number of images.
-        decode_seconds: CPU time to decode all images. A decoder that exceeds it is killed; a new one starts in 0.3 s.
-        body_seconds: total time for which a client may pause. Slow transfers count as pauses.
+        decode_seconds: CPU time to decode all images. A slower decoder is killed, and a new decoder starts in 0.3 s.
+        body_seconds: total time for which a client may pause. A slow transfer counts as a pause.
         answer_seconds: time to answer a request once it has arrived completely.
-        requests: number of requests at a time; further requests get status 503.
+        requests: number of concurrent requests; further requests get status 503.
     """
 
     body: int = 10_000_000
@@ -45,8 +45,8 @@ MAX_PART_HEADER_BYTES = 2048
 BOUNDARY = re.compile(r';\s*boundary="?([^";\s]+)', re.IGNORECASE)
 FILE_NAME = re.compile(rb'^content-disposition:.*;\s*filename\*?="?([^";\r\n]*)', re.IGNORECASE | re.MULTILINE)
 WAYS = (
-    "send an image as the body with its type (image/jpeg), a form with files (multipart/form-data), or base64 in JSON "
-    "(application/json)"
+    "send an image as the body with its Content-Type (image/jpeg), a form with files (multipart/form-data), or base64 in "
+    "JSON (application/json)"
 )
 JSON_EXAMPLE = '{"image": "<base64>"} or {"images": ["<base64>", …]}'
 
@@ -90,7 +90,7 @@ def _form_files(content_type: str, body: bytes, limits: Limits) -> list[tuple[st
     """Return the files of a form (RFC 7578). Other fields are ignored."""
     boundary = BOUNDARY.search(content_type)
     delimiter = b"\r\n--" + boundary[1].encode("latin-1", "replace") if boundary else b"\r\n"
-    # Twice the limit, so that the error of a few images too many tells their number.
+    # Split up to twice the limit, so that the error message about slightly too many images has their number.
     parts = (b"\r\n" + body).split(delimiter, 2 * limits.images + MAX_FIELDS)
     if boundary and delimiter in parts[-1]:
         raise RequestError(413, f"the form has too many parts: send at most {limits.images} images in one request")

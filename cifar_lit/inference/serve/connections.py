@@ -1,4 +1,4 @@
-"""Connections with limits on time, header size and number, so that no client can keep out others."""
+"""Connections with limits on time, header size and number, so that no client can block others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_CONNECTIONS = 2048  # 7 KB each
 MAX_HEADER_BYTES = 16 * 1024  # request line, headers and trailers together; the limit of Node.js
 TOO_LONG = f"the request's header is too long: send at most {MAX_HEADER_BYTES // 1024} KB"
 MAX_DRAINED_BYTES = 256_000_000  # read and dropped after an early answer; closing at once could lose the answer
-PIECE_BYTES = 1000  # added to the size of each piece of a body: small pieces cost more time than their bytes
+PIECE_BYTES = 1000  # counted for each piece of a body besides its size: parsing a piece takes time
 MIN_RATE = 8000  # bytes/s that keep a connection open
 LINGER_SECONDS = 1.0
 
@@ -38,14 +38,14 @@ def connection_limit() -> int:
 class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits, and with errors in JSON.
 
-    uvicorn waits for slow clients without end. Here each client starts with `body_seconds`. They run down while the
-    client has to send, or to receive the answer, and are earned back at `MIN_RATE` by each byte transferred. A client
-    that has used them up is disconnected.
+    uvicorn waits for slow clients indefinitely. Here each client has a time budget, initially `body_seconds`. The
+    budget decreases while the client has to send a request or to receive an answer. Transferred bytes increase the
+    budget by one second per `MIN_RATE` bytes, up to `body_seconds`. A client without time left is disconnected.
 
     Attributes:
         deadline: loop time at which the client is disconnected; infinity while the service works on the request.
         part: progress of the request: "" (nothing received), "header", "body", "whole" (complete, not yet answered),
-            "answered" (before the end of its body), or "refused" (further bytes are dropped).
+            "answered" (the body has not ended yet), or "refused" (further bytes are dropped).
     """
 
     def __init__(self, limits: Limits, max_connections: int, **settings: Any) -> None:
@@ -118,7 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Give time to receive the answer, and to send the rest of this body or the next request."""
+        """Reset the client's time to receive the answer, and to send the rest of this body or the next request."""
         self.part = {"whole": "", "body": "answered"}.get(self.part, self.part)
         self._give_time()
         super().on_response_complete()
@@ -149,7 +149,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def close_if_due(self) -> None:
-        """Disconnect the client if its deadline has passed. To be called several times a second."""
+        """Disconnect the client if its deadline has passed. Call this several times a second."""
         unsent = self.transport.get_write_buffer_size()
         self._earn_time(self._unsent - unsent)
         self._unsent = unsent

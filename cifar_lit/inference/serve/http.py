@@ -45,8 +45,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 STOP_SECONDS = 5  # for running requests to be answered when the service stops
-ACCEPTED_AT_ONCE = 64  # connections per turn of the loop; few enough that waiting ones are read before they are dropped
-QUEUE = 512  # connections that the system lets wait
+ACCEPTED_AT_ONCE = 64  # connections per turn of the loop; with more, some would be dropped before they are read
+QUEUE = 512  # connections that wait in the system's queue
 DEFAULT_TOP = 3
 MAX_HELD_BYTES = 256_000_000  # all bodies in memory together; at least two of the largest size
 SMALL_BODY_BYTES = 64_000  # smaller bodies are always accepted
@@ -57,15 +57,15 @@ def serve(
     classifier: Classifier, sock: socket.socket, names: frozenset[str] | None, limits: Limits, version: str,
     on_ready: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Serve a net until Ctrl-C, SIGTERM or SIGHUP. Requests that are running then are answered first.
+    """Serve a net until Ctrl-C, SIGTERM or SIGHUP. Running requests are still answered.
 
     Args:
         classifier: the net.
         sock: a listening socket.
-        names: names of this machine that clients may use; None if the socket is bound to this machine alone.
+        names: names of this machine that clients may use; None if the socket is bound to a loopback address.
         limits: limits of a request.
         version: version of the program, for /health.
-        on_ready: called when requests are answered.
+        on_ready: callback for the start of the service.
     """
     for number in stop_signals():
         if number != signal.SIGINT:
@@ -127,11 +127,11 @@ def _log(what: str, error: BaseException | None) -> None:
 
 
 class App:
-    """The ASGI application: it checks who asks, limits running requests, and answers every exception.
+    """The ASGI application. It checks the origin of requests, limits their number, and answers every exception.
 
-    It refuses web pages that make their own name point to this machine (DNS rebinding). It accepts localhost and
-    loopback addresses. Unless it is bound to this machine alone, it also accepts every address, and the `names` of this
-    machine. It refuses requests from pages of other sites, and no answer allows them to read it.
+    The Host header must be localhost or a loopback address, which prevents DNS rebinding. If the service is not bound
+    to a loopback address, every address and the `names` of this machine are valid too. Requests from pages of other
+    sites are refused, and no response has CORS headers.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class App:
         try:
             chunks = await self._receive(request)
             if self._running >= self.limits.requests:
-                raise RequestError(503, f"more than {self.limits.requests} requests at a time: try again later")
+                raise RequestError(503, f"more than {self.limits.requests} concurrent requests: try again later")
             self._running += 1
             try:
                 async with asyncio.timeout(self.limits.answer_seconds):
@@ -270,8 +270,8 @@ class App:
 def _is_own_name(host: str, names: frozenset[str] | None) -> bool:
     """Return whether a Host header names this machine, with any port.
 
-    The owner of a name decides where it leads, so other names are refused, also *.localhost. An address leads to
-    itself: all are accepted unless the service is bound to this machine alone (`names` is None).
+    Other names, also *.localhost, are refused: their owner could point them to this machine. Addresses cannot be
+    redirected: all are accepted, but only loopback addresses if `names` is None.
     """
     match = re.fullmatch(r"(?:\[([0-9a-f:]+)\]|([a-z0-9._-]+))(?::[0-9]{1,5})?", host)
     name = (match[1] or match[2]) if match else ""

@@ -29,7 +29,7 @@ from cifar_lit.signals import STOP_SIGNALS, start_resource_tracker
 if TYPE_CHECKING:
     from cifar_lit.inference.load import Classifier
 
-MAX_BATCH_IMAGES = 64  # the last request of a batch may exceed it
+MAX_BATCH_IMAGES = 64  # a batch takes further requests below this size, so it may become larger
 POSIX = os.name == "posix"  # elsewhere, only `answer_seconds` limits a request
 
 # ---- Decoding.
@@ -81,11 +81,11 @@ def _set_cpu_timer(seconds: float) -> None:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the stop signals while a process starts. They are sent to all processes, but this one handles them."""
+    """Block the stop signals while a process starts. All processes receive them, but only this one handles them."""
     if not POSIX:
         yield
         return
-    start_resource_tracker()  # before an executor would start it, and first, because it unblocks signals
+    start_resource_tracker()  # before the executor starts it and before signals are blocked: the start unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -120,7 +120,7 @@ class Decoders:
             out_of_time = decoder.kill()
             decoder = Decoder(self._limits)
             self._decoders.add(decoder)
-            if not isinstance(error, BrokenProcessPool):  # cancelled: nobody waits for the answer
+            if not isinstance(error, BrokenProcessPool):  # the request was cancelled
                 raise
             text = "the decoder crashed on this image: save it again, as a plain JPEG"
             if out_of_time:
@@ -174,10 +174,10 @@ class NetRunner:
                 while self._waiting and sum(len(one.pixels) for one, _ in batch) < MAX_BATCH_IMAGES:
                     batch.append(self._waiting.popleft())
                 if batch := [pair for pair in batch if not pair[1].done()]:
-                    await asyncio.shield(self._answer(batch))  # other requests wait for it too
+                    await asyncio.shield(self._answer(batch))  # a timeout of this request must not cancel the batch
             return await answer
         finally:
-            answer.cancel()  # after a timeout; a finished future ignores it
+            answer.cancel()  # after a timeout; no effect on a finished future
 
     async def _answer(self, batch: list[tuple[NetRequest, asyncio.Future[Answer]]]) -> None:
         requests = [request for request, _ in batch]

@@ -1,9 +1,9 @@
 "use strict";
 
 const find = (id) => document.getElementById(id);
-const BARS = 10; // classes that are shown
+const BARS = 10; // number of classes shown
 let limits = null;
-let lastRequest = 0; // an answer to an earlier one comes too late
+let lastRequest = 0; // answers to earlier requests are ignored
 
 function percent(value) {
   const text = (100 * value).toFixed(1);
@@ -49,11 +49,11 @@ async function classify(file) {
   const request = ++lastRequest;
   find("error").hidden = true;
   if (limits && file.size > limits.body) {
-    fail(`${file.name} has ${(file.size / 1e6).toFixed(1)} MB; at most ${limits.body / 1e6} MB are taken. Make it smaller.`);
+    fail(`${file.name} has ${(file.size / 1e6).toFixed(1)} MB. The limit is ${limits.body / 1e6} MB: make it smaller.`);
     return;
   }
   document.body.classList.add("busy");
-  find("status").textContent = "looking at the picture";
+  find("status").textContent = "classifying the picture";
   const picture = find("picture");
   URL.revokeObjectURL(picture.src);
   picture.src = URL.createObjectURL(file);
@@ -94,15 +94,15 @@ async function introduce() {
   about.size = health.image_size;
   limits = health.limits;
   const names = health.classes.slice(0, 10).join(", ") + (health.classes.length > 10 ? ", …" : "");
-  find("about").textContent = `${health.net} knows ${health.classes.length} classes: ${names}.`;
+  find("about").textContent = `${health.net} predicts ${health.classes.length} classes: ${names}.`;
   find("limits").textContent =
-    `Limits: ${limits.body / 1e6} MB a request, ${limits.images} images in one, ${(limits.pixels / 1e6).toFixed(0)} million pixels ` +
-    `and ${limits.decode_seconds} s of decoding; a request may not pause for ${limits.body_seconds} s.`;
+    `Limits of a request: ${limits.body / 1e6} MB, ${limits.images} images of ${(limits.pixels / 1e6).toFixed(0)} million pixels, ` +
+    `${limits.decode_seconds} s of CPU time to decode, and pauses of ${limits.body_seconds} s.`;
 }
 
 find("file").addEventListener("change", (event) => {
   classifyFirst(event.target.files);
-  event.target.value = ""; // so that the same file can be chosen again
+  event.target.value = ""; // allows the same file to be chosen again
 });
 addEventListener("dragover", (event) => {
   event.preventDefault();
@@ -115,10 +115,10 @@ addEventListener("drop", (event) => {
   event.preventDefault();
   document.body.classList.remove("over");
   if (event.dataTransfer.files.length) classifyFirst(event.dataTransfer.files);
-  else fail("That was no file. Save the picture first, then drop it here.");
+  else fail("This is not a file. Save the picture first, then drop it here.");
 });
 addEventListener("paste", (event) => {
   if (event.clipboardData.files.length) classifyFirst(event.clipboardData.files);
-  else fail("There is no picture in the clipboard. Copy one, then paste it again.");
+  else fail("There is no picture in the clipboard. Copy a picture, then paste it.");
 });
 introduce().catch(() => fail("The service does not answer. Is it still running?"));
