@@ -25,15 +25,9 @@ from cifar_lit.training.metrics import Score
 
 @dataclass(frozen=True)
 class Results:
-    """Results of one run.
+    """Results of one run. A score is None if those images were not evaluated."""
 
-    Args:
-        metrics: contents of metrics.json.
-        val: score on the validation images; None if they were not evaluated.
-        test: score on the test images; None if they were not evaluated.
-    """
-
-    metrics: dict[str, Any]
+    metrics: dict[str, Any]  # contents of metrics.json
     val: Score | None
     test: Score | None
 
@@ -87,8 +81,7 @@ def write_results(
     run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None
 ) -> Results | None:
     """Write weights, predictions, figures, report and metrics.json. A run with metrics.json counts as finished."""
-    trainer = model.trainer
-    folder = run.folder.path
+    trainer, folder = model.trainer, run.folder.path
     if not trainer.is_global_zero:
         return None
     card = describe_model(model, data) if run.trains else model_card(model, data)
@@ -113,15 +106,10 @@ def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageDat
     data.trainer = trainer
     data.train_dataloader()  # Fail early if a batch cannot be split across the devices.
     channels, height, width = data.input_shape
+    settings = {"channels": channels, "num_classes": data.class_count, "width": model.hparams["width"]}
     for side in data.resolutions:  # Some nets refuse small images.
-        build_on_meta_device(
-            model.hparams["net"],
-            channels=channels,
-            image_size=(side, round(side * width / height)),
-            num_classes=data.class_count,
-            width=model.hparams["width"],
-            options=model.hparams["net_options"],
-        )
+        size = (side, round(side * width / height))
+        build_on_meta_device(model.hparams["net"], image_size=size, options=model.hparams["net_options"], **settings)
 
 
 def _score(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:

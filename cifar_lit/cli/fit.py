@@ -30,9 +30,10 @@ from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, check_choice, nearest
 from cifar_lit.models.pretrained import preprocessing
-from cifar_lit.models.registry import net_spec
+from cifar_lit.models.registry import check_net, net_spec
+from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
@@ -48,6 +49,7 @@ from cifar_lit.training.checkpoint import (
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.finetune import load_into
+from cifar_lit.training.metrics import TOP, value_names
 from cifar_lit.training.orderly_stop import Interrupted
 
 DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
@@ -383,7 +385,12 @@ def check_settings(settings: Any) -> None:
     for flag, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"{flag} must be at least 1, not {number}")
-    check_model(settings.model.as_dict())
+    model = settings.model.as_dict()
+    check_model(model)
+    check_net(model["net"], model["net_options"] or {})
+    if is_import_path(model["optimizer"]):
+        import_callable(model["optimizer"])
+    check_choice("model.monitor", model["monitor"], value_names(TOP + 1, model["metrics"] or {}))
     if settings.model.class_weights != "none" and data.sampling != "none":
         both = f"model.class_weights {settings.model.class_weights} and data.sampling {data.sampling}"
         raise UsageError(f"{both} would balance the classes twice: set one of them to none")

@@ -131,20 +131,10 @@ class ImageData(pl.LightningDataModule):
         self.resolutions = resolutions or {}
         self.workers = workers
         self.settings = SourceSettings(
-            root=root,
-            url=url,
-            image_size=tuple(image_size) if isinstance(image_size, list) else image_size,
-            channels=channels,
-            num_classes=num_classes,
-            count=count,
-            test_size=test_size,
-            split_seed=split_seed,
-            skip_bad=skip_bad,
-            cache_dir=cache_dir,
-            labels=labels,
-            resize=resize,
-            group=group,
-        )
+            root=root, url=url, cache_dir=cache_dir, labels=labels, group=group, skip_bad=skip_bad, resize=resize,
+            image_size=tuple(image_size) if isinstance(image_size, list) else image_size, channels=channels,
+            num_classes=num_classes, count=count, test_size=test_size, split_seed=split_seed,
+        )  # fmt: skip
         self.augmentation = Augmentation(crop, flip, cutout)
         self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
         self.parts = SplitImages(dataset, self.settings, val_size=val_size, folds=folds, fold=fold)
@@ -245,22 +235,17 @@ class ImageData(pl.LightningDataModule):
         images, _ = self.placed("train")
         order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
         settings: dict[str, Any] = {
-            "source": images,
-            "indices": self.split[0],
-            "batch_size": self.batch_size,
-            "augmentation": self.augmentation,
-            "order": order if self.shuffle and not self._overfits else in_order,
-            "seed": self.seed,
-            "fill": self.preprocessing.mean_colour(images.images.device),
+            "source": images, "indices": self.split[0], "batch_size": self.batch_size,
+            "augmentation": self.augmentation, "fill": self.preprocessing.mean_colour(images.images.device),
+            "order": order if self.shuffle and not self._overfits else in_order, "seed": self.seed,
             "workers": self.workers if self.reads_ahead else 0,
             "pin_memory": self.reads_ahead and self.device.type != "cpu",
             **self._rank_settings,
-        }
+        }  # fmt: skip
         if self.last_losses:
-            begin = first_hard_batch(self.skip_from, self._length)
-            self._train_loader = HardRoundsLoader(
-                **settings, losses=self.last_losses, skip_easy=self.skip_easy, skip_from=begin
-            )
+            settings |= {"losses": self.last_losses, "skip_easy": self.skip_easy}
+            settings["skip_from"] = first_hard_batch(self.skip_from, self._length)
+            self._train_loader = HardRoundsLoader(**settings)
         else:
             self._train_loader = TrainLoader(**settings)
         if self._resumed is not None:

@@ -41,9 +41,7 @@ class ImageSet:
     names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        images = self.images
-        labels = self.labels
-        groups = self.groups
+        images, labels, groups = self.images, self.labels, self.groups
         if images.dtype != torch.uint8 or images.ndim != 4:
             raise ValueError(f"images must be uint8 (N, H, W, C), not {images.dtype} {tuple(images.shape)}")
         if images.shape[3] not in (1, 3):

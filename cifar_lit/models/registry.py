@@ -40,7 +40,7 @@ class NetSpec(NamedTuple):
     options: tuple[str, ...] | None = ()
 
 
-MAX_WIDTH = 1000.0  # largest multiplier of the hidden widths
+MAX_WIDTH = 1000.0
 NETS: dict[str, NetSpec] = {
     "whitened": NetSpec(WhitenedNet, min_size, any_size=True, options=OPTIONS),
     "shapenet": NetSpec(shapenet, min_size=8, any_size=True),
@@ -80,8 +80,7 @@ def build_net(
     if min(channels, num_classes, *size) < 1:
         raise UsageError(f"a net needs at least 1 channel, class and pixel, not {channels}, {num_classes} and {shape}")
     if not 0 < width <= MAX_WIDTH:
-        limits = f"above 0 and at most {MAX_WIDTH:g}"
-        raise UsageError(f"width multiplies the hidden widths: it must be {limits}, not {width}")
+        raise UsageError(f"width multiplies the hidden widths: it must be above 0 and at most {MAX_WIDTH:g}, not {width}")
     options = dict(options or {})
     spec = check_net(name, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)

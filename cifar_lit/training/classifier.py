@@ -18,12 +18,11 @@ from torchmetrics import Metric
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.checks import check_shapes
-from cifar_lit.models.registry import build_net, check_net
+from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import VIEWS, view_logits
-from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.training.callbacks import NotFiniteLoss, check_finite, gather_rows
 from cifar_lit.training.features import check_features, feature_callbacks
-from cifar_lit.training.metrics import TOP, Evaluation, RunningMetrics, Score, value_names
+from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
 from cifar_lit.training.optimizers import REST_MOMENTUM, check_settings, configure_optimizers
 from cifar_lit.training.predictions import PredictionCollector
 from cifar_lit.training.resume import check_restored_state, check_resumable, override_optimizer_settings
@@ -34,16 +33,8 @@ DEFAULT_SHAPE = (3, 32, 32)
 LossHook = Callable[[Tensor, Any], Tensor]
 
 
-def check_model(settings: Mapping[str, Any]) -> None:
+def check_model(h: Mapping[str, Any]) -> None:
     """Raise UsageError for settings of ImageClassifier that are invalid for all images. No net is built."""
-    check_net(settings["net"], settings["net_options"] or {})
-    if is_import_path(settings["optimizer"]):
-        import_callable(settings["optimizer"])
-    _check_choices(settings)
-    check_choice("model.monitor", settings["monitor"], value_names(TOP + 1, settings["metrics"] or {}))
-
-
-def _check_choices(h: Mapping[str, Any]) -> None:
     check_settings(h)
     check_features(h)
     check_choice("model.tta", h["tta"], VIEWS)
@@ -149,7 +140,7 @@ class ImageClassifier(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore=["metrics", "net"])
         self.hparams["net"] = net if isinstance(net, str) else type(net).__name__
-        _check_choices(self.hparams)
+        check_model(self.hparams)
         self._metrics = metrics
         if isinstance(net, nn.Module):
             self.net = net
@@ -168,8 +159,7 @@ class ImageClassifier(pl.LightningModule):
     def _build(self, input_shape: list[int], num_classes: int) -> None:
         """Build net and metrics."""
         h = self.hparams
-        h["input_shape"] = input_shape
-        h["num_classes"] = num_classes
+        h.update(input_shape=input_shape, num_classes=num_classes)
         if not hasattr(self, "net"):
             channels, height, width = input_shape
             shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": num_classes}
@@ -198,9 +188,8 @@ class ImageClassifier(pl.LightningModule):
         """Return the mean loss of a batch, multiplied by its `loss_weight` if it has one (see `data.batch.Batch`)."""
         images, labels = batch
         weight = getattr(batch, "loss_weight", 1.0)
-        targets = getattr(batch, "targets", None)
         logits = self(images)
-        targets = labels if targets is None else targets
+        targets = labels if getattr(batch, "targets", None) is None else batch.targets
         smoothing = self.hparams["label_smoothing"]
         if self.loss_hooks:
             losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
@@ -247,8 +236,7 @@ class ImageClassifier(pl.LightningModule):
         """Reset the state of an earlier fit."""
         if stage == "fit":
             self.running = RunningMetrics(self.trainer.strategy.root_device)
-            self.logged_step = 0
-            self.logged_loss = math.nan
+            self.logged_step, self.logged_loss = 0, math.nan
             self._reads_losses = True
 
     def on_fit_start(self) -> None:
@@ -281,8 +269,8 @@ class ImageClassifier(pl.LightningModule):
         """Log a row every `log_every_n_steps` steps, at the end of an epoch and at the end of the training."""
         loop = self.trainer.fit_loop.epoch_loop
         if self.running.batches and (self._row_is_due or loop.batch_progress.is_last_batch or loop.done):
-            shown = {name: value for name, value in self._log_row().items() if name.startswith("train/")}
-            self.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+            values = {name: value for name, value in self._log_row().items() if name.startswith("train/")}
+            self.log_dict(values, prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     @property
     def _row_is_due(self) -> bool:
@@ -293,8 +281,7 @@ class ImageClassifier(pl.LightningModule):
         loss, hits, images = sums = self._device_sums().sum(0).tolist()
         self.running.epoch = [total + new for total, new in zip(self.running.epoch, sums, strict=True)]
         self.running.start_row()
-        self.logged_step = self.global_step
-        self.logged_loss = loss / images
+        self.logged_step, self.logged_loss = self.global_step, loss / images
         group = self.trainer.optimizers[0].param_groups[0]
         rate = float(group["lr"])
         if self.hparams["input_lr"] is not None:  # Group 0 holds the first layers. Log the rate of the last ones.
@@ -429,8 +416,7 @@ class ImageClassifier(pl.LightningModule):
                 rows = [[sum(column) for column in zip(*rows, strict=True)]]
             if rank < len(rows):
                 self.running = RunningMetrics(self.trainer.strategy.root_device, *rows[rank])
-            loss, hits, images = map(float, state["epoch_sums"])
-            self.running.epoch = [loss, hits, images]
+            self.running.epoch = [float(value) for value in state["epoch_sums"]]
             self.running.batches = int(any(images for *_, images in rows))  # the same on all devices
             self.logged_step = int(state["logged_step"])
             self.score = Score.from_dict(state["score"], self.hparams["num_classes"])

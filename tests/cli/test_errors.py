@@ -54,7 +54,11 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints are intact: low
         (OSError(errno.EDQUOT, "Disk quota exceeded", "a"), DISK_FULL.format("a", "start again"), 1),
         (PermissionError(13, "no", "/a\nb"), NO_PERMISSION, 1),
         (RuntimeError("operator torchvision::nms does not exist"), OTHER_BUILD, 1),
-        (LOST_PEER, "another process of this run ended early: see its message for the reason. Resume with --resume.", 1),
+        (
+            LOST_PEER,
+            "another process of this run ended early: see its message for the reason. Resume with --resume.",
+            1,
+        ),
         (Failure("\x1b[2Jname"), "\\x1b[2Jname", 1),  # escaped: file names must not control the terminal
     ],
 )

@@ -45,8 +45,8 @@ MAX_PART_HEADER_BYTES = 2048
 BOUNDARY = re.compile(r';\s*boundary="?([^";\s]+)', re.IGNORECASE)
 FILE_NAME = re.compile(rb'^content-disposition:.*;\s*filename\*?="?([^";\r\n]*)', re.IGNORECASE | re.MULTILINE)
 WAYS = (
-    "send an image as the body with its Content-Type (image/jpeg), a form with files (multipart/form-data), or base64 in "
-    "JSON (application/json)"
+    "send an image as the body with its Content-Type (image/jpeg), a form with files (multipart/form-data), "
+    "or base64 in JSON (application/json)"
 )
 JSON_EXAMPLE = '{"image": "<base64>"} or {"images": ["<base64>", …]}'
 
