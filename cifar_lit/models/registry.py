@@ -80,7 +80,7 @@ def build_net(
     if min(channels, num_classes, *size) < 1:
         raise UsageError(f"a net needs at least 1 channel, class and pixel, not {channels}, {num_classes} and {shape}")
     if not 0 < width <= MAX_WIDTH:
-        raise UsageError(f"width multiplies the hidden widths: it must be above 0 and at most {MAX_WIDTH:g}, not {width}")
+        raise UsageError(f"width, a multiplier, must be above 0 and at most {MAX_WIDTH:g}, not {width}")
     options = dict(options or {})
     spec = check_net(name, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)

@@ -325,7 +325,7 @@ ATTACKS: dict[str, Attack] = {
         "profiler", "SimpleProfiler", "dirpath", dirpath="../outside", filename="x"
     ),
     "run folders in the user's folder": refused_setting("logs", "logs: OUTSIDE"),
-    "run folders in the user's folder by a link": refused_setting("logs", with_link("logs: runs", "runs")),
+    "run folders in the user's folder by a link": refused_setting("logs", with_link("logs: results", "results")),
     "a recipe's name that leads out of the folder of runs": Attack(
         config(f"{SMALL}recipe: ../../outside/x"),
         in_work(["fit", "--config", "own.yaml"]),
