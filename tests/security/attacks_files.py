@@ -232,10 +232,10 @@ ATTACKS: dict[str, Attack] = {
     ),
     "900 levels of folders": Attack(put("d", nested_folders), RESUME, says="nested deeper than 50 levels"),
     "sparse weights of 8 TiB": Attack(
-        sparse_weights("weights.safetensors"), [*WEIGHTS, "weights.safetensors"], says="memory"
+        sparse_weights("weights.safetensors"), [*WEIGHTS, "weights.safetensors"], says="than the memory"
     ),
     "a sparse model of 8 TiB": Attack(
-        sparse_weights("run/model.safetensors"), [*EXPORT, "x.safetensors"], says="memory"
+        sparse_weights("run/model.safetensors"), [*EXPORT, "x.safetensors"], says="than the memory"
     ),
     "a last checkpoint that links to one of another run": Attack(
         put("checkpoints/last.ckpt", another_run), RESUME, says=LEADS_OUT
