@@ -20,6 +20,8 @@ DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # choices for commands wit
 MIN_BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, so noise does not matter
 # Spin limits of idle OpenMP threads: iterations (GNU), milliseconds (LLVM and Intel).
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
+# Turing GPUs without tensor cores, where float16 convolutions of cuDNN return NaN (pytorch/pytorch#77955).
+NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200|2000)\b")
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 
 
@@ -32,7 +34,8 @@ class Machine:
         threads: number of CPU threads that this process may use.
         bf16: whether the CPU has bfloat16 instructions (AVX512-BF16, AMX). Without them, bfloat16 is slow.
         gpus: name and memory in bytes of each CUDA or ROCm device.
-        gpu_bf16: whether the GPUs have bfloat16 instructions.
+        gpu_bf16: whether all GPUs have bfloat16 instructions.
+        gpu_fp16: whether all GPUs have tensor cores for float16.
         mps: whether there is an Apple GPU.
         cuda_build: whether this torch was built for GPUs.
     """
@@ -42,6 +45,7 @@ class Machine:
     bf16: bool
     gpus: tuple[tuple[str, int], ...] = ()
     gpu_bf16: bool = False
+    gpu_fp16: bool = False
     mps: bool = False
     cuda_build: bool = True
 
@@ -94,12 +98,15 @@ def detect_machine() -> Machine:
     instructions = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
+    # `torch.cuda.is_bf16_supported` looks at one GPU only. ROCm GPUs have no compute capability; they support bfloat16.
+    oldest = min((9 if torch.version.hip else gpu.major for gpu in gpus), default=0)
     return Machine(
         cpu=next(names, "") or platform.processor() or platform.machine(),  # processor() starts a process
         threads=core_count(),
         bf16=any(supported is not None and supported() for supported in instructions),
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
-        gpu_bf16=bool(gpus) and torch.cuda.is_bf16_supported(including_emulation=False),
+        gpu_bf16=oldest >= 8,
+        gpu_fp16=oldest >= 7 and not any(NO_TENSOR_CORES.search(gpu.name) for gpu in gpus),
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
     )
@@ -194,9 +201,12 @@ def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
     """Return the default precision, which is the fastest that trains as well as float32, and the reason for it."""
     kind = machine.kind(accelerator)
     if kind == "gpu" and machine.gpus:
+        where = "this GPU" if len(machine.gpus) == 1 else "every GPU here"
         if machine.gpu_bf16:
-            return "bf16-mixed", "this GPU supports bfloat16"
-        return "32-true", "this GPU does not support bfloat16"
+            return "bf16-mixed", f"bfloat16 is fast on {where}"
+        if machine.gpu_fp16:
+            return "16-mixed", f"float16 is fast on {where}, bfloat16 is not"
+        return "32-true", f"neither bfloat16 nor float16 is fast on {where}"
     if kind != "cpu":
         return "32-true", "the safe choice here"
     if not machine.bf16:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,14 +29,16 @@ from cifar_lit.hardware import (
 )
 
 
-def gpus(count: int, bf16: bool = True) -> Machine:
-    return Machine(cpu="a CPU", threads=4, bf16=False, gpus=(("H200", 140 << 30),) * count, gpu_bf16=bf16)
+def gpus(count: int, bf16: bool = True, fp16: bool = True) -> Machine:
+    memory = {"gpus": (("H200", 140 << 30),) * count}
+    return Machine(cpu="a CPU", threads=4, bf16=False, **memory, gpu_bf16=bf16, gpu_fp16=fp16)
 
 
 CPU, CPU_BF16 = Machine(cpu="a CPU", threads=4, bf16=False), Machine(cpu="a CPU", threads=4, bf16=True)
 CPU_BUILD = Machine(cpu="a CPU", threads=4, bf16=False, cuda_build=False)
 MPS = Machine(cpu="an M3", threads=8, bf16=False, mps=True, cuda_build=False)
-ONE, TWO, EIGHT, OLD = gpus(1), gpus(2), gpus(8), gpus(1, bf16=False)
+ONE, TWO, EIGHT = gpus(1), gpus(2), gpus(8)
+T4, P100 = gpus(2, bf16=False), gpus(1, bf16=False, fp16=False)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +98,11 @@ def test_an_error_about_missing_devices_lists_the_devices_of_the_machine(
         (CPU_BF16, ("auto", "cpu"), 0.5, "32-true"),
         (MPS, ("auto", "mps", "gpu", "cpu"), 2.0, "32-true"),
         (TWO, ("auto", "gpu", "cuda"), 0.5, "bf16-mixed"),
-        (OLD, ("auto", "gpu"), 2.0, "32-true"),
+        (T4, ("auto", "gpu"), 2.0, "16-mixed"),
+        (P100, ("auto", "gpu"), 2.0, "32-true"),
     ],
 )
-def test_bf16_is_chosen_on_gpus_that_support_it_and_on_cpus_that_are_faster_with_it(
+def test_16_bits_are_chosen_on_gpus_that_support_them_and_on_cpus_that_are_faster_with_them(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, accelerators: tuple[str, ...], gain: float, precision: str
 ) -> None:
     monkeypatch.setattr(hardware, "probe_bf16", lambda: gain)
@@ -145,6 +149,34 @@ def test_this_machine_is_detected_and_auto_names_one_of_its_devices() -> None:
     assert machine.threads >= 1 and machine.cpu and "GPU" in str(machine)
     types = {name.partition(":")[0] for name in machine.devices}
     assert torch.zeros(1, device=resolve_device("auto")).device.type in types
+
+
+@pytest.mark.parametrize(
+    ("names", "hip", "bf16", "fp16"),
+    [
+        (["H200 9.0", "RTX 3090 8.6"], None, True, True),
+        (["RTX 4090 8.9", "Tesla T4 7.5"], None, False, True),
+        (["Tesla V100-SXM2-16GB 7.0"], None, False, True),
+        (["NVIDIA GeForce RTX 2080 Ti 7.5", "NVIDIA GeForce GTX 1080 6.1"], None, False, False),
+        (["NVIDIA GeForce GTX 1660 Ti 7.5"], None, False, False),
+        (["NVIDIA T1000 8GB 7.5"], None, False, False),
+        (["AMD Instinct MI50 6.0"], "6.2", True, True),
+        ([], None, False, False),
+    ],
+)
+def test_the_least_capable_gpu_decides_about_bfloat16_and_float16(
+    names: list[str], hip: str | None, bf16: bool, fp16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def properties(number: int) -> SimpleNamespace:
+        name, _, capability = names[number].rpartition(" ")
+        return SimpleNamespace(name=name, major=int(capability[0]), total_memory=1 << 30)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    machine = detect_machine()
+    assert (machine.gpu_bf16, machine.gpu_fp16) == (bf16, fp16)
 
 
 # ---- memory

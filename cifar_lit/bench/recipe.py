@@ -44,8 +44,9 @@ NOT_TAKEN = ("seed", "seed_everything", "recipe", "resume", "ckpt_path", "folds"
 CODE = ("data/**/*.py", "models/**/*.py", "training/**/*.py", "cli/fit.py", "hardware.py", "train.py")
 LEGEND = (
     f"± is the standard deviation over n seeds, with a 95 % confidence interval (Student's t) where n >= {FEW}",
-    "training time: fit with validation, without the first run of each process if there are others",
-    "times and speed: median (quartiles; range if n < 4)",
+    "training time: fit with validation, without the checkpoints of its last epoch",
+    "training and test: training time and the test of the plain images and, with TTA, of their views",
+    "times and speed: median (quartiles; range if n < 4) without the first run of each process if there are others",
     "start to result: from process start to the test result; peak memory: of the process, including earlier runs",
     "The runs share one process and the decoded images. Each run draws its random numbers from its own seed.",
 )
@@ -219,6 +220,7 @@ def run_once(
         **{name: metrics["test"][name] for name in ("accuracy", "loss", "balanced_accuracy", "macro_f1")},
         "views": metrics["test"].get("tta"),
         "seconds": metrics["train_seconds"],
+        "test_seconds": metrics["test_seconds"],
         "cold_seconds": None if age is None else round(age, 2),
         "memory_mb": round(peak / 1e6),
         "device_memory_mb": round(torch.cuda.max_memory_allocated() / 1e6) if on_gpu else None,
@@ -248,6 +250,8 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """
     warm = [run for run in runs if not run["first"]] or runs
     views = [run["views"] for run in runs if run["views"]]
+    # Files of earlier versions have no time of the test.
+    both = [run["seconds"] + run["test_seconds"] for run in warm if "test_seconds" in run]
     cold = [run["cold_seconds"] for run in runs if run["cold_seconds"] is not None]
     device = max(run["device_memory_mb"] or 0 for run in runs)
     memory = f"{max(run['memory_mb'] for run in runs):,} MB"
@@ -255,6 +259,7 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "test accuracy": mean_text([run["accuracy"] for run in runs]),
         "with TTA": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
         "training time": spread_text(spread(run["seconds"] for run in warm), "s"),
+        "training and test": spread_text(spread(both), "s") if both else "–",
         "start to result": spread_text(spread(cold), "s") if cold else "–",
         "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
         "peak memory": memory + (f" + {device:,} MB on the device" if device else ""),

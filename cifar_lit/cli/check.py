@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cifar_lit.bench.process import child_environment
 from cifar_lit.distributed.rank_watch import describe_exit
 from cifar_lit.errors import Failure
-from cifar_lit.hardware import Machine, detect_machine, resolve_device
+from cifar_lit.hardware import Machine, choose_precision, detect_machine, resolve_device
 from cifar_lit.text import say
 
 if TYPE_CHECKING:
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 LIMIT = 90.0  # seconds for a device, most of them for imports
 STEPS, BATCH = 5, 128
-# Largest relative error of a loss. On a CPU it is 1e-7 in float32 and 2e-5 in bfloat16.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
+HALF = {"bf16-mixed": ("bfloat16",), "16-mixed": ("float16",)}  # further dtypes to check, by default precision
+# Largest relative error of a loss. On a CPU it is 1e-7 in float32, 2e-5 in bfloat16 and 3e-6 in float16.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
 
 
 def train(device: str, dtype: torch.dtype) -> tuple[list[float], float]:
@@ -36,16 +37,18 @@ def train(device: str, dtype: torch.dtype) -> tuple[list[float], float]:
     net = nn.Sequential(first, nn.BatchNorm2d(64), nn.GELU(), second, nn.GELU(), *head).to(device, exact)
     images, labels = torch.randn(BATCH, 3, 32, 32).to(device, exact), torch.randint(10, (BATCH,)).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(images.device.type, enabled=dtype == torch.float16)
     losses = []
     started = 0.0
     for step in range(STEPS):
         if step == 1:
             started = time.perf_counter()
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(images.device.type, dtype, enabled=dtype.itemsize == 2):
             loss = nn.functional.cross_entropy(net(images), labels)
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         losses.append(loss.item())  # waits for the device
     return losses, BATCH * (STEPS - 1) / (time.perf_counter() - started)
 
@@ -55,9 +58,10 @@ def try_device(device: str) -> str:
     import torch
 
     expected, _ = train("cpu", torch.float64)
-    has_bf16 = device == "cpu" or (device != "mps" and torch.cuda.is_bf16_supported(including_emulation=False))
+    kind = device.partition(":")[0]
+    precision = "bf16-mixed" if kind == "cpu" else choose_precision(detect_machine(), kind)[0]
     speeds = []
-    for name in ("float32", "bfloat16") if has_bf16 else ("float32",):
+    for name in ("float32", *HALF.get(precision, ())):
         losses, speed = train(device, getattr(torch, name))
         error = max(abs(loss / exact - 1) for loss, exact in zip(losses, expected, strict=True))
         if not error <= TOLERANCE[name]:  # also for nan

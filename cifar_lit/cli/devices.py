@@ -43,17 +43,20 @@ def _list_machine() -> None:
     from cifar_lit.runs.results import versions
 
     machine = detect_machine()
+    kinds = [*(["gpu"] if machine.gpus else []), *(["mps"] if machine.mps else []), "cpu"]
+    choices = {kind: choose_precision(machine, kind) for kind in kinds}
     table = Table("accelerator", "device", "memory", "precision", "flags")
     for number, (name, memory) in enumerate(machine.gpus):
-        precision = choose_precision(machine, "gpu")[0]
-        table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", precision, f"--devices {number},")
+        table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", choices["gpu"][0], f"--devices {number},")
     if machine.mps:
-        table.add_row("mps", "Apple GPU", "shared", "32-true", "--accelerator mps")
+        table.add_row("mps", "Apple GPU", "shared", choices["mps"][0], "--accelerator mps")
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cpu = f"{machine.cpu}, {machine.threads} threads, {'bf16' if machine.bf16 else 'no bf16'} in hardware"
-    table.add_row("cpu", cpu, f"{ram:.0f} GiB", choose_precision(machine, "cpu")[0], "--accelerator cpu")
+    table.add_row("cpu", cpu, f"{ram:.0f} GiB", choices["cpu"][0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
+    for kind, (precision, reason) in choices.items():
+        console.print(f"{kind}: {precision} by default ({reason})")
     console.print("--devices 2 uses two GPUs, or two processes on the CPU (DDP)")
     if not machine.gpus:
         reason = (

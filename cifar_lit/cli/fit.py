@@ -39,9 +39,9 @@ from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.text import counted, is_name, note, say
 from cifar_lit.train import Results, evaluate, fit, predict
+from cifar_lit.training.async_checkpoint import checkpoint_io
 from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.checkpoint import (
-    AtomicCheckpointIO,
     check_checkpoint_path,
     latest_valid_checkpoint,
     read_checkpoint,
@@ -247,6 +247,7 @@ class TrainingCLI(LightningCLI):
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
             raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")
         configured = self.config_init[self.name].trainer
+        devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices) * trainer.num_nodes
         callbacks = configured.callbacks or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         loggers = configured.logger if isinstance(configured.logger, list) else [configured.logger]
@@ -272,7 +273,7 @@ class TrainingCLI(LightningCLI):
         trainer = super().instantiate_trainer(
             callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *card, *watched, *self.further],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
-            plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
+            plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,
             profiler=configured.profiler or NoProfiler(),
             **({} if validates else {"limit_val_batches": 0}),

@@ -66,6 +66,7 @@ class Trial:
             self.net.whitened.fill_(True)
         settings = {name: model.hparams[name] for name in GROUP_SETTINGS}
         self.optimizer: Optimizer = build_optimizer(self.net, precision=precision, **settings)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")
         self.autocast = torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -77,8 +78,9 @@ class Trial:
     def step(self, images: Tensor, labels: Tensor) -> None:
         """Take one optimizer step."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss(images, labels).backward()
-        self.optimizer.step()
+        self.scaler.scale(self.loss(images, labels)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
 
 def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[int], int] = lambda free: 0) -> int:

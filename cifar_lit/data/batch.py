@@ -43,8 +43,11 @@ class Batch:
         return 2
 
     def to(self, device: torch.device, **settings: Any) -> Batch:
-        """Return the batch on a device, with the settings of `Tensor.to`. Called by Lightning."""
-        return self._map(lambda tensor: tensor.to(device, **settings))
+        """Return the batch on a device, with the settings of `Tensor.to`. Called by Lightning.
+
+        Copies from page-locked memory do not synchronise the device.
+        """
+        return self._map(lambda tensor: tensor.to(device, **{"non_blocking": tensor.is_pinned(), **settings}))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory. Called by torch's DataLoader."""

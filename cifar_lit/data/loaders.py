@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -146,7 +145,7 @@ class TrainLoader:
         """Plan the next epoch while the device is still computing this one."""
         self._ahead = self.epoch + 1, self.epoch_plan(self.epoch + 1)
 
-    def epoch_plan(self, epoch: int, rows: Tensor | None = None) -> tuple[Tensor, Callable[[Block], list[Batch]]]:
+    def epoch_plan(self, epoch: int, rows: Tensor | None = None) -> tuple[Tensor, BatchMaker]:
         """Return the rows of an epoch in order, int64 (N,), and the function that turns them into batches.
 
         Args:
@@ -162,8 +161,7 @@ class TrainLoader:
             # One transfer per epoch. From page-locked memory it does not synchronise the device.
             order = order.pin_memory().to(device, non_blocking=True)
             plan = plan if plan is None else plan.pin_memory().to(device, non_blocking=True)
-        cutout = self.augmentation.cutout
-        return order, partial(_make_block, source=source, plan=plan, cutout=cutout, fill=self.fill, epoch=epoch)
+        return order, BatchMaker(source, plan, self.augmentation.cutout, self.fill, epoch)
 
     def _part(self, batch: Tensor) -> tuple[Tensor, float]:
         """Return this rank's rows of a global batch and their loss weight."""
@@ -176,18 +174,26 @@ class TrainLoader:
         return part, len(part) * self.world / len(batch)
 
 
-def _make_block(
-    block: Block, *, source: ImageSet, plan: Tensor | None, cutout: int, fill: Tensor | None, epoch: int
-) -> list[Batch]:
-    """Return the augmented batches of a block."""
-    parts, weights = zip(*block, strict=True)
-    rows = torch.cat(parts)
-    sizes = [len(part) for part in parts]
-    source.prefetch(rows)
-    images = augment_batch(source.images, rows, plan, cutout, fill).split(sizes)
-    labels = source.labels.index_select(0, rows).split(sizes)
-    columns = zip(images, labels, rows.split(sizes), weights, strict=True)
-    return [Batch(*values, epoch=epoch) for values in columns]
+@dataclass(frozen=True)
+class BatchMaker:
+    """Function from a block to its augmented batches, for one epoch. Arguments: see `augment_batch` and `Batch`."""
+
+    source: ImageSet
+    plan: Tensor | None
+    cutout: int
+    fill: Tensor | None
+    epoch: int
+
+    def __call__(self, block: Block) -> list[Batch]:
+        """Return the augmented batches of a block."""
+        parts, weights = zip(*block, strict=True)
+        rows = torch.cat(parts)
+        sizes = [len(part) for part in parts]
+        self.source.prefetch(rows)
+        images = augment_batch(self.source.images, rows, self.plan, self.cutout, self.fill).split(sizes)
+        labels = self.source.labels.index_select(0, rows).split(sizes)
+        columns = zip(images, labels, rows.split(sizes), weights, strict=True)
+        return [Batch(*values, epoch=self.epoch) for values in columns]
 
 
 @dataclass(eq=False)

@@ -65,7 +65,12 @@ class CurveFile(Logger):
     def __init__(self, run: RunFolder, resumed_step: int | None = None) -> None:
         super().__init__()
         self._run, self._resumed_step = run, resumed_step
-        self._columns: list[str] = []  # empty until the first row
+        self._columns: list[str] = []  # empty until the file is written
+
+    def create(self) -> None:
+        """Write the header of a new run: syncing the file to disk takes longer than many steps."""
+        with _writing(self._run):
+            self._rewrite()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -79,17 +84,23 @@ class CurveFile(Logger):
             with path.open("r+", newline="", encoding="utf-8") as file:  # "a" would recreate a deleted file
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self._columns).writerow(row)
-            return
-        rows = read_rows(path) if self._columns or self._resumed_step is not None else []
+        else:
+            self._rewrite(row)
+
+    def _rewrite(self, *new_rows: dict[str, Any]) -> None:
+        """Write the header, the earlier rows and new rows."""
+        path = self._run.path / "metrics.csv"
+        rows: list[dict[str, Any]] = read_rows(path) if self._columns or self._resumed_step is not None else []
         if not self._columns and self._resumed_step is not None:
             rows = [old for old in rows if _step_of(old) <= self._resumed_step]
             rows = [old for old in rows if not any(name.startswith("test/") for name in old)]
-        self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for old in rows for name in old), *row]))
+        rows += new_rows
+        self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for row in rows for name in row)]))
         # Atomic: a kill while the file is rewritten must not lose the earlier curves.
         with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._columns)
             writer.writeheader()
-            writer.writerows([*rows, row])
+            writer.writerows(rows)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: settings are in config.yaml."""

@@ -50,6 +50,7 @@ def run_metrics(
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
         "train_seconds": round(clock.seconds, 3) if clock else None,
         "images_per_second": speed,
+        "test_seconds": None if run.clock.test_seconds is None else round(run.clock.test_seconds, 3),
         "val": {**val.values, "interval": accuracy_interval(val)} if val else None,
         "test": None,
         "versions": versions(),

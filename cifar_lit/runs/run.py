@@ -49,9 +49,9 @@ class Run(Callback):
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
         """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show a live progress bar."""
-        callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else [])]
+        callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else []), self.clock]
         if self.trains:
-            callbacks += [self.clock, EpochLines(self.clock), RandomState(), DivergenceWarning()]
+            callbacks += [EpochLines(self.clock), RandomState(), DivergenceWarning()]
             callbacks += [self.best, self.last] if validates else [self.last]
             if interval := self.settings.get("checkpoint_every"):
                 callbacks.append(regular_checkpoint(interval))
@@ -103,7 +103,12 @@ class Run(Callback):
         stamp_start(self.folder.path)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show augmented training images in TensorBoard."""
-        if trainer.is_global_zero and self.board in trainer.loggers and not self.folder.resumed:
+        """Create metrics.csv and show augmented training images in TensorBoard, before the clock starts."""
+        if not trainer.is_global_zero or self.folder.resumed:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, CurveFile):
+                logger.create()
+        if self.board in trainer.loggers:
             data = trainer.datamodule  # type: ignore[attr-defined]
             self.board.log_images("images/train", make_grid(augmented_sample(data, 64), nrow=8))

@@ -21,7 +21,8 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
-FIGURES = ("epochs", "batch_size", "parameters", "train_seconds", "images_per_second")  # numbers of metrics.json
+# Numbers of metrics.json.
+FIGURES = ("epochs", "batch_size", "parameters", "train_seconds", "images_per_second", "test_seconds")
 MAX_FIGURE = 1e15
 LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # scheduler job that started the run

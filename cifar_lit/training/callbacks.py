@@ -22,22 +22,28 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.text import counted, note, say
+from cifar_lit.training.checkpoint import is_last_epoch
 
 # ---- time
 
 
 class Clock(Callback):
-    """Measure the duration of a fit, including its earlier parts if it is resumed.
+    """Measure the duration of a fit, including its earlier parts if it is resumed, and of the latest test.
+
+    The fit ends with its last epoch, before the checkpoints of that epoch are written: published records have none.
 
     Attributes:
         images: number of images trained on.
+        test_seconds: wall-clock time of the latest test, including test-time augmentation; None before the first.
     """
 
     def __init__(self) -> None:
         self.images = 0
+        self.test_seconds: float | None = None
         self._total, self._validation = 0.0, 0.0
         self._started: float | None = None
-        self._validation_started = 0.0
+        self._epoch_ended: float | None = None  # the latest epoch of this fit
+        self._validation_started = self._test_started = 0.0
 
     @property
     def seconds(self) -> float:
@@ -51,7 +57,7 @@ class Clock(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock, after the set-up."""
-        self._started = time.perf_counter()
+        self._started, self._epoch_ended = time.perf_counter(), None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the images of the global batch; this device has the fraction `loss_weight / world_size` of them."""
@@ -67,9 +73,27 @@ class Clock(Callback):
         if self._started is not None:
             self._validation += time.perf_counter() - self._validation_started
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record the time, before Lightning calls the checkpoint callbacks."""
+        if is_last_epoch(trainer):
+            wait_for_device(pl_module)
+        self._epoch_ended = time.perf_counter()
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock."""
-        self._total, self._started = self.seconds, None
+        """Stop the clock at the end of the last epoch. A fit of only the last layer (`unfreeze: false`) has none."""
+        if self._started is not None:
+            self._total += (time.perf_counter() if self._epoch_ended is None else self._epoch_ended) - self._started
+        self._started = None
+
+    def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock of the test, after the weights were copied to the device."""
+        wait_for_device(pl_module)
+        self._test_started = time.perf_counter()
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock of the test, before its results are written."""
+        wait_for_device(pl_module)
+        self.test_seconds = time.perf_counter() - self._test_started
 
     def state_dict(self) -> dict[str, Any]:
         """Return the times and the number of images."""
@@ -80,6 +104,11 @@ class Clock(Callback):
         self._total = state["seconds"]
         self._validation = state["validation"]
         self.images = state["images"]
+
+
+def wait_for_device(pl_module: pl.LightningModule) -> None:
+    """Wait until the device of a module has finished its work."""
+    torch.get_device_module(pl_module.device).synchronize()
 
 
 class NoProfiler(PassThroughProfiler):
@@ -228,18 +257,15 @@ class EpochLines(Callback):
                 say(f"stopped early: {counted(stop.wait_count, 'validation')} without a better {stop.monitor}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Print the line."""
+        """Print the line when its training loss is known."""
         if not trainer.is_global_zero:
             return
-        loss, accuracy = pl_module.running.epoch_means()
         now = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
         seconds, training, images = (end - start for end, start in zip(now, self._last_line, strict=True))
         self._last_line = now
         epochs = last_epoch(trainer) or "…"
-        parts = [
-            f"epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}",
-            f"train loss {loss:.4f} acc {accuracy:.4f}",
-        ]
+        epoch = f"epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}"
+        parts = []
         if self._validated and "val/loss" in (metrics := trainer.callback_metrics):
             names = {"loss": "loss", "accuracy": "acc"}
             names.setdefault(pl_module.hparams["monitor"], pl_module.hparams["monitor"])
@@ -248,9 +274,15 @@ class EpochLines(Callback):
             )
         self._validated = False
         parts += [f"{seconds:.1f} s", f"{images / max(training, 1e-9):.0f} images/s"]
-        console = rich.get_console()
-        line = fitting(parts, console.width) if console.is_terminal else " · ".join(parts)
-        console.print(line, highlight=False, soft_wrap=True)
+
+        def show() -> None:
+            loss, accuracy = pl_module.running.epoch_means()
+            whole = [epoch, f"train loss {loss:.4f} acc {accuracy:.4f}", *parts]
+            console = rich.get_console()
+            line = fitting(whole, console.width) if console.is_terminal else " · ".join(whole)
+            console.print(line, highlight=False, soft_wrap=True)
+
+        pl_module.rows.when_logged(show)
 
 
 def fitting(parts: list[str], width: int) -> str:
@@ -279,7 +311,7 @@ class DivergenceWarning(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Check the loss logged last, which is equal on all devices."""
-        loss = pl_module.logged_loss
+        loss = pl_module.rows.loss
         if loss > 0 and not self._start:
             self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
         if loss > self.FAR_ABOVE * self._start:

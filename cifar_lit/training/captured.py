@@ -1,12 +1,14 @@
 """Training steps as CUDA graphs (`model.capture`): the kernels of a step are captured once, then replayed.
 
-With `model.capture false`, Lightning's own `optimizer_step` runs, with the same results.
+With `model.capture false`, Lightning's own `optimizer_step` runs, with the same results. `model.compile` compiles the
+net of captured steps only: elsewhere, compiling takes longer than it saves.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,11 +18,17 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
+from cifar_lit.errors import first_line
+from cifar_lit.text import note
+from cifar_lit.training.deferred import DeferredBatch, DeferredBatches
 from cifar_lit.training.whitening import Whitening
 
 WARM_UP_STEPS = 3  # before a capture, for libraries to select kernels and optimizers to create states
 # Hooks that a replayed step cannot call.
 HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+# Recompile limit; torch's default is 8. A net with whitening compiles each batch shape twice: before and after its
+# bias is final.
+COMPILED_GRAPHS = 64
 
 
 def device_graphs(device: torch.device) -> Any:
@@ -36,14 +44,13 @@ def can_capture(trainer: Any, enabled: bool) -> bool:
     accumulates = trainer.accumulate_grad_batches > 1 or any(
         isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
     )
-    scales = getattr(trainer.precision_plugin, "scaler", None) is not None
     # Look at the instance, where LambdaCallback sets its hooks.
     has_hooks = any(
         getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
         for callback in trainer.callbacks
         for name in HOOKS
     )
-    return not (trainer.world_size > 1 or accumulates or scales or has_hooks)
+    return not (trainer.world_size > 1 or accumulates or has_hooks)
 
 
 class CapturedSteps(Callback):
@@ -51,6 +58,7 @@ class CapturedSteps(Callback):
 
     def __init__(self) -> None:
         self._steps: GraphedSteps | None = None
+        self._deferred: DeferredBatches | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Capture a step for each shape of batch, before the training time starts.
@@ -63,8 +71,11 @@ class CapturedSteps(Callback):
         pl_module.watch_losses()
         self._steps = GraphedSteps(pl_module)
         pl_module.optimizer_step = self._optimizer_step
+        trainer.fit_loop.setup_data()  # creates the loader
+        if DeferredBatches.supports(trainer.datamodule):  # type: ignore[attr-defined]
+            self._deferred = DeferredBatches(trainer.datamodule)  # type: ignore[attr-defined]
         if not trainer.ckpt_path:
-            self._steps.rehearse(example_batches(trainer, pl_module))
+            self._steps.rehearse(example_batches(trainer, pl_module, self._deferred))
 
     def _optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         assert self._steps is not None
@@ -86,9 +97,12 @@ class CapturedSteps(Callback):
     def _release(self, pl_module: Any) -> None:
         self._steps = None
         vars(pl_module).pop("optimizer_step", None)
+        if self._deferred is not None:
+            self._deferred.release()
+            self._deferred = None
 
 
-def example_batches(trainer: pl.Trainer, model: Any) -> Iterator[Any]:
+def example_batches(trainer: pl.Trainer, model: Any, deferred: DeferredBatches | None) -> Iterator[Any]:
     """Yield a batch of each shape in the fit, the largest first, after setting `net.bias_is_final` for it."""
     net, data = model.net, trainer.datamodule  # type: ignore[attr-defined]
     if not hasattr(data, "train_loader"):
@@ -99,16 +113,19 @@ def example_batches(trainer: pl.Trainer, model: Any) -> Iterator[Any]:
     kinds = {(data.side(epoch), is_final) for epoch in epochs for is_final in (epoch >= end, epoch + 1 > end)}
     for side, is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
         net.bias_is_final = is_final
-        yield from batches_of_side(data, side)
+        yield from batches_of_side(data, side, deferred)
     net.bias_is_final = False
 
 
-def batches_of_side(data: Any, side: int | None) -> Iterator[Any]:
+def batches_of_side(data: Any, side: int | None, deferred: DeferredBatches | None) -> Iterator[Any]:
     """Yield a training batch of each size in an epoch, the largest first. side: see `ImageData.side`."""
     loader = data.train_loader
     rows, make = loader.epoch_plan(0)
     sizes = {len(part) for part in rows.split(loader.batch_size)[: len(loader)]}
     for size in sorted(sizes, reverse=True):
+        if deferred:
+            yield deferred.batch(rows[:size], 1.0, make, side)
+            continue
         (batch,) = make([(rows[:size], 1.0)])
         yield data.preprocessing.train_batch(move_data_to_device(batch, data.device), side)
 
@@ -129,8 +146,17 @@ class GraphedSteps:
         self._model = model
         self._module = device_graphs(model.device)
         self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
+        scaler = getattr(model.trainer.precision_plugin, "scaler", None)  # only in 16-mixed
+        self._scaler = scaler or torch.amp.GradScaler(model.device.type, enabled=False)
         self._warm_ups: dict[Any, int] = {}
-        self._captured: dict[Any, tuple[Any, Any, Tensor]] = {}  # graph, its input batch, its output loss
+        self._captured: dict[Any, tuple[Any, list[Tensor], Tensor]] = {}  # graph, its inputs, its output loss
+        # The augmentation of the current epoch, and its copy that the graphs of deferred batches read.
+        self._epoch_plan: Tensor | None = None
+        self._plan: Tensor | None = None
+        self._compiled: Any = None  # the compiled call of the net, which Module.compile would use everywhere
+        if model.hparams["compile"]:
+            model.net.compile(dynamic=False)  # one graph per size is faster than one graph for all sizes
+            self._compiled, model.net._compiled_call_impl = model.net._compiled_call_impl, None
 
     def step(self, closure: Any) -> None:
         """Run a step on `batch`, and store its loss in Lightning's closure, which is not called."""
@@ -143,6 +169,7 @@ class GraphedSteps:
         tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *hook_tensors]
         with torch.no_grad():
             copies = [tensor.clone() for tensor in tensors]
+        loss_scale = self._scaler.state_dict()
         devices = [] if model.device.type == "cpu" else [model.device]
         with torch.random.fork_rng(devices, device_type=model.device.type):
             for batch in batches:
@@ -153,16 +180,18 @@ class GraphedSteps:
             for state in model.trainer.optimizers[0].state.values():
                 for value in state.values():
                     value.zero_()  # all optimizer states start at 0
+        self._scaler.load_state_dict(loss_scale)
 
     def _step(self, batch: Any) -> Tensor:
-        key = (tuple(batch.images.shape), batch.loss_weight, getattr(self._model.net, "bias_is_final", False))
+        if isinstance(batch, DeferredBatch) and batch.may_be_changed:
+            batch = batch.made
+        key = (*_shape(batch), batch.loss_weight, getattr(self._model.net, "bias_is_final", False))
+        if isinstance(batch, DeferredBatch) and batch.maker.plan is not self._epoch_plan:
+            self._epoch_plan = plan = batch.maker.plan
+            self._plan = plan.clone() if self._plan is None else self._plan.copy_(plan)
         if key in self._captured:
-            graph, static, loss = self._captured[key]
-            static.images.copy_(batch.images)
-            static.labels.copy_(batch.labels)
-            static.indices.copy_(batch.indices)
-            if static.targets is not None:
-                static.targets.copy_(batch.targets)
+            graph, inputs, loss = self._captured[key]
+            torch._foreach_copy_(inputs, _inputs(batch))
             graph.replay()
         elif self._warm_ups.setdefault(key, 0) < WARM_UP_STEPS:
             self._warm_ups[key] += 1
@@ -171,23 +200,70 @@ class GraphedSteps:
                 loss = self._run(batch)
             self._module.current_stream().wait_stream(self._stream)
         else:
-            static = batch.clone()
+            if isinstance(batch, DeferredBatch):
+                static: Any = batch.with_inputs(batch.indices.clone(), self._plan)
+            else:
+                static = batch.clone()
             graph = self._module.CUDAGraph()
             # With thread_local, another thread that pins memory does not invalidate the capture.
             with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 loss = self._run(static)
-            self._captured[key] = graph, static, loss
+            self._captured[key] = graph, _inputs(static), loss
             graph.replay()
         return loss
 
     def _run(self, batch: Any) -> Tensor:
-        """Run a step without synchronising. After a non-finite loss, `found_inf` keeps steps from changing anything."""
+        """Run a step without synchronising. After a non-finite loss, `found_inf` keeps steps from changing anything.
+
+        In 16-mixed, the scaler uses `found_inf` to skip a step whose gradients overflow.
+        """
         model, trainer = self._model, self._model.trainer
         optimizer = trainer.optimizers[0]
+        if isinstance(batch, DeferredBatch):
+            batch = batch.make()  # here, because autocast would round smaller images to bfloat16
         with trainer.precision_plugin.train_step_context():
-            loss = model.training_step(batch, 0)
-        loss.backward()
+            loss = self._loss(batch)
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(optimizer)
         model.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        optimizer.step()
+        optimizer._step_supports_amp_scaling = True  # The scaler sets `found_inf` instead of reading it on the host.
+        self._scaler.step(optimizer)
+        optimizer._step_supports_amp_scaling = False
+        self._scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def _loss(self, batch: Any) -> Tensor:
+        """Return the loss of the compiled net; of the net itself if the compiler fails, as without a C compiler."""
+        if self._compiled is None:
+            return self._model.training_step(batch, 0)
+        try:
+            with self._compiled_net():
+                return self._model.training_step(batch, 0)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._compiled = None
+            cause = first_line(getattr(error, "inner_exception", error))
+            note(f"the net is not compiled, because the compiler failed ({cause}): add --model.compile false")
+        return self._model.training_step(batch, 0)
+
+    @contextmanager
+    def _compiled_net(self) -> Iterator[None]:
+        """Call the compiled net within the block. Validation and tests run too few steps to be worth compiling for."""
+        self._model.net._compiled_call_impl = self._compiled
+        try:
+            with torch._dynamo.config.patch(recompile_limit=COMPILED_GRAPHS):
+                yield
+        finally:
+            self._model.net._compiled_call_impl = None
+
+
+def _shape(batch: Any) -> tuple[Any, ...]:
+    """Return the shape part of the cache key of a batch's graph."""
+    return (batch.side, len(batch.indices)) if isinstance(batch, DeferredBatch) else tuple(batch.images.shape)
+
+
+def _inputs(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch that a graph reads."""
+    if isinstance(batch, DeferredBatch):
+        return [batch.indices]
+    return [batch.images, batch.labels, batch.indices, *([] if batch.targets is None else [batch.targets])]

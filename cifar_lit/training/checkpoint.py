@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size, write_failure
 from cifar_lit.training.checkpoint_pickle import check_pickles
+from cifar_lit.training.collectives import Agreement
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
@@ -50,6 +51,12 @@ class DamagedCheckpoint(Failure):
 def within_epoch(trainer: pl.Trainer) -> bool:
     """Return whether the epoch continues after this batch, and no accumulated gradients would be lost."""
     return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not trainer.fit_loop._should_accumulate()
+
+
+def is_last_epoch(trainer: pl.Trainer) -> bool:
+    """Return whether the training ends with this epoch, unless a minimum number of epochs or steps prolongs it."""
+    ends = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
+    return ends or trainer.should_stop
 
 
 def validates_next(trainer: pl.Trainer) -> bool:
@@ -142,6 +149,16 @@ class RegularCheckpoint(RunCheckpoint):
 
     state_key = "RegularCheckpoint"  # without the interval, which may change on resume
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._agreement = Agreement()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Connect the ranks if the interval is a time."""
+        super().setup(trainer, pl_module, stage)
+        if self._train_time_interval is not None:
+            self._agreement.connect(trainer)
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save at the end of every epoch too, even if epochs are short."""
         super().on_train_start(trainer, pl_module)
@@ -149,19 +166,26 @@ class RegularCheckpoint(RunCheckpoint):
             if isinstance(callback, LastCheckpoint):
                 callback.requested = True
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Look at the clock of the first device. Lightning broadcasts a pickled answer after every step."""
+        if self._train_time_interval is not None:
+            seconds = time.monotonic() - (self._last_time_checked or 0.0)
+            is_due = trainer.is_global_zero and seconds >= self._train_time_interval.total_seconds()
+            self._agreement.start(int(is_due))
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save at the interval, like Lightning; if a validation follows this step, save after it."""
-        if not within_epoch(trainer):
-            return
-        if validates_next(trainer):
-            every, interval, now = self._every_n_train_steps, self._train_time_interval, time.monotonic()
-            due = every > 0 and trainer.global_step % every == 0
-            if interval is not None:  # All devices use the clock of the first device.
-                due = trainer.strategy.broadcast(now - (self._last_time_checked or now) >= interval.total_seconds())
-                self._last_time_checked = now if due else self._last_time_checked
-            self._defer_save_until_validation = due
+        if self._train_time_interval is not None:
+            is_due = bool(self._agreement.result())
         else:
-            ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx)
+            is_due = trainer.global_step % self._every_n_train_steps == 0
+        if not is_due or not within_epoch(trainer):
+            return
+        self._last_time_checked = time.monotonic()
+        if validates_next(trainer):
+            self._defer_save_until_validation = True
+        elif not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
 
 class LastCheckpoint(RunCheckpoint):
@@ -177,10 +201,9 @@ class LastCheckpoint(RunCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save if due."""
-        is_last = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
         seconds = time.monotonic() - (self._last_time_checked or 0.0)
         is_due = self.requested or trainer.world_size > 1 or seconds >= self.MIN_INTERVAL
-        if is_last or is_due or trainer.should_stop:
+        if is_due or is_last_epoch(trainer):
             super().on_train_epoch_end(trainer, pl_module)
             self._last_time_checked = time.monotonic()
 

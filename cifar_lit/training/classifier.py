@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import get_total_norm
 from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, check_choice
@@ -20,12 +19,13 @@ from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import VIEWS, view_logits
-from cifar_lit.training.callbacks import NotFiniteLoss, check_finite, gather_rows
+from cifar_lit.training.callbacks import NotFiniteLoss, check_finite
 from cifar_lit.training.features import check_features, feature_callbacks
 from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
 from cifar_lit.training.optimizers import REST_MOMENTUM, check_settings, configure_optimizers
 from cifar_lit.training.predictions import PredictionCollector
 from cifar_lit.training.resume import check_restored_state, check_resumable, override_optimizer_settings
+from cifar_lit.training.rows import TrainingRows, log_values
 
 DEFAULT_SHAPE = (3, 32, 32)
 
@@ -76,7 +76,7 @@ class ImageClassifier(pl.LightningModule):
         ema_decay: decay per step of a moving average of the weights, which is validated and saved. 0 disables it.
         channels_last: keep convolution weights in channels_last memory format, which is faster on CPUs and tensor
             cores.
-        compile: compile the net with torch.compile.
+        compile: compile the net of captured steps with torch.compile. Without captured steps, this has no effect.
         capture: replay training steps as CUDA graphs unless other code must run within a step.
         tta: test-time augmentation, scored in addition to the plain accuracy: none, mirror, or full (mirror and 1-pixel
             shifts).
@@ -146,8 +146,7 @@ class ImageClassifier(pl.LightningModule):
             self.net = net
         self.loss_hooks: list[LossHook] = []
         self.running = RunningMetrics(self.device)  # this device's training steps
-        self.logged_step = 0
-        self.logged_loss = math.nan  # the training loss of the last row
+        self.rows = TrainingRows(self)
         self._collector = PredictionCollector()
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
@@ -172,8 +171,6 @@ class ImageClassifier(pl.LightningModule):
         parameters = list(self.net.parameters())
         for parameter in parameters[: int(h["frozen"] * len(parameters))]:
             parameter.requires_grad_(False)
-        if h["compile"]:
-            self.net.compile(dynamic=False)  # one graph per size is faster than one graph for all sizes
         self.evaluation = Evaluation(num_classes, self._metrics)
         self.views = Evaluation(num_classes)
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
@@ -203,7 +200,7 @@ class ImageClassifier(pl.LightningModule):
         if not self._reads_losses:
             self.running.watch(loss.detach())
         elif not math.isfinite(value := loss.item()):
-            raise self._not_finite(f"{value}", self.global_step)
+            raise NotFiniteLoss(f"the loss is {value} at step {self.global_step} of epoch {self.current_epoch}")
         return loss if weight == 1.0 else loss * weight
 
     # Lightning inspects this signature at every step. Cached, and with `callbacks.NoProfiler`, `lenet` trains in 0.81
@@ -236,7 +233,7 @@ class ImageClassifier(pl.LightningModule):
         """Reset the state of an earlier fit."""
         if stage == "fit":
             self.running = RunningMetrics(self.trainer.strategy.root_device)
-            self.logged_step, self.logged_loss = 0, math.nan
+            self.rows = TrainingRows(self)
             self._reads_losses = True
 
     def on_fit_start(self) -> None:
@@ -266,56 +263,16 @@ class ImageClassifier(pl.LightningModule):
         self.running.batches += 1
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log a row every `log_every_n_steps` steps, at the end of an epoch and at the end of the training."""
-        loop = self.trainer.fit_loop.epoch_loop
-        if self.running.batches and (self._row_is_due or loop.batch_progress.is_last_batch or loop.done):
-            values = {name: value for name, value in self._log_row().items() if name.startswith("train/")}
+        """Log a row of the training curves if it is due."""
+        if values := self.rows.after_step():
             self.log_dict(values, prog_bar=True, logger=False, on_step=True, on_epoch=False)
-
-    @property
-    def _row_is_due(self) -> bool:
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every > 0 and self.global_step - self.logged_step >= every
-
-    def _log_row(self) -> dict[str, float]:
-        loss, hits, images = sums = self._device_sums().sum(0).tolist()
-        self.running.epoch = [total + new for total, new in zip(self.running.epoch, sums, strict=True)]
-        self.running.start_row()
-        self.logged_step, self.logged_loss = self.global_step, loss / images
-        group = self.trainer.optimizers[0].param_groups[0]
-        rate = float(group["lr"])
-        if self.hparams["input_lr"] is not None:  # Group 0 holds the first layers. Log the rate of the last ones.
-            rate *= self.hparams["lr"] / float(group.get("initial_lr", rate))
-        values = {"train/loss": loss / images, "train/accuracy": hits / images, "lr": rate}
-        if self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            values["weight_norm"] = float(get_total_norm([parameter.detach() for parameter in self.net.parameters()]))
-        self._write_row(values)
-        return values
-
-    def _write_row(self, values: Mapping[str, float]) -> None:
-        """Write values to the loggers at the current step. `self.log` takes longer than a step of a small net."""
-        for logger in self.trainer.loggers:
-            logger.log_metrics({**values, "epoch": self.current_epoch}, self.global_step)
-
-    def _device_sums(self) -> Tensor:
-        """Return loss, hits and images of each device since the last row: float32 (devices, 3).
-
-        Collective: every rank must call this. Raises NotFiniteLoss if a loss was not finite.
-        """
-        rows = gather_rows(self.trainer, self, self.running.sums()).cpu()
-        if rows[:, 3].any():
-            steps = int(self.running.finite_steps) // self.trainer.accumulate_grad_batches
-            raise self._not_finite("not finite", self.logged_step + steps)
-        return rows[:, :3]
-
-    def _not_finite(self, value: str, step: int) -> NotFiniteLoss:
-        return NotFiniteLoss(f"the loss is {value} at step {step} of epoch {self.current_epoch}")
 
     def on_train_epoch_end(self) -> None:
         """Log the means of the epoch for callbacks such as EarlyStopping."""
-        loss, accuracy = self.running.epoch_means()
-        self._log_scalars({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
-        self.running.epoch = [0.0, 0.0, 0.0]
+        if not self.rows.pending:  # else no callback uses them
+            loss, accuracy = self.running.epoch_means()
+            self._log_scalars({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
+        self.rows.when_logged(self.running.start_epoch)
 
     def _log_scalars(self, values: Mapping[str, float], **settings: Any) -> None:
         """Log values that are equal on all devices. They are reduced by `max`, which is exact, unlike `mean`."""
@@ -369,7 +326,8 @@ class ImageClassifier(pl.LightningModule):
         scores = self.score.logged(stage)
         in_fit = self.trainer.state.fn == "fit"
         if in_fit and not self.trainer.sanity_checking:
-            self._write_row(scores)  # Lightning would log it at the previous step
+            # Lightning would log it at the previous step.
+            log_values(self.trainer, scores, self.current_epoch, self.global_step)
         if in_fit and not math.isfinite(self.score.loss):  # Never select such weights as the best.
             scores |= {"val/accuracy": math.nan, self.monitored[0]: math.nan}
         accuracy = f"{stage}/accuracy"
@@ -393,13 +351,12 @@ class ImageClassifier(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the running metrics and the last score. Raise NotFiniteLoss for values that are not finite."""
-        if self.running.batches and self._row_is_due:  # Callbacks save before the row of this step is logged.
-            self._log_row()
+        self.rows.before_checkpoint()
         check_finite(self, checkpoint)
         checkpoint["cifar_lit"] = {
-            "device_sums": self._device_sums().tolist(),
+            "device_sums": self.rows.unlogged_sums(),
             "epoch_sums": list(self.running.epoch),
-            "logged_step": self.logged_step,
+            "logged_step": self.rows.step,
             "score": {**self.score._asdict(), "confusion": torch.tensor(self.score.confusion)} if self.score else None,
         }
 
@@ -418,5 +375,5 @@ class ImageClassifier(pl.LightningModule):
                 self.running = RunningMetrics(self.trainer.strategy.root_device, *rows[rank])
             self.running.epoch = [float(value) for value in state["epoch_sums"]]
             self.running.batches = int(any(images for *_, images in rows))  # the same on all devices
-            self.logged_step = int(state["logged_step"])
+            self.rows.step = int(state["logged_step"])
             self.score = Score.from_dict(state["score"], self.hparams["num_classes"])

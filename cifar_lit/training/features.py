@@ -17,6 +17,7 @@ from cifar_lit.training.captured import CapturedSteps
 from cifar_lit.training.class_weights import CLASS_WEIGHTS, ClassWeights
 from cifar_lit.training.early_stopping import EarlyStop
 from cifar_lit.training.finetune import FixedNorms, HeadFit, PretrainedWeights
+from cifar_lit.training.rows import LateRows
 from cifar_lit.training.weight_average import WeightAverage
 from cifar_lit.training.whitening import Whitening
 
@@ -55,4 +56,7 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(EarlyStop(monitor, mode, h["patience"], trainer.max_epochs))
     if h["capture"]:
         callbacks.append(CapturedSteps())
+    has_rows = any(isinstance(callback, LateRows) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if trainer.strategy.root_device.type != "cpu" and not has_rows:
+        callbacks.append(LateRows())
     return callbacks

@@ -36,6 +36,7 @@ from cifar_lit.models.torchvision_nets import SMALL_STEM
 from cifar_lit.text import duration_text, say
 from cifar_lit.training.checkpoint import RunCheckpoint, read_weights
 from cifar_lit.training.class_weights import ClassWeights
+from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.weight_average import WeightAverage
 
 # ---- pretrained weights
@@ -199,7 +200,7 @@ def compute_features(
     inputs: list[Tensor] = []
     head = net_head(net)
     hook = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu()))
-    with hook, torch.compiler.set_stance("force_eager"):  # a compiled net may skip the hook
+    with hook:
         for images in batches:
             with precision():
                 net(images.type(head.weight.dtype))
@@ -363,18 +364,17 @@ class HeadFit(Callback):
         net_key = digest([*body, h["net"], h["net_options"], trainer.precision])
         features = self._features(trainer, model, net_key, train, self._views)
         val_features = self._features(trainer, model, net_key, val, 1) if len(val) else None
-        fitted = None
+        head, seconds = net_head(model.net), 0.0
         if features is not None:
             weighting = [callback for callback in trainer.callbacks if isinstance(callback, ClassWeights)]  # type: ignore[attr-defined]
             weights = weighting[0].weights.cpu() if weighting else None
             if data.sampling == "balanced":
                 weights = len(train) / (classes * torch.bincount(labels[train], minlength=classes).clamp_min(1).float())
-            fitted = fit_head(features, labels[train], classes, self._views, weights)
-        weight, bias, seconds = cast("Head", trainer.strategy.broadcast(fitted))
-        head = net_head(model.net)
-        with torch.no_grad():
-            head.weight.copy_(weight)
-            head.bias.copy_(bias)
+            weight, bias, seconds = fit_head(features, labels[train], classes, self._views, weights)
+            with torch.no_grad():
+                head.weight.copy_(weight)
+                head.bias.copy_(bias)
+        broadcast_from_first(trainer, head.weight, head.bias)
         text, scalars = f"last layer fitted in {seconds:.1f} s", {}
         if len(val):
             model.evaluation.reset()
@@ -462,8 +462,7 @@ def _seconds(model: pl.LightningModule, data: Any, trains: bool) -> float:
     """Return the time per image of a forward pass, or with `trains` of a forward and a backward pass."""
     images = next(batches_of_view(data, data.split[0][: max(1, data.batch_size // model.trainer.world_size)], 0))
     model.eval()
-    eager = torch.compiler.set_stance("force_eager")  # no compilation for two passes
-    with eager, model.trainer.precision_plugin.forward_context(), torch.set_grad_enabled(trains):
+    with model.trainer.precision_plugin.forward_context(), torch.set_grad_enabled(trains):
         for _ in range(2):  # the first pass is a warm-up
             started = time.perf_counter()
             loss = model(images).float().square().mean()

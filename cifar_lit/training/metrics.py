@@ -238,14 +238,19 @@ class RunningMetrics:
         self.finite_steps.add_(1.0 - self.non_finite)
 
     def sums(self) -> Tensor:
-        """Return loss, hits, images and `non_finite` of this device: float32 (4,)."""
-        return torch.stack((self.loss, self.hits, self.hits.new_tensor(self.images), self.non_finite))
+        """Return loss, hits, images, `non_finite` and `finite_steps` of this device: float32 (5,)."""
+        images = self.hits.new_full((), self.images)  # `new_tensor` would synchronise the device
+        return torch.stack((self.loss, self.hits, images, self.non_finite, self.finite_steps))
 
     def start_row(self) -> None:
-        """Reset the sums after a row was logged."""
+        """Reset the sums of a row."""
         for tensor in (self.loss, self.hits, self.finite_steps):
             tensor.zero_()
         self.images = self.batches = 0
+
+    def start_epoch(self) -> None:
+        """Reset the sums of an epoch."""
+        self.epoch = [0.0, 0.0, 0.0]
 
     def epoch_means(self) -> tuple[float, float]:
         """Return the mean training loss and accuracy of the epoch so far over all devices; NaN without images."""

@@ -177,7 +177,7 @@ def build_optimizer(
         net: the net, on the device where it is trained.
         optimizer: one of OPTIMIZERS, or the import path of a torch optimizer, called with the groups and `lr`.
         lr: highest learning rate.
-        precision: precision of the Trainer. Without bf16, Muon's products are float32 on a CPU, where bf16 may be slow.
+        precision: precision of the Trainer. Without bf16, which may be slow, Muon's products are float32.
         capturable: keep the rate of each group in a 0-dim float32 tensor on the device, which captured steps read.
         **settings: see `parameter_groups`.
 
@@ -191,7 +191,7 @@ def build_optimizer(
             group["lr"] = first.new_tensor(group["lr"], dtype=torch.float32)
     built: Optimizer
     if optimizer == "muon":
-        products = "float32" if first.device.type == "cpu" and "bf16" not in precision else "bfloat16"
+        products = "bfloat16" if "bf16" in precision else "float32"
         built = Muon(groups, lr, steps=3, products=products, branches=capturable)
     elif optimizer == "adamw":
         built = AdamW(groups, lr, fused=True, capturable=capturable)

@@ -7,13 +7,13 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from cifar_lit.signals import HANGUP, STOP_SIGNALS, accept_hangup, stop_signals
 from cifar_lit.text import note
 from cifar_lit.training.checkpoint import LastCheckpoint, validates_next, within_epoch
+from cifar_lit.training.collectives import Agreement
 
 
 class Interrupted(BaseException):
@@ -49,9 +49,11 @@ class OrderlyStop(Checkpoint):
     """Write `last.ckpt` and stop after the current step on Ctrl-C, SIGTERM, SIGHUP or SLURM's requeue signal.
 
     If a validation follows the step, it runs first. A signal during validation stops after the epoch, which writes a
-    checkpoint. All devices stop at the same step. A second signal stops immediately, unless either is SIGHUP, because a
-    lost session sends several signals. This class is a `Checkpoint` so that the Trainer calls it after callbacks that
-    change the saved state.
+    checkpoint. A second signal stops immediately, unless either is SIGHUP, because a lost session sends several
+    signals. This class is a `Checkpoint` so that the Trainer calls it after callbacks that change the saved state.
+
+    All devices stop at the same step. They exchange their signals at the start of each step and read the result at its
+    end. With several devices, a signal during a step stops the run after the next one.
     """
 
     SIGNALS = STOP_SIGNALS
@@ -59,11 +61,17 @@ class OrderlyStop(Checkpoint):
     def __init__(self, last: LastCheckpoint) -> None:
         self._last = last
         self._received = 0
+        self._agreement = Agreement()
         self._old_handlers: dict[int, Any] = {}
         self._requeue: int | None = None
 
     def _interrupted(self, number: int) -> Interrupted:
         return Interrupted(number, requeue=number == self._requeue)
+
+    def _stop(self, trainer: pl.Trainer, number: int) -> None:
+        """Raise Interrupted, or the error of an unfinished write: without its checkpoint, the run cannot resume."""
+        trainer.strategy.checkpoint_io.teardown()  # waits for asynchronous writes
+        raise self._interrupted(number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == HANGUP:
@@ -77,7 +85,8 @@ class OrderlyStop(Checkpoint):
             note("", "stopping after this step; press Ctrl-C again to stop immediately")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Get SLURM's requeue signal."""
+        """Connect the ranks, and get SLURM's requeue signal."""
+        self._agreement.connect(trainer)
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment):
             self._requeue = cluster.requeue_signal if cluster.auto_requeue else None
@@ -89,40 +98,42 @@ class OrderlyStop(Checkpoint):
         handled = set(self.SIGNALS).intersection(stop_signals()) | {self._requeue}
         self._old_handlers = {number: signal.signal(number, self._receive) for number in handled if number}
 
-    def _agreed(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
-        """Return the signal that any of the devices received, 0 for none. Collective: every rank must call this."""
-        if trainer.world_size == 1:
-            return self._received
-        received = torch.tensor(self._received, device=pl_module.device)
-        # strategy.reduce would add a barrier at every step.
-        torch.distributed.all_reduce(received, op=torch.distributed.ReduceOp.MAX)
-        return int(received)
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Start to exchange the signals of all devices. The step takes longer than the exchange."""
+        if trainer.world_size > 1:
+            self._agreement.start(self._received)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop within an epoch."""
-        if (self._received or trainer.world_size > 1) and not validates_next(trainer):
-            self._stop_within_epoch(trainer, pl_module)
+        number = self._agreement.result() if trainer.world_size > 1 else self._received
+        if number and not validates_next(trainer):
+            self._stop_within_epoch(trainer, number)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop after a validation within an epoch."""
-        if trainer.state.fn == "fit":
-            self._stop_within_epoch(trainer, pl_module)
+        if trainer.state.fn == "fit" and (number := self._agreed()):
+            self._stop_within_epoch(trainer, number)
 
-    def _stop_within_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if within_epoch(trainer) and (number := self._agreed(trainer, pl_module)):
+    def _stop_within_epoch(self, trainer: pl.Trainer, number: int) -> None:
+        if within_epoch(trainer):
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
-            raise self._interrupted(number)
+            self._stop(trainer, number)
+
+    def _agreed(self) -> int:
+        """Return the signal that any of the devices received, 0 for none. Collective: every rank must call this."""
+        self._agreement.start(self._received)
+        return self._agreement.result()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop between epochs if there is a checkpoint of the last step; otherwise after the next step."""
-        if self._last.is_current(trainer) and (number := self._agreed(trainer, pl_module)):
-            raise self._interrupted(number)
+        if self._last.is_current(trainer) and (number := self._agreed()):
+            self._stop(trainer, number)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the handlers. Stop if a signal arrived in the last epoch."""
         self._restore_handlers()
-        if self._received:
-            raise self._interrupted(self._received)
+        if number := self._agreed():
+            self._stop(trainer, number)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Restore the handlers."""

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from cifar_lit.hardware import MAX_FLOATS
+from cifar_lit.training.collectives import broadcast_from_first
 
 WHITENING_IMAGES = 5_000  # airbench's value (K. Jordan, 2024)
 
@@ -55,7 +56,7 @@ class Whitening(Callback):
                 batches: Any = islice(trainer.train_dataloader, 8)  # type: ignore[arg-type]
                 images = torch.cat([images for images, _ in batches])[:WHITENING_IMAGES]
             net.initialise(images.to(net.whiten.weight))
-        net.whiten.weight.data.copy_(trainer.strategy.broadcast(net.whiten.weight.detach()))
+        broadcast_from_first(trainer, net.whiten.weight)
         net.whitened.fill_(True)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:

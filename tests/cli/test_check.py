@@ -10,6 +10,7 @@ import pytest
 import torch
 from contract.command_line import assert_refused, run_command
 
+from cifar_lit import hardware
 from cifar_lit.cli import check
 from cifar_lit.errors import Failure
 from cifar_lit.hardware import Machine
@@ -73,6 +74,31 @@ def test_a_probe_that_hangs_or_fails_is_reported(
     monkeypatch.setattr(check, "LIMIT", 0.5 if "sleep" in program else 60.0)
     with pytest.raises(Failure, match=answer):
         check.run_probe("cpu")
+
+
+def test_a_gpu_without_bfloat16_is_listed_with_its_precision_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine("a CPU", 4, False, (("Tesla T4", 15 << 30),), gpu_fp16=True)
+    monkeypatch.setattr(hardware, "detect_machine", lambda: machine)
+    answer = run_command("devices")
+    assert answer.code == 0
+    (row,) = (line for line in answer.out.splitlines() if "Tesla T4" in line)
+    assert "16-mixed" in row and "--devices 0," in row
+    assert "gpu: 16-mixed by default (float16 is fast on this GPU, bfloat16 is not)" in answer.out.splitlines()
+    assert "cpu: 32-true by default (this CPU does not support bfloat16)" in answer.out.splitlines()
+
+
+def test_a_gpu_is_checked_in_its_default_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, trained = check.train, list[torch.dtype]()
+
+    def train_on_the_cpu(device: str, dtype: torch.dtype) -> tuple[list[float], float]:
+        trained.append(dtype)
+        return train("cpu", dtype)
+
+    monkeypatch.setattr(check, "BATCH", 4)
+    monkeypatch.setattr(check, "train", train_on_the_cpu)
+    monkeypatch.setattr(check, "detect_machine", lambda: Machine("", 1, False, (("T4", 1),), gpu_fp16=True))
+    assert " · float16 " in check.try_device("cuda:0")
+    assert trained == [torch.float64, torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])

@@ -55,6 +55,15 @@ def test_auto_lr_scales_all_rates_and_keeps_fixed_norms(data: ImageData, monkeyp
     assert norms and not any(norm.training for norm in norms) and trials[0].net.training
 
 
+def test_small_gradients_of_a_trial_in_float16_are_not_lost(data: ImageData, images: Batch) -> None:
+    trial = Trial(ImageClassifier("shapenet", [3, 16, 16], 4, width=0.5), data, CPU, "16-mixed")
+    loss = trial.loss
+    trial.loss = lambda *batch: loss(*batch) * 1e-7  # type: ignore[method-assign]
+    trial.step(images[0][:8], images[1][:8])
+    sizes = [float(each.grad.abs().max()) for each in trial.net.parameters() if each.grad is not None]
+    assert 0 < min(sizes) <= max(sizes) < 1e-6
+
+
 def test_a_search_samples_all_classes_of_sorted_images(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
     own, seen = copy(data), list[int]()
     own.parts.split = data.train_images.labels.argsort(), own.split[1]

@@ -52,7 +52,7 @@ def test_a_closed_terminal_ends_a_training_with_129_and_a_checkpoint(working_fol
     process, terminal = pty.fork()
     if not process:
         os.execve(sys.executable, [str(word) for word in command], environment(working_folder))
-    while not (working_folder / "lightning_logs/small-1/metrics.csv").exists():
+    while not (working_folder / "lightning_logs/small-1/checkpoints/best.ckpt").exists():
         os.read(terminal, 1 << 16)  # fails if the training ends
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129

@@ -22,7 +22,7 @@ FILES = {
 CLASSES = ["circle", "square", "triangle", "star"]
 KEYS = {
     "recipe", "net", "dataset", "seed", "epochs", "accelerator", "devices", "precision", "batch_size", "parameters",
-    "train_seconds", "images_per_second", "val", "test", "versions",
+    "train_seconds", "images_per_second", "test_seconds", "val", "test", "versions",
 }  # fmt: skip
 
 
@@ -127,6 +127,7 @@ def test_metrics_json_describes_the_run(run_dir: Path) -> None:
     assert "lightning" in metrics["versions"]
     images = metrics["images_per_second"] * metrics["train_seconds"]
     assert images > 1.001 * 2 * 160  # train_seconds includes validation, the rate does not
+    assert metrics["test_seconds"] > 0
 
 
 def test_accuracies_are_consistent_fractions_and_losses_are_means_over_images(run_dir: Path) -> None:

@@ -242,7 +242,7 @@ def test_samples_and_example_batches_equal_training_batches() -> None:
     shown = (augmented_sample(data, 16, epoch=1).float() / 255 - 0.5) / 0.25
     torch.testing.assert_close(first.images, shown, rtol=0, atol=0.51 / 255 / 0.25)
     assert first.targets is not None and first.targets.shape == (16, 10)
-    examples = list(batches_of_side(data, 6))
+    examples = list(batches_of_side(data, 6, None))
     sizes = [(len(batch.labels), batch.images.shape[2], batch.targets is None) for batch in examples]
     assert sizes == [(16, 6, False), (2, 6, False)]
     assert isinstance(examples[0], Batch)

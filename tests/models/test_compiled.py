@@ -35,7 +35,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
 def make_model(compiled: bool) -> ImageClassifier:
     torch.manual_seed(0)
     options = {"widths": [8, 12], "depth": 2, "residual": True}
-    return ImageClassifier("whitened", [3, 16, 16], 5, net_options=options, compile=compiled)
+    model = ImageClassifier("whitened", [3, 16, 16], 5, net_options=options)
+    if compiled:
+        model.net.compile(dynamic=False)
+    return model
 
 
 def gradients(model: ImageClassifier, size: int, count: int, precision: str) -> list[Tensor]:

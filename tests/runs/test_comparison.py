@@ -163,8 +163,10 @@ def test_curves_have_a_line_per_run_and_a_legend_entry_per_label(monkeypatch: py
 
     run = RunRecord(Path("b"), "b")
     Path("b").mkdir()
-    with pytest.raises(ValueError, match="none of these runs has a curve"):
-        plot_curves([run], ["b"], Path("c.png"))
+    for header in ("", CURVES.splitlines()[0] + "\n"):  # before the first row
+        Path("b/metrics.csv").write_text(header)
+        with pytest.raises(ValueError, match="none of these runs has a curve"):
+            plot_curves([run], ["b"], Path("c.png"))
     Path("b/metrics.csv").write_text(CURVES.replace("val/accuracy", "other"))
     plot_curves([run], ["b"], Path("c.png"))
     assert [axes.get_ylabel() for axes in figures[2].axes] == ["training accuracy, %", "training loss"]

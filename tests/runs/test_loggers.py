@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_lit.errors import Failure
 from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves
+from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, read_rows
 
 
@@ -38,6 +42,33 @@ def test_each_logging_step_is_a_row_and_each_metric_a_column(run: RunFolder) -> 
         {"epoch": "0", "step": "60", "val/loss": "2.25", "val/top5": "0.75", "a, b": "1.0"},
         {"step": "70", "val/top5": "1.0", "lr-SGD": "0.5"},
     ]
+
+
+def test_the_file_of_a_new_run_is_created_once_and_its_first_rows_are_appended(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves, synced = CurveFile(run), list[int]()
+    curves.create()
+    assert header(run) == list(COLUMNS) and read_rows(run.path / "metrics.csv") == []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    curves.log_metrics({"train/loss": 2.5, "lr": 0.1, "epoch": 0}, 50)
+    curves.log_metrics({"val/loss": 2.25, "epoch": 0}, 60)
+    assert not synced
+    assert [row["step"] for row in read_rows(run.path / "metrics.csv")] == ["50", "60"]
+
+
+def test_a_new_run_creates_the_file_before_its_clock_starts_and_a_resumed_run_keeps_its_file(run: RunFolder) -> None:
+    file, rows = run.path / "metrics.csv", ""
+    for resumed in (False, True):
+        run.resumed = resumed
+        training = Run(run, {}, "", {}, "fit")
+        callbacks = training.callbacks(validates=False, bar=False)
+        assert callbacks.index(training) < callbacks.index(training.clock)
+        curves: Any = CurveFile(run, 12 if resumed else None)
+        training.on_train_start(SimpleNamespace(is_global_zero=True, loggers=[curves]), None)  # type: ignore[arg-type]
+        assert file.read_text() == (rows or file.read_text().splitlines()[0] + "\n")
+        curves.log_metrics({"train/loss": 1.5}, 13)
+        rows = file.read_text()
 
 
 def test_a_resumed_run_keeps_complete_training_rows_up_to_the_resumed_step(run: RunFolder) -> None:

@@ -83,9 +83,10 @@ def test_the_report_notes_label_smoothing_of_the_training_loss(tmp_path: Path, m
     assert ("training loss includes label smoothing of 0.2" in page) is noted
 
 
-def test_a_model_without_a_run_has_a_report_with_precision_recall_and_f1(tmp_path: Path) -> None:
+def test_a_model_without_curves_has_a_report_with_precision_recall_and_f1(tmp_path: Path) -> None:
     labels, predicted = torch.tensor([0] * 10 + [1] * 10), torch.tensor([0] * 8 + [1] * 2 + [0] * 4 + [1] * 6)
     table = PredictionTable(torch.arange(20), labels, predicted, torch.full((20,), torch.nan).double())
+    (tmp_path / "metrics.csv").write_text(CURVES.splitlines()[0] + "\n")  # a header, before the first row
     page = render(tmp_path, {}, data_of(["a", "b", "none"], 20, 8), table)
     rows = re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', page)
     cells = {name: re.findall("<td>([^<]*)", row) for name, row in rows}

@@ -36,6 +36,11 @@ class Recorder(TorchDispatchMode):
         self._made: set[int] = set()
         self._before: dict[int, tuple[Any, Any]] = {}  # storages older than the capture, with a copy of each
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch.compile run compiled nets under this mode."""
+        return True
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
         inputs = tensors_in((args, kwargs))

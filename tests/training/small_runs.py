@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from cifar_lit.data.datamodule import ImageData
@@ -111,6 +112,12 @@ def trainer(*callbacks: Callback, **settings: Any) -> pl.Trainer:
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     checkpoints = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": saves}
     return pl.Trainer(**{**quiet, **fixed, **checkpoints, "callbacks": [*callbacks], "max_epochs": 2, **settings})
+
+
+def float16(device: str = "cpu", **scaler: Any) -> dict[str, Any]:
+    """Return the settings of a Trainer in 16-mixed, also for a CPU, where Lightning has no name for it."""
+    precision = MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, **scaler))
+    return {"plugins": [AtomicCheckpointIO(), precision]}
 
 
 def fitted(model: Any, data: Any, *callbacks: Callback, resume: Path | None = None, **settings: Any) -> pl.Trainer:

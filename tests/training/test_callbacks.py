@@ -11,15 +11,29 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.plugins import MixedPrecision
-from small_runs import BATCHES, At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
+from small_runs import (
+    BATCHES,
+    At,
+    Rows,
+    best_and_last,
+    classifier,
+    fitted,
+    float16,
+    same,
+    shapes_data,
+    trainer,
+    weights,
+)
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.training import callbacks
+from cifar_lit.training import classifier as classifier_module
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState
-from cifar_lit.training.checkpoint import AtomicCheckpointIO, read_checkpoint
+from cifar_lit.training.checkpoint import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
 from cifar_lit.training.metrics import Score
 from cifar_lit.training.weight_average import WeightAverage
+
+CPU = torch.device("cpu")
 
 
 def batch(count: int, loss_weight: float = 1.0) -> Batch:
@@ -29,7 +43,8 @@ def batch(count: int, loss_weight: float = 1.0) -> Batch:
 def test_the_clock_separates_training_from_validation_and_continues_on_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
-    fit, saved = SimpleNamespace(world_size=1), dict[str, Any]()
+    fit, model = SimpleNamespace(world_size=1, current_epoch=0, max_epochs=1), SimpleNamespace(device=CPU)
+    saved = dict[str, Any]()
     for epochs in (1, 2):  # the second epoch in a resumed run
         clock: Any = Clock()
         if saved:
@@ -42,9 +57,80 @@ def test_the_clock_separates_training_from_validation_and_continues_on_resume(mo
         now.seconds += 3
         clock.on_validation_end(fit, None)
         saved = clock.state_dict()
+        clock.on_train_epoch_end(fit, model)
+        now.seconds += 50  # the checkpoint
         clock.on_train_end(fit, None)
         now.seconds += 100  # the test
         assert (clock.seconds, clock.training_seconds, clock.images) == (13 * epochs, 10 * epochs, 16 * epochs)
+
+
+class SlowDisk(AtomicCheckpointIO):
+    """A disk on which each checkpoint takes 100 seconds of the fake time `now`."""
+
+    def __init__(self, now: SimpleNamespace) -> None:
+        super().__init__()
+        self._now = now
+
+    def save_checkpoint(self, *args: Any, **settings: Any) -> None:
+        self._now.seconds += 100
+        super().save_checkpoint(*args, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 2 * BATCHES + 3}])
+def test_the_training_time_leaves_out_the_checkpoints_of_the_last_epoch_only(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, clock = SimpleNamespace(seconds=0.0), Clock()
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
+
+    def pass_time(*_: Any) -> None:
+        now.seconds += 1
+
+    step = LambdaCallback(on_train_batch_end=pass_time)
+    done = fitted(
+        classifier(), shapes_data(), step, clock, best_and_last(tmp_path)[1], plugins=SlowDisk(now), **settings
+    )
+    assert clock.seconds == done.global_step + 200
+    assert now.seconds == clock.seconds + 100
+    assert read_checkpoint(tmp_path / "last.ckpt")["global_step"] == done.global_step
+
+
+def test_the_clock_waits_for_the_device_at_the_end_of_the_last_epoch_and_around_a_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events, clock = list[str](), Clock()
+    now = SimpleNamespace(perf_counter=lambda: float(events.append("time") or 0))
+    monkeypatch.setattr(callbacks, "time", now)
+    monkeypatch.setattr(callbacks, "wait_for_device", lambda _: events.append("wait"))
+    epoch = LambdaCallback(on_train_epoch_start=lambda *_: events.append("epoch"))
+    model, data = classifier(), shapes_data()
+    done = fitted(model, data, epoch, clock, max_epochs=2, limit_val_batches=0)
+    assert events == ["time", "epoch", "time", "epoch", "wait", "time"]
+    events.clear()
+    done.test(model, datamodule=data, verbose=False)
+    assert events == ["wait", "time", "wait", "time"]
+
+
+def test_the_time_of_a_test_includes_the_views_and_excludes_the_writing_of_its_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, clock, model = SimpleNamespace(seconds=0.0), Clock(), classifier(tta="mirror")
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
+    view_logits = classifier_module.view_logits
+
+    def slow_views(*args: Any) -> torch.Tensor:
+        now.seconds += 7
+        return view_logits(*args)
+
+    class SlowRows(Rows):
+        def log_metrics(self, *args: Any, **settings: Any) -> None:
+            now.seconds += 100
+
+    monkeypatch.setattr(classifier_module, "view_logits", slow_views)
+    assert clock.test_seconds is None
+    trainer(clock, logger=SlowRows()).test(model, datamodule=shapes_data(eval_batch_size=12), verbose=False)
+    assert now.seconds > 100 and clock.test_seconds == 2 * 7  # batches
 
 
 @pytest.mark.parametrize(("parts", "total"), [((4, 4), 8), ((3, 2), 5), ((34, 33, 33), 100)])
@@ -155,7 +241,7 @@ def test_a_resumed_run_diverges_only_above_the_loss_of_guessing(capsys: pytest.C
     watcher, model = DivergenceWarning(), classifier()
     fit: Any = SimpleNamespace(is_global_zero=True, global_step=100)
     for loss, reported in ((0.01, False), (1.0, False), (6.8, False), (7.0, True)):  # 3 · log(10 classes) is 6.91
-        model.logged_loss = loss
+        model.rows.loss = loss
         watcher.on_train_batch_end(fit, model, None, None, 0)
         assert ("diverges" in capsys.readouterr().err) == reported
 
@@ -214,10 +300,9 @@ def test_a_non_finite_validation_loss_is_never_the_best(tmp_path: Path, capsys: 
 
 
 def test_float16_gradients_that_overflow_skip_their_step(tmp_path: Path) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
     model = classifier(net="signs_mlp", momentum=0.9)
-    before, plugins = weights(model), [AtomicCheckpointIO(), MixedPrecision("16-mixed", "cpu", scaler)]
-    done = fitted(model, shapes_data(), *best_and_last(tmp_path), max_epochs=4, plugins=plugins)
-    assert done.global_step == 4 * BATCHES and scaler.get_scale() < 2.0**26
+    before = weights(model)
+    done = fitted(model, shapes_data(), *best_and_last(tmp_path), max_epochs=4, **float16(init_scale=2.0**26))
+    assert done.global_step == 4 * BATCHES and done.precision_plugin.state_dict()["scale"] < 2.0**26
     assert not same(weights(model), before)
     assert read_checkpoint(tmp_path / "last.ckpt")["epoch"] == 3

@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
-from small_runs import BATCHES, Rows, classifier, fitted, same, shapes_data, weights
+from small_runs import BATCHES, Rows, classifier, fitted, float16, same, shapes_data, weights
 from torchmetrics.classification import MulticlassAccuracy
 
-from cifar_lit.training.checkpoint import AtomicCheckpointIO, read_checkpoint
+from cifar_lit.training.checkpoint import read_checkpoint
 
 # ---- metrics
 
@@ -79,12 +77,8 @@ def test_other_precisions_train_and_score_like_float32(precision: Any) -> None:
     before = weights(model)
     settings: dict[str, Any] = {"gradient_clip_val": 1e-2, "log_every_n_steps": 1, "max_epochs": 1}
     fitted(exact, shapes_data(), logger=reference, **settings)
-    if precision == "16-mixed":
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        settings["plugins"] = [AtomicCheckpointIO(), MixedPrecision("16-mixed", "cpu", scaler)]
-    else:
-        settings["precision"] = precision
-    fitted(model, shapes_data(), logger=rows, **settings)
+    own = float16(init_scale=256.0) if precision == "16-mixed" else {"precision": precision}
+    fitted(model, shapes_data(), logger=rows, **settings, **own)
     for name in ("train/loss", "val/loss"):
         assert rows.curve(name) == pytest.approx(reference.curve(name), rel=0.02)
     if precision != "bf16-true":  # bf16-true rounds the weights

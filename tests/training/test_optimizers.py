@@ -90,6 +90,13 @@ def test_muons_decay_is_a_share_per_step_that_follows_the_schedule_not_the_rate(
         assert_close(dict(net.named_parameters()), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("precision", "products"), [("bf16-mixed", "bfloat16"), ("16-mixed", "float32")])
+def test_muon_multiplies_in_bfloat16_only_if_the_net_does(precision: str, products: str) -> None:
+    for device in ("cpu", "meta"):
+        optimizer = build_optimizer(Whitened().to(device), "muon", 0.25, precision=precision)
+        assert {group["products"] for group in optimizer.param_groups} == {products}
+
+
 # ---- groups
 
 

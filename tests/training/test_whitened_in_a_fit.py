@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import LambdaCallback
-from small_runs import BATCHES, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
+from small_runs import BATCHES, Rows, best_and_last, classifier, fitted, float16, same, shapes_data, trainer, weights
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
 from cifar_lit.models.whitened import WhitenedNet
@@ -20,6 +22,8 @@ from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.schedules import Schedule
 
 CPU = torch.device("cpu")
+
+RECIPES = Path(cifar_lit.__file__).parent / "recipes"
 
 SMALL: dict[str, Any] = {
     **{"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "momentum": 0.6, "lr": 0.1},
@@ -117,6 +121,21 @@ def test_a_whitening_bias_at_rate_0_gets_no_gradient_and_the_weights_are_bit_equ
     assert has_gradient == [first is None or step < first for step in range(3 * BATCHES)]
     monkeypatch.setattr(Schedule, "whitening_ended", False)
     assert same(final, run()[0])
+
+
+@pytest.mark.parametrize("recipe", ["fast94", "fast95", "fast96", "fast100"])
+def test_the_fast_recipes_train_in_float16_like_in_float32(recipe: str) -> None:
+    settings = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["model"]
+    settings |= {"width": 0.1, "tta": "none", "warmup_epochs": 0, "input_shape": [3, 16, 16]}
+    settings |= {name: 0.05 * settings[name] for name in ("lr", "bias_lr", "head_lr")}  # narrow nets need lower rates
+    curves, trainers = list[dict[int, float]](), list[Any]()
+    for precision in ({}, float16()):
+        model, data, rows = classifier(**settings), shapes_data(batch_size=25), Rows()
+        trainers.append(fitted(model, data, logger=rows, log_every_n_steps=1, max_epochs=1, **precision))
+        curves.append(rows.curve("train/loss"))
+    assert len(curves[0]) == 4
+    assert curves[1] == pytest.approx(curves[0], rel=0.01)
+    assert trainers[1].precision_plugin.state_dict()["scale"] == 2.0**16  # no step was skipped
 
 
 def test_without_a_datamodule_the_first_layer_comes_from_the_first_batches() -> None:

@@ -1,0 +1,66 @@
+"""The recipes with captured steps: a training by replays, recorded on the CPU, is the same to the bit as without.
+
+It passes every image size of the recipe, a smaller last batch, and the end of the whitening bias.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import recorded_graphs
+import torch
+from small_runs import fitted, same, weights
+from torch import Tensor
+
+from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.training.captured import GraphedSteps
+from cifar_lit.training.classifier import ImageClassifier
+
+SETTINGS: dict[str, Any] = {name: recipe_settings(recipe_path(name)) for name in recipe_names()}
+CAPTURED = [name for name, settings in SETTINGS.items() if settings["model"].get("capture")]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """Yield the list of compiled graphs. The backend runs a graph eagerly; a graph break is an error."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count, fullgraph=True))
+    torch.compiler.reset()
+    yield compiled
+    torch.compiler.reset()
+
+
+def trained(name: str, compiled: bool) -> dict[str, Tensor]:
+    """Train a narrow net of a recipe on small images; return its weights."""
+    settings = SETTINGS[name]
+    model, epochs = {**settings["model"], "num_classes": 10, "compile": compiled}, 1
+    if model["net"] == "whitened":
+        model, epochs = {**model, "width": 0.125, "whiten_epochs": 1.5}, 4  # the bias ends within an epoch
+    images = {"dataset": "shapes", "image_size": 32 if "resolutions" in settings["data"] else 16, "count": 20}
+    data = ImageData(**{**settings["data"], **images, "val_size": 0, "batch_size": 8})
+    torch.manual_seed(0)
+    net = ImageClassifier(**model)
+    fitted(net, data, max_epochs=epochs, precision="bf16-mixed")
+    return weights(net)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_replays_of_a_recipes_steps_train_like_the_steps_themselves(
+    name: str, fake_graphs: recorded_graphs.Module, graphs: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphedSteps, "_step", GraphedSteps._run)
+        expected = trained(name, compiled=True)
+    shapes = len(graphs)
+    assert shapes >= 2 * (1 + len(SETTINGS[name]["data"].get("resolutions", {})))  # two sizes of batch
+    assert same(trained(name, compiled=True), expected)
+    assert len(graphs) == shapes == fake_graphs.captures  # a second net, as in `bench recipe`, compiles nothing
+    assert same(trained(name, compiled=False), expected)
+    assert (len(graphs), fake_graphs.captures) == (shapes, 2 * shapes)

@@ -1,0 +1,294 @@
+"""Several ranks in one training: they stop at the same step, start with equal weights and never wait in each step."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from small_runs import BATCHES, best_and_last, classifier, fitted, same, shapes_data, weights
+from stress.forked import Forked
+from torch.utils._pytree import tree_leaves
+
+from cifar_lit.training.callbacks import Clock, RandomState
+from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.training.collectives import Agreement
+from cifar_lit.training.finetune import HeadFit
+from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
+
+TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
+
+
+def two_ranks(command: Callable[[], int], folder: str) -> list[int]:
+    """Return the exit codes of two processes that call `command`."""
+
+    def run() -> int:
+        try:
+            return command()
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+    return Forked(run, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
+
+
+def this_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+# ---- stops
+
+
+class Send(Callback):
+    """Send signals to this process at one hook of one step.
+
+    Args:
+        hook: name of the hook.
+        step: steps completed before it.
+        numbers: the signals.
+    """
+
+    def __init__(self, hook: str, step: int, *numbers: int) -> None:
+        self._left = 1
+
+        def send(trainer: pl.Trainer, *_: Any) -> None:
+            if self._left and trainer.global_step == step:
+                self._left -= 1
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+
+        setattr(self, hook, send)
+
+
+# Hook, steps before the signal, options of the Trainer; the step at which both ranks stop.
+STOPS: dict[str, tuple[str, int, dict[str, Any], int]] = {
+    "before the exchange": ("on_train_batch_start", 2, {}, 3),
+    "within a step": ("on_after_backward", 2, {}, 4),
+    "between accumulated batches": ("on_after_backward", 2, {"accumulate_grad_batches": 2}, 3),
+    "in the last step of an epoch": ("on_after_backward", BATCHES - 1, {}, BATCHES),
+    "in a validation within an epoch": ("on_validation_start", 3, {"val_check_interval": 3}, 3),
+    "in the validation of an epoch": ("on_validation_start", BATCHES, {}, BATCHES),
+    "in the last validation": ("on_validation_start", 2 * BATCHES, {}, 2 * BATCHES),
+}
+
+
+def stop_in_all_cases(folder: str) -> list[int]:
+    """Send a signal to the second rank of each case, resume, and write the results of each rank."""
+
+    def train(place: Path, *more: Callback, resume: bool = False, **options: Any) -> dict[str, Any]:
+        model, last = classifier(momentum=0.9), best_and_last(place)[1]
+        callbacks = [NoSignalHandlers(), RandomState(), *more, last, OrderlyStop(last)]
+        path = place / "last.ckpt" if resume else None
+        fitted(model, shapes_data(), *callbacks, resume=path, **TWO, **options)
+        return weights(model)
+
+    def command() -> int:
+        results, whole = {}, dict[str, Any]()
+        for name, (hook, step, options, _) in STOPS.items():
+            place, key = Path(folder, name), str(options)
+            whole[key] = whole.get(key) or train(place / "whole", **options)
+            sends = [Send(hook, step, signal.SIGTERM)] if this_rank() == 1 else []
+            code = 0
+            try:
+                train(place, *sends, **options)
+            except Interrupted as error:
+                code = error.exit_code
+            torch.distributed.barrier()
+            reached = read_checkpoint(place / "last.ckpt")["global_step"]
+            results[name] = [code, reached, same(train(place, resume=True, **options), whole[key])]
+        Path(folder, f"{this_rank()}.json").write_text(json.dumps(results))
+        return 0
+
+    return two_ranks(command, folder)
+
+
+def test_a_signal_to_one_rank_stops_both_at_the_same_step_and_the_run_resumes_bit_equal(
+    forking: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert forking(stop_in_all_cases, folder=str(tmp_path)) == [0, 0], (tmp_path / "rank-0.txt").read_text()
+    expected = {name: [143, reached, True] for name, (*_, reached) in STOPS.items()}
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
+
+
+def end_within_a_step(end: str, folder: str) -> list[int]:
+    """End the second rank within a step, or send two signals to both, while their exchange is pending."""
+
+    def die(*_: Any) -> None:
+        os._exit(9)
+
+    def command() -> int:
+        last = best_and_last(Path(folder))[1]
+        callback: Callback = Send("on_before_optimizer_step", 2, signal.SIGTERM, signal.SIGTERM)
+        if end == "exit":
+            callback = LambdaCallback(on_before_optimizer_step=die) if this_rank() == 1 else Callback()
+        try:
+            fitted(classifier(), shapes_data(), NoSignalHandlers(), callback, last, OrderlyStop(last), **TWO)
+        except Interrupted as error:
+            return error.exit_code
+        except RuntimeError as error:
+            return 1 if "Connection" in str(error) else 2
+        return 0
+
+    return two_ranks(command, folder)
+
+
+@pytest.mark.parametrize(("end", "codes"), [("exit", [1, 9]), ("two signals", [143, 143])])
+def test_an_end_within_a_step_ends_all_ranks_at_once(
+    end: str, codes: list[int], forking: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert forking(end_within_a_step, end=end, folder=str(tmp_path)) == codes, (tmp_path / "rank-0.txt").read_text()
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_signals_are_exchanged_on_the_cpu_and_awaited_only_at_the_end_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The backend of the training device, such as NCCL, does not matter."""
+    events: list[Any] = []
+    timeout = timedelta(days=7)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **settings: events.append(settings) or "group")
+
+    def all_reduce(number: torch.Tensor, operation: Any, group: Any, async_op: bool) -> Any:
+        events.append((number.device.type, group, async_op))
+        return SimpleNamespace(wait=lambda: events.append("waited"))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    connector = SimpleNamespace(cluster_environment=None)
+    fit: Any = SimpleNamespace(
+        world_size=2, strategy=SimpleNamespace(_timeout=timeout), _accelerator_connector=connector
+    )
+    stop, model = OrderlyStop(last_checkpoint()), torch.nn.Module()
+    for stage in ("fit", "test"):
+        stop.setup(fit, model, stage)  # type: ignore[arg-type]
+    stop.on_train_batch_start(fit, model, None, 0)
+    exchanged = ("cpu", "group", True)
+    assert events == [{"backend": "gloo", "timeout": timeout}, exchanged]
+    stop.on_train_batch_end(fit, model, None, None, 0)
+    assert events[2:] == ["waited"]
+
+
+def test_a_single_rank_needs_no_process_group() -> None:
+    agreement = Agreement()
+    agreement.connect(SimpleNamespace(world_size=1))  # type: ignore[arg-type]
+    agreement.start(3)
+    assert agreement.result() == 3
+
+
+# ---- collective calls
+
+
+# The settings of a net whose first or last layer is computed on the first rank, and the types of pickled values.
+COMPUTED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "whitening": ({"net": "whitened", "net_options": {"widths": [8, 12]}}, []),
+    "a fitted head": ({}, ["bool"]),  # whether the features are in the cache, once per view
+}
+PICKLING = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+COLLECTIVE = ("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "reduce")
+
+
+class Steps(Callback):
+    """Whether the training, and a step of it, is in progress."""
+
+    def __init__(self) -> None:
+        self.completed = 0
+        self.trains = self.in_step = False
+
+    def on_train_start(self, *_: Any) -> None:
+        self.trains = True
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.in_step = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.completed = trainer.global_step
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.trains = self.in_step = False
+
+
+@contextmanager
+def recorded(names: tuple[str, ...], note: Callable[..., None]) -> Iterator[None]:
+    """Call note(name, arguments, keyword arguments) before each call of functions of torch.distributed."""
+    with patch.multiple(torch.distributed, **{name: _noting(name, note) for name in names}):
+        yield
+
+
+def _noting(name: str, note: Callable[..., None]) -> Callable[..., Any]:
+    function = getattr(torch.distributed, name)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note(name, args, kwargs)
+        return function(*args, **kwargs)
+
+    return noting
+
+
+def train_with_timed_checkpoints(name: str, folder: str) -> list[int]:
+    """Train with a computed layer, and write what each rank did."""
+
+    def command() -> int:
+        steps, last, regular = Steps(), best_and_last(Path(folder))[1], regular_checkpoint("10m")
+        regular.dirpath = folder
+        pickled, waited, saved, starts = set[str](), set[int](), list[int](), list[Any]()
+
+        def note(function: str, arguments: Any, settings: dict[str, Any]) -> None:
+            if steps.trains and function in PICKLING:
+                pickled.update(type(leaf).__name__ for leaf in tree_leaves(arguments[0]))
+            if steps.in_step and not settings.get("async_op"):
+                waited.add(steps.completed)
+
+        def started(trainer: pl.Trainer, model: Any, *_: Any) -> None:
+            if not starts:
+                starts.append({name: tensor.tolist() for name, tensor in weights(model).items()})
+
+        def save(trainer: pl.Trainer, *_: Any) -> None:
+            saved.append(trainer.global_step)
+
+        def late(trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2 and trainer.global_rank == 0:
+                regular._last_time_checked = -1e6
+
+        torch.manual_seed(this_rank())
+        model = classifier(**COMPUTED[name][0])
+        see = LambdaCallback(on_train_batch_start=started, on_save_checkpoint=save, on_after_backward=late)
+        data = shapes_data(cache_dir=folder)
+        head = [] if COMPUTED[name][0] else [HeadFit(1, unfreeze=True)]
+        callbacks = [steps, NoSignalHandlers(), Clock(), *head, see, last, regular, OrderlyStop(last)]
+        with recorded((*PICKLING, *COLLECTIVE), note):
+            fitted(model, data, *callbacks, **TWO, max_epochs=1, log_every_n_steps=100)
+        results = {"pickled": sorted(pickled), "waited": sorted(waited), "saved": saved, "start": starts[0]}
+        Path(folder, f"{this_rank()}.json").write_text(json.dumps(results))
+        return 0
+
+    return two_ranks(command, folder)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_ranks_start_with_the_layer_of_the_first_one_and_neither_pickle_tensors_nor_wait_in_a_step(
+    name: str, forking: Callable[..., Any], tmp_path: Path
+) -> None:
+    codes = forking(train_with_timed_checkpoints, name=name, folder=str(tmp_path))
+    assert codes == [0, 0], (tmp_path / "rank-0.txt").read_text()
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    settings, pickled = COMPUTED[name]
+    if settings:
+        expected = classifier(**settings).net
+        expected.initialise(shapes_data().plain_images(5000))
+        torch.testing.assert_close(torch.tensor(first["start"]["net.whiten.weight"]), expected.whiten.weight)
+    assert first["pickled"] == pickled
+    assert [step for step in first["saved"] if step] == [
+        4,
+        BATCHES,
+    ]  # due after the third step, by the clock of the first rank
+    assert first["waited"] == [4, BATCHES]  # for a checkpoint and the metrics of the epoch
