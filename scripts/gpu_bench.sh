@@ -1,100 +1,165 @@
 #!/usr/bin/env bash
-# All that is to be measured on one big GPU, from a folder of images, as parts of under 9 minutes each: what is safest first.
+# Measure the recipes on one large GPU, in parts of less than 8 minutes.
 #
-#   scripts/gpu_bench.sh DATA [OUT] [PART …]      DATA holds train/<class>/… and test/<class>/…; OUT gets JSON, text and an archive
+#   scripts/gpu_bench.sh DATA [OUT] [PART …]
 #
-# A recipe's trainings go to RECIPE.json, which is the file that its header names. DATA100 holds CIFAR-100 as DATA holds CIFAR-10.
-# PART: check (versions, self-check, one training each way, the GPU tests), step, fast94, airbench, variants, rest, fast100 (with
-# DATA100), long; all if none is named. What fails, or takes longer than LIMIT seconds, is named at the end and stops nothing.
-# FAST, FASTER, BASELINE and TUTORIAL name recipes, RUNS, RUNS_FASTER and RUNS_COLD count their trainings, EPOCHS_BASELINE and
-# EPOCHS_TUTORIAL their epochs. EXTRA holds further flags for every training, TURNS those of `step.py`, INPUT and PROFILE those of
-# `input.py` and `profile_step.py`, DEVICES those of `bench devices`. AIRBENCH names airbench94_muon.py, to be measured beside
-# ours. TINY=1 tries it all on a CPU.
+# DATA holds the unpacked archive of CIFAR-10 (cifar-10-batches-py/), the archive itself, or folders of images. Results
+# go to OUT (default: results/gpu) as JSON and text, and all of OUT to OUT.tar.gz. The script needs `python3`, torch and
+# this project's dependencies, but no network. Parts may run in separate calls, on separate machines. A `bench recipe`
+# that was stopped trains only the seeds that its JSON file in OUT lacks.
+#
+# Parts, by default all of them in this order:
+#   check                 a test of the device, the first trainings with eager and with captured steps, the GPU tests
+#   fast94                the recipe with 40 seeds; fast94.txt also shows recompilations of the net
+#   airbench              AIRBENCH on the same data
+#   step                  profile of a step; steps under the Trainer against a plain loop, captured and eager
+#   variants              fast94 without compilation, with eager steps, without cuDNN's benchmark, with padded channels
+#   fast95, fast96        the recipes with 20 and 12 seeds
+#   fast100               the recipe with 40 seeds, on DATA100
+#   resnet18, resnet18-uncompiled, resnet18-eager     one training of 200 epochs each
+#   rest                  the recipe tudui, input pipelines, the CPU against the GPU
+#
+# A measurement that fails, or takes more than LIMIT seconds, is named at the end; the others still run. LIMIT is 200 by
+# default, or the time of the part if the measurement is alone in it. After PART_SECONDS (450), the rest of a part is
+# skipped, and named at the end.
+#
+# Further variables:
+#   DATASET       data set in DATA: cifar10 if there are files of its archive, otherwise folder; shapes needs no DATA
+#   DATA100       the same for CIFAR-100; without it there is no part fast100
+#   AIRBENCH      path of K. Jordan's airbench94_muon.py; without it there is no part airbench
+#   RUNS          number of seeds of each recipe
+#   EXTRA         further flags of all trainings
+#   TURNS         further flags of step.py and profile_step.py
+#   ACCELERATOR   gpu (default) or cpu
+#   TINY          if set, tries everything on a CPU, with three small steps per training
 set -uo pipefail
-data=$(realpath "$1")
-data100=${DATA100:+$(realpath "$DATA100")}
-out=$(realpath -m "${2:-$(dirname "$0")/../results/gpu}")
-cd "$(dirname "$0")/.."
-parts=("${@:3}")
-[ ${#parts[@]} -gt 0 ] || parts=(check step fast94 airbench variants rest fast100 long)
-if [ -n "${TINY:-}" ]; then
-    : "${ACCELERATOR:=cpu}" "${FAST:=tudui}" "${FASTER:=tudui}" "${BASELINE:=lenet}" "${RUNS:=2}" "${RUNS_FASTER:=1}"
-    : "${RUNS_COLD:=1}" "${EPOCHS_BASELINE:=1}" "${EPOCHS_TUTORIAL:=1}" "${TURNS:=--steps 3 --rounds 2}"
-    : "${INPUT:=--batch-size 50 --batches 2 --rounds 2}" "${PROFILE:=--warmup 2 --steps 3}"
-    : "${PADDED=}" "${DEVICES:=--epochs 1}"
-    : "${EXTRA:=--epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 1 --trainer.limit_test_batches 1}"
-fi
-accelerator=${ACCELERATOR:-gpu} limit=${LIMIT:-500}
-fast=${FAST:-fast94} faster=${FASTER:-fast95 fast96} baseline=${BASELINE:-resnet18} tutorial=${TUTORIAL:-tudui}
-images=(--dataset folder --data-dir "$data" --accelerator "$accelerator")
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-mkdir -p "$out"
-failed=()
 
-run() { # NAME COMMAND…: shown and kept in NAME.txt, never longer than the limit
-    local name=$1
+usage="usage: scripts/gpu_bench.sh DATA [OUT] [PART …]"
+data=$(realpath -e -- "${1:?$usage}") || exit 2
+out=$(realpath -m -- "${2:-$(dirname "$0")/../results/gpu}")
+data100=${DATA100:+$(realpath -- "$DATA100")}
+airbench=${AIRBENCH:+$(realpath -- "$AIRBENCH")}
+cd "$(dirname "$0")/.." || exit 2
+
+dataset() { # FOLDER NAME PREFIX: NAME if the folder has files of the archive with this prefix
+    if compgen -G "$1/$3*" > /dev/null; then echo "$2"; else echo folder; fi
+}
+images=(--dataset "${DATASET:-$(dataset "$data" cifar10 cifar-10-)}" --data-dir "$data")
+images100=(--dataset "$(dataset "$data100" cifar100 cifar-100-)" --data-dir "$data100")
+
+[ "${images[1]}" = cifar10 ] || airbench=
+parts=(check fast94 ${airbench:+airbench} step variants fast95 fast96 ${data100:+fast100})
+parts+=(resnet18 resnet18-uncompiled resnet18-eager rest)
+for part in "${@:3}"; do
+    if [[ " ${parts[*]} " != *" $part "* ]]; then
+        echo "no part $part: there are ${parts[*]} (airbench needs AIRBENCH and cifar10, fast100 needs DATA100)" >&2
+        exit 2
+    fi
+done
+[ $# -lt 3 ] || parts=("${@:3}")
+
+accelerator=${ACCELERATOR:-gpu} extra=${EXTRA:-} turns=${TURNS:-} input='' devices=''
+declare -A small=([fast]='' [resnet]='')
+if [ -n "${TINY:-}" ]; then
+    accelerator=${ACCELERATOR:-cpu} RUNS=${RUNS:-1}
+    small=([fast]='--epochs 3 --model.width 0.1' [resnet]='--net lenet')
+    extra="--epochs 1 --batch-size 10 --data.eval_batch_size 10 --data.val_size 0.2 --trainer.logger false $extra"
+    for kind in train val test; do extra="--trainer.limit_${kind}_batches 1 $extra"; done
+    turns="--steps 2 --warmup 2 --batch-size 10 --model.width 0.1 $turns"
+    input='--batch-size 10 --batches 2 --rounds 1'
+    devices='--epochs 1 --data.count 100'
+fi
+
+declare -A variants=(
+    [eager]="--model.capture false"
+    [uncompiled]="--model.compile false"
+    [unbenchmarked]="--trainer.benchmark false"
+    [padded]="--model.net_options.pad_input true"
+)
+
+# The log of torch.compile names each recompilation.
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TORCH_LOGS=${TORCH_LOGS:-recompiles}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$out"
+failed=() skipped=()
+
+run() { # NAME COMMAND…: show the output and keep it in NAME.txt
+    local name=$1 left=$((deadline - SECONDS)) seconds
     shift
+    if [ "$left" -lt 1 ]; then
+        skipped+=("$name")
+        return
+    fi
+    seconds=$((limit < left ? limit : left))
     printf '\n[%d s] %s\n' "$SECONDS" "$*"
-    timeout --kill-after=20 "$limit" "$@" 2>&1 | tee "$out/$name.txt" || failed+=("$name")
+    timeout --kill-after=20 "$seconds" "$@" 2>&1 | tee "$out/$name.txt"
+    case ${PIPESTATUS[0]} in
+        0) ;;
+        124 | 137) failed+=("$name (stopped after $seconds s)") ;;
+        *) failed+=("$name") ;;
+    esac
 }
-bench() { # FILE MEASUREMENT FLAGS…
-    run "$1" python3 -m cifar_lit bench "${@:2}" --json "$out/$1.json"
+script() { # NAME SCRIPT FLAGS…
+    run "$1" python3 "scripts/benchmarks/$2" "${images[@]}" --accelerator "$accelerator" "${@:3}" --json "$out/$1.json"
 }
-script() { # FILE SCRIPT FLAGS…
-    run "$1" python3 "scripts/benchmarks/$2" "${@:3}" --json "$out/$1.json"
-}
-seeds() { # FILE RECIPE RUNS FLAGS…
+seeds() { # RECIPE[-VARIANT] RUNS
+    local recipe=${1%%-*} variant=${1#*-} flags=("${images[@]}")
+    [ "$recipe" != fast100 ] || flags=("${images100[@]}")
+    [ "$variant" != "$1" ] || variant=
     # shellcheck disable=SC2086
-    bench "$1" recipe "$2" --runs "$3" "${images[@]}" --devices 1 --logs "$logs" ${EXTRA:-} "${@:4}"
+    run "$1" python3 -m cifar_lit bench recipe "$recipe" --runs "${RUNS:-$2}" "${flags[@]}" \
+        --accelerator "$accelerator" $extra ${small[${recipe%%[0-9]*}]-} ${variant:+${variants[$variant]}} \
+        --json "$out/$1.json"
 }
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
 
 for part in "${parts[@]}"; do
+    deadline=$((SECONDS + ${PART_SECONDS:-450})) limit=${LIMIT:-${PART_SECONDS:-450}}
+    case $part in check | step | variants | rest) limit=${LIMIT:-200} ;; esac
     # shellcheck disable=SC2086
     case $part in
         check)
-            run devices python3 -m cifar_lit devices
-            run check python3 -m cifar_lit devices --check --accelerator "$accelerator"
-            seeds eager "$fast" 1 --model.capture false
-            seeds captured "$fast" 1
-            seeds first "$fast" "${RUNS_FASTER:-3}"
-            if [ "$accelerator" = gpu ]; then run tests python3 -m pytest -m gpu -rs tests; fi
+            [ "$accelerator" = cpu ] || run check python3 -m cifar_lit devices --check --accelerator "$accelerator"
+            seeds fast94-eager 1
+            seeds fast94-uncompiled 2
+            mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)
+            [ "$accelerator" = cpu ] || run tests python3 -m pytest -m gpu -rs "${files[@]}"
+            ;;
+        airbench) # reads ./cifar10, and writes its own files there
+            mkdir -p "$work/cifar10"
+            ln -sfn "$data"/cifar-10-* "$work/cifar10/"
+            run airbench env -C "$work" python3 "$airbench"
             ;;
         step)
-            script profile profile_step.py --recipe "$fast" "${images[@]}" ${PROFILE:-}
-            script step step.py --recipe "$fast" "${images[@]}" ${TURNS:-}
+            script profile profile_step.py --recipe fast94 $turns
+            script step step.py --recipe fast94 $turns
+            script step-eager step.py --recipe fast94 --model.capture false $turns
             ;;
-        fast94) seeds "$fast" "$fast" "${RUNS:-40}" ;;
-        airbench) if [ -n "${AIRBENCH:-}" ]; then run airbench python3 "$AIRBENCH"; fi ;;
-        variants)
-            seeds fast-compile "$fast" "${RUNS_FASTER:-3}" --model.compile true
-            seeds fast-eager "$fast" "${RUNS_FASTER:-3}" --model.capture false
-            seeds fast-benchmark "$fast" "${RUNS_FASTER:-3}" --trainer.benchmark true
-            # shellcheck disable=SC2086
-            seeds fast-padded "$fast" "${RUNS_FASTER:-3}" ${PADDED---model.net_options.pad_input true}
-            ;;
+        variants) for variant in uncompiled eager unbenchmarked padded; do seeds "fast94-$variant" 8; done ;;
+        fast94 | fast100) seeds "$part" 40 ;;
+        fast95) seeds "$part" 20 ;;
+        fast96) seeds "$part" 12 ;;
+        resnet18*) seeds "$part" 1 ;;
         rest)
-            for recipe in $faster; do seeds "$recipe" "$recipe" "${RUNS_FASTER:-3}"; done
-            seeds tutorial "$tutorial" 3 --epochs "${EPOCHS_TUTORIAL:-10}"
-            script cold cold.py --runs "${RUNS_COLD:-2}" --recipe "$fast" "${images[@]}" --devices 1 ${EXTRA:-}
-            script input input.py "${images[@]}" ${INPUT:-}
-            bench devices devices ${DEVICES:-}
-            ;;
-        fast100) if [ -n "$data100" ]; then seeds fast100 fast100 "${RUNS_FASTER:-3}" --data-dir "$data100"; fi ;;
-        long) seeds "$baseline" "$baseline" 1 --epochs "${EPOCHS_BASELINE:-60}" ;;
-        *)
-            echo "no part is called $part: there are check, step, fast94, airbench, variants, rest, fast100 and long" >&2
-            exit 2
+            seeds tudui 3
+            script input input.py $input
+            run devices python3 -m cifar_lit bench devices $devices --json "$out/devices.json"
             ;;
     esac
+    tar -C "$out" -czf "$out.tar.gz" .
 done
 
-printf '\n[%d s] the table\n' "$SECONDS"
-python3 scripts/benchmarks/table.py "$out" | tee "$out/table.md" || failed+=(table)
-tar -C "$out" -czf "$out.tar.gz" .
-echo "everything is in $out.tar.gz"
-if [ ${#failed[@]} -gt 0 ]; then
-    echo "failed: ${failed[*]}" >&2
-    exit 1
+if compgen -G "$out/*.json" > /dev/null; then
+    printf '\n[%d s] the table\n' "$SECONDS"
+    python3 scripts/benchmarks/table.py "$out" | tee "$out/table.md" || failed+=(table)
+    tar -C "$out" -czf "$out.tar.gz" .
 fi
+echo "everything is in $out.tar.gz"
+report() { # TEXT NAME…
+    local names
+    printf -v names '%s, ' "${@:2}"
+    echo "$1: ${names%, }" >&2
+}
+[ ${#skipped[@]} -eq 0 ] || report "skipped, because their part had taken ${PART_SECONDS:-450} s" "${skipped[@]}"
+[ ${#failed[@]} -eq 0 ] || report failed "${failed[@]}"
+exit $((${#skipped[@]} + ${#failed[@]} > 0))

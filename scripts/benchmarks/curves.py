@@ -59,6 +59,7 @@ class AccuracyCurve(Checkpoint):
     def _test(self, trainer: pl.Trainer, model: Any) -> None:
         clock = next(callback for callback in trainer.callbacks if isinstance(callback, Clock))  # type: ignore[attr-defined]
         torch.get_device_module(model.device).synchronize()
+        clock.on_train_epoch_end(trainer, model)
         clock.on_train_end(trainer, model)  # stop the clock
         with undisturbed(trainer, model):
             self._loader = self._loader or trainer.datamodule.test_dataloader()  # type: ignore[attr-defined]

@@ -26,6 +26,7 @@ class Table(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Row]
     source: str = "Measured on {machines}; {dates}. Source: {link}."
+    unmeasured: str = UNMEASURED  # figures whose file does not exist
     intervals: bool = False  # whether to show confidence intervals and quartiles
 
 
@@ -62,8 +63,16 @@ def run_row(text: str, images: str, file: str) -> Row:
     return text, images, Figure(file, "test accuracy"), "–", Figure(file, "training time"), "–", "–"
 
 
-def readme_rows(descriptions: Mapping[str, str], on_gpu: str, unmeasured: str) -> list[Row]:
-    """Return accuracy and training time of the most important recipes."""
+GPU_RECIPES = ("fast94", "fast95", "fast96", "fast100", "resnet18")
+
+
+def gpu_figure(recipe: str, label: str) -> Figure:
+    """Return a figure of a recipe on a GPU, as measured by gpu_bench.sh."""
+    return recipe_figure(recipe, label, f"gpu/{recipe}")
+
+
+def readme_rows(descriptions: Mapping[str, str], baseline: str) -> list[Row]:
+    """Return accuracy and training time of the most important recipes. baseline: description of `resnet18`."""
     without_bfloat16 = {"laptop": recipe_figure("laptop", "training time", "cpu/recipe-laptop-float32")}
     rows: list[Row] = [
         (
@@ -72,10 +81,12 @@ def readme_rows(descriptions: Mapping[str, str], on_gpu: str, unmeasured: str) -
             recipe_figure(name, "test accuracy"),
             recipe_figure(name, "training time"),
             without_bfloat16.get(name, "–"),
+            gpu_figure(name, "training time") if name in GPU_RECIPES else "–",
         )
         for name, description in descriptions.items()
     ]
-    return [*rows, ("`fast95`, `fast96`, `fast100`, `resnet18`", on_gpu, unmeasured, "–", "–")]
+    accuracy, seconds = gpu_figure("resnet18", "test accuracy"), gpu_figure("resnet18", "training time")
+    return [*rows, ("`resnet18`", baseline, accuracy, "–", "–", seconds)]
 
 
 HELD_OUT = ("held-out accuracy", "with TTA")
@@ -84,38 +95,37 @@ PHOTOS, FOLDS = "cpu/finetune-ants-bees", "cpu/finetune-ants-bees-folds"
 TABLES: dict[str, Table] = {
     # ---- README
     "readme": Table(
-        ("recipe", "trains", "test accuracy", "time, CPU with bfloat16", "time, CPU without"),
+        ("recipe", "trains", "test accuracy", "time, CPU with bfloat16", "time, CPU without", "time, GPU"),
         readme_rows(
             {
                 "quickstart": "small CNN on drawn shapes",
                 "laptop": "whitened CNN with Muon, for CPUs",
                 "laptop90": "the same, shorter training",
                 "laptop100": "CIFAR-100, for CPUs",
-                "fast94": "wider, for a GPU (measured on a CPU)",
                 "tudui": "CNN of a tutorial, 10 epochs",
                 "lenet": "LeNet of the PyTorch tutorial, 2 epochs",
+                "fast94": "wider, for a GPU (accuracy measured on a CPU)",
             },
-            "for a GPU",
-            UNMEASURED,
+            "research baseline, for a GPU",
         ),
         "Measured on {machines}; {dates}. ± is the standard deviation over n seeds; times are medians. Source: {link}.",
     ),
     "readme-zh": Table(
-        ("配方", "训练内容", "测试准确率", "时间（CPU，有 bfloat16）", "时间（CPU，无 bfloat16）"),
+        ("配方", "训练内容", "测试准确率", "时间（CPU，有 bfloat16）", "时间（CPU，无 bfloat16）", "时间（GPU）"),
         readme_rows(
             {
                 "quickstart": "小型 CNN，程序绘制的图形",
                 "laptop": "白化（whitening）CNN 和 Muon 优化器，面向 CPU",
                 "laptop90": "同上，训练更短",
                 "laptop100": "CIFAR-100，面向 CPU",
-                "fast94": "同上但更宽，面向 GPU（在 CPU 上测得）",
                 "tudui": "小土堆教程的 CNN，10 个 epoch",
                 "lenet": "PyTorch 官方教程的 LeNet，2 个 epoch",
+                "fast94": "比 `laptop` 更宽，面向 GPU（准确率在 CPU 上测得）",
             },
-            "面向 GPU",
-            "尚未测量",
+            "研究基线，面向 GPU",
         ),
         "测量环境和数据文件见 {link}。",
+        unmeasured="尚未测量",
     ),
     # ---- docs/results.md
     "recipes": Table(
@@ -142,17 +152,10 @@ TABLES: dict[str, Table] = {
             (
                 f"`{name}`",
                 aim,
-                *(
-                    recipe_figure(name, label, f"gpu/{name}")
-                    for label in ("test accuracy", "with TTA", "training time")
-                ),
+                *(gpu_figure(name, label) for label in ("test accuracy", "with TTA", "training time")),
             )
-            for name, aim in (
-                ("fast94", "94 % with TTA"),
-                ("fast95", "95 % with TTA"),
-                ("fast96", "96 % with TTA"),
-                ("fast100", "75 %"),
-                ("resnet18", "95 %"),
+            for name, aim in zip(
+                GPU_RECIPES, ("94 % with TTA", "95 % with TTA", "96 % with TTA", "75 %", "95 %"), strict=True
             )
         ],
     ),
@@ -233,8 +236,6 @@ TABLES: dict[str, Table] = {
                 "budget",
                 {
                     "matrix product": "matrix product, bfloat16",
-                    "computation of a `laptop` training": "laptop, a training",
-                    "computation of a `fast94` training": "fast94, a training",
                     "tutorial loop, one epoch with test": "the tutorial's loop, an epoch with its test",
                 },
                 "{}",
@@ -247,6 +248,35 @@ TABLES: dict[str, Table] = {
             ("`laptop`, training time", recipe_figure("laptop", "training time")),
             ("`laptop90`, training time", recipe_figure("laptop90", "training time")),
             ("`fast94`, training time", recipe_figure("fast94", "training time")),
+        ],
+    ),
+    "throughput": Table(
+        (
+            "training",
+            "computation",
+            "matrix product",
+            "convolutions",
+            "training steps",
+            "of product",
+            "of convolutions",
+        ),
+        [
+            (
+                f"`{recipe}`, {text}",
+                Figure("cpu/limit", f"{recipe}: computation"),
+                *(
+                    Figure("cpu/limit", f"{recipe}, {precision}: {label}")
+                    for label in (
+                        "matrix product",
+                        "convolutions",
+                        "training steps",
+                        "share of the matrix product",
+                        "share of the convolutions",
+                    )
+                ),
+            )
+            for precision, text in (("bf16-mixed", "bfloat16"), ("32-true", "float32"))
+            for recipe in ("laptop", "laptop90", "fast94")
         ],
     ),
     "kills": Table(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from script import run_script
-from timed_fit import Stopwatch, add_training_arguments, fit, subject_from
+from timed_fit import Stopwatch, add_training_arguments, default_warmup, fit, subject_from
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -26,16 +26,17 @@ WHAT = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this measurement."""
     add_training_arguments(parser, recipe="tudui")
-    parser.add_argument("--warmup", type=int, default=20, help="steps before the measurement")
+    parser.add_argument("--warmup", type=int, help="warm-up steps; default: 20 after the whitening schedule")
     parser.add_argument("--steps", type=int, default=50, help="timed steps, and equally many profiled steps")
     parser.add_argument("--top", type=int, default=12, help="number of listed operators")
 
 
 def run(settings: argparse.Namespace) -> None:
     """Measure and report."""
-    if settings.steps < 1 or settings.warmup < 1 or settings.top < 1:
+    if min(settings.steps, settings.top, 1 if settings.warmup is None else settings.warmup) < 1:
         raise UsageError("--warmup, --steps and --top must be at least 1")
-    subject = subject_from(settings)
+    subject = subject_from(settings, settings.flags)
+    settings.warmup = settings.warmup or default_warmup(subject, 20)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its own lines on stderr
     profilers: list[Any] = []
 

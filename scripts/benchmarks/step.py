@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from loops import BareLoop
 from script import run_script
-from timed_fit import LINEAR, Round, Stopwatch, add_training_arguments, fit, subject_from
+from timed_fit import LINEAR, Round, Stopwatch, add_training_arguments, default_warmup, fit, subject_from
 
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import publish, spread
@@ -18,7 +19,8 @@ from cifar_lit.training.orderly_stop import Interrupted
 WHAT = (
     "Compare training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, with a bare "
     "PyTorch loop that has the same net, weights, batches, precision, optimizer and schedule. Both take turns in one "
-    "process. Without --recipe the net is a single layer, which isolates the overhead of the Trainer."
+    "process. On a GPU, both replay their steps as CUDA graphs if the recipe does (model.capture), else neither does. "
+    "Without --recipe the net is a single layer, which isolates the overhead of the Trainer."
 )
 
 
@@ -26,26 +28,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this measurement."""
     add_training_arguments(parser, recipe=None)
     parser.add_argument("--steps", type=int, default=10, help="steps of each loop in a round")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds, after one that warms up")
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds")
+    parser.add_argument(
+        "--warmup", type=int, help="warm-up steps of each loop; default: --steps after the whitening schedule"
+    )
 
 
 def run(settings: argparse.Namespace) -> None:
     """Measure and report."""
-    if min(settings.steps, settings.rounds) < 1:
-        raise UsageError("--steps and --rounds must be at least 1")
+    if min(settings.steps, settings.rounds, 1 if settings.warmup is None else settings.warmup) < 1:
+        raise UsageError("--steps, --rounds and --warmup must be at least 1")
     if not settings.recipe and not settings.net:
         settings.net = LINEAR
-    subject = subject_from(settings)
-    watch = Stopwatch(
-        settings.steps,
-        settings.rounds,
-        settings.steps,
-        lambda trainer, model: BareLoop(trainer, model, subject.data).take,
-        Progress(settings.rounds, "round"),
-    )
+    subject = subject_from(settings, settings.flags)
+    settings.warmup = settings.warmup or default_warmup(subject, settings.steps)
+    settings.captured = False
+
+    def start(trainer: Any, model: Any) -> Callable[[int], int]:
+        loop = BareLoop(trainer, model, subject.data)
+        settings.captured = loop.captures
+        return loop.take
+
+    progress = Progress(settings.rounds, "round")
+    watch = Stopwatch(settings.steps, settings.rounds, settings.warmup, start, progress)
     with suppress(Interrupted):
         settings.precision = fit(subject, watch, max_epochs=100_000)
-    report("step", settings, watch.rounds, "bare loop", f"{settings.steps} steps of each")
+    turns = f"{settings.steps} {'replayed steps' if settings.captured else 'steps'} of each"
+    report("step", settings, watch.rounds, "bare loop", turns)
 
 
 def report(name: str, settings: argparse.Namespace, rounds: Sequence[Round], other: str, turns: str) -> None:

@@ -30,7 +30,7 @@ from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
 
 WHAT = "print measured results as Markdown, or write them into the pages and the recipe headers of a checkout"
-PAGES = ("README*.md", "docs/**/*.md", "results/*.md")
+PAGES = ("README*.md", "docs/**/*.md", "results/**/*.md")
 RECIPES = "cifar_lit/recipes/*.yaml"
 BLOCK = re.compile(
     r"(?P<start><!-- results: (?P<key>[\w-]+) -->\n).*?(?P<end>^<!-- /results -->)", re.DOTALL | re.MULTILINE
@@ -107,7 +107,7 @@ def table_text(table: Table, results: Path, home: Path) -> str:
         path = results / f"{cell.file}.json"
         figures = files.setdefault(cell.file, read_figures(path) if path.exists() else None)
         if figures is None:
-            return UNMEASURED
+            return table.unmeasured
         texts = figure_texts(figures)
         if cell.label not in texts:
             raise UsageError(f"{display_path(path)} has no figure {cell.label!r}; it has {', '.join(texts)}")

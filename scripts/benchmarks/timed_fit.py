@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import rich
 import torch
+import yaml
 from lightning.pytorch.callbacks import Callback
 from script import set_threads
 from torch import nn
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.cli.flags import recipe_path, recipe_settings
+from cifar_lit.cli.flags import parse, recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.fit_length import count_batches
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
 from cifar_lit.runs.run import Run
@@ -45,7 +48,12 @@ class Subject(NamedTuple):
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) -> None:
-    """Add the flags that select the training and its device; `recipe` is the default recipe."""
+    """Add the flags that select the training and its device; `recipe` is the default recipe.
+
+    The measurement passes `settings.flags` to `subject_from`.
+    """
+    parser.set_defaults(flags=[])
+    parser.epilog = "Further flags --model.NAME VALUE change settings of the recipe's model."
     parser.add_argument("--recipe", default=recipe, help="a packaged recipe, or a YAML file of your own")
     parser.add_argument("--net", "--model.net", help=f"replaces the recipe's net; {LINEAR!r} is a single layer")
     parser.add_argument("--lr", "--model.lr", type=float, help="replaces the recipe's learning rate")
@@ -67,11 +75,25 @@ def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = No
     parser.add_argument("--threads", type=set_threads, help="torch's threads")
 
 
-def subject_from(settings: argparse.Namespace) -> Subject:
+def model_settings(flags: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `--model.NAME VALUE` by name; raise UsageError for other flags."""
+    values = {}
+    for word in parse("train", list(flags)).flags:
+        flag, equals, text = word.partition("=")
+        if not (flag.startswith("--model.") and equals):
+            raise UsageError(f"{word}: not a flag of this measurement (see --help), nor --model.NAME with a value")
+        value = yaml.safe_load(text)
+        with suppress(ValueError):  # YAML reads 1e-3 as text
+            value = float(value) if isinstance(value, str) else value
+        values[flag.removeprefix("--model.")] = value
+    return values
+
+
+def subject_from(settings: argparse.Namespace, flags: Sequence[str] = ()) -> Subject:
     """Return the training selected by the flags of `add_training_arguments`; write the values in use to `settings`.
 
     Model and data follow the recipe, including learning rate and schedule. Of its Trainer settings only precision and
-    logging interval apply. Without a recipe: plain SGD on raw images.
+    logging interval apply. Without a recipe: plain SGD on raw images. flags: see `model_settings`.
 
     Raises:
         UsageError: if a name or setting does not exist.
@@ -81,6 +103,9 @@ def subject_from(settings: argparse.Namespace) -> Subject:
     for name in ("metrics", "monitor"):  # no validation runs
         model.pop(name, None)
     model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
+    for name, value in model_settings(flags).items():
+        option, _, key = name.partition(".")  # an option: net_options.pad_input
+        model[option] = {**(model.get(option) or {}), key: value} if key else value
     data |= {
         name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None
     }
@@ -96,6 +121,12 @@ def subject_from(settings: argparse.Namespace) -> Subject:
     return Subject(
         classifier, images, {"accelerator": accelerator, "devices": devices, "precision": precision, **extra}
     )
+
+
+def default_warmup(subject: Subject, least: int) -> int:
+    """Return the steps of a warm-up: `least` after the whitening schedule, whose end changes the later steps."""
+    epochs = math.ceil(subject.model.hparams["whiten_epochs"] or 0)
+    return epochs * count_batches(len(subject.data.split[0]), subject.data.batch_size) + least
 
 
 def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, ImageClassifier]:

@@ -18,8 +18,8 @@ from cifar_lit.training.orderly_stop import Interrupted
 
 RUN: dict[str, Any] = {  # a result of `run_once`
     "seed": 0, "dataset": "shapes", "accelerator": "cpu", "precision": "32-true", "parameters": 10, "accuracy": 0.5,
-    "loss": 1.0, "views": None, "seconds": 10.0, "images_per_second": 100.0, "cold_seconds": None, "memory_mb": 100,
-    "device_memory_mb": None,
+    "loss": 1.0, "views": None, "seconds": 10.0, "test_seconds": 2.5, "images_per_second": 100.0, "cold_seconds": None,
+    "memory_mb": 100, "device_memory_mb": None,
 }  # fmt: skip
 
 
@@ -59,12 +59,21 @@ def test_each_seed_is_a_run_with_the_same_result_as_a_run_alone(capsys: pytest.C
     runs, out = runs_in("out/f.json"), capsys.readouterr().out
     assert [(run["seed"], run["first"]) for run in runs] == [(0, True), (1, False)]
     assert [run["cold_seconds"] is None for run in runs] == [process_age() is None, True]
+    assert all(run["test_seconds"] > 0 for run in runs) and "training and test" in out
     assert "small seed 1 (2 of 2)" in out and "share one process" in out and "train loss" not in out
     assert sorted(path.name for path in Path().rglob("*") if path.is_file()) == ["f.json", "small.yaml"]
     alone = run_once("small.yaml", [], 1, None, False)
     assert alone["loss"] == runs[1]["loss"] != runs[0]["loss"]
     with pytest.raises(Failure, match="ended without a test"):
         run_once("small.yaml", ["--trainer.fast_dev_run", "true"], 0, None, False)
+
+
+def test_the_time_with_the_test_stands_beside_the_training_time_if_it_was_measured() -> None:
+    run = {**RUN, "first": False}
+    texts = recipe.texts_of([run])
+    assert (texts["training time"], texts["training and test"]) == ("10 s (n = 1)", "12.5 s (n = 1)")
+    del run["test_seconds"]  # a file of an earlier version
+    assert recipe.texts_of([run])["training and test"] == "–"
 
 
 def test_an_interrupted_benchmark_resumes_with_the_missing_seeds_and_accepts_no_other_conditions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,8 @@ from typing import Any
 
 import imbalance
 import input as input_script
+import limit
+import profile_step
 import pytest
 import step
 import torch
@@ -17,12 +20,16 @@ import tutorial
 import variants
 from curves import VARIABLE, AccuracyCurve
 from lightning.pytorch.callbacks import Callback
+from limit import Kind
 from loops import BareLoop
-from timed_fit import Stopwatch, fit
+from timed_fit import Stopwatch, fit, model_settings
+from training import recorded_graphs
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
+from cifar_lit.errors import UsageError
+from cifar_lit.training import captured
 
 SMALL = "--accelerator cpu --dataset shapes --data.count 90 --json f.json"
 
@@ -54,6 +61,45 @@ def test_the_bare_loop_computes_the_weights_of_the_trainer(small_subject: Any) -
     net = loops[0].average.module if loops[0].average else loops[0].net  # the Trainer's model holds the average
     for name, value in net.state_dict().items():
         torch.testing.assert_close(value, subject.model.net.state_dict()[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("capture", "captures"), [(True, 4 + 3), (False, 0)])
+def test_the_bare_loop_replays_its_steps_if_the_trainer_does(
+    capture: bool, captures: int, small_subject: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = recorded_graphs.Module()
+    monkeypatch.setattr(captured, "device_graphs", lambda device: graphs)
+    whitened = {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "whiten_epochs": 1.5}
+    subject, loops = small_subject(**whitened, capture=capture, schedule="one_cycle"), list[BareLoop]()
+
+    def start(trainer: Any, classifier: Any) -> Any:
+        loops.append(BareLoop(trainer, classifier, subject.data))
+        return loops[0].take
+
+    fit(subject, Stopwatch(7, 7, 14, start), max_epochs=9)
+    # Two batch sizes, with a trained and a final whitening bias. The bare loop warms up with one of these to the end.
+    assert (graphs.captures, loops[0].captures) == (captures, capture)
+    for name, value in loops[0].net.state_dict().items():
+        torch.testing.assert_close(value, subject.model.net.state_dict()[name], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("module", "least"), [(step, 2), (profile_step, 20)])
+def test_steps_are_timed_after_the_whitening_schedule_and_with_changed_settings(module: ModuleType, least: int) -> None:
+    line = "--recipe fast94 --batch-size 20 --steps 2 --model.net_options.widths [8,8,8] --model.weight_decay 1e-3"
+    line += " --rounds 1" if module is step else ""
+    run_module("script.py", module, f"{line} {SMALL} --data.count 60".split())
+    settings = json.loads(Path("f.json").read_text())["settings"]
+    assert (settings["warmup"], settings["batch_size"]) == (3 * 3 + least, 20)  # whiten_epochs is 3
+    assert settings["flags"] == ["--model.net_options.widths", "[8,8,8]", "--model.weight_decay", "1e-3"]
+
+
+def test_settings_of_a_model_are_read_as_in_a_training() -> None:
+    flags = "--model.capture false --model.weight_decay 1e-3 --model.net_options.depth=[2,3,3] --model.bias_lr null"
+    values = {"capture": False, "weight_decay": 0.001, "net_options.depth": [2, 3, 3], "bias_lr": None}
+    assert model_settings(flags.split()) == values
+    for flags in ("--epochs 3", "--data.crop 2", "--model.capture"):
+        with pytest.raises(UsageError, match="not a flag of this measurement"):
+            model_settings(flags.split())
 
 
 def test_evaluating_test_images_during_training_leaves_the_weights_bit_equal(
@@ -94,3 +140,69 @@ def test_every_method_for_imbalanced_classes_is_trained(monkeypatch: pytest.Monk
     run_module("imbalance.py", imbalance, f"{line} {flags}".split())
     figures = json.loads(Path("f.json").read_text())["headline"]
     assert list(figures) == [f"{way}: {text}" for way in imbalance.WAYS for text in ("balanced accuracy", "macro F1")]
+
+
+# ---- limit.py
+
+
+@pytest.fixture
+def tiny_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(limit.MATRIX_SIDE, "cpu", 8)
+
+
+@pytest.fixture
+def whitened_subject(small_subject: Any) -> Any:
+    """Return a training of a small whitened net. Its images grow from 12 to 16 pixels."""
+    options = {"widths": [4, 6], "depth": 1}
+    subject = small_subject(net="whitened", net_options=options, optimizer="muon", whiten_epochs=1.5)
+    subject.data.resolutions = {12: 0.5}
+    return subject
+
+
+def test_the_computation_of_a_training_equals_a_count_by_hand(tiny_matrices: None) -> None:
+    run_module("limit.py", limit, f"--recipes small.yaml --rounds 2 {SMALL}".split())
+    figures = json.loads(Path("f.json").read_text())["headline"]
+    convolutions = 12 * 12 * 6 * 3 * 25, 2 * 2 * 16 * 6 * 25  # multiplications of an image
+    layers = 16 * 120 + 120 * 84 + 84 * 4
+    # Forward, gradient of the weights, gradient of the input, which the first layer does not compute.
+    multiplications = 2 * convolutions[0] + 3 * (convolutions[1] + layers)
+    assert figures.pop("small.yaml: computation") == pytest.approx(2e-12 * multiplications * 70)
+    speeds = [*limit.RATES, "share of the matrix product", "share of the convolutions"]
+    assert list(figures) == [f"small.yaml, {way}: {speed}" for way in ("32-true", "bf16-mixed") for speed in speeds]
+    assert all(value["n"] == 2 and value["low"] > 0 for value in figures.values())
+
+
+def test_the_images_of_a_training_are_counted_by_size_and_state_of_the_whitening_bias(whitened_subject: Any) -> None:
+    images = {Kind(12, False): 100 + 64, Kind(12, True): 36, Kind(None, True): 200}  # batches of 16 and one of 4
+    assert limit.images_by_kind(whitened_subject, 4) == images
+    whitened_subject.data.skip_easy, whitened_subject.data.skip_from = 0.5, 0.75  # the last epoch, of full batches
+    assert limit.images_by_kind(whitened_subject, 4) == images | {Kind(None, True): 100 + 112}
+
+
+def test_a_final_whitening_bias_saves_the_gradient_at_full_resolution(whitened_subject: Any) -> None:
+    trained, final = (limit.recorded_step(whitened_subject, Kind(12, is_final)) for is_final in (False, True))
+    assert trained.operations - final.operations == 2 * 11 * 11 * 24 * 4 * 9
+    assert len(trained.convolutions) == 3 + 3  # forward and backward
+    assert len(final.convolutions) == 3 + 2
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_timed_steps_have_the_size_and_the_state_of_their_kind(
+    whitened_subject: Any, tiny_matrices: None, is_final: bool
+) -> None:
+    kind, net, steps = Kind(12, is_final), whitened_subject.model.net, list[tuple[int, bool]]()
+    step = limit.recorded_step(whitened_subject, kind)
+    net.register_forward_pre_hook(lambda net, images: steps.append((images[0].shape[2], net.bias_is_final)))
+    rates = limit.measured_rates(whitened_subject, kind, step, Namespace(steps=2, rounds=2))
+    assert steps == [(12, False), *[(12, is_final)] * 5]  # the first two warm up
+    assert [len(values) for values in rates.values()] == [2, 2, 2]
+
+
+def test_the_rate_of_a_training_is_its_computation_divided_by_the_time_of_its_parts() -> None:
+    operations = {Kind(24, False): 3e9, Kind(None, False): 1e9}
+    rates = {24: dict(zip(limit.RATES, ([3e9], [3e9], [3e9]), strict=True))}
+    rates[None] = dict(zip(limit.RATES, ([0.5e9], [0.5e9], [0.25e9]), strict=True))
+    figures = {label: value["median"] for label, value, _ in limit.rate_rows("x", operations, rates)}
+    assert figures["x: convolutions"] == pytest.approx(4 / 3, rel=1e-4)
+    assert figures["x: training steps"] == 0.8
+    assert figures["x: share of the matrix product"] == pytest.approx(60)
