@@ -22,7 +22,7 @@ copyright = "the cifar-lit contributors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "results/*.md"]
+include_patterns = ["*.md", "docs/**.md", "results/**.md"]
 exclude_patterns = [".*", "build", "cifar_lit", "data", "dist", "docs/_build", "lightning_logs", "scripts", "tests"]
 
 myst_heading_anchors = 4  # the anchors of headings that GitHub makes
