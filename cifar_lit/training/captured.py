@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
+from cifar_lit.data.batch import Batch
 from cifar_lit.errors import first_line
 from cifar_lit.text import note
 from cifar_lit.training.deferred import DeferredBatch, DeferredBatches
@@ -84,7 +85,7 @@ class CapturedSteps(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keep the batch, which `optimizer_step` does not receive."""
         if self._steps is not None:
-            self._steps.batch = batch
+            self._steps.batch = batch if hasattr(batch, "loss_weight") else plain_batch(*batch)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Release the graphs before the net leaves the device."""
@@ -100,6 +101,11 @@ class CapturedSteps(Callback):
         if self._deferred is not None:
             self._deferred.release()
             self._deferred = None
+
+
+def plain_batch(images: Tensor, labels: Tensor) -> Batch:
+    """Return the batch of a loader that yields pairs; the rows of its images are unknown."""
+    return Batch(images, labels, torch.full_like(labels, -1))
 
 
 def example_batches(trainer: pl.Trainer, model: Any, deferred: DeferredBatches | None) -> Iterator[Any]:

@@ -31,6 +31,7 @@ from small_runs import (
     weights,
 )
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_lit.data import loaders
 from cifar_lit.data.augment import augment_batch
@@ -231,6 +232,23 @@ def test_dropout_draws_new_numbers_at_every_replay(device: Device) -> None:
     fitted(model, shapes_data(shuffle=False), logger=rows, **settings)
     losses = list(rows.curve("train/loss").values())
     assert len(set(losses)) == len(losses) == 4
+
+
+def test_pairs_of_a_plain_loader_are_captured_and_train_like_eager_steps(device: Device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(40, 3, 16, 16, generator=generator), torch.arange(40) % 10
+
+    def trained(capture: bool) -> State:
+        torch.manual_seed(0)
+        model = classifier(capture=capture)
+        loader = DataLoader(TensorDataset(images, labels), batch_size=16)  # the last batch is smaller
+        trainer(max_epochs=6, accelerator=device.accelerator).fit(model, loader)
+        return weights(model)
+
+    assert device.captures == 0
+    captured = trained(True)
+    assert device.captures == 2
+    assert_close(captured, trained(False), 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize(
