@@ -33,7 +33,8 @@ _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds"
     name: value for name, (_, value) in _SHORT.items()
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
-OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "debug")  # not for LightningCLI
+# Not for LightningCLI.
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "learning-curve", "debug")
 # Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
 # The setting has a value if the flag implies one.
 _SYNONYMS = {
@@ -73,6 +74,7 @@ SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in wo
 AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
+ONE_DEVICE = r"1|\d+,|\[\d+,?\]"  # values of --devices
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -88,6 +90,7 @@ class Command:
         auto: "batch" to find a batch size, "lr" to find a learning rate before the training.
         flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
         folds: the value of --folds as typed, None without cross-validation.
+        learning_curve: whether to train on several shares of the training images.
         job: record of the scheduler's job, stored in the folder of a new run.
     """
 
@@ -100,6 +103,7 @@ class Command:
     auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
     folds: str | None = None
+    learning_curve: bool = False
     job: str | None = None
 
     @property
@@ -109,8 +113,17 @@ class Command:
 
     @property
     def is_one_training(self) -> bool:
-        """Return whether the command trains in a single run folder. A cross-validation has several."""
-        return self.name in ("fit", "train") and self.folds is None and not self.asks_only
+        """Return whether the command trains in a single run folder. --folds and --learning-curve have several."""
+        several = self.folds is not None or self.learning_curve
+        return self.name in ("fit", "train") and not several and not self.asks_only
+
+    @property
+    def words(self) -> list[str]:
+        """Return the arguments of this command, without --folds and --learning-curve."""
+        named = {"recipe": self.recipe, "logs": self.logs, "resume": self.resume}
+        words = [self.name, *(f"--{name}={value}" for name, value in named.items() if value is not None)]
+        words += [*(f"--config={file}" for file in self.configs), *(["--trust"] if self.trust else [])]
+        return [*words, *map("--auto-{}".format, sorted(self.auto)), *self.flags]
 
     def without(self, flag: str) -> list[str]:
         """Return the flags without a long flag."""
@@ -172,8 +185,8 @@ def parse(name: str, argv: list[str]) -> Command:
         value_follows = not equals and bool(remaining) and not _is_flag(remaining[0])
         if key == "debug":
             pass  # handled by `main`
-        elif key == "trust" and not equals:
-            command.trust = True
+        elif key in ("trust", "learning-curve") and not equals:
+            setattr(command, key.replace("-", "_"), True)
         elif key in AUTO and not equals:
             command.auto.add(AUTO[key])
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
@@ -234,7 +247,7 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
 
 def check_one_device(devices: str | None, what: str) -> None:
     """Raise UsageError if --devices selects several devices. what: begins the message, such as "--folds trains"."""
-    if devices is not None and not re.fullmatch(r"1|\d+,|\[\d+,?\]", devices):
+    if devices is not None and not re.fullmatch(ONE_DEVICE, devices):
         raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
 
 

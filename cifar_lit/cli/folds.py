@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,9 @@ from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command, check_one_device
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.run_report import FIGURES as TITLES
+from cifar_lit.cli.several import check_several, train_each
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import UsageError
 from cifar_lit.files import atomic_write, write_text
 from cifar_lit.runs.label_errors import rank_suspects
 from cifar_lit.runs.predictions import write_predictions
@@ -35,25 +35,24 @@ FIGURES = ("accuracy", "balanced_accuracy", "macro_f1")
 def train_folds(command: Command) -> None:
     """Train once per fold, and write the combined results to a folder of their own."""
     folds = check_folds(command)
-    runs: list[tuple[str, dict[str, Any]]] = []
     parts: list[Mapping[str, Tensor]] = []
-    for fold in range(folds):
-        headline = "" if fold else f"{folds} trainings, each tested on the images that it leaves out"
-        say(headline, f"fold {fold + 1} of {folds}")
-        flags = [*command.flags, f"--data.folds={folds}", f"--data.fold={fold}"]
-        cli = TrainingCLI(replace(command, folds=None, flags=flags))
-        data, predictions = cli.datamodule, cli.model.predictions
-        if predictions is None:
-            raise Failure("a fold ended without a test: leave out flags that shorten the training")
-        path = cli.run.folder.path
-        parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
-        runs.append((display_path(path), read_metrics(path)["test"]))
-        recipe, images = cli.run.settings["recipe"] or "custom", data.train_images
-        del cli, data
-        gc.collect()  # net and Trainer refer to each other and would keep device memory
-    folder = RunFolder(logs_of(command), f"{recipe}-folds", None, True)
+    last: dict[str, Any] = {}
+
+    def collect(cli: TrainingCLI) -> None:
+        """Keep the predictions for the fold, and the images, equal in all trainings."""
+        data = cli.datamodule
+        if (predictions := cli.model.predictions) is not None:
+            parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
+        last.update(images=data.train_images, recipe=cli.run.settings["recipe"] or "custom")
+
+    say(f"{folds} trainings, each tested on the images that it leaves out")
+    settings = [{"data.folds": folds, "data.fold": fold} for fold in range(folds)]
+    trainings = {f"fold {number} of {folds}": each for number, each in enumerate(settings, 1)}
+    paths = train_each(replace(command, folds=None), trainings, after=collect)
+    runs = [(display_path(path), read_metrics(path)["test"]) for path in paths]
+    folder = RunFolder(logs_of(command), f"{last['recipe']}-folds")
     try:
-        finish(folder.path, runs, parts, images)
+        finish(folder.path, runs, parts, last["images"])
     finally:
         folder.release()
 
@@ -61,18 +60,11 @@ def train_folds(command: Command) -> None:
 def check_folds(command: Command) -> int:
     """Return the number of folds; raise UsageError for flags that are incompatible with a cross-validation."""
     text = command.folds or ""
-    if command.name != "train":
-        raise UsageError(f"--folds trains and tests: use it with `train` or scripts/train.py, not `{command.name}`")
+    check_one_device(command.value("trainer.devices"), "--folds trains")
+    remedy = "starts new trainings: leave --resume out, or resume one of its runs without --folds"
+    check_several(command, "--folds", remedy)
     if not re.fullmatch(r"[0-9]{1,3}", text) or int(text) < 2:
         raise UsageError(f"--folds must be a number of at least 2, such as 5, not {text!r}")
-    if command.resume is not None:
-        raise UsageError("--folds starts new trainings: leave --resume out, or resume one of its runs without --folds")
-    if command.value("trainer.num_nodes") not in (None, "1"):
-        raise UsageError("--folds trains on one machine: leave --nodes out")
-    devices = command.value("trainer.devices")
-    check_one_device(devices, "--folds trains")
-    if devices is None:  # each process of several would start its own cross-validation
-        command.flags.append("--trainer.devices=1")
     return int(text)
 
 

@@ -77,6 +77,7 @@ class ImageData(pl.LightningDataModule):
         folds: number of stratified folds for cross-validation; 0 for none. The training images are divided into folds,
             or all of your own images if there is no test set. `--folds 5` tests on each fold in turn.
         fold: index of the fold to test on, from 0.
+        train_share: share of the training images to train on, drawn by class; `--learning-curve` trains on four shares.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class ImageData(pl.LightningDataModule):
         group: str | None = None,
         folds: int = 0,
         fold: int = 0,
+        train_share: float = 1.0,
     ) -> None:
         super().__init__()
         check_balanced(sampling, shuffle)
@@ -137,7 +139,8 @@ class ImageData(pl.LightningDataModule):
         )  # fmt: skip
         self.augmentation = Augmentation(crop, flip, cutout)
         self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
-        self.parts = SplitImages(dataset, self.settings, val_size=val_size, folds=folds, fold=fold)
+        split: dict[str, Any] = {"val_size": val_size, "folds": folds, "fold": fold, "train_share": train_share}
+        self.parts = SplitImages(dataset, self.settings, **split)
         self.placement = Placement(self.parts, placement)
         self.preprocessing = Preprocessing(
             self.parts, mean=mean, std=std, augmentation=self.device_augmentation, resolutions=resolutions, seed=seed
@@ -214,7 +217,7 @@ class ImageData(pl.LightningDataModule):
         """Reset the state of an earlier fit and warn about small classes."""
         if stage != "fit":
             return
-        self.parts.warn_of_few_images()
+        self.parts.warn_of_few_images(self.batch_size)
         self._train_loader = self._resumed = self.last_losses = None
         if self.skip_easy and not self._overfits:
             self.last_losses = LastLosses(len(self.train_images), self.device)

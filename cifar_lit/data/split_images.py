@@ -12,6 +12,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation
+from cifar_lit.data.train_share import check_share, take_share
 from cifar_lit.errors import UsageError
 from cifar_lit.text import counted
 
@@ -27,11 +28,20 @@ class SplitImages:
         val_size: number (1 or more) or fraction (below 1) of the training images to validate on.
         folds: number of folds of a cross-validation; 0 for none.
         fold: the fold to test on.
+        train_share: share of the training images to train on; see `data.train_share`.
     """
 
     def __init__(
-        self, dataset: str, settings: SourceSettings, *, val_size: float = 0.1, folds: int = 0, fold: int = 0
+        self,
+        dataset: str,
+        settings: SourceSettings,
+        *,
+        val_size: float = 0.1,
+        folds: int = 0,
+        fold: int = 0,
+        train_share: float = 1.0,
     ) -> None:
+        check_share(train_share)
         if folds and not (folds > 1 and 0 <= fold < folds):
             fault = f"data.fold {fold} of data.folds {folds} is invalid"
             raise UsageError(f"{fault}: use 2 folds or more, counted from 0")
@@ -39,6 +49,7 @@ class SplitImages:
         self.val_size = val_size
         self.folds = folds
         self.fold = fold
+        self.train_share = train_share
         # Every image is in the test set of one fold, so no separate test set is drawn.
         self.settings = replace(settings, test_size=None) if folds else settings
 
@@ -67,6 +78,13 @@ class SplitImages:
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """Rows of `train_images` for training and for validation, both int64."""
+        train, val = self._split_all()
+        labels, groups = self.train_images.labels[train], self.train_images.groups
+        groups = None if groups is None else groups[train]
+        return take_share(train, labels, self.train_share, self.settings.split_seed, groups), val
+
+    def _split_all(self) -> tuple[Tensor, Tensor]:
+        """Return the rows of all training images and of the validation images."""
         images = self.train_images
         rows = torch.arange(len(images))
         if images.val_rows is not None and not self.folds:
@@ -87,13 +105,16 @@ class SplitImages:
         images = self.train_images
         return torch.bincount(images.labels[self.split[0]], minlength=len(images.classes))
 
-    def warn_of_few_images(self) -> None:
-        """Warn about classes with fewer than two training images, and about a small validation set."""
+    def warn_of_few_images(self, batch_size: int) -> None:
+        """Warn about classes with fewer than two training images, a share below a batch, and a small validation set."""
         classes = self.train_images.classes
         few = [name for name, count in zip(classes, self.class_counts.tolist(), strict=True) if count <= 1]
         if few:
             names = ", ".join(few[:3]) + (f" and {len(few) - 3:,} more" if len(few) > 3 else "")
             note_once(f"{len(few):,} of {len(classes):,} classes have fewer than 2 training images ({names}): add more")
+        count = len(self.split[0])
+        if self.train_share < 1 and count < batch_size:
+            note_once(f"{counted(count, 'training image')} are less than a batch of {batch_size}: lower --batch-size")
         count = len(self.split[1])
         if 0 < count < FEW_VALIDATION_IMAGES:
             remedy = "raise --data.val_size, or set it to 0 to train on all images and keep the last checkpoint"

@@ -95,13 +95,13 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
 
 
 def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
-    """Return the training images without test images, and the rows of the validation images among them.
+    """Return the training images without test images, and the rows among them that the run was not trained on.
 
     `data.train_images` contains test images in a cross-validation, and if the folder val/ is also the test set.
     """
     train = data.train_images
-    is_held_out = torch.zeros(len(train), dtype=torch.bool)
-    is_held_out[data.split[1]] = True
+    is_held_out = torch.ones(len(train), dtype=torch.bool)
+    is_held_out[data.split[0]] = False
     keep = torch.ones(len(train), dtype=torch.bool)
     if data.parts.folds:
         keep[data.parts.fold_rows] = False
