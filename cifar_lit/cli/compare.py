@@ -16,6 +16,7 @@ from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
 from cifar_lit.runs.compare import RunRecord, differing, find_runs, groups, pairs, plot_curves, read_run
+from cifar_lit.runs.data_record import data_differences
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import McNemar
 from cifar_lit.text import csv_cell, say
@@ -71,6 +72,7 @@ def compare(words: list[str]) -> None:
     elif len(runs) > 1:
         _table("settings that differ", ["run", *differences], list(zip(names, *differences.values(), strict=True)))
     _show_figures(runs)
+    say(*data_differences(runs))
     if several:
         _show_groups(grouped)
     for first, second, test in tests:

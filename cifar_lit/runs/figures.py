@@ -26,7 +26,7 @@ from cifar_lit.text import printable
 
 own_style = style.context("default")  # ignores the user's matplotlibrc
 
-# ---- SVG charts of the page. `_svg` replaces these placeholder colours by the page's CSS variables.
+# ---- SVG charts of the page. `as_svg` replaces these placeholder colours by the page's CSS variables.
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
 PAGE_COLOURS = {
@@ -47,7 +47,7 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
             in all charts. A single point is drawn as a diamond.
         label: text for screen readers.
     """
-    figure, axes = _chart()
+    figure, axes = new_chart()
     for part, points in lines.items():
         steps, values = zip(*points, strict=True)
         appearance = {"color": PART_COLOURS.get(part, INK), "label": PART_NAMES.get(part, _tick(part))}
@@ -60,7 +60,7 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if len(lines) > 1:
         axes.legend(frameon=False, labelcolor=INK, fontsize=9)
-    return _svg(figure, name, label)
+    return as_svg(figure, name, label)
 
 
 class Bin(NamedTuple):
@@ -76,17 +76,18 @@ class Bin(NamedTuple):
 @own_style
 def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
     """Return accuracy over probability as `<svg>`, with the diagonal of a perfectly calibrated net."""
-    figure, axes = _chart()
+    figure, axes = new_chart()
     lows, _, _, means, accuracies = zip(*bins, strict=True)  # matplotlib skips NaN
     axes.bar(lows, accuracies, 1 / len(bins), align="edge", color=FIRST, alpha=0.75, label="accuracy")
     axes.plot(means, means, color=SECOND, linestyle="none", marker="D", markersize=4, label="mean probability")
     axes.plot((0, 1), (0, 1), color=INK, linewidth=1, linestyle=":", label="perfect calibration")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class")
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
-    return _svg(figure, name, label)
+    return as_svg(figure, name, label)
 
 
-def _chart() -> tuple[Figure, Any]:
+def new_chart() -> tuple[Figure, Any]:
+    """Return an empty chart of the page, and its axes."""
     figure = Figure(figsize=SIZE, layout="constrained", facecolor="none")
     axes = figure.subplots(subplot_kw={"facecolor": "none"})
     axes.grid(color=RULE, linewidth=0.6)
@@ -98,7 +99,8 @@ def _chart() -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _svg(figure: Figure, name: str, label: str) -> str:
+def as_svg(figure: Figure, name: str, label: str) -> str:
+    """Return a chart as `<svg>`. Arguments are those of `line_chart`."""
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))

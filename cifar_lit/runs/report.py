@@ -28,6 +28,7 @@ from cifar_lit.runs.figures import (
     reliability_diagram,
 )
 from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, suspect_labels
+from cifar_lit.runs.learning_curve import gains_by_class, laws_of, siblings, svg_chart
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
 from cifar_lit.stats import wilson_interval
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 MAX_TABLE_CLASSES = 20  # with more classes the confusion matrix is a picture instead of a table
+WIDE = 0.1  # half the width of an interval of a class's accuracy that needs more test images
 PARTS = ("train", "val", "test")  # `train/loss`, `val/loss` and `test/loss` share a chart
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # others follow in the order of their columns
 TITLES = {"lr": "learning rate", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
@@ -149,6 +151,10 @@ def render(
         if path := next(filter(Path.exists, paths), None):
             commands.append((title, f"cifar-lit {command} {shlex.quote(display_path(path))}"))
     correct = int(predictions.hits.sum())
+    points = siblings(run, metrics)
+    laws = laws_of(points) if points else None
+    needs = _class_needs(matrix, classes, data.class_counts.tolist())
+    gains = gains_by_class(points, {row["name"]: row["tested"] for row in needs}) if points else {}
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
                        finalize=_printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
@@ -169,6 +175,11 @@ def render(
         matrix_uri=matrix_uri,
         predicted_counts=matrix.sum(0).tolist(),
         confused=_most_confused(matrix, classes),
+        needs=needs,
+        wide=WIDE,
+        gains=gains,
+        curve=svg_chart(points, laws) if laws else None,
+        twice=(2 * points[-1].train, laws.accuracy(2 * points[-1].train), laws.gain()) if laws else None,
         bins=bins,
         error=error,
         calibration=(metrics.get("test") or {}).get("calibration"),
@@ -248,6 +259,20 @@ def _most_confused(matrix: Tensor, classes: Sequence[str], limit: int = 10) -> l
         if images := int(counts[cell]):
             confused.append((classes[row], classes[column], images, images / totals[row]))
     return confused
+
+
+def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what each class needs, the least accurate first, at most `MAX_TABLE_CLASSES`. trained: training images."""
+    accuracy = float(matrix.diag().sum() / matrix.sum())
+    rows = []
+    for name, images, counts, correct in zip(
+        classes, trained, matrix.sum(1).tolist(), matrix.diag().tolist(), strict=True
+    ):
+        low, high = wilson_interval(correct, counts) if counts else (0.0, 1.0)
+        needs = "training images" if high < accuracy else "test images" if high - low > 2 * WIDE else ""
+        row = {"name": name, "trained": images, "tested": counts, "accuracy": correct / counts if counts else None}
+        rows.append(row | {"low": low, "high": high, "needs": needs})
+    return sorted(rows, key=lambda row: (row["accuracy"] is None, row["accuracy"]))[:MAX_TABLE_CLASSES]
 
 
 def captions(table: PredictionTable, rows: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:

@@ -17,6 +17,7 @@ import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
+from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.figures import GALLERY_SIZE, confusion_matrix, gallery
 from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
@@ -47,6 +48,7 @@ def run_metrics(
         "devices": trainer.world_size,
         "precision": str(trainer.precision),
         "batch_size": data.batch_size,
+        "data": data_record(data) if clock else None,
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
         "train_seconds": round(clock.seconds, 3) if clock else None,
         "images_per_second": speed,

@@ -265,7 +265,7 @@ def newest_run_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> 
     """Return the newest run, finished or resumable, whose job record satisfies `belongs`."""
     runs = []
     for record in logs.glob(f"*/{JOB}"):
-        run, job = record.parent, _read_json(record)
+        run, job = record.parent, read_json(record)
         with suppress(OSError):  # deleted meanwhile
             if job and belongs(job) and (read_metrics(run) or _newest_checkpoint(run).is_file()):
                 runs.append((_started(run), run))
@@ -305,7 +305,7 @@ def weights_file(path: str | Path) -> Path:
 
 def read_metrics(run: Path) -> dict[str, Any]:
     """Return the contents of a run's metrics.json; empty if it is missing or its values have wrong types or ranges."""
-    metrics = _read_json(run / "metrics.json")
+    metrics = read_json(run / "metrics.json")
     return metrics if _is_valid(metrics) else {}
 
 
@@ -330,7 +330,7 @@ def _is_valid(metrics: Mapping[str, Any]) -> bool:
         return False
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if it cannot be read or one of its numbers is out of range."""
     try:
         content = json.loads(read_text(file))
