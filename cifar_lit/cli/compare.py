@@ -15,8 +15,16 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
-from cifar_lit.runs.compare import RunRecord, differing, find_runs, groups, pairs, plot_curves, read_run
-from cifar_lit.runs.data_record import data_differences
+from cifar_lit.runs.compare import (
+    RunRecord,
+    data_differences,
+    differing,
+    find_runs,
+    groups,
+    pairs,
+    plot_curves,
+    read_run,
+)
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import McNemar
 from cifar_lit.text import csv_cell, say

@@ -92,6 +92,7 @@ class Command:
         folds: the value of --folds as typed, None without cross-validation.
         learning_curve: whether to train on several shares of the training images.
         job: record of the scheduler's job, stored in the folder of a new run.
+        words: the arguments as typed.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Command:
     folds: str | None = None
     learning_curve: bool = False
     job: str | None = None
+    words: list[str] = field(default_factory=list)
 
     @property
     def asks_only(self) -> bool:
@@ -116,14 +118,6 @@ class Command:
         """Return whether the command trains in a single run folder. --folds and --learning-curve have several."""
         several = self.folds is not None or self.learning_curve
         return self.name in ("fit", "train") and not several and not self.asks_only
-
-    @property
-    def words(self) -> list[str]:
-        """Return the arguments of this command, without --folds and --learning-curve."""
-        named = {"recipe": self.recipe, "logs": self.logs, "resume": self.resume}
-        words = [self.name, *(f"--{name}={value}" for name, value in named.items() if value is not None)]
-        words += [*(f"--config={file}" for file in self.configs), *(["--trust"] if self.trust else [])]
-        return [*words, *map("--auto-{}".format, sorted(self.auto)), *self.flags]
 
     def without(self, flag: str) -> list[str]:
         """Return the flags without a long flag."""
@@ -172,7 +166,7 @@ def parse(name: str, argv: list[str]) -> Command:
     Raises:
         UsageError: a flag lacks its value, an argument is unexpected, or a --config file does not exist.
     """
-    command = Command(name)
+    command = Command(name, words=argv)
     remaining = deque(argv)
     while remaining:
         word = remaining.popleft()

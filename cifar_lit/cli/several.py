@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,16 @@ from cifar_lit.text import say
 
 def check_several(command: Command, flag: str, resume_remedy: str) -> None:
     """Raise UsageError for flags that are incompatible with `flag`. Several trainings use one device by default."""
-    if command.name != "train":
-        raise UsageError(f"{flag} trains and tests: use it with `train` or scripts/train.py, not `{command.name}`")
-    if command.folds is not None and command.learning_curve:
-        raise UsageError("--folds and --learning-curve cannot be combined: leave one of them out")
-    if command.resume is not None:
-        raise UsageError(f"{flag} {resume_remedy}")
-    if command.value("trainer.num_nodes") not in (None, "1"):
-        raise UsageError(f"{flag} trains on one machine: leave --nodes out")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError(f"{flag} starts its trainings itself: leave torchrun or srun out, and use --devices N")
+    launched = os.environ.get("WORLD_SIZE", "1") != "1"
+    faults = {
+        f"trains and tests: use it with `train` or scripts/train.py, not `{command.name}`": command.name != "train",
+        "trains on other images than --folds: leave one of them out": command.folds and command.learning_curve,
+        resume_remedy: command.resume is not None,
+        "trains on one machine: leave --nodes out": command.value("trainer.num_nodes") not in (None, "1"),
+        "starts its trainings itself: use --devices N without torchrun or srun": launched,
+    }
+    for fault in filter(faults.get, faults):
+        raise UsageError(f"{flag} {fault}")
     if command.value("trainer.devices") is None:
         command.flags.append("--trainer.devices=1")
 
@@ -55,7 +55,7 @@ def train_each(
         command: the command, without the flag of the several trainings.
         trainings: settings by dotted name, in addition to the command's, by the title of the training.
         logs: folder for these runs only. Finished runs in it are not repeated, and others are resumed. Default: new
-            runs in the folder of all runs.
+            runs in the folder of all runs, on one device.
         after: called after each training in this process, with its data and predictions still in memory.
     """
     runs = []
@@ -63,19 +63,18 @@ def train_each(
         run = find_run(logs, settings)
         done = run is not None and is_finished(run, needs_test=True)
         say(f"{title}: {display_path(run)} is finished" if run and done else title)
-        if run is None or not done:
-            flags = [*command.flags, *(f"--{name}={value}" for name, value in settings.items())]
-            resume = None if run is None else str(run)
-            one = replace(command, flags=flags, logs=str(logs) if logs else command.logs, resume=resume)
-            if re.fullmatch(ONE_DEVICE, command.value("trainer.devices") or "1"):
-                cli = TrainingCLI(one)
-                run = None if cli.model.predictions is None else cli.run.folder.path
-                after(cli)
-                del cli
-                gc.collect()  # net and Trainer refer to each other and would keep device memory
-            else:
-                train_in_processes(one)
-                run = find_run(logs, settings)
+        flags = [f"--{name}={value}" for name, value in settings.items()]
+        if not done and re.fullmatch(ONE_DEVICE, command.value("trainer.devices") or "1"):
+            place = str(logs) if logs else command.logs
+            resume = str(run) if run else None
+            cli = TrainingCLI(replace(command, flags=[*command.flags, *flags], logs=place, resume=resume))
+            run = None if cli.model.predictions is None else cli.run.folder.path
+            after(cli)
+            del cli
+            gc.collect()  # net and Trainer refer to each other and would keep device memory
+        elif not done:
+            train_in_processes([*command.words, *flags, f"--logs={logs}", *([f"--resume={run}"] if run else [])])
+            run = find_run(logs, settings)
         if run is None or not is_finished(run, needs_test=True):
             raise Failure("a training ended without a test: leave out flags that shorten the training")
         runs.append(run)
@@ -83,22 +82,20 @@ def train_each(
 
 
 def find_run(logs: Path | None, settings: Mapping[str, Any]) -> Path | None:
-    """Return a finished run with these settings, else the newest one that can be resumed, or None."""
-    folders = [path.parent for path in logs.glob("*/config.yaml")] if logs else []
-    runs = [run.path for run in map(read_run, folders) if settings.items() <= run.settings.items()]
+    """Return a finished run with these settings, else one that can be resumed, or None."""
+    configs = logs.glob("*/config.yaml") if logs else ()
+    runs = [run.path for config in configs if settings.items() <= (run := read_run(config.parent)).settings.items()]
     resumable = [run for run in runs if any((run / name).is_file() for name in CHECKPOINTS)]
-    finished = (run for run in runs if is_finished(run, needs_test=True))
-    return next(finished, max(resumable, key=lambda run: (run / "config.yaml").stat().st_mtime_ns, default=None))
+    return next((run for run in runs if is_finished(run, needs_test=True)), next(iter(resumable), None))
 
 
-def train_in_processes(command: Command) -> None:
-    """Run a training command in a process group of its own. Stop signals are passed on.
+def train_in_processes(words: Sequence[str]) -> None:
+    """Run `train` with these arguments in a process group of its own, which gets the stop signals of this process.
 
     Raise SystemExit with its exit code if it fails: it has printed the reason.
     """
-    arguments = [sys.executable, "-m", "cifar_lit", *command.words]
     settings: dict[str, Any] = {"env": child_environment(), "stdin": subprocess.DEVNULL, "process_group": 0}
-    with subprocess.Popen(arguments, **settings) as process:
+    with subprocess.Popen([sys.executable, "-m", "cifar_lit", "train", *words], **settings) as process:
         for number in stop_signals():
             signal.signal(number, lambda number, frame: process.send_signal(number))
         code = process.wait()

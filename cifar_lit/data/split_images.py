@@ -12,7 +12,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.sources import SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation
-from cifar_lit.data.train_share import check_share, take_share
+from cifar_lit.data.train_share import take_share
 from cifar_lit.errors import UsageError
 from cifar_lit.text import counted
 
@@ -41,7 +41,6 @@ class SplitImages:
         fold: int = 0,
         train_share: float = 1.0,
     ) -> None:
-        check_share(train_share)
         if folds and not (folds > 1 and 0 <= fold < folds):
             fault = f"data.fold {fold} of data.folds {folds} is invalid"
             raise UsageError(f"{fault}: use 2 folds or more, counted from 0")
@@ -78,13 +77,6 @@ class SplitImages:
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """Rows of `train_images` for training and for validation, both int64."""
-        train, val = self._split_all()
-        labels, groups = self.train_images.labels[train], self.train_images.groups
-        groups = None if groups is None else groups[train]
-        return take_share(train, labels, self.train_share, self.settings.split_seed, groups), val
-
-    def _split_all(self) -> tuple[Tensor, Tensor]:
-        """Return the rows of all training images and of the validation images."""
         images = self.train_images
         rows = torch.arange(len(images))
         if images.val_rows is not None and not self.folds:
@@ -92,12 +84,14 @@ class SplitImages:
                 where = self.settings.root or self.dataset
                 note_once(f"{where}: data.val_size 0 is ignored, because the data set has its own validation images")
             is_val = torch.isin(rows, torch.tensor(images.val_rows))
-            return rows[~is_val], rows[is_val]
-        if self.folds:
-            rows = rows[~torch.isin(rows, self.fold_rows)]
-        groups = None if images.groups is None else images.groups[rows]
-        train, val = split_validation(images.labels[rows], self.val_size, self.settings.split_seed, groups)
-        return rows[train], rows[val]
+            train, val = rows[~is_val], rows[is_val]
+        else:
+            if self.folds:
+                rows = rows[~torch.isin(rows, self.fold_rows)]
+            groups = None if images.groups is None else images.groups[rows]
+            parts = split_validation(images.labels[rows], self.val_size, self.settings.split_seed, groups)
+            train, val = (rows[part] for part in parts)
+        return take_share(images, train, self.train_share, self.settings.split_seed), val
 
     @property
     def class_counts(self) -> Tensor:

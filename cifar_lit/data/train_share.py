@@ -6,32 +6,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 
 
-def check_share(share: float) -> None:
-    """Raise UsageError unless a share is valid."""
-    if not 0 < share <= 1:
-        raise UsageError(f"data.train_share is a share of the training images, above 0 and at most 1, not {share:g}")
-
-
-def take_share(rows: Tensor, labels: Tensor, share: float, seed: int, groups: Tensor | None = None) -> Tensor:
+def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tensor:
     """Return a share of `rows`, int64, in their order.
 
     Every class keeps about this share of its images, and at least one image or group. Groups stay whole.
 
     Args:
+        images: the images that `rows` refer to.
         rows: int64 (N,).
-        labels: labels of these rows, int64 (N,).
-        share: above 0 and at most 1. All rows are returned for 1.
+        share: above 0 and at most 1. All rows are returned for 1. Raise UsageError for other values.
         seed: seed of the draw.
-        groups: groups of these rows, int64 (N,), equal for images that must stay together.
     """
+    if not 0 < share <= 1:
+        raise UsageError(f"data.train_share is a share of the training images, above 0 and at most 1, not {share:g}")
     if share == 1:
         return rows
-    count = len(rows)
-    classes = labels.numpy()
-    units = np.arange(count) if groups is None else np.unique(groups.numpy(), return_inverse=True)[1]
+    count, classes = len(rows), images.labels[rows].numpy()
+    units = np.arange(count) if images.groups is None else np.unique(images.groups[rows], return_inverse=True)[1]
     order = np.random.default_rng(seed).permutation(count)[units]
     by_class = np.lexsort((order, classes))
     ranks = np.empty(count, np.int64)  # of each row within its class

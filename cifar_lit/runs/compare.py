@@ -11,6 +11,7 @@ from itertools import combinations, compress, cycle, product
 from pathlib import Path
 from typing import Any
 
+from cifar_lit.data.table import SUFFIXES, read_table
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metrics, read_rows
@@ -229,6 +230,44 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
         counts = Counter(zip(hits[first.name], hits[second.name], strict=False))
         tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
     return tests, messages
+
+
+# ---- Data.
+
+
+def data_differences(runs: Sequence[RunRecord]) -> list[str]:
+    """Return a line about each further data set that runs were trained on, compared with that of the first run."""
+    by_data: dict[str, RunRecord] = {}
+    for run in runs:
+        if isinstance(data := run.metrics.get("data"), dict):
+            by_data.setdefault(json.dumps([data, run.test.get("fingerprint")], sort_keys=True), run)
+    each, what = [*by_data.values()], "were trained on different data"
+    return [f"{each[0].name} and {run.name} {what}: {_data_difference(each[0], run)}" for run in each[1:]]
+
+
+def _data_difference(first: RunRecord, second: RunRecord) -> str:
+    """Return what differs. The labels and the split of different images cannot be compared."""
+    data, other = first.metrics["data"], second.metrics["data"]
+    counts = f"{data.get('train')} and {other.get('train')} training images"
+    changed = _changed_labels(first, second)
+    labels = "labels" if changed is None else f"labels of {changed} images"
+    names = {"images": f"images ({counts})"} if data.get("images") != other.get("images") else {}
+    names = names or {"labels": labels, "split": f"split ({counts})"}
+    texts = [text for name, text in names.items() if data.get(name) != other.get(name)]
+    same_test = first.test.get("fingerprint") == second.test.get("fingerprint")
+    return ", ".join([*texts, *([] if same_test else ["test set"])])
+
+
+def _changed_labels(first: RunRecord, second: RunRecord) -> int | None:
+    """Return how many images have different labels in the tables of two runs; None without two readable tables."""
+    roots = [Path(str(run.settings.get("data.root"))).expanduser() for run in (first, second)]
+    if not all(root.suffix.lower() in SUFFIXES and root.is_file() for root in roots):
+        return None
+    try:
+        table, other = ({row.path: row.label for row in read_table(root)} for root in roots)
+    except UsageError:
+        return None
+    return sum(other.get(path, label) != label for path, label in table.items())
 
 
 # ---- Plot the curves.

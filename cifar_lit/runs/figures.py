@@ -86,16 +86,16 @@ def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
     return as_svg(figure, name, label)
 
 
-def new_chart() -> tuple[Figure, Any]:
+def new_chart(ink: str = INK, rule: str = RULE) -> tuple[Figure, Any]:
     """Return an empty chart of the page, and its axes."""
     figure = Figure(figsize=SIZE, layout="constrained", facecolor="none")
     axes = figure.subplots(subplot_kw={"facecolor": "none"})
-    axes.grid(color=RULE, linewidth=0.6)
+    axes.grid(color=rule, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(RULE)
-    axes.tick_params(which="both", color=RULE, labelcolor=INK, labelsize=9)
-    axes.xaxis.label.set(color=INK, fontsize=9)
+    axes.spines[["left", "bottom"]].set_color(rule)
+    axes.tick_params(which="both", color=rule, labelcolor=ink, labelsize=9)
+    axes.xaxis.label.set(color=ink, fontsize=9)
     return figure, axes
 
 

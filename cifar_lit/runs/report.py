@@ -28,7 +28,7 @@ from cifar_lit.runs.figures import (
     reliability_diagram,
 )
 from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, suspect_labels
-from cifar_lit.runs.learning_curve import gains_by_class, laws_of, siblings, svg_chart
+from cifar_lit.runs.learning_curve import curve_of, draw, fit_law, overall
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
 from cifar_lit.stats import wilson_interval
@@ -151,10 +151,13 @@ def render(
         if path := next(filter(Path.exists, paths), None):
             commands.append((title, f"cifar-lit {command} {shlex.quote(display_path(path))}"))
     correct = int(predictions.hits.sum())
-    points = siblings(run, metrics)
-    laws = laws_of(points) if points else None
     needs = _class_needs(matrix, classes, data.class_counts.tolist())
-    gains = gains_by_class(points, {row["name"]: row["tested"] for row in needs}) if points else {}
+    points = curve_of(run, metrics)
+    twice = 2 * points[-1]["images"] if points else 0
+    for row in needs:
+        accuracies = [point["per_class"][row["name"]] for point in points if row["name"] in point["per_class"]]
+        if accuracies and row["tested"] and len(accuracies) == len(points):
+            row["gain"] = fit_law([point["images"] for point in points], accuracies, row["tested"])["gain"]
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
                        finalize=_printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
@@ -177,9 +180,9 @@ def render(
         confused=_most_confused(matrix, classes),
         needs=needs,
         wide=WIDE,
-        gains=gains,
-        curve=svg_chart(points, laws) if laws else None,
-        twice=(2 * points[-1].train, laws.accuracy(2 * points[-1].train), laws.gain()) if laws else None,
+        curve=draw(points) if points else None,
+        twice=twice,
+        law=overall(points, [twice]) if points else None,
         bins=bins,
         error=error,
         calibration=(metrics.get("test") or {}).get("calibration"),
@@ -271,7 +274,7 @@ def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int])
         low, high = wilson_interval(correct, counts) if counts else (0.0, 1.0)
         needs = "training images" if high < accuracy else "test images" if high - low > 2 * WIDE else ""
         row = {"name": name, "trained": images, "tested": counts, "accuracy": correct / counts if counts else None}
-        rows.append(row | {"low": low, "high": high, "needs": needs})
+        rows.append(row | {"low": low, "high": high, "needs": needs, "gain": None})
     return sorted(rows, key=lambda row: (row["accuracy"] is None, row["accuracy"]))[:MAX_TABLE_CLASSES]
 
 

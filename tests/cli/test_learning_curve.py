@@ -1,0 +1,162 @@
+"""`train --learning-curve`: four trainings on nested shares of the images, continued if the command is repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from contract.command_line import (
+    NO_SHAPES,
+    SCRIPTS,
+    SMALL,
+    assert_refused,
+    config_of,
+    contents_of,
+    draw_folder,
+    metrics_of,
+    run_command,
+    run_process,
+    table_rows,
+)
+from PIL import Image
+
+CURVE = ("train", *SMALL, "--learning-curve")
+PARENT = Path("lightning_logs/small-curve-1")
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return a working folder with a learning curve, and the output of its command."""
+    folder = tmp_path_factory.mktemp("curve")
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        from contract.command_line import RECIPE
+
+        Path("small.yaml").write_text(RECIPE)
+        answer = run_command(*CURVE)
+        assert answer.code == 0, answer.err
+    finally:
+        os.chdir(here)
+    return folder, answer.out
+
+
+def test_four_runs_differ_only_in_their_training_images(curve: tuple[Path, str]) -> None:
+    folder, out = curve
+    runs = [folder / PARENT / f"small-{number}" for number in (1, 2, 3, 4)]
+    assert [config_of(run)["data"]["train_share"] for run in runs] == [0.25, 0.5, 0.75, 1.0]
+    records = [metrics_of(run)["data"] for run in runs]
+    assert [record["train"] for record in records] == [40, 80, 120, 160]
+    assert {(record["val"], record["test"], record["images"]) for record in records} == {(40, 40, records[0]["images"])}
+    assert len({metrics_of(run)["test"]["fingerprint"] for run in runs}) == 1
+
+    results = json.loads((folder / PARENT / "learning-curve.json").read_text())
+    points = results["points"]
+    assert results["runs"] == [f"{PARENT}/small-{number}" for number in (1, 2, 3, 4)]
+    assert [point["accuracy"] for point in points] == [metrics_of(run)["test"]["accuracy"] for run in runs]
+    rows = table_rows(out)[-4:]
+    assert [row[0] for row in rows] == ["40", "80", "120", "160"] and len(rows[0]) == 6
+    expected = "{:.4f}, 95 % interval {:.4f} … {:.4f}".format(*results["twice"]["accuracy"])
+    assert out.splitlines()[-2:] == [f"expected with 320 images: accuracy {expected}", f"results {PARENT}"]
+    with Image.open(folder / PARENT / "learning-curve.png") as picture:
+        assert picture.format == "PNG"
+
+
+def test_the_last_run_is_the_ordinary_one_and_its_report_shows_the_curve(
+    curve: tuple[Path, str], run_dir: Path
+) -> None:
+    runs = curve[0] / PARENT
+    assert (runs / "small-4/model.safetensors").read_bytes() == (run_dir / "model.safetensors").read_bytes()
+    pages = {path.parent.name: path.read_text() for path in runs.glob("*/report.html")}
+    expected = "the expected accuracy and its 95 % interval are"
+    assert [name for name, page in pages.items() if expected in page] == ["small-4"]
+    assert "gain by twice the images" in pages["small-4"] and "With 320 training images" in pages["small-4"]
+    ordinary = (run_dir / "report.html").read_text()
+    assert "Which classes need images" in ordinary and "<code>train --learning-curve</code> measures" in ordinary
+
+
+def test_a_repeated_command_trains_only_what_is_missing(curve: tuple[Path, str], working_folder: Path) -> None:
+    shutil.copytree(curve[0] / "lightning_logs", "lightning_logs")
+    record = json.loads((PARENT / "learning-curve.json").read_text())
+    unfinished = {name: record[name] for name in ("command", "settings")}
+    (PARENT / "learning-curve.json").write_text(json.dumps(unfinished))
+    (PARENT / "small-2/metrics.json").unlink()  # killed after its last checkpoint
+    shutil.rmtree(PARENT / "small-3")  # not begun
+    kept = contents_of(PARENT / "small-1")
+    answer = run_command(*CURVE)
+    assert answer.code == 0, answer.err
+    assert contents_of(PARENT / "small-1") == kept
+    assert "resumes      lightning_logs/small-curve-1/small-2/checkpoints/last.ckpt at epoch 3" in answer.out
+    assert answer.out.count("is finished") == 2
+    assert json.loads((PARENT / "learning-curve.json").read_text())["points"] == record["points"]
+
+    # A finished curve, and one with another setting, are not continued.
+    assert run_command(*CURVE, "--epochs", "1").code == 0
+    assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-curve-1", "small-curve-2"}
+
+
+def test_two_devices_train_on_the_same_images_as_one(curve: tuple[Path, str], working_folder: Path) -> None:
+    words = [sys.executable, str(SCRIPTS / "train.py"), *SMALL, "--learning-curve", "--devices", "2", "--epochs", "1"]
+    shutil.copytree(curve[0] / "lightning_logs", "lightning_logs")
+    record = json.loads((PARENT / "learning-curve.json").read_text())
+    unfinished = {"command": words[2:], "settings": record["settings"]}
+    (PARENT / "learning-curve.json").write_text(json.dumps(unfinished))
+    shutil.rmtree(PARENT / "small-3")  # one training is enough to see that its ranks start
+    answer = run_process(words, working_folder)
+    assert answer.code == 0, answer.err
+    alone, pair = (metrics_of(folder / PARENT / "small-3") for folder in (curve[0], working_folder))
+    assert pair["devices"] == 2 and pair["data"] == alone["data"]
+
+
+def test_folders_without_validation_images_and_with_few_images_work() -> None:
+    draw_folder(Path("animals"), {"cat": 9, "dog": 9, "owl": 4})
+    words = (*SMALL, "--dataset", "folder", *NO_SHAPES, "--data-dir", "animals", "--data.val_size", "0")
+    answer = run_command(*words, "--epochs", "1", "--learning-curve")
+    assert answer.code == 0, answer.err
+    assert "4 training images are less than a batch of 32: lower --batch-size" in answer.err
+    assert "3 of 3 classes have fewer than 2 training images" in answer.err or "classes have fewer than 2" in answer.err
+    assert [row[0] for row in table_rows(answer.out)[-4:]] == ["4", "9", "13", "17"]
+
+
+def test_a_stopped_curve_names_the_command_that_continues_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("cifar_lit.cli.several.read_run", stop)
+    (PARENT / "small-1").mkdir(parents=True)
+    (PARENT / "small-1/config.yaml").touch()
+    answer = run_command(*CURVE)
+    assert answer.code == 130 and answer.err.endswith(
+        "Resume with:\n  cifar-lit train --recipe small.yaml --learning-curve\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("fit", "--learning-curve"), "--learning-curve trains and tests: use it with `train`"),
+        (("train", "--learning-curve", "--folds", "5"), "leave one of them out"),
+        (("train", "--learning-curve", "--resume"), "continues an unfinished curve by itself: leave --resume out"),
+        (("train", "--learning-curve", "--nodes", "2"), "--learning-curve trains on one machine: leave --nodes out"),
+        (("train", "--learning-curve", "--data.train_share", "0.5"), "sets data.train_share: leave it out"),
+        (("train", "--learning-curve=4"), "learning-curve"),
+        (("train", "--learning-curve", "--lr", "-1"), "lr"),
+        (("train", "--learning-curve", "--data.count", "10", "--data.val_size", "20"), "data.val_size 20 must leave"),
+        (("train", "--data.train_share", "0"), "above 0 and at most 1, not 0"),
+        (("train", "--data.train_share", "half"), "data.train_share"),
+    ],
+)
+def test_wrong_flags_are_refused_and_leave_no_folder(words: tuple[str, ...], line: str) -> None:
+    answer = run_command(*words, *SMALL)
+    assert_refused(answer._replace(out=answer.out.removeprefix("25% of the training images\n")), 2, line)
+    assert not list(Path().glob("lightning_logs/*"))
+
+
+def test_torchrun_is_refused() -> None:
+    torchrun = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}
+    assert_refused(run_command(*CURVE, **torchrun), 2, "use --devices N without torchrun or srun")

@@ -1,0 +1,67 @@
+"""`data.train_share`: stratified, nested shares of the training images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.train_share import take_share
+from cifar_lit.errors import UsageError
+
+SHARES = (0.01, 0.25, 0.5, 0.75, 1.0)
+
+
+def image_set(labels: list[int], groups: Tensor | None = None) -> ImageSet:
+    images = torch.zeros(len(labels), 1, 1, 1, dtype=torch.uint8)
+    return ImageSet(images, torch.tensor(labels), tuple("abcde"[: max(labels) + 1]), groups=groups)
+
+
+@pytest.mark.parametrize("val_size", [0, 0.1])
+def test_shares_are_nested_stratified_and_leave_validation_and_test_images_alone(val_size: float) -> None:
+    settings = {"dataset": "shapes", "image_size": 8, "count": 200, "num_classes": 7, "val_size": val_size}
+    whole = ImageData(**settings)
+    smaller: set[int] = set()
+    for share in SHARES:
+        data = ImageData(**settings, train_share=share)
+        train, val = data.split
+        assert torch.equal(val, whole.split[1]) and torch.equal(data.test_images.labels, whole.test_images.labels)
+        rows = set(train.tolist())
+        assert smaller <= rows and len(rows) == len(train) >= 7
+        counts = data.class_counts / whole.class_counts
+        assert share == 0.01 or bool(((counts - share).abs() < 0.05).all()), counts
+        smaller = rows
+    assert torch.equal(train, whole.split[0])
+
+
+def test_rounding_favours_no_size_and_each_class_keeps_an_image() -> None:
+    labels = [label for label in range(5) for _ in range(10)]
+    counts = [len(take_share(image_set(labels), torch.arange(50), share, 0)) for share in SHARES]
+    assert counts == [5, 25 // 2, 25, 75 // 2, 50]
+    rare = image_set([0] * 100 + [1])
+    assert 100 in take_share(rare, torch.arange(101), 0.02, 0).tolist()
+
+
+def test_groups_stay_whole_and_another_seed_draws_other_images() -> None:
+    groups = torch.arange(60) // 3
+    images = image_set([0, 1, 1] * 20, groups)
+    for share in SHARES:
+        taken = groups[take_share(images, torch.arange(60), share, 0)]
+        assert torch.equal(taken.unique(), taken.unique(return_counts=True)[0]) and len(taken) % 3 == 0
+        assert share == 0.01 or abs(len(taken) / 60 - share) <= 0.1
+    draws = [take_share(images, torch.arange(60), 0.5, seed).tolist() for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])
+def test_an_invalid_share_is_refused(share: float) -> None:
+    with pytest.raises(UsageError, match="above 0 and at most 1"):
+        _ = ImageData("shapes", image_size=8, count=20, train_share=share).split
+
+
+def test_a_share_below_a_batch_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    for share, batch in ((1.0, 512), (0.5, 8), (0.5, 32)):
+        ImageData("shapes", image_size=8, count=40, val_size=0, batch_size=batch, train_share=share).setup("fit")
+    assert capsys.readouterr().err == "20 training images are less than a batch of 32: lower --batch-size\n"
