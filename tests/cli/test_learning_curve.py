@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from contract.command_line import (
     NO_SHAPES,
-    SCRIPTS,
+    RECIPE,
     SMALL,
     assert_refused,
     config_of,
@@ -20,10 +19,11 @@ from contract.command_line import (
     draw_folder,
     metrics_of,
     run_command,
-    run_process,
     table_rows,
 )
 from PIL import Image
+
+from cifar_lit.errors import Failure
 
 CURVE = ("train", *SMALL, "--learning-curve")
 PARENT = Path("lightning_logs/small-curve-1")
@@ -36,8 +36,6 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     here = Path.cwd()
     os.chdir(folder)
     try:
-        from contract.command_line import RECIPE
-
         Path("small.yaml").write_text(RECIPE)
         answer = run_command(*CURVE)
         assert answer.code == 0, answer.err
@@ -80,7 +78,9 @@ def test_the_last_run_is_the_ordinary_one_and_its_report_shows_the_curve(
     assert "Which classes need images" in ordinary and "<code>train --learning-curve</code> measures" in ordinary
 
 
-def test_a_repeated_command_trains_only_what_is_missing(curve: tuple[Path, str], working_folder: Path) -> None:
+def test_a_repeated_command_trains_only_what_is_missing(
+    curve: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(curve[0] / "lightning_logs", "lightning_logs")
     record = json.loads((PARENT / "learning-curve.json").read_text())
     unfinished = {name: record[name] for name in ("command", "settings")}
@@ -91,25 +91,26 @@ def test_a_repeated_command_trains_only_what_is_missing(curve: tuple[Path, str],
     answer = run_command(*CURVE)
     assert answer.code == 0, answer.err
     assert contents_of(PARENT / "small-1") == kept
-    assert "resumes      lightning_logs/small-curve-1/small-2/checkpoints/last.ckpt at epoch 3" in answer.out
     assert answer.out.count("is finished") == 2
+    assert {path.name for path in PARENT.iterdir() if path.is_dir()} == {"small-1", "small-2", "small-4", "small-5"}
     assert json.loads((PARENT / "learning-curve.json").read_text())["points"] == record["points"]
 
-    # A finished curve, and one with another setting, are not continued.
-    assert run_command(*CURVE, "--epochs", "1").code == 0
-    assert {path.name for path in Path("lightning_logs").iterdir()} == {"small-curve-1", "small-curve-2"}
+    def fail(*arguments: object) -> None:
+        raise Failure(f"in {arguments[2]}")
+
+    monkeypatch.setattr("cifar_lit.cli.learning_curve.train_each", fail)
+    assert_refused(run_command(*CURVE), 1, "in lightning_logs/small-curve-2")  # the first curve is finished
 
 
-def test_two_devices_train_on_the_same_images_as_one(curve: tuple[Path, str], working_folder: Path) -> None:
-    words = [sys.executable, str(SCRIPTS / "train.py"), *SMALL, "--learning-curve", "--devices", "2", "--epochs", "1"]
+def test_two_devices_train_on_the_same_images_as_one(curve: tuple[Path, str]) -> None:
+    words = [*SMALL, "--learning-curve", "--devices", "2", "--epochs", "1"]
     shutil.copytree(curve[0] / "lightning_logs", "lightning_logs")
     record = json.loads((PARENT / "learning-curve.json").read_text())
-    unfinished = {"command": words[2:], "settings": record["settings"]}
-    (PARENT / "learning-curve.json").write_text(json.dumps(unfinished))
+    (PARENT / "learning-curve.json").write_text(json.dumps({"command": words, "settings": record["settings"]}))
     shutil.rmtree(PARENT / "small-3")  # one training is enough to see that its ranks start
-    answer = run_process(words, working_folder)
+    answer = run_command(*words)
     assert answer.code == 0, answer.err
-    alone, pair = (metrics_of(folder / PARENT / "small-3") for folder in (curve[0], working_folder))
+    alone, pair = metrics_of(curve[0] / PARENT / "small-3"), metrics_of(PARENT / "small-5")
     assert pair["devices"] == 2 and pair["data"] == alone["data"]
 
 
@@ -118,9 +119,9 @@ def test_folders_without_validation_images_and_with_few_images_work() -> None:
     words = (*SMALL, "--dataset", "folder", *NO_SHAPES, "--data-dir", "animals", "--data.val_size", "0")
     answer = run_command(*words, "--epochs", "1", "--learning-curve")
     assert answer.code == 0, answer.err
-    assert "4 training images are less than a batch of 32: lower --batch-size" in answer.err
-    assert "3 of 3 classes have fewer than 2 training images" in answer.err or "classes have fewer than 2" in answer.err
-    assert [row[0] for row in table_rows(answer.out)[-4:]] == ["4", "9", "13", "17"]
+    assert "5 training images are less than a batch of 32: lower --batch-size" in answer.err
+    assert "1 of 3 classes have fewer than 2 training images (owl)" in answer.err
+    assert [row[0] for row in table_rows(answer.out)[-4:]] == ["5", "8", "13", "17"]
 
 
 def test_a_stopped_curve_names_the_command_that_continues_it(monkeypatch: pytest.MonkeyPatch) -> None:
