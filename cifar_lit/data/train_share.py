@@ -29,7 +29,7 @@ def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tenso
     units = np.arange(count) if images.groups is None else np.unique(images.groups[rows], return_inverse=True)[1]
     order = np.random.default_rng(seed).permutation(count)[units]
     by_class = np.lexsort((order, classes))
-    ranks = np.empty(count, np.int64)  # of each row within its class
+    ranks = np.empty(count, np.int64)  # position of each row within its class
     ranks[by_class] = np.arange(count) - np.searchsorted(classes[by_class], classes[by_class])
     counts = np.bincount(classes)
     rounding = (np.arange(len(counts)) + 0.5) / len(counts)  # half of the classes round up, half down

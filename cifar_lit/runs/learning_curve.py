@@ -21,8 +21,8 @@ from cifar_lit.runs.run_folder import read_metrics
 FILE, PICTURE = "learning-curve.json", "learning-curve.png"
 FLOORS = np.linspace(0, 1, 11)  # a, as a share of the error with all images
 EXPONENTS = np.linspace(0.05, 1.5, 16)  # c
-# Standard deviation over seeds, as a share of the error. Most recipes have 0.01 … 0.06, one has 0.18.
-NOISES = np.array([0.01, 0.02, 0.04, 0.08, 0.16])
+# Standard deviation over seeds, as a share of the error, and of how many recipes (results/README.md).
+NOISES, RECIPES = np.array([0.01, 0.02, 0.03, 0.06, 0.18]), np.array([1, 2, 3, 1, 1])
 NORMAL = np.linspace(-3, 3, 13)  # standard deviations of one measurement
 
 Range = list[float]  # median, and limits of the 95 % interval
@@ -59,7 +59,8 @@ def fit_law(
     """Fit a power law to the accuracies on one test set.
 
     A measured error is normal around the law, with the variances of a binomial fraction and of the seed. The errors are
-    treated as independent, which makes intervals wider rather than narrower. All laws are equally likely beforehand.
+    treated as independent, which makes intervals wider rather than narrower. All laws are equally likely beforehand,
+    and the noise of the seed is that of a recipe of this package.
 
     Args:
         sizes: numbers of training images, ascending.
@@ -97,7 +98,7 @@ def fit_law(
 
     fits = [(error - law(size)) ** 2 / variance(law(size)) for size, error in zip(sizes, errors, strict=True)]
     likelihood = -sum(fit + np.log(variance(law(size))) for size, fit in zip(sizes, fits, strict=True)) / 2
-    weights = np.exp(likelihood - likelihood.max())
+    weights = np.exp(likelihood - likelihood.max()) * RECIPES
     gain = quantiles(law(sizes[-1]) - law(2 * sizes[-1]), weights)
     ranges = {"a": quantiles(end * floor, weights), "c": quantiles(exponent, weights), "gain": gain}
     return {**ranges, "accuracy": list(map(expected, targets))}
@@ -124,6 +125,7 @@ def draw(points: Sequence[Mapping[str, Any]], png: Path | None = None) -> str:
     measured = [(point["images"], point["accuracy"]) for point in points]
     axes.plot(*zip(*measured, strict=True), color=ink, marker="o", markersize=4, linestyle="none", label="measured")
     axes.set(xlim=(0, 1.03 * sizes[-1]), xlabel="training images")
+    axes.set_title("test accuracy", loc="left", fontsize=9, color=ink)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter(PercentFormatter(1))

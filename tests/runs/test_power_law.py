@@ -41,7 +41,7 @@ def test_intervals_cover_what_is_measured_with_twice_the_images() -> None:
         accuracies = 1 - draws.binomial(1000, truths) / 1000
         _, low, high = fit_law(SIZES, accuracies[:4].tolist(), 1000, [8000])["accuracy"][0]
         hits += low <= accuracies[4] <= high
-    assert hits >= 36  # of 40; 95 % intervals
+    assert hits >= 36  # expected: 38 of 40
 
 
 def test_intervals_are_narrower_with_more_test_images_and_gains_vanish_on_a_plateau() -> None:
