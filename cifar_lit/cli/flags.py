@@ -106,7 +106,7 @@ class Command:
     folds: str | None = None
     learning_curve: bool = False
     job: str | None = None
-    words: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list, compare=False)
 
     @property
     def asks_only(self) -> bool:

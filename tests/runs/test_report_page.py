@@ -34,7 +34,9 @@ CURVES = f"""step,epoch,train/loss,lr,lr-SGD,val/loss,test/loss,test/once,{HOSTI
 def data_of(classes: list[str], images: int, side: int) -> Any:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (images, side, side, 3), dtype=torch.uint8, generator=generator)
-    return SimpleNamespace(classes=classes, test_images=SimpleNamespace(images=pixels))
+    return SimpleNamespace(
+        classes=classes, class_counts=torch.full((len(classes),), 5), test_images=SimpleNamespace(images=pixels)
+    )
 
 
 def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
