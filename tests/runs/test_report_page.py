@@ -91,10 +91,14 @@ def test_a_model_without_curves_has_a_report_with_precision_recall_and_f1(tmp_pa
     (tmp_path / "metrics.csv").write_text(CURVES.splitlines()[0] + "\n")  # a header, before the first row
     page = render(tmp_path, {}, data_of(["a", "b", "none"], 20, 8), table)
     rows = re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', page)
-    cells = {name: re.findall("<td>([^<]*)", row) for name, row in rows}
+    scores, needs = rows[-6:-3], rows[-3:]  # tables of F1 and of the images that classes need
+    cells = {name: re.findall("<td>([^<]*)", row) for name, row in scores}
     assert cells["a"] == [f"{8 / 12:.4f}", "0.8000", f"{2 * (8 / 12) * 0.8 / (8 / 12 + 0.8):.4f}", "10", "12", "8"]
     assert cells["b"][3:] == ["10", "8", "6"]
     assert cells["none"] == ["–", "–", "–", "0", "0", "0"]
+    assert [name for name, _ in needs] == ["b", "a", "none"]  # the least accurate first, without images last
+    assert re.findall("<td>([^<]*)", needs[0][1]) == ["5", "10", "0.6000", "0.3127 … 0.8318"]
+    assert all("test images" in row for _, row in needs)
     confused = re.findall(r'<td class="name">(\w)</td><td class="name">(\w)</td><td>(\d)</td><td>([^<]*)</td>', page)
     assert confused == [("b", "a", "4", "40.0 %"), ("a", "b", "2", "20.0 %")]
     assert page.count("Not searched yet") == 2
