@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def run(settings: argparse.Namespace) -> None:
         for seed, kind in product(range(settings.runs), KINDS)
         for fold in range(-1, FOLDS if seed < settings.fold_runs else 0)
     ]
+    SOURCES["cifar10"] = replace(SOURCES["cifar10"], load=cache(SOURCES["cifar10"].load))
     source = SourceSettings(root=settings.root)
     results: dict[str, list[float]] = {}
     progress = Progress(len(plans), "training")
