@@ -20,7 +20,8 @@ from torch import Tensor
 from cifar_lit.errors import UsageError
 from cifar_lit.files import atomic_write
 
-UNIT = 2.0**-20  # of a margin; sums of integers do not depend on the order of steps and devices
+# A margin is rounded to this unit. Sums of integers do not depend on the order of steps and devices.
+UNIT = 2.0**-20
 
 
 class Margins(Callback):

@@ -87,15 +87,14 @@ def run(settings: argparse.Namespace) -> None:
                 load = {True: images, False: test}
                 SOURCES[NOISY] = replace(SOURCES["cifar10"], load=lambda _, train, load=load: load[train])
                 scores = rankings(*train(settings.recipe, flags, seed, images, callback, results), images.labels)
-            else:  # the test images of the fold are scored by a net that was not trained on them
+            else:  # score the images of the fold by a net that was not trained on them
                 own = [*flags, f"--data.folds={FOLDS}", f"--data.fold={fold}"]
                 held_out = fold_rows(images.labels, None, FOLDS, 0) == fold
                 logits = train(settings.recipe, own, seed, images, callback, None)[0]
                 name = "probability of the label, held out"
-                scores.setdefault(name, torch.zeros(len(images)))[held_out] = label_probability(logits, images.labels)[
-                    held_out
-                ]
-                scores = {name: scores[name]}
+                values = scores.get(name, torch.zeros(len(images), dtype=torch.float64))
+                values[held_out] = label_probability(logits, images.labels)[held_out]
+                scores = {name: values}
             if fold in (-1, FOLDS - 1):
                 record(results, kind, scores, images, clean)
             progress.advance(number + 1, f"{kind}, seed {seed}" + (f", fold {fold}" if fold >= 0 else ""))
@@ -174,6 +173,7 @@ def rankings(
         "mean margin": margins,
         "probability and neighbours": places[0] + places[2],
         "mean margin and neighbours": places[1] + places[2],
+        "mean margin and probability": places[0] + places[1],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,19 +125,20 @@ def features_of(data: ImageData, pool: Tensor, test: Tensor) -> Features:
 def curve(features: Features, way: str, seed: int) -> list[float]:
     """Return the test accuracy after each of STEPS."""
     order = torch.randperm(len(features.pool), generator=torch.Generator().manual_seed(seed))
-    labelled, accuracies = order[: STEPS[0]], []
+    labelled, accuracies = order[: STEPS[0]], list[float]()
     classes = int(features.pool_labels.max()) + 1
-    for goal in STEPS:
-        if len(labelled) < goal:
-            rest = order[~torch.isin(order, labelled)]
-            chosen = torch.arange(goal - len(labelled))
-            if way == "next":
-                probabilities = F.linear(features.pool[rest].float(), weight, bias).softmax(1)
-                chosen = select(probabilities, lambda rows, rest=rest: features.pool[rest[rows]], len(chosen))
-            labelled = torch.cat((labelled, rest[chosen]))
+    for labels, goal in pairwise((*STEPS, None)):
+        assert len(labelled) == labels
         weight, bias, _ = fit_head(features.pool[labelled], features.pool_labels[labelled], classes, 1, None)
         hits = F.linear(features.test.float(), weight, bias).argmax(1) == features.test_labels
         accuracies.append(float(hits.double().mean()))
+        if goal:
+            rest = order[~torch.isin(order, labelled)]
+            chosen = torch.arange(goal - labels)
+            if way == "next":
+                best = F.linear(features.pool[rest].float(), weight, bias).softmax(1).topk(2).values
+                chosen = select(best[:, 0] - best[:, 1], features.pool[rest], len(chosen))
+            labelled = torch.cat((labelled, rest[chosen]))
     return accuracies
 
 

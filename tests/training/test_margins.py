@@ -109,7 +109,7 @@ def test_repeated_images_of_a_batch_count_each_time_and_a_surplus_batch_not_at_a
 def test_trainings_without_rows_labels_or_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="remove mixup and cutmix"):
         fitted(classifier(margins=True), shapes_data(augment={"mixup": 0.2}))
-    with pytest.raises(UsageError, match="model.unfreeze true"):
+    with pytest.raises(UsageError, match=r"model\.unfreeze true"):
         classifier(margins=True, weights="imagenet", unfreeze=False)
     model = classifier(margins=True)
     loader: Any = DataLoader([(torch.zeros(3, 16, 16), 0)] * 4, batch_size=2)
