@@ -124,25 +124,23 @@ def rank_suspects(labels: Tensor, probabilities: Tensor, margins: Tensor | None 
     best, suggested = probabilities.max(1)
     is_rejected = best > own if margins is None else (best > own) | (margins < 0)
     rejected = is_rejected.nonzero()[:, 0]
-    rows = rejected[trust(own, margins)[rejected].argsort(stable=True)]
+    rows = rejected[trust(labels, probabilities, margins)[rejected].argsort(stable=True)]
     confident = (best >= thresholds[suggested])[rows]  # NaN, the threshold of a class without images, compares as false
     return Ranking(rows, own, best, suggested, confident)
 
 
-def trust(own: Tensor, margins: Tensor | None) -> Tensor:
+def trust(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Tensor:
     """Return a number for each label, double (N,): the lower it is, the likelier the label is wrong.
 
-    It is the quantile of the label's probability. With margins, it is the mean of that and the quantile of the mean
-    margin over the training. After a short training, the probability alone ranks planted errors better than the margin
-    alone. After a long training it is the opposite, because the net memorises wrong labels. Their mean is nearly as
-    good as the better one in both cases (`results/cpu/label-noise.json` and `label-noise-long.json`).
-
-    Args:
-        own: probability of each label, float (N,).
-        margins: mean margin of each label, float (N,); NaN for images that were not trained on, whose margin counts
-            like their probability.
+    It is the quantile of the logit margin of the net: the logit of the label minus the largest other logit. With
+    `margins`, it is the mean of that and the quantile of the margin over the training. After a short training, the
+    margin of the net ranks planted errors better than the one over the training. After a long one it is the opposite,
+    because the net memorises wrong labels (`results/cpu/label-noise.json` and `label-noise-long.json`). Arguments are
+    those of `rank_suspects`.
     """
-    quantiles = _quantiles(own)
+    logits = probabilities.double().clamp_min(1e-30).log()  # up to a constant of each image
+    others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
+    quantiles = _quantiles(logits.gather(1, labels[:, None])[:, 0] - others)
     if margins is not None:
         trained = ~margins.isnan()
         quantiles[trained] = (quantiles[trained] + _quantiles(margins[trained])) / 2

@@ -32,6 +32,7 @@ from cifar_lit.data.sources import SOURCES, SourceSettings
 from cifar_lit.data.splits import fold_rows
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.embeddings import logits_and_embeddings
+from cifar_lit.runs.label_errors import trust
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
@@ -86,15 +87,16 @@ def run(settings: argparse.Namespace) -> None:
                 test = SOURCES["cifar10"].load(source, False)
                 load = {True: images, False: test}
                 SOURCES[NOISY] = replace(SOURCES["cifar10"], load=lambda _, train, load=load: load[train])
-                scores = rankings(*train(settings.recipe, flags, seed, images, callback, results), images.labels)
+                trained = train(settings.recipe, flags, seed, images, callback, results)
+                scores, logits_held_out = rankings(*trained, images.labels), torch.zeros_like(trained[0])
             else:  # score the images of the fold by a net that was not trained on them
                 own = [*flags, f"--data.folds={FOLDS}", f"--data.fold={fold}"]
                 held_out = fold_rows(images.labels, None, FOLDS, 0) == fold
                 logits = train(settings.recipe, own, seed, images, callback, None)[0]
-                name = "probability of the label, held out"
-                values = scores.get(name, torch.zeros(len(images), dtype=torch.float64))
-                values[held_out] = label_probability(logits, images.labels)[held_out]
-                scores = {name: values}
+                logits_held_out[held_out] = logits[held_out]
+                scores = {
+                    f"{name}, held out": values for name, values in net_rankings(logits_held_out, images.labels).items()
+                }
             if fold in (-1, FOLDS - 1):
                 record(results, kind, scores, images, clean)
             progress.advance(number + 1, f"{kind}, seed {seed}" + (f", fold {fold}" if fold >= 0 else ""))
@@ -148,11 +150,6 @@ def train(
     return logits, embeddings, margins, losses.last.gather()
 
 
-def label_probability(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the probability of each label, float (N,)."""
-    return logits.double().softmax(1).gather(1, labels[:, None])[:, 0]
-
-
 def rankings(
     logits: Tensor, embeddings: Tensor, margins: Tensor, losses: Tensor, labels: Tensor
 ) -> Mapping[str, Tensor]:
@@ -164,17 +161,29 @@ def rankings(
         cosines[torch.arange(len(part)), part] = -2.0  # not its own neighbour
         agreement.append((labels[cosines.topk(NEIGHBOURS).indices] == labels[part][:, None]).double().mean(1))
     neighbours = torch.cat(agreement)
-    probability = label_probability(logits, labels)
-    places = [values.argsort(stable=True).argsort() for values in (probability, margins, neighbours)]
+    both = trust(labels, logits.double().softmax(1), margins)
     return {
-        "probability of the label": probability,
+        **net_rankings(logits, labels),
         "last loss": -losses,
         "labels of neighbours": neighbours,
-        "mean margin": margins,
-        "probability and neighbours": places[0] + places[2],
-        "mean margin and neighbours": places[1] + places[2],
-        "mean margin and probability": places[0] + places[1],
+        "mean margin over the training": margins,
+        "both margins": both,
+        "both margins and neighbours": 2 * both + quantiles(neighbours),
     }
+
+
+def net_rankings(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return the rankings that need only the logits of a net, by name."""
+    probabilities = logits.double().softmax(1)
+    return {
+        "probability of the label": probabilities.gather(1, labels[:, None])[:, 0],
+        "logit margin": trust(labels, probabilities),
+    }
+
+
+def quantiles(values: Tensor) -> Tensor:
+    """Return the fraction of smaller values for each value, double (N,)."""
+    return torch.searchsorted(values.sort().values, values).double() / len(values)
 
 
 def record(
