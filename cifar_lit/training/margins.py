@@ -75,8 +75,9 @@ class Margins(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the sums on the first device, unless they are of another number of images."""
         saved = state_dict.get("sums")
-        is_valid = isinstance(saved, Tensor) and saved.dtype == torch.int64 and saved.shape == self.sums.shape
-        if is_valid and self._trainer.is_global_zero:
+        if not isinstance(saved, Tensor) or saved.dtype != torch.int64 or saved.shape != self.sums.shape:
+            return
+        if self._trainer.is_global_zero:
             self.sums.copy_(saved)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,7 @@ def run(settings: argparse.Namespace) -> None:
                 clean = drawn(source, True, [settings.images // 10] * 10, seed)
                 images = plant(clean, kind, seed)
                 test = SOURCES["cifar10"].load(source, False)
-                load = {True: images, False: test}
-                SOURCES[NOISY] = replace(SOURCES["cifar10"], load=lambda _, train, load=load: load[train])
+                SOURCES[NOISY] = replace(SOURCES["cifar10"], load=partial(either, images, test))
                 trained = train(settings.recipe, flags, seed, images, callback, results)
                 scores, logits_held_out = rankings(*trained, images.labels), torch.zeros_like(trained[0])
             else:  # score the images of the fold by a net that was not trained on them
@@ -100,11 +99,18 @@ def run(settings: argparse.Namespace) -> None:
             if fold in (-1, FOLDS - 1):
                 record(results, kind, scores, images, clean)
             progress.advance(number + 1, f"{kind}, seed {seed}" + (f", fold {fold}" if fold >= 0 else ""))
-    rows: list[Row] = [(name, spread(values), "%" if "accuracy" in name or "first" in name else "")
-                       for name, values in results.items()]  # fmt: skip
+    units = {"training time": "s", "test accuracy": "%"}
+    rows: list[Row] = [
+        (name, spread(values), units.get(name, "%" if "precision" in name else "")) for name, values in results.items()
+    ]
     if rows:
         own_settings = {**vars(settings), "flags": without_places(settings.flags)}
         publish("label_noise", own_settings, f"planted label errors in {settings.images:,} images of CIFAR-10", rows)
+
+
+def either(images: ImageSet, test: ImageSet, settings: SourceSettings, train: bool) -> ImageSet:
+    """Return the training or test images: the function of a source."""
+    return images if train else test
 
 
 def plant(clean: ImageSet, kind: str, seed: int) -> ImageSet:

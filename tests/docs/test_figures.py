@@ -35,6 +35,7 @@ AIM = "an aim, not a result"
 ARCHIVE = "size of the published archive"
 ROUNDED = "rounded; a table has the figure"
 RECORD = "published by others"
+SETTING = "a setting of the measurement"
 EXEMPT: dict[str, dict[str, str]] = {  # page: typed words and the reason
     "README.md": {
         "170 MB": ARCHIVE,
@@ -66,6 +67,11 @@ EXEMPT: dict[str, dict[str, str]] = {  # page: typed words and the reason
         "about 94.0 % in 1.98 times": ROUNDED,
         "94 % with TTA needs": "the aim of published records",
         "A share above 100 %": "not a result",
+    },
+    "docs/label-errors.md": {
+        "5 % of the labels changed uniformly; 5 % changed": SETTING,
+        "20 % of the cats": SETTING,
+        "first 5 % of the list": SETTING,
     },
     "docs/lab-notebook.md": {
         "89.4 %": "results/cpu/scores.json, of a removed method",
