@@ -108,8 +108,8 @@ def photo_features(folder: str) -> Features:
 def features_of(data: ImageData, pool: Tensor, test: Tensor) -> Features:
     """Return features of these training and test images, int64 rows."""
     channels, height, width = data.input_shape
-    net = build_net(PACKAGED_NET, channels=channels, image_size=(height, width), num_classes=data.class_count, width=1.0,
-                    options={"side": SIDE})  # fmt: skip
+    shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": data.class_count}
+    net = build_net(PACKAGED_NET, **shape, width=1.0, options={"side": SIDE})
     load_pretrained(net, PACKAGED_NET, IMAGENET)
     net.eval().to(memory_format=torch.channels_last)
 
