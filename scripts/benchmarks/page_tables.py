@@ -454,7 +454,10 @@ TABLES: dict[str, Table] = {
     ),
     "label-noise-long": Table(
         ("ranking of 4,000 labels, 30 epochs", *LABEL_ERRORS),
-        label_error_rows("label-noise-long", RANKINGS),
+        [
+            *label_error_rows("label-noise-long", RANKINGS),
+            *((*row[:2], "–", "–") for row in label_error_rows("label-noise-long", HELD_OUT_RANKINGS)),
+        ],
     ),
     "margins-step": Table(
         ("`model.margins`, processor time of a step", "without", "with", "additional"),
