@@ -69,11 +69,7 @@ def find_nearest(train: Tensor, test: Tensor, advance: Callable[[int], None]) ->
 
 
 def suspect_labels(
-    images: ImageSet,
-    probabilities: Tensor,
-    what: str,
-    held_out: Set[int] = frozenset(),
-    margins: Tensor | None = None,
+    images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset(), margins: Tensor | None = None
 ) -> Suspects:
     """Return the labels that contradict a net's predictions, the least trusted label first (see `trust`).
 

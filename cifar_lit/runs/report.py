@@ -66,6 +66,7 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     metrics = read_metrics(run)
     train, held_out, rows = _train_images(data)
     margins = read_margins(run, len(data.train_images))
+    margins = margins if margins is None else margins[rows]
     test = data.test_images
     tested_on = (metrics.get("test") or {}).get("fingerprint")
     same_images = tested_on == fingerprint(test.images, test.labels)
@@ -88,9 +89,7 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     with progress("comparing test with training images", len(test)) as advance:
         nearest = find_nearest(train_embeddings.to(device), embeddings.to(device), advance)
     findings = Findings(
-        suspect_labels(
-            train, train_logits.softmax(1), "Training", held_out, None if margins is None else margins[rows]
-        ),
+        suspect_labels(train, train_logits.softmax(1), "Training", held_out, margins),
         suspect_labels(test, logits.softmax(1), "Test"),
         *find_duplicates(train, test, *nearest),
     )
