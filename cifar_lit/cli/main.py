@@ -28,6 +28,7 @@ commands
   devices    list devices; --check trains on each of them, --net NAME lists a net's parameters
   preview    show a contact sheet of augmented training images
   classify   predict the classes of image files; python scripts/classify.py is the same
+  next       select the images of an unlabelled pool to label next
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
   compare    compare the settings and accuracies of runs, with a significance test
   export     export a net to ONNX, torch-export or safetensors, and check the file
@@ -65,6 +66,7 @@ OWN = {
     "bench": "cifar_lit.bench.commands:bench",
     "preview": "cifar_lit.cli.preview:preview",
     "classify": "cifar_lit.cli.classify:classify",
+    "next": "cifar_lit.cli.next:select_next",
     "report": "cifar_lit.cli.report:report",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",

@@ -60,7 +60,7 @@ class LastLosses:
         """The tensors that `__call__` writes to."""
         return (self.latest,)
 
-    def __call__(self, losses: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Record the losses (B,) of a training batch, and return them: a loss hook of the model."""
         if batch.loss_weight:
             self.latest[batch.indices] = losses.detach().float()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,8 +30,8 @@ class Suspects(NamedTuple):
     """Suspected labels of a set."""
 
     images: int  # size of the set
-    pictures: Sequence[Picture]  # images with the least probable labels
-    rejected: int  # images predicted as a different class than their label
+    pictures: Sequence[Picture]  # images with the least trusted labels
+    rejected: int  # images with a suspected label
     confident: int  # suspected labels that confident learning counts as wrong
 
 
@@ -66,21 +68,24 @@ def find_nearest(train: Tensor, test: Tensor, advance: Callable[[int], None]) ->
     return torch.cat([cosines for cosines, _ in nearest]).cpu(), torch.cat([rows for _, rows in nearest]).cpu()
 
 
-def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset()) -> Suspects:
-    """Return the labels that contradict a net's predictions, the least probable label first.
+def suspect_labels(
+    images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset(), margins: Tensor | None = None
+) -> Suspects:
+    """Return the labels that contradict a net's predictions, the least trusted label first (see `trust`).
 
-    A label is suspected if another class is more probable. Confident learning has a threshold for each class: its mean
-    probability over the images labelled with it. A suspected label counts as mislabelled if the predicted class reaches
-    its threshold (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels,
-    JAIR 2021).
+    A label is suspected if another class is more probable, or had a larger logit on average over the training.
+    Confident learning has a threshold for each class: its mean probability over the images labelled with it. A
+    suspected label counts as mislabelled if the predicted class reaches its threshold (C. Northcutt, L. Jiang and I.
+    Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
 
     Args:
         images: images with labels.
         probabilities: predicted probabilities, float (N, classes).
         what: name of the set in alternative texts.
         held_out: rows of validation images.
+        margins: result of `read_margins`, if there is one.
     """
-    ranked, own, best, suggested, confident = rank_suspects(images.labels, probabilities)
+    ranked, own, best, suggested, confident = rank_suspects(images.labels, probabilities, margins)
     pictures = []
     for row in ranked[:GALLERY_SIZE].tolist():
         label, predicted = images.classes[images.labels[row]], images.classes[suggested[row]]
@@ -94,23 +99,65 @@ def suspect_labels(images: ImageSet, probabilities: Tensor, what: str, held_out:
 class Ranking(NamedTuple):
     """Suspected labels, and probabilities of all N images."""
 
-    rows: Tensor  # images with suspected labels, the least probable label first, int64 (M,)
+    rows: Tensor  # images with suspected labels, the least trusted label first, int64 (M,)
     own: Tensor  # probability of the label, float (N,)
     best: Tensor  # probability of the predicted class, float (N,)
     suggested: Tensor  # predicted class, int64 (N,)
     confident: Tensor  # whether confident learning counts each of `rows` as mislabelled, bool (M,)
 
 
-def rank_suspects(labels: Tensor, probabilities: Tensor) -> Ranking:
-    """Rank labels as `suspect_labels` does. labels: int64 (N,); probabilities: float (N, classes)."""
+def rank_suspects(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Ranking:
+    """Rank labels as `suspect_labels` does.
+
+    Args:
+        labels: int64 (N,).
+        probabilities: float (N, classes).
+        margins: result of `read_margins`, if there is one.
+    """
     classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None])[:, 0]
     thresholds = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
     best, suggested = probabilities.max(1)
-    rejected = (best > own).nonzero()[:, 0]
-    rows = rejected[own[rejected].argsort(stable=True)]
+    is_rejected = best > own if margins is None else (best > own) | (margins < 0)
+    rejected = is_rejected.nonzero()[:, 0]
+    rows = rejected[trust(labels, probabilities, margins)[rejected].argsort(stable=True)]
     confident = (best >= thresholds[suggested])[rows]  # NaN, the threshold of a class without images, compares as false
     return Ranking(rows, own, best, suggested, confident)
+
+
+def trust(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Tensor:
+    """Return a number for each label, double (N,): the lower it is, the likelier the label is wrong.
+
+    It is the quantile of the logit margin of the net: the logit of the label minus the largest other logit. With
+    `margins`, it is the mean of that and the quantile of the margin over the training. After a short training, the
+    margin of the net ranks planted errors better than the one over the training. After a long one it is the opposite,
+    because the net memorises wrong labels (`results/cpu/label-noise.json` and `label-noise-long.json`). Arguments are
+    those of `rank_suspects`.
+    """
+    logits = probabilities.double().clamp_min(1e-30).log()  # up to a constant of each image
+    others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
+    quantiles = _quantiles(logits.gather(1, labels[:, None])[:, 0] - others)
+    if margins is not None:
+        trained = ~margins.isnan()
+        quantiles[trained] = (quantiles[trained] + _quantiles(margins[trained])) / 2
+    return quantiles
+
+
+def _quantiles(values: Tensor) -> Tensor:
+    """Return the fraction of smaller values for each value, double (N,)."""
+    return torch.searchsorted(values.sort().values, values).double() / len(values)
+
+
+def read_margins(run: Path, count: int) -> Tensor | None:
+    """Return `margins.npy` of a run folder, float32 (count,); None if there is none for this number of images."""
+    try:
+        # Mapped, because a damaged header may claim more than the memory.
+        values = np.load(run / "margins.npy", mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        return None
+    if values.dtype != np.float32 or values.shape != (count,) or np.isnan(values).all():
+        return None
+    return torch.from_numpy(values.copy())
 
 
 def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:

@@ -27,7 +27,7 @@ from cifar_lit.runs.figures import (
     line_chart,
     reliability_diagram,
 )
-from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, suspect_labels
+from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, read_margins, suspect_labels
 from cifar_lit.runs.learning_curve import curve_of, draw, fit_law, overall
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
@@ -66,7 +66,9 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
         device: device on which embeddings are compared.
     """
     metrics = read_metrics(run)
-    train, held_out = _train_images(data)
+    train, held_out, rows = _train_images(data)
+    margins = read_margins(run, len(data.train_images))
+    margins = margins if margins is None else margins[rows]
     test = data.test_images
     tested_on = (metrics.get("test") or {}).get("fingerprint")
     same_images = tested_on == fingerprint(test.images, test.labels)
@@ -89,15 +91,15 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     with progress("comparing test with training images", len(test)) as advance:
         nearest = find_nearest(train_embeddings.to(device), embeddings.to(device), advance)
     findings = Findings(
-        suspect_labels(train, train_logits.softmax(1), "Training", held_out),
+        suspect_labels(train, train_logits.softmax(1), "Training", held_out, margins),
         suspect_labels(test, logits.softmax(1), "Test"),
         *find_duplicates(train, test, *nearest),
     )
     return render(run, metrics, data, predictions, findings)
 
 
-def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
-    """Return the training images without test images, and the rows among them that the run was not trained on.
+def _train_images(data: ImageData) -> tuple[ImageSet, set[int], Tensor]:
+    """Return the training images without test images, the rows among them that were not trained on, and all rows.
 
     `data.train_images` contains test images in a cross-validation, and if the folder val/ is also the test set.
     """
@@ -112,7 +114,7 @@ def _train_images(data: ImageData) -> tuple[ImageSet, set[int]]:
         keep = torch.tensor([name not in test_names for name in train.names])
     if not keep.all():
         train = ImageSet(train.images[keep], train.labels[keep], train.classes)
-    return train, set(is_held_out[keep].nonzero()[:, 0].tolist())
+    return train, set(is_held_out[keep].nonzero()[:, 0].tolist()), keep.nonzero()[:, 0]
 
 
 def render(

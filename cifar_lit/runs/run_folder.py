@@ -28,7 +28,8 @@ LOCK, OWNER = ".lock", ".owner"
 JOB = ".job"  # scheduler job that started the run
 PREVIOUS = "checkpoints/previous.ckpt"
 CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in order of preference for a resume
-WRITTEN = ("config.yaml", "metrics.json", "model.safetensors", "predictions.csv", "probabilities.npy", "report.html")
+WRITTEN = ("config.yaml", "metrics.json", "model.safetensors", "predictions.csv", "probabilities.npy", "report.html",
+           "margins.npy")  # fmt: skip
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 WRITING_SECONDS = 0.2  # time for another process to finish writing a new lease
 LEASE_SECONDS = 10.0  # lease duration; an owner on another machine renews it three times in this period

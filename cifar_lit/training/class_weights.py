@@ -52,6 +52,6 @@ class ClassWeights(Callback):
         self.weights = torch.tensor(class_weights(counts, self._kind), device=pl_module.device)
         pl_module.loss_hooks.append(self._weigh)
 
-    def _weigh(self, losses: Tensor, batch: Any) -> Tensor:
+    def _weigh(self, losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
         targets = getattr(batch, "targets", None)
         return losses * (self.weights[batch[1]] if targets is None else targets @ self.weights)

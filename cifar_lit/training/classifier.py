@@ -29,8 +29,9 @@ from cifar_lit.training.rows import TrainingRows, log_values
 
 DEFAULT_SHAPE = (3, 32, 32)
 
-# Function of (losses (B,), training batch) that returns the losses to train on. Optional features add hooks to a fit.
-LossHook = Callable[[Tensor, Any], Tensor]
+# Function of (losses (B,), logits (B, classes), training batch) that returns the losses to train on. Optional features
+# add hooks to a fit.
+LossHook = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 def check_model(h: Mapping[str, Any]) -> None:
@@ -88,6 +89,7 @@ class ImageClassifier(pl.LightningModule):
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers. Default:
             lr.
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
+        margins: record the mean logit margin of each training image, and write margins.npy to the run folder.
         metrics: additional torchmetrics for validation and test, by name. They receive logits (B, classes) and labels
             (B,).
         monitor: validation score that selects the best checkpoint: accuracy, balanced_accuracy, macro_f1, top5 (with
@@ -133,6 +135,7 @@ class ImageClassifier(pl.LightningModule):
         frozen: float = 0.0,
         input_lr: float | None = None,
         fixed_norms: bool = False,
+        margins: bool = False,
         metrics: dict[str, Metric] | None = None,
         monitor: str = "accuracy",
         patience: float = 0.0,
@@ -191,7 +194,7 @@ class ImageClassifier(pl.LightningModule):
         if self.loss_hooks:
             losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
             for hook in self.loss_hooks:
-                losses = hook(losses, batch)
+                losses = hook(losses, logits, batch)
             loss = losses.mean()
         else:
             loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)

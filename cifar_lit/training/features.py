@@ -17,6 +17,7 @@ from cifar_lit.training.captured import CapturedSteps
 from cifar_lit.training.class_weights import CLASS_WEIGHTS, ClassWeights
 from cifar_lit.training.early_stopping import EarlyStop
 from cifar_lit.training.finetune import FixedNorms, HeadFit, PretrainedWeights
+from cifar_lit.training.margins import Margins
 from cifar_lit.training.rows import LateRows
 from cifar_lit.training.weight_average import WeightAverage
 from cifar_lit.training.whitening import Whitening
@@ -29,6 +30,8 @@ def check_features(h: Mapping[str, Any]) -> None:
         raise UsageError(
             "model.unfreeze false fits only the last layer: set model.weights, and model.head_views above 0"
         )
+    if h["margins"] and not h["unfreeze"]:
+        raise UsageError("model.margins needs training steps: set model.unfreeze true, or model.margins false")
     if h["frozen"] and not h["weights"]:
         raise UsageError("model.frozen needs pretrained layers: set model.weights, or leave it at 0")
 
@@ -43,6 +46,8 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(WeightAverage(h["ema_decay"]))
     if h["class_weights"] != "none":
         callbacks.append(ClassWeights(h["class_weights"]))
+    if h["margins"]:
+        callbacks.append(Margins())
     if h["fixed_norms"]:
         callbacks.append(FixedNorms())
     if isinstance(model.net, WhitenedNet):

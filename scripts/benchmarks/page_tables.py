@@ -92,6 +92,39 @@ def readme_rows(descriptions: Mapping[str, str], baseline: str) -> list[Row]:
 HELD_OUT = ("held-out accuracy", "with TTA")
 PHOTOS, FOLDS = "cpu/finetune-ants-bees", "cpu/finetune-ants-bees-folds"
 
+# Kinds of planted label errors, and rankings of labels by their names in the files.
+LABEL_ERRORS = ("uniform, 5 %", "confusable, 5 %", "one pair, 20 %")
+RANKINGS = {
+    "probability of the label": "probability of the label",
+    "last loss": "last loss",
+    "labels of the 10 nearest neighbours": "labels of neighbours",
+    "logit margin of the net": "logit margin",
+    "mean margin over the training": "mean margin over the training",
+    "both margins": "both margins",
+    "both margins and neighbours": "both margins and neighbours",
+}
+HELD_OUT_RANKINGS = {
+    "probability of the label, five folds": "probability of the label, held out",
+    "logit margin, five folds": "logit margin, held out",
+}
+MARGINS_STEP = ("a step without margins", "a step with margins", "additional time")
+
+
+def label_error_rows(file: str, rankings: Mapping[str, str]) -> list[Row]:
+    """Return AUROC and precision of each ranking for each kind of planted errors."""
+    return [
+        (
+            text,
+            *(
+                (Figure(f"cpu/{file}", f"{kind}, {name}: AUROC"), " / ",
+                 Figure(f"cpu/{file}", f"{kind}, {name}: precision in the first 5 %"))
+                for kind in ("uniform", "confusable", "pair")
+            ),
+        )
+        for text, name in rankings.items()
+    ]  # fmt: skip
+
+
 TABLES: dict[str, Table] = {
     # ---- README
     "readme": Table(
@@ -414,6 +447,39 @@ TABLES: dict[str, Table] = {
             "{}: balanced accuracy",
             "{}: macro F1",
         ),
+    ),
+    "label-noise": Table(
+        ("ranking of 10,000 labels, 5 epochs", *LABEL_ERRORS),
+        label_error_rows("label-noise", {**RANKINGS, **HELD_OUT_RANKINGS}),
+    ),
+    "label-noise-long": Table(
+        ("ranking of 4,000 labels, 30 epochs", *LABEL_ERRORS),
+        [
+            *label_error_rows("label-noise-long", RANKINGS),
+            *((*row[:2], "–", "–") for row in label_error_rows("label-noise-long", HELD_OUT_RANKINGS)),
+        ],
+    ),
+    "margins-step": Table(
+        ("`model.margins`, processor time of a step", "without", "with", "additional"),
+        [
+            (f"`{name}`", *(Figure(f"cpu/margins-step-{name}", label) for label in MARGINS_STEP))
+            for name in ("quickstart", "laptop90")
+        ],
+        intervals=True,
+    ),
+    "next-labels": Table(
+        ("accuracy with `next`, minus with random choice", "200 labels", "300 labels", "400 labels", "500 labels"),
+        [
+            (
+                text,
+                *(
+                    Figure("cpu/next-labels", f"{name}, {count} labels, next − random")
+                    for count in (200, 300, 400, 500)
+                ),
+            )
+            for name, text in {"CIFAR-10": "CIFAR-10", "flowers": "flowers"}.items()
+        ],
+        intervals=True,
     ),
     "calibration": Table(
         ("`laptop`, `--data.val_size 0.1`", "calibration error"),

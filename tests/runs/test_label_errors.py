@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.runs.label_errors import Suspects, find_duplicates, find_nearest, suspect_labels
+from cifar_lit.runs.label_errors import (
+    Suspects,
+    find_duplicates,
+    find_nearest,
+    rank_suspects,
+    read_margins,
+    suspect_labels,
+)
 
 PIXELS = torch.randint(0, 256, (6, 4, 5, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -16,15 +26,39 @@ def suspects(probabilities: list[list[float]], labels: list[int]) -> Suspects:
     return suspect_labels(images, torch.tensor(probabilities), "Test", {1})
 
 
-def test_labels_less_probable_than_another_class_are_listed_least_probable_first() -> None:
+def test_labels_less_probable_than_another_class_are_listed_by_the_ratio_of_both_probabilities() -> None:
     probabilities = [[0.2, 0.4, 0.4], [0.25, 0.75, 0], [0.1, 0.45, 0.45], [0.4, 0.3, 0.3], [0.3, 0.7, 0]]
     result = suspects(probabilities, [0, 0, 0, 0, 1])
     assert [picture.lines for picture in result.pictures] == [
         ("label a 0.100", "predicted b 0.450", "#2"),
-        ("label a 0.200", "predicted b 0.400", "#0"),
         ("label a 0.250", "predicted b 0.750", "#1 · held out"),
+        ("label a 0.200", "predicted b 0.400", "#0"),
     ]
     assert (result.images, result.rejected) == (5, 3)
+
+
+def test_margins_of_the_training_add_memorised_errors_and_count_as_much_as_the_net() -> None:
+    labels = torch.zeros(4, dtype=torch.int64)
+    own = torch.tensor([0.9, 0.4, 0.3, 0.95])
+    probabilities = torch.stack((own, 1 - own), 1)
+    assert rank_suspects(labels, probabilities).rows.tolist() == [2, 1]
+    margins = torch.tensor([-2.0, -1.0, torch.nan, 1.0])  # image 0 was memorised; image 2 was held out
+    # Quantiles of the net: 2, 1, 0 and 3 quarters; of the training: 0, 1 and 2 thirds of images 0, 1 and 3.
+    assert rank_suspects(labels, probabilities, margins).rows.tolist() == [2, 0, 1]
+
+
+def test_margins_of_a_run_are_read_only_if_they_fit_its_images(tmp_path: Path) -> None:
+    assert read_margins(tmp_path, 3) is None
+    np.save(tmp_path / "margins.npy", np.array([0.5, np.nan, -1.0], np.float32))
+    read = read_margins(tmp_path, 3)
+    assert read is not None and read[[0, 2]].tolist() == [0.5, -1.0] and read[1].isnan()
+    assert read_margins(tmp_path, 4) is None
+    for array in (np.full(3, np.nan, np.float32), np.zeros(3), np.array([{}, {}, {}])):  # unusable, double, pickled
+        np.save(tmp_path / "margins.npy", array)
+        assert read_margins(tmp_path, 3) is None
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }"
+    (tmp_path / "margins.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    assert read_margins(tmp_path, 2**40) is None
 
 
 @pytest.mark.parametrize(("images", "rejected", "confident"), [(5, 3, 2), (4, 2, 1)])

@@ -1,0 +1,89 @@
+"""Mean logit margin of each training image over the training (`model.margins`), to find wrong labels.
+
+The margin of an image is the logit of its label minus the largest other logit. Its mean over the training is the area
+under the margin (AUM; G. Pleiss et al., Identifying Mislabeled Data using the Area Under the Margin Ranking, NeurIPS
+2020). It is low for wrong labels, even if the net memorises them at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from cifar_lit.errors import UsageError
+from cifar_lit.files import atomic_write
+
+# A margin is rounded to this unit. Sums of integers do not depend on the order of steps and devices.
+UNIT = 2.0**-20
+
+
+class Margins(Callback):
+    """Sum the margins of the training steps, and write `margins.npy` to the run folder when the fit ends.
+
+    The file has a float32 for each row of the datamodule's `train_images`: the mean margin, NaN for images that were
+    not trained on.
+
+    Attributes:
+        sums: int64 (2, N) on the device of the net: sum of the margins in units, and number of steps, of each image.
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Start without margins. Raise UsageError if the images have no rows or are mixed."""
+        if stage != "fit":
+            return
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not hasattr(data, "train_images"):
+            raise UsageError("model.margins needs the row of each image: train on ImageData, or set it to false")
+        if getattr(data.device_augmentation, "mixes", False):
+            raise UsageError("model.margins needs one label per image: remove mixup and cutmix, or set it to false")
+        self._trainer = trainer
+        self.sums = torch.zeros(2, len(data.train_images), dtype=torch.int64, device=trainer.strategy.root_device)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Record the margins of the model's training steps."""
+        pl_module.loss_hooks.append(self)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that `__call__` writes to."""
+        return (self.sums,)
+
+    def __call__(self, losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Add the margins of a training batch with logits (B, classes); return its losses: a loss hook of the model."""
+        if batch.loss_weight:
+            logits, labels = logits.detach().float(), batch.labels[:, None]
+            others = logits.scatter(1, labels, -math.inf).amax(1)
+            units = ((logits.gather(1, labels)[:, 0] - others) / UNIT).round().long()
+            self.sums.index_add_(1, batch.indices, torch.stack((units, torch.ones_like(units))))
+        return losses
+
+    def gather(self) -> Tensor:
+        """Return `sums` over all devices, on the CPU. Collective: every rank must call this."""
+        return self._trainer.strategy.reduce(self.sums.clone(), reduce_op="sum").cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of all devices. Collective: every rank must call this."""
+        return {"sums": self.gather()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the sums on the first device, unless they are of another number of images."""
+        saved = state_dict.get("sums")
+        if not isinstance(saved, Tensor) or saved.dtype != torch.int64 or saved.shape != self.sums.shape:
+            return
+        if self._trainer.is_global_zero:
+            self.sums.copy_(saved)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Write the mean margins to the folder that contains the folder of the checkpoints."""
+        total, steps = self.gather().double()
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if trainer.is_global_zero and folder and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            with atomic_write(Path(folder).parent / "margins.npy") as partial, partial.open("wb") as file:
+                np.save(file, (total * UNIT / steps).float().numpy())

@@ -1,0 +1,113 @@
+"""`cifar-lit next`: the images to label next, as a table and a contact sheet."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import cifar_lit
+from cifar_lit.cli import main
+from cifar_lit.inference.selection import select
+
+Capture = pytest.CaptureFixture[str]
+
+
+def clusters(count: int, size: int) -> torch.Tensor:
+    """Return `size` embeddings near each of `count` directions, cluster by cluster."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.eye(count, 16).repeat_interleave(size, 0) + 0.05 * torch.randn(count * size, 16, generator=generator)
+
+
+def test_one_image_of_each_cluster_is_selected_the_smallest_margin_first() -> None:
+    margins = torch.rand(60, generator=torch.Generator().manual_seed(2))
+    rows = select(margins, clusters(6, 10), 6)
+    assert sorted((rows // 10).tolist()) == [0, 1, 2, 3, 4, 5]
+    assert margins[rows].tolist() == sorted(margins[rows].tolist())
+    assert torch.equal(rows, select(margins, clusters(6, 10), 6))
+
+
+def test_certain_images_are_not_selected() -> None:
+    margins = torch.tensor([1.0, 0.1]).repeat_interleave(30)  # three certain and three uncertain clusters
+    assert sorted((select(margins, clusters(6, 10), 3) // 10).tolist()) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("margin", [0.0, 1.0])
+def test_equal_images_are_selected_once_each_and_a_small_pool_as_a_whole(margin: float) -> None:
+    margins = torch.full((12,), margin)
+    assert len(set(select(margins, torch.ones(12, 4), 8).tolist())) == 8
+    assert select(torch.tensor([0.5, 0.2, 0.4]), torch.eye(3), 3).tolist() == [1, 2, 0]
+
+
+@pytest.fixture(autouse=True)
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change to a folder with a pool of 12 pictures, a copy, a damaged file and a text file."""
+    (tmp_path / "pool" / "more").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for number in range(12):
+        pixels = rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pool" / ("more" if number % 2 else "") / f"{number}.png")
+    (tmp_path / "pool" / "copy.png").write_bytes((tmp_path / "pool" / "0.png").read_bytes())
+    (tmp_path / "pool" / "cut.png").write_bytes((tmp_path / "pool" / "0.png").read_bytes()[:60])
+    (tmp_path / "pool" / "notes.txt").write_text("no picture")
+    monkeypatch.chdir(tmp_path)
+
+
+def rows_of(table: str) -> list[dict[str, str]]:
+    with Path(table).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_names_readable_images_once_with_prediction_and_margin(run: Path, capsys: Capture) -> None:
+    assert main(["next", str(run), "pool", "-k", "5", "--out", "made/next.csv", "--sheet", "made/next.png"]) == 0
+    out, err = capsys.readouterr()
+    assert (
+        out.splitlines()
+        == [
+            "5 of 14 files (1 unreadable, 1 repeated) to label: made/next.csv, made/next.png",
+            f"label them: cifar-lit review {run} --table made/next.csv",
+        ]
+        and not err
+    )
+    rows = rows_of("made/next.csv")
+    assert list(rows[0]) == ["path", "label", "predicted", "probability", "margin"]
+    classifier = cifar_lit.load(run)
+    for row in rows:
+        prediction = classifier.predict([row["path"]], top=2)[0]
+        (label, first), (_, second) = prediction.top
+        assert (row["label"], row["predicted"]) == ("", label)
+        assert float(row["probability"]) == pytest.approx(first, abs=1e-5)
+        assert float(row["margin"]) == pytest.approx(first - second, abs=1e-5)
+    assert len({row["path"] for row in rows}) == 5
+    assert [float(row["margin"]) for row in rows] == sorted(float(row["margin"]) for row in rows)
+    assert all(Path(row["path"]).is_absolute() for row in rows)
+    with Image.open("made/next.png") as sheet:
+        assert sheet.width > 5 * 144
+
+
+def test_a_pool_is_any_mix_of_files_folders_and_patterns(run: Path, capsys: Capture) -> None:
+    assert main(["next", str(run), "pool/more", "pool/more/*.png", "pool/0.png", "missing.png"]) == 0
+    assert "7 of 14 files (1 unreadable, 6 repeated) to label: next.csv, next.png" in capsys.readouterr().out
+    assert len(rows_of("next.csv")) == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["pool", "-k", "0"], "--count and --max-pixels must be at least 1"),
+        (["pool/cut.png"], "none of 1 file is a readable image"),
+        (["pool", "--sheet", "next.txt"], "give a table such as next.csv, and a picture such as next.png"),
+        (["pool", "--out", "next.png"], "give a table such as next.csv, and a picture such as next.png"),
+        (["pool", "--sheet", "pool/4.png"], "pool/4.png is an image of the pool"),
+        ([], "POOL must be given"),
+    ],
+)
+def test_invalid_requests_are_refused_in_one_line(argv: list[str], line: str, run: Path, capsys: Capture) -> None:
+    assert main(["next", str(run), *argv]) == 2
+    err = capsys.readouterr().err
+    assert line in err and err.count("\n") == 1
+    assert not Path("next.csv").exists()

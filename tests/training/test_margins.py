@@ -1,0 +1,117 @@
+"""model.margins: the mean logit margin of each training image, also in a resumed run and on two devices."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import recorded_graphs
+import torch
+from lightning.pytorch.callbacks import Callback
+from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data, trainer
+from test_ranks import TWO, two_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from cifar_lit.data.batch import Batch
+from cifar_lit.errors import UsageError
+from cifar_lit.training.margins import Margins
+
+
+def margins_after(folder: Path, *more: Callback, resume: Path | None = None, **settings: Any) -> np.ndarray:
+    """Train two epochs, and return the contents of margins.npy."""
+    model = classifier(margins=True, momentum=0.9)
+    last = best_and_last(folder / "checkpoints")[1]
+    fitted(model, shapes_data(), *more, last, resume=resume, **settings)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # the first rank writes the file
+    return np.load(folder / "margins.npy")
+
+
+def test_the_margin_is_the_logit_of_the_label_minus_the_largest_other_averaged_over_steps(tmp_path: Path) -> None:
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    class Seen(Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            def hook(losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+                steps.append((logits.detach(), batch.labels, batch.indices))
+                return losses
+
+            pl_module.loss_hooks.append(hook)
+
+    margins = margins_after(tmp_path, Seen())
+    logits, labels, indices = (torch.cat(values) for values in zip(*steps, strict=True))
+    expected: dict[int, list[float]] = {}
+    for values, label, row in zip(logits.tolist(), labels.tolist(), indices.tolist(), strict=True):
+        margin = values[label] - max(value for place, value in enumerate(values) if place != label)
+        expected.setdefault(row, []).append(margin)
+    train, val = shapes_data().split
+    assert margins.dtype == np.float32 and len(margins) == 120
+    assert set(expected) == set(train.tolist()) and {len(values) for values in expected.values()} == {2}
+    assert np.isnan(margins[val]).all()
+    assert margins[train] == pytest.approx([sum(expected[row]) / 2 for row in train.tolist()], abs=2e-6)
+
+
+@pytest.mark.parametrize("step", [3, BATCHES, BATCHES + 2])
+def test_a_resumed_run_writes_the_same_margins(step: int, tmp_path: Path) -> None:
+    save = At(step, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
+    whole = margins_after(tmp_path / "whole", save)
+    assert np.array_equal(margins_after(tmp_path / "part", resume=tmp_path / "a.ckpt"), whole, equal_nan=True)
+
+
+def margins_of_two_ranks(folder: str) -> list[int]:
+    """Train on two ranks, whole and resumed within an epoch."""
+
+    def command() -> int:
+        place = Path(folder)
+        save = At(BATCHES + 2, lambda trainer, _: trainer.save_checkpoint(place / "a.ckpt"), after=True)
+        whole = margins_after(place / "whole", save, **TWO)
+        part = margins_after(place / "part", resume=place / "a.ckpt", **TWO)
+        (place / f"{os.environ['RANK']}.json").write_text(json.dumps(np.array_equal(whole, part, equal_nan=True)))
+        return 0
+
+    return two_ranks(command, folder)
+
+
+def test_two_devices_write_the_margins_of_one_and_the_same_after_a_resume(
+    forking: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert forking(margins_of_two_ranks, folder=str(tmp_path)) == [0, 0], (tmp_path / "rank-0.txt").read_text()
+    assert json.loads((tmp_path / "0.json").read_text()) is True
+    one = margins_after(tmp_path / "one")
+    np.testing.assert_allclose(np.load(tmp_path / "whole" / "margins.npy"), one, rtol=1e-3, atol=1e-4)
+
+
+def test_captured_steps_record_the_same_margins(fake_graphs: recorded_graphs.Module, tmp_path: Path) -> None:
+    plain = margins_after(tmp_path / "plain")
+    model = classifier(margins=True, momentum=0.9, capture=True)
+    fitted(model, shapes_data(), best_and_last(tmp_path / "captured" / "checkpoints")[1])
+    assert fake_graphs.pools  # steps were captured
+    assert np.array_equal(np.load(tmp_path / "captured" / "margins.npy"), plain, equal_nan=True)
+
+
+def test_repeated_images_of_a_batch_count_each_time_and_a_surplus_batch_not_at_all() -> None:
+    margins = Margins()
+    margins.sums = torch.zeros(2, 3, dtype=torch.int64)
+    logits = torch.tensor([[3.0, 1.0, 0.5], [0.0, 2.0, 4.0]])
+    batch = Batch(torch.zeros(2), torch.tensor([0, 1]), torch.tensor([1, 1]))
+    losses = torch.ones(2)
+    assert margins(losses, logits, batch) is losses
+    margins(losses, logits, Batch(batch.images, batch.labels, batch.indices, loss_weight=0.0))
+    assert (margins.sums * torch.tensor([[2.0**-20], [1.0]])).tolist() == [[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
+
+
+def test_trainings_without_rows_labels_or_steps_are_refused() -> None:
+    with pytest.raises(UsageError, match="remove mixup and cutmix"):
+        fitted(classifier(margins=True), shapes_data(augment={"mixup": 0.2}))
+    with pytest.raises(UsageError, match=r"model\.unfreeze true"):
+        classifier(margins=True, weights="imagenet", unfreeze=False)
+    model = classifier(margins=True)
+    loader: Any = DataLoader([(torch.zeros(3, 16, 16), 0)] * 4, batch_size=2)
+    with pytest.raises(UsageError, match="train on ImageData"):
+        trainer().fit(model, loader)
