@@ -29,6 +29,7 @@ commands
   preview    show a contact sheet of augmented training images
   classify   predict the classes of image files; python scripts/classify.py is the same
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
+  review     correct labels in the browser, the most suspicious first
   compare    compare the settings and accuracies of runs, with a significance test
   export     export a net to ONNX, torch-export or safetensors, and check the file
   serve      serve a net over HTTP, with a web page to try it
@@ -49,7 +50,7 @@ flags of fit, train, validate, test and predict
   --folds 5          cross-validation: five trainings, each tested on another fifth (`train` only)
   --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let configuration files and runs name any class and any path: their code can run;
-                     also for classify, report, export and serve
+                     also for classify, report, review, export and serve
   --debug            show tracebacks
 
 Every Trainer, model and data setting is a flag too (--trainer.x, --model.x, --data.x):
@@ -65,6 +66,7 @@ OWN = {
     "preview": "cifar_lit.cli.preview:preview",
     "classify": "cifar_lit.cli.classify:classify",
     "report": "cifar_lit.cli.report:report",
+    "review": "cifar_lit.cli.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
     "serve": "cifar_lit.cli.serve:serve",
@@ -73,7 +75,8 @@ OWN = {
 _SYNONYMS = {  # commands of other programs
     **dict.fromkeys(("run", "start", "training"), "train"),
     **dict.fromkeys(("eval", "evaluate", "score"), "test"),
-    **dict.fromkeys(("infer", "inference", "detect", "label"), "classify"),
+    **dict.fromkeys(("infer", "inference", "detect"), "classify"),
+    **dict.fromkeys(("annotate", "label", "relabel"), "review"),
     **dict.fromkeys(("val", "valid"), "validate"),
     **dict.fromkeys(("convert", "onnx"), "export"),
     **dict.fromkeys(("benchmark", "speed"), "bench"),

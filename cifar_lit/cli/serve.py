@@ -52,7 +52,7 @@ def serve(argv: list[str]) -> None:
     from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
 
-    with _listen(settings.host, settings.port) as sock:
+    with listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         own = socket.gethostname().lower()
@@ -72,7 +72,7 @@ def serve(argv: list[str]) -> None:
     say("stopped")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; raise UsageError or Failure if it cannot be opened."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port must be from 0 to 65535, not {port}")
