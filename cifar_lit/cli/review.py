@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from jsonargparse import Namespace
 from torch import Tensor
@@ -21,14 +20,13 @@ from torch import Tensor
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.serve import listen
 from cifar_lit.cli.trust import allow_run
-from cifar_lit.data.decode import decode_chunks
 from cifar_lit.data.progress import progress
 from cifar_lit.data.sources import load_images
 from cifar_lit.data.table import SUFFIXES, read_table
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
-from cifar_lit.inference.classify import find_images
+from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
 from cifar_lit.inference.review.journal import JOURNAL, TABLE, Journal, Labels
@@ -45,8 +43,6 @@ DESCRIPTION = """Review the labels of a run's training and validation images in 
 RUN is a run folder, or the folder of a cross-validation (train --folds). Every decision is stored at once in
 review.jsonl in this folder. labels-reviewed.csv there has the resulting labels, for a new training. It is written at
 the start, at the end, and when the page asks for it. The images and tables of the run are not changed."""
-CHUNK = 64  # images decoded at once
-DECODED_IN_PARALLEL = 200  # images; fewer are decoded in less time than other processes need to start
 
 
 def review(argv: list[str]) -> None:
@@ -199,21 +195,19 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:
         raise UsageError(f"--pool {place} is not a folder: name a folder of images, or a table with --table")
-    files = [os.path.abspath(file) for file in dict.fromkeys(files)][: settings.limit or None]
-    chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
-    decoded = decode_chunks(chunks, classifier.preparation, all_cores=len(files) >= DECODED_IN_PARALLEL)
-    pixels, bad = [], {}
-    for start, (part, reasons) in zip(range(0, len(files), CHUNK), decoded, strict=True):
+    # Two paths of one file are one image.
+    images = [ImageFile(os.path.normpath(Path(file).absolute())) for file in files][: settings.limit or None]
+    readable, pixels, bad = list[str](), list[Tensor](), dict[str, str]()
+    for rows, part in classify_files(classifier, list(dict.fromkeys(images))):
         pixels.append(part)
-        bad |= {files[start + place]: reason for place, reason in reasons.items()}
-    readable = [file for file in files if file not in bad]
+        readable += [row.path for row in rows if row.path and not row.error]
+        bad |= {row.path: row.error for row in rows if row.path and row.error}
     if bad:
-        note(f"{len(bad):,} of {len(files):,} images cannot be read: {', '.join(map(': '.join, [*bad.items()][:3]))}")
+        reasons = ", ".join(f"{path} ({reason})" for path, reason in [*bad.items()][:3])
+        note(f"{len(bad):,} of {len(images):,} images cannot be read: {reasons}")
     if not readable:
         raise UsageError(f"there are no readable images in {place}: use JPEG, PNG, WebP, BMP or GIF")
-    (height, width), channels, _ = classifier.preparation
-    array = np.frombuffer(bytearray().join(pixels), np.uint8).reshape(-1, height, width, channels)
-    return readable, torch.from_numpy(array)
+    return readable, torch.cat(pixels).permute(0, 2, 3, 1)
 
 
 def training_command(run: Path, source: Path, labels: Labels, data: ImageData) -> str:

@@ -46,7 +46,7 @@ class Journal:
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
         self._path, self._decided = path, list[Decision]()
         try:
-            self._file = open(path, "a+b", 0, opener=lambda name, flags: os.open(name, flags | _FLAGS, 0o666))  # noqa: PTH123, SIM115
+            self._file = open(path, "a+b", 0, opener=lambda name, flags: os.open(name, flags | _FLAGS, 0o666))  # noqa: SIM115
             status = os.fstat(self._file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
                 raise OSError(0, f"it is not a file of at most {MAX_BYTES >> 20} MiB")
