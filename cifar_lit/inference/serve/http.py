@@ -22,6 +22,7 @@ from starlette.types import Scope
 from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
+from cifar_lit.inference.serve.collect import Collector
 from cifar_lit.inference.serve.connections import slowest
 from cifar_lit.inference.serve.service import Service
 from cifar_lit.inference.serve.workers import Decoders, NetRequest, NetRunner
@@ -41,7 +42,7 @@ TOO_MUCH = "the service holds too many large requests: try again later"
 
 def serve(
     classifier: Classifier, sock: socket.socket, names: frozenset[str] | None, limits: Limits, version: str,
-    on_ready: Callable[[], None],
+    on_ready: Callable[[], None], collector: Collector | None = None,
 ) -> None:  # fmt: skip
     """Serve a net until Ctrl-C, SIGTERM or SIGHUP. Running requests are still answered.
 
@@ -52,6 +53,7 @@ def serve(
         limits: limits of a request.
         version: version of the program, for /health.
         on_ready: callback for the start of the service.
+        collector: keeps uncertain pictures.
     """
     for number in stop_signals():
         if number != signal.SIGINT:
@@ -60,7 +62,7 @@ def serve(
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     keep_freed_memory()
     with closing(Decoders(classifier.preparation, limits)) as decoders:
-        App(NetRunner(classifier), decoders, limits, names, version).run(sock, limits, on_ready)
+        App(NetRunner(classifier, collector), decoders, limits, names, version).run(sock, limits, on_ready)
 
 
 class App(Service):
@@ -76,7 +78,7 @@ class App(Service):
             "status": "ok", "net": classifier.card.net, "classes": classifier.classes,
             "image_size": classifier.preparation.size, "resize": classifier.preparation.resize,
             "channels": classifier.preparation.channels, "device": str(classifier.net.mean.device),
-            "version": version, "limits": asdict(limits),
+            "version": version, "limits": asdict(limits), "collects": net.collector is not None,
         }  # fmt: skip
         # In memory: an open file per slow reader would use up the file descriptors.
         self._pages = {path: ((PAGE / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
