@@ -6,9 +6,8 @@ import json
 import os
 import shlex
 import sys
-import webbrowser
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,31 +56,27 @@ def review(argv: list[str]) -> None:
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
     labels.check()
-    with _locked(run), closing(Journal(run / JOURNAL, data.classes)) as journal:
+    command = training_command(source, run / TABLE, labels, data)
+    with ExitStack() as stack:
+        stack.callback(_locked(run).release)
+        journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
 
         def write() -> int:
             return labels.write(run / TABLE, journal.decisions)
 
         if not settings.export:
+            from cifar_lit.inference.review.http import LIMITS, ReviewApp
+
             if journal.decisions:
                 write()  # a killed review did not
-            with listen("127.0.0.1", settings.port) as sock:
-                queue = _queue(settings, run, classifier, data, labels.keys)
-                from cifar_lit.inference.review.http import LIMITS, ReviewApp
-
-                command = training_command(run, source, labels, data)
-                app = ReviewApp(queue, journal, write, {"run": display_path(run), "command": command})
-                address = f"http://127.0.0.1:{sock.getsockname()[1]}/{app.token}/"
-
-                def on_ready() -> None:
-                    say(f"{counted(len(queue), 'image')} to review at {address} · stop with Ctrl-C")
-                    if settings.open:
-                        webbrowser.open(address)
-
-                app.run(sock, LIMITS, on_ready)
-        rows = write()
-        say(f"{counted(len(journal.decisions), 'reviewed image')} · {rows:,} rows in {display_path(run / TABLE)}")
-    say(f"train with them: {training_command(run, source, labels, data)}")
+            sock = stack.enter_context(listen("127.0.0.1", settings.port))
+            queue = _queue(settings, run, classifier, data, labels.keys)
+            app = ReviewApp(queue, journal, write, {"run": display_path(run), "command": command})
+            address = f"http://127.0.0.1:{sock.getsockname()[1]}/{app.token}/"
+            count = counted(len(queue.keys), "image")
+            app.run(sock, LIMITS, lambda: say(f"{count} to review at {address} · stop with Ctrl-C"))
+        text = f"{counted(len(journal.decisions), 'decision')} · {write():,} rows in {display_path(run / TABLE)}"
+    say(text, f"train with them: {command}")
 
 
 def _settings(argv: list[str]) -> Namespace:
@@ -93,7 +88,6 @@ def _settings(argv: list[str]) -> Namespace:
     add("--limit", type=int, default=1000, help="most images to show; 0 for all")
     add("--export", action="store_true", help="only write labels-reviewed.csv from the decisions so far")
     add("--port", type=int, default=8001, help="port of this machine to listen on; 0 for a free one")
-    add("--open", action="store_true", help="open the page in the browser")
     add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
     add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
     add("--device", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
@@ -120,20 +114,15 @@ def _first_fold(folder: Path, trusted: bool) -> Path:
     return run
 
 
-@contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """Lock a run folder. Raise Failure if another process reviews or writes it."""
+def _locked(run: Path) -> RunFolder:
+    """Return a run folder after locking it. Raise Failure if another process reviews or writes it."""
     try:
-        folder = RunFolder(run.parent, run.name, run)
+        return RunFolder(run.parent, run.name, run)
     except Failure:
         if owner := owner_of(run):
             remedy = "wait until it ends, or review another run"
             raise Failure(f"{owner} is reviewing or writing {display_path(run)}: {remedy}") from None
         raise
-    try:
-        yield
-    finally:
-        folder.release()
 
 
 def current_labels(data: ImageData) -> Labels:
@@ -142,23 +131,27 @@ def current_labels(data: ImageData) -> Labels:
     A cross-validation has no split, unless the data set has its own test images.
     """
     images, folds, settings = data.train_images, data.parts.folds, data.settings
+    names = [images.classes[label] for label in images.labels.tolist()]
     own_val = torch.tensor(images.val_rows or (), dtype=torch.int64)
     is_val = torch.isin(torch.arange(len(images)), own_val if folds else data.split[1])
     splits = ["val" if val else "train" for val in is_val.tolist()]
-    names = [images.classes[label] for label in images.labels.tolist()]
     if data.dataset != "folder":
-        is_reviewed = (settings.labels or "").lower().endswith(SUFFIXES)  # the names are then those of the first table
+        if settings.labels == "coarse":
+            raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
+        is_reviewed = (settings.labels or "").lower().endswith(SUFFIXES)  # the names are those of the first table
         keys = [*(images.names or ())] if is_reviewed else [str(row) for row in range(len(images))]
-        return Labels("image", keys, names, [] if folds else splits, [])
-    test, train_names = load_images("folder", settings, train=False), set(images.names or ())
-    tested = [(name, label) for name, label in zip(test.names or (), test.labels.tolist(), strict=True)
-              if name not in train_names]  # fmt: skip
+        return Labels("image", keys, names, *(("", []) if folds else ("split", splits)))
+    train_names, test = images.names or (), load_images("folder", settings, train=False)
+    trained = set(train_names)  # without test images, the validation images are the test set
+    pairs = zip(test.names or (), test.labels.tolist(), strict=True)
+    tested = {name: label for name, label in pairs if name not in trained}
     folder = settings.path.absolute() if settings.path.is_dir() else settings.path.absolute().parent
-    keys = [os.path.normpath(folder / name) for name in (*(images.names or ()), *(name for name, _ in tested))]
-    names += [images.classes[label] for _, label in tested]
+    keys = [os.path.normpath(folder / name) for name in (*train_names, *tested)]
     if folds and not tested:
-        return Labels("path", keys, names, [], [] if images.groups is None else list(map(str, images.groups.tolist())))
-    return Labels("path", keys, names, [*splits, *["test" for _ in tested]], [])
+        groups = [] if images.groups is None else [str(group) for group in images.groups.tolist()]
+        return Labels("path", keys, names, "group" if groups else "", groups)
+    names += [images.classes[label] for label in tested.values()]
+    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)])
 
 
 def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageData, keys: Sequence[str]) -> Queue:
@@ -175,15 +168,13 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
     train = (images, keys[: len(images)], embeddings)
     if pool:
         files, pixels = pool
-        probabilities, embeddings = embedded(lambda rows: pixels[rows], len(files), "images to label")
-        return Queue(files, [None] * len(files), probabilities, embeddings, [False] * len(files), *train)
-    if data.parts.folds and (run / "folds.json").is_file():  # by nets that were not trained on the image
+        probabilities, embeddings = embedded(pixels.__getitem__, len(files), "images to label")
+        return Queue(files, [None] * len(files), probabilities, embeddings, *train)
+    if data.parts.folds and (run / "folds.json").is_file():  # predicted by nets that were not trained on the image
         probabilities = read_array(run / "probabilities.npy", tuple(probabilities.shape)).float()
     order = most_suspicious(run, images.labels, probabilities)[: settings.limit or None]
-    is_val = torch.isin(order, data.split[1]) & (not data.parts.folds)
     names = [images.classes[label] for label in images.labels[order].tolist()]
-    files = [keys[row] for row in order.tolist()]
-    return Queue(files, names, probabilities[order], embeddings[order], is_val.tolist(), *train)
+    return Queue([keys[row] for row in order.tolist()], names, probabilities[order], embeddings[order], *train)
 
 
 def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tensor]:
@@ -195,25 +186,21 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:
         raise UsageError(f"--pool {place} is not a folder: name a folder of images, or a table with --table")
-    # Two paths of one file are one image.
-    images = [ImageFile(os.path.normpath(Path(file).absolute())) for file in files][: settings.limit or None]
-    readable, pixels, bad = list[str](), list[Tensor](), dict[str, str]()
-    for rows, part in classify_files(classifier, list(dict.fromkeys(images))):
-        pixels.append(part)
-        readable += [row.path for row in rows if row.path and not row.error]
-        bad |= {row.path: row.error for row in rows if row.path and row.error}
-    if bad:
-        reasons = ", ".join(f"{path} ({reason})" for path, reason in [*bad.items()][:3])
-        note(f"{len(bad):,} of {len(images):,} images cannot be read: {reasons}")
-    if not readable:
+    images = [ImageFile(path) for path in dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files)]
+    results = list(classify_files(classifier, images[: settings.limit or None]))
+    rows = [row for chunk, _ in results for row in chunk]
+    if bad := [f"{row.path} ({row.error})" for row in rows if row.error]:
+        note(f"{len(bad):,} of {len(rows):,} images cannot be read: {', '.join(bad[:3])}")
+    if len(bad) == len(rows):
         raise UsageError(f"there are no readable images in {place}: use JPEG, PNG, WebP, BMP or GIF")
-    return readable, torch.cat(pixels).permute(0, 2, 3, 1)
+    pixels = torch.cat([pixels for _, pixels in results]).permute(0, 2, 3, 1)
+    return [row.path for row in rows if row.path and not row.error], pixels
 
 
-def training_command(run: Path, source: Path, labels: Labels, data: ImageData) -> str:
-    """Return the command that trains with the reviewed labels, and the settings of the run."""
+def training_command(source: Path, table: Path, labels: Labels, data: ImageData) -> str:
+    """Return the command that trains with the reviewed labels and the settings of a run."""
     config = source / "config.yaml"
-    settings = f"--config {shlex.quote(display_path(config))}" if config.is_file() else "--recipe NAME"
-    kind = "--dataset folder --data-dir" if labels.column == "path" else f"--dataset {data.dataset} --data.labels"
+    settings = f"--config {shlex.quote(display_path(config))}" if config.is_file() else f"--dataset {data.dataset}"
+    flag = "--data-dir" if labels.column == "path" else "--data.labels"
     others = (" --data.folds 0" if data.parts.folds else "") + (" --data.group null" if data.settings.group else "")
-    return f"cifar-lit train {settings} {kind} {shlex.quote(display_path(run / TABLE))}{others}"
+    return f"cifar-lit train {settings} {flag} {shlex.quote(display_path(table))}{others}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from cifar_lit.data.decode import decode
@@ -15,34 +13,13 @@ from cifar_lit.data.table import read_table
 from cifar_lit.errors import UsageError, nearest
 
 
-def load_reviewed(kinds: Iterable[Callable[[bool], ImageSet]], table: Path, train: bool) -> ImageSet:
-    """Return training images with the labels of a table, or test images as they are.
-
-    Args:
-        kinds: functions of `train` that load a data set, one for each kind of its labels. The first kind that has the
-            class in the first row of the table is used.
-        table: the table.
-        train: whether to return the training images.
-    """
-    label = next(read_table(table)).label
-    classes: list[str] = []
-    for load in kinds:
-        images = load(train)
-        if label in images.classes:
-            return with_reviewed_labels(images, table) if train else images
-        classes += images.classes
-    raise UsageError(f"{table}: the data set has no class {label[:80]!r}.{nearest(label[:80], classes)}")
-
-
 def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
-    """Return training images with the labels and the split of a table; images without a row are left out.
-
-    The column `image` holds the row of an image, or the file of an additional image. The rows of `val` become
-    `val_rows`, at the end of the set.
+    """Return training images with the labels and the split of a table. Images without a row are left out.
 
     Args:
         images: training images of a data set.
-        table: the table, see `read_table`.
+        table: the table, see `read_table`. The column `image` holds the row of an image, or the file of a new one. Rows
+            with the split `val` become `val_rows`, at the end of the set.
 
     Raises:
         UsageError: a row has an unknown class, image or split, or repeats an image.
@@ -57,7 +34,7 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
             fault = f"the data set has no class {label[:80]!r}.{nearest(label[:80], images.classes)}"
         elif split not in ("", *parts):
             fault = f"the split {split[:80]!r} is neither train nor val"
-        elif any(image in part for part in parts.values()):
+        elif image in parts["train"] or image in parts["val"]:
             fault = f"image {image[:80]} is in a row above"
         elif image.isdecimal() and int(image) >= len(images):
             fault = f"there is no image {image[:80]}: the last one is {len(images) - 1}"
@@ -67,10 +44,10 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
         if not image.isdecimal():
             files.append(torch.from_numpy(decode(table.parent / image, (height, width), channels)))
         parts[split or "train"][image] = place, images.classes.index(label)
-    rows = {**parts["train"], **parts["val"]}
     if not parts["train"]:
         raise UsageError(f"{table} has no training images: add rows with the split train")
-    places, labels = torch.from_numpy(np.array([*rows.values()])).T.contiguous()
+    rows = {**parts["train"], **parts["val"]}
+    places, labels = torch.tensor([*rows.values()]).T.contiguous()
     pixels = torch.cat([images.images, torch.stack(files)]) if files else images.images
     val = range(len(parts["train"]), len(rows)) if parts["val"] else None
     return replace(images, images=pixels[places], labels=labels, val_rows=val, groups=None, mapped=False, names=[*rows])

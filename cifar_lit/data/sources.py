@@ -25,7 +25,7 @@ from cifar_lit.data.decode import SUFFIXES as IMAGES
 from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
 from cifar_lit.data.folder import folder
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.reviewed import load_reviewed
+from cifar_lit.data.reviewed import with_reviewed_labels
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.table import SUFFIXES as TABLES
@@ -185,8 +185,8 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
     if kind is not None and kind.lower().endswith(TABLES):
         if dataset == "folder":
             raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")
-        kinds = (partial(load_images, dataset, replace(settings, labels=name)) for name in (None, *source.labels))
-        return load_reviewed(kinds, Path(kind).expanduser(), train)
+        images = load_images(dataset, replace(settings, labels=None), train)
+        return with_reviewed_labels(images, Path(kind).expanduser()) if train else images
     if kind is not None and kind not in source.labels:
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")

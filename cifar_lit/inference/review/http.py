@@ -19,10 +19,14 @@ from cifar_lit.inference.review.queue import Queue
 from cifar_lit.inference.serve.bodies import Limits, RequestError
 from cifar_lit.inference.serve.service import Service
 
-FOLDERS = (Path(__file__).parent / "page", Path(__file__).parent.parent / "serve" / "page")
-PAGES = {"": "review.html", "review.js": "review.js", "review.css": "review.css", "page.css": "page.css"}
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-# A reviewer may look at an image for a long time, while the browser keeps its connection.
+FOLDER = Path(__file__).parent.parent
+FILES = {
+    "": ("review/page/review.html", "text/html"),
+    "review.js": ("review/page/review.js", "text/javascript"),
+    "review.css": ("review/page/review.css", "text/css"),
+    "page.css": ("serve/page/page.css", "text/css"),
+}
+# The browser keeps its connection while a reviewer looks at an image.
 LIMITS = Limits(body=4096, body_seconds=600.0)
 
 
@@ -33,14 +37,13 @@ class ReviewApp(Service):
         queue: the images.
         journal: the decisions.
         write: writes the table of labels and returns its number of rows.
-        about: texts of the page: `run` and `command`, which trains with the table.
+        about: texts of the page: `run`, and the `command` that trains with the table.
     """
 
     def __init__(self, queue: Queue, journal: Journal, write: Callable[[], int], about: dict[str, str]) -> None:
         super().__init__(names=None)
         self.queue, self.journal, self.write, self.about = queue, journal, write, about
         self.token = secrets.token_urlsafe(16)
-        self._items = {key: item for item, key in enumerate(queue.keys)}
         self._turn = asyncio.Lock()  # decisions are stored in the order of their arrival
 
     async def answer(self, request: Request) -> Response:
@@ -50,14 +53,17 @@ class ReviewApp(Service):
             raise RequestError(403, "the token is missing or wrong: open the address that the console shows")
         method = "POST" if name in ("decide", "write") else "GET"
         if request.method != method:
-            raise RequestError(405, f"{name[:40] or 'the page'} does not take {request.method[:20]}: use {method}")
-        if name in PAGES:
-            file = next(folder / PAGES[name] for folder in FOLDERS if (folder / PAGES[name]).is_file())
-            return Response(file.read_bytes(), media_type=KINDS[file.suffix])
-        if name == "images":
-            return JSONResponse(self._list())
+            raise RequestError(405, f"this address does not take {request.method[:20]}: use {method}")
+        if name in FILES:
+            file, kind = FILES[name]
+            return Response((FOLDER / file).read_bytes(), media_type=kind)
         if match := re.fullmatch("image/([0-9]{1,9})", name):
             return JSONResponse(await asyncio.to_thread(self.queue.details, self._item(int(match[1]))))
+        if name == "images":
+            made = self.journal.decisions
+            pairs = zip(self.queue.summaries, self.queue.keys, strict=True)
+            images = [{**image, **_state(made.get(key))} for image, key in pairs]
+            return JSONResponse({**self.about, "classes": self.queue.train.classes, "images": images})
         if method == "GET":
             raise RequestError(404, "there is nothing at this address: open the address that the console shows")
         try:
@@ -66,54 +72,41 @@ class ReviewApp(Service):
             raise RequestError(400, "the decision is not valid JSON: reload the page") from None
         async with self._turn:
             try:
-                return JSONResponse(await asyncio.to_thread(self._decide, body) if name == "decide" else self._write())
-            except OSError as error:
-                text = f"this was not saved ({error.strerror or error}): free some space, then repeat it"
-                raise RequestError(507, text) from None
-
-    def _write(self) -> dict[str, int]:
-        try:
-            return {"rows": self.write()}
-        except Failure as error:
-            raise RequestError(507, str(error)) from None
-
-    def _list(self) -> dict[str, Any]:
-        decisions = self.journal.decisions
-        images = []
-        for item, key in enumerate(self.queue.keys):
-            decision = decisions.get(key)
-            made = {"action": decision.action, "now": decision.label} if decision else {}
-            images.append({**self.queue.summary(item), **made})
-        return {**self.about, "classes": self.queue.train.classes, "images": images}
+                if name == "decide":
+                    return JSONResponse(await asyncio.to_thread(self._decide, body))
+                return JSONResponse({"rows": await asyncio.to_thread(self.write)})
+            except (OSError, Failure) as error:
+                raise RequestError(507, f"this was not saved ({error}): free some space, then repeat it") from None
 
     def _item(self, item: Any) -> int:
-        if type(item) is not int or not 0 <= item < len(self.queue):
-            raise RequestError(404, f"there is no image {str(item)[:20]}: the last one is {len(self.queue) - 1}")
+        count = len(self.queue.keys)
+        if type(item) is not int or not 0 <= item < count:
+            raise RequestError(404, f"there is no image {str(item)[:20]}: the last one is {count - 1}")
         return item
 
     def _decide(self, body: Any) -> dict[str, Any]:
-        """Store a decision, `{"item", "action", "label"}`, or `{"action": "undo"}`; return the image's new state."""
-        action = body.get("action") if isinstance(body, dict) else None
+        """Store a decision, `{"item", "action", "label"}` or `{"action": "undo"}`; return the image's new state."""
+        queue, action = self.queue, body.get("action") if isinstance(body, dict) else None
         if action == "undo":
             undone = self.journal.undo()
             if undone is None:
                 raise RequestError(409, "there is no decision to undo")
-            decision = self.journal.decisions.get(undone.image)
-            before = {"action": decision.action, "now": decision.label} if decision else {}
-            return {"item": self._items.get(undone.image), "name": Path(undone.image).name, **before}
+            item = queue.keys.index(undone.image) if undone.image in queue.keys else None
+            return {"item": item, "name": Path(undone.image).name, **_state(self.journal.decisions.get(undone.image))}
         if action not in ACTIONS:
             raise RequestError(422, f"{str(action)[:40]!r} is no decision: use {', '.join(ACTIONS)} or undo")
         item = self._item(body.get("item"))
-        label, classes = self.queue.labels[item], self.queue.train.classes
-        if action == "relabel":
-            label = body.get("label")
-            if label not in classes:
-                name = str(label)[:80]
-                raise RequestError(422, f"no class is called {name!r}.{nearest(name, classes)}")
-        elif action == "keep":  # an image without a label gets the predicted class
-            label = label or self.queue.predicted(item)
-        else:
-            label = None
-        new = self.queue.labels[item] is None
-        self.journal.decide(Decision(self.queue.keys[item], action, label, date.today().isoformat(), new))
-        return {"item": item, "action": action, "now": label}
+        # An image without a label gets the predicted class.
+        kept = queue.labels[item] or queue.summaries[item]["predicted"]
+        label = {"keep": kept, "relabel": body.get("label")}.get(action)
+        if action == "relabel" and label not in queue.train.classes:
+            name = str(label)[:80]
+            raise RequestError(422, f"no class is called {name!r}.{nearest(name, queue.train.classes)}")
+        new = queue.labels[item] is None
+        decision = Decision(queue.keys[item], action, label, date.today().isoformat(), new)
+        self.journal.decide(decision)
+        return {"item": item, **_state(decision)}
+
+
+def _state(decision: Decision | None) -> dict[str, Any]:
+    return {"action": decision.action, "now": decision.label} if decision else {}

@@ -31,9 +31,9 @@ class Decision(NamedTuple):
 
 
 class Journal:
-    """The decisions of a run. Each one is on disk before `decide` or `undo` returns.
+    """The decisions of a run, in order. Each one is on disk before `decide` or `undo` returns.
 
-    A line that a killed process left incomplete is removed. `undo` appends a line too.
+    `undo` appends a line too. An incomplete last line of a killed process is removed.
 
     Args:
         path: the file, created if it is missing.
@@ -44,7 +44,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
-        self._path, self._decided = path, list[Decision]()
+        self._made: list[Decision] = []
         try:
             self._file = open(path, "a+b", 0, opener=lambda name, flags: os.open(name, flags | _FLAGS, 0o666))  # noqa: SIM115
             status = os.fstat(self._file.fileno())
@@ -54,53 +54,50 @@ class Journal:
             data = self._file.read()
             self._file.truncate(data.rfind(b"\n") + 1)
         except OSError as error:
-            raise Failure(f"the decisions cannot be stored in {path}: {error.strerror}") from None
+            raise Failure(f"decisions cannot be stored in {path} ({error.strerror}): move it away") from None
         for number, line in enumerate(data.split(b"\n")[:-1], 1):
             try:
-                self._apply(json.loads(line), classes)
-            except (ValueError, LookupError, TypeError, RecursionError):
+                self._repeat(json.loads(line), classes)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 fault = f"{path}, line {number} is not a decision about these classes"
                 raise Failure(f"{fault}: remove the line, or move the file away to start again") from None
 
-    def _apply(self, entry: Any, classes: Sequence[str]) -> None:
-        """Repeat a line of the file. Raise ValueError, LookupError or TypeError if it is invalid."""
+    def _repeat(self, entry: Any, classes: Sequence[str]) -> None:
+        """Repeat a line of the file. Raise an exception if it is invalid."""
         if entry.keys() == {"undo"}:
-            self._decided.pop()
+            self._made.pop()
             return
-        decision = Decision(**entry)
-        has_label = decision.action in ("keep", "relabel")
-        if decision.action not in ACTIONS or has_label != (decision.label in classes):
+        made = Decision(**entry)
+        types = isinstance(made.image, str) and isinstance(made.date, str) and isinstance(made.new, bool)
+        has_label = made.action in ("keep", "relabel")
+        if not types or made.action not in ACTIONS or has_label != (made.label in classes):
             raise ValueError(entry)
-        if not (isinstance(decision.image, str) and isinstance(decision.date, str) and isinstance(decision.new, bool)):
-            raise TypeError(entry)
-        self._decided.append(decision)
+        self._made.append(made)
 
     @property
     def decisions(self) -> dict[str, Decision]:
-        """The last decision about each image."""
-        return {decision.image: decision for decision in self._decided}
+        """The latest decision about each image."""
+        return {decision.image: decision for decision in self._made}
 
     def decide(self, decision: Decision) -> None:
         """Append a decision. Raise OSError if it cannot be stored."""
         self._append(decision._asdict())
-        self._decided.append(decision)
+        self._made.append(decision)
 
     def undo(self) -> Decision | None:
-        """Take back the last decision and return it; None if there is none. Raise OSError if that cannot be stored."""
-        if not self._decided:
+        """Undo the latest decision and return it; None if there is none. Raise OSError if that cannot be stored."""
+        if not self._made:
             return None
-        self._append({"undo": self._decided[-1].image})
-        return self._decided.pop()
+        self._append({"undo": self._made[-1].image})
+        return self._made.pop()
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         size = os.fstat(self._file.fileno()).st_size
-        line = json.dumps(entry).encode() + b"\n"
         try:
-            if self._file.write(line) < len(line):
-                raise OSError(0, "the disk is full")
+            self._file.write(json.dumps(entry).encode() + b"\n")
             os.fsync(self._file.fileno())
         except OSError:
-            self._file.truncate(size)  # a later line must not continue an incomplete one
+            self._file.truncate(size)  # the next line must not continue an incomplete one
             raise
 
     def close(self) -> None:
@@ -109,43 +106,40 @@ class Journal:
 
 
 class Labels(NamedTuple):
-    """The labels of a run's data, and the split that a new training keeps."""
+    """The labels of a run's data, training and validation images first."""
 
     column: str  # `path`, or `image` for a data set without files
     keys: Sequence[str]  # as in `Decision.image`
     labels: Sequence[str]
-    splits: Sequence[str]  # train, val or test; empty if the split is drawn anew
-    groups: Sequence[str]  # images that stay on one side of a split; empty without groups
+    extra: str  # a further column: `split` to keep train, val and test, or `group`; empty for none
+    values: Sequence[str]  # cells of the further column
 
     def check(self) -> None:
-        """Raise Failure for names that a table cannot hold, because a spreadsheet would change or run them."""
+        """Raise Failure for names that a spreadsheet would change or run."""
         for name in (*self.keys, *dict.fromkeys(self.labels)):
             if csv_cell(name) != name or name != name.strip():
                 raise Failure(f"{name[:200]!r} cannot be written to a table: rename it, and train again")
 
     def write(self, path: Path, decisions: Mapping[str, Decision]) -> int:
-        """Write the table of reviewed labels, without dropped images; return its number of rows.
+        """Write the table of reviewed labels without dropped images; return its number of rows.
 
-        Columns: `path` or `image`, `label`, `original_label`, `reviewed` (date, empty if the image was not reviewed),
-        and if they are not empty `split` and `group`. New images have no original label and are in the part `train`.
+        Columns: `path` or `image`, `label`, `original_label`, `reviewed` (date, empty if the image was not reviewed)
+        and `extra`. New images have no original label, and are training images.
         """
-        rows = []
-        splits, groups = ([values] if values else [] for values in (self.splits, self.groups))
-        for key, label, *more in zip(self.keys, self.labels, *splits, *groups, strict=True):
-            decision = decisions.get(key)
-            if decision is None or decision.action == "skip":
-                rows.append([key, label, label, "", *more])
-            elif decision.label is not None:
-                rows.append([key, decision.label, label, decision.date, *more])
-        known = set(self.keys)
-        for new in decisions.values():
-            if new.new and new.label is not None and new.image not in known:
-                more = [*(["train"] if self.splits else []), *([f"new {new.image}"] if self.groups else [])]
-                rows.append([new.image, new.label, "", new.date, *more])
-        header = [self.column, "label", "original_label", "reviewed", *["split" for _ in splits]]
+        known = {*self.keys}
+        rows = [[self.column, "label", "original_label", "reviewed", self.extra]]
+        for key, label, value in zip(self.keys, self.labels, self.values or [""] * len(self.keys), strict=True):
+            made = decisions.get(key)
+            if made is None or made.action == "skip":
+                rows.append([key, label, label, "", value])
+            elif made.label is not None:
+                rows.append([key, made.label, label, made.date, value])
+        for made in decisions.values():
+            if made.new and made.label is not None and made.image not in known:
+                rows.append([made.image, made.label, "", made.date, "train" if self.extra == "split" else made.image])
         with (
             writing(path, "Free some space, or make the folder writable.") as partial,
             partial.open("w", newline="", encoding="utf-8") as file,
         ):
-            csv.writer(file, lineterminator="\n").writerows([[*header, *["group" for _ in groups]], *rows])
-        return len(rows)
+            csv.writer(file, lineterminator="\n").writerows(rows if self.extra else [row[:-1] for row in rows])
+        return len(rows) - 1

@@ -29,9 +29,9 @@ TOP = 9  # classes with their probabilities
 def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
     """Return all rows, the label that is most likely wrong first, int64 (N,).
 
-    If the run has `margins.npy`, float (N,), the lowest margin comes first. Images without a margin (NaN), which were
-    not trained on, are ranked by the probability of their label, and spread evenly among the others. Without the file,
-    suspected labels come first (see `rank_suspects`), and each part is ordered by the probability of the label.
+    With `margins.npy` in the run folder, the lowest margin comes first. Images that were not trained on (NaN) are
+    ranked by the probability of their label, and spread evenly among the others. Without the file, suspected labels
+    come first (see `rank_suspects`), then the others, both by the probability of the label.
 
     Args:
         run: the run folder.
@@ -39,42 +39,38 @@ def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
         probabilities: float (N, classes).
     """
     ranking = rank_suspects(labels, probabilities)
-    by_probability = torch.where(ranking.suggested == labels, ranking.own + 1, ranking.own)
-    if not (run / MARGINS).is_file():
-        return by_probability.argsort(stable=True)
-    margins = read_array(run / MARGINS, (len(labels),))
-    quantiles = torch.empty(len(labels), dtype=torch.float64)
-    for part, scores in ((~margins.isnan(), margins), (margins.isnan(), by_probability.double())):
-        ranks = scores[part].argsort(stable=True).argsort(stable=True)
-        quantiles[part] = (ranks + 0.5) / max(1, len(ranks))
-    return quantiles.argsort(stable=True)
+    scores = (ranking.own + (ranking.suggested == labels)).double()
+    if (run / MARGINS).is_file():
+        margins = read_array(run / MARGINS, (len(labels),))
+        is_trained = ~margins.isnan()
+        for part, values in ((is_trained, margins), (~is_trained, scores)):
+            scores[part] = (values[part].argsort(stable=True).argsort(stable=True) + 0.5) / part.sum()
+    return scores.argsort(stable=True)
 
 
 def read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
     """Return the numbers in a file of NumPy, float64. Raise Failure if they do not have this shape."""
     try:
         file_size(path)
-        array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: the header may name any shape
+        array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: the header may claim any shape
         if array.shape != shape or array.dtype.kind != "f":
             raise ValueError(path)
     except (OSError, ValueError):
-        size = " × ".join(map(str, shape))
-        fault = f"{path} does not hold {size} numbers, as the data of this run need"
+        fault = f"{path} does not hold {' × '.join(map(str, shape))} numbers, as the data of this run need"
         raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir") from None
     return torch.from_numpy(array.astype(np.float64))
 
 
 @dataclass(frozen=True)
 class Queue:
-    """The images to review.
+    """The M images to review, and the N training images among which neighbours are searched.
 
     Args:
         keys: file or row of each image, as in `Decision.image`.
         labels: class of each image; None for an image without a label.
         probabilities: float (M, classes).
         embeddings: float (M, features).
-        held_out: whether each image is a validation image.
-        train: training images, among which neighbours are searched.
+        train: training images.
         train_keys: file or row of each training image.
         train_embeddings: float (N, features).
     """
@@ -83,48 +79,35 @@ class Queue:
     labels: Sequence[str | None]
     probabilities: Tensor
     embeddings: Tensor
-    held_out: Sequence[bool]
     train: ImageSet
     train_keys: Sequence[str]
     train_embeddings: Tensor
 
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def predicted(self, item: int) -> str:
-        """Return the most probable class of an image."""
-        return self.train.classes[int(self.probabilities[item].argmax())]
-
-    def summary(self, item: int) -> dict[str, Any]:
-        """Return what the page lists of each image."""
-        name = self.keys[item] if self.keys[item].isdecimal() else Path(self.keys[item]).name
-        probability = round(float(self.probabilities[item].max()), 4)
-        return {
-            "name": name, "label": self.labels[item], "predicted": self.predicted(item), "probability": probability,
-            "heldOut": self.held_out[item],
-        }  # fmt: skip
+    @cached_property
+    def summaries(self) -> list[dict[str, Any]]:
+        """Name, label, predicted class and its probability of each image."""
+        names = [key if key.isdecimal() else Path(key).name for key in self.keys]
+        predicted = [self.train.classes[row] for row in self.probabilities.argmax(1).tolist()]
+        columns = zip(names, self.labels, predicted, self.probabilities.amax(1).tolist(), strict=True)
+        return [dict(zip(("name", "label", "predicted", "probability"), row, strict=True)) for row in columns]
 
     def details(self, item: int) -> dict[str, Any]:
-        """Return an image, its most probable classes, and the nearest training images by the cosine of embeddings.
+        """Return an image, its most probable classes, and the nearest training images with their labels.
 
-        The mean embedding of the training images is subtracted, as in `label_errors.find_nearest`.
+        Nearest by the cosine of embeddings, from which the mean of the training images is subtracted as in
+        `label_errors.find_nearest`.
         """
         mean, directions = self._directions
         cosines = directions @ F.normalize(self.embeddings[item] - mean, dim=0)
         nearest = cosines.topk(min(NEIGHBOURS + 1, len(cosines))).indices.tolist()
-        others = [row for row in nearest if self.train_keys[row] != self.keys[item]][:NEIGHBOURS]
-        best = self.probabilities[item].topk(min(TOP, len(self.train.classes)))
+        rows = [row for row in nearest if self.train_keys[row] != self.keys[item]][:NEIGHBOURS]
+        pictures = [self._picture(self.train_keys[row], SMALL_SIDE) for row in rows]
+        values, labels = self.probabilities[item].topk(min(TOP, len(self.train.classes)))
         return {
             "picture": self._picture(self.keys[item], SIDE),
-            "top": [(self.train.classes[label], value) for value, label in zip(*map(Tensor.tolist, best), strict=True)],
-            "nearest": [
-                {
-                    "picture": self._picture(self.train_keys[row], SMALL_SIDE), "key": self.train_keys[row],
-                    "label": self.train.classes[self.train.labels[row]], "cosine": round(float(cosines[row]), 3),
-                }
-                for row in others
-            ],
-        }  # fmt: skip
+            "top": list(zip([self.train.classes[label] for label in labels], values.tolist(), strict=True)),
+            "nearest": list(zip(pictures, [self.train.classes[self.train.labels[row]] for row in rows], strict=True)),
+        }
 
     @cached_property
     def _directions(self) -> tuple[Tensor, Tensor]:
@@ -135,7 +118,7 @@ class Queue:
     def _picture(self, key: str, side: int) -> str:
         """Return an image of at most `side` pixels as a data URI; empty if its file is missing or damaged."""
         if key.isdecimal():
-            return data_uri(self.train.take(torch.tensor([self.train_keys.index(key)]))[0], side)
+            return data_uri(self.train.images[self.train_keys.index(key)], side)
         try:
             height, width = image_size(key)
             scale = min(1.0, side / max(height, width))

@@ -6,13 +6,11 @@ let state = null; // what the service says about all images
 let current = null; // number of the image on the page
 let busy = false;
 
-const percent = (value) => `${(100 * value).toFixed(value > 0.9995 || value < 0.0005 ? 2 : 1)} %`;
+const percent = (value) => `${(100 * value).toFixed(1)} %`;
 const matches = (image) => !find("filter").value || (image.label ?? image.predicted) === find("filter").value;
-const open = () => state.images.flatMap((image, item) => (image.action || !matches(image) ? [] : [item]));
 
 async function ask(path, body) {
-  const options = body && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-  const response = await fetch(path, options).catch(() => {
+  const response = await fetch(path, body && { method: "POST", body: JSON.stringify(body) }).catch(() => {
     throw new Error("The service does not answer. Is it still running?");
   });
   const answer = await response.json();
@@ -26,148 +24,123 @@ function load(item) {
   return details.get(item);
 }
 
-function element(kind, text, properties = {}) {
+function element(kind, properties, ...children) {
   const made = Object.assign(document.createElement(kind), properties);
-  made.append(text);
+  made.append(...children);
   return made;
 }
 
-function withKey(text, key) {
-  const parts = document.createDocumentFragment();
-  parts.append(text, " ", element("kbd", key));
-  return parts;
-}
+const withKey = (text, key) => (key ? [text, " ", element("kbd", {}, key)] : [text]);
+const sharpen = ({ target }) => target.classList.toggle("pixels", target.naturalWidth < 100);
 
-function sharp(event) { // enlarged pixels stay visible
-  event.target.classList.toggle("pixels", event.target.naturalWidth < 100);
-}
-
-// The nine classes with keys: all in their order, or the most probable ones if there are more than ten.
-const keyed = (top) => (state.classes.length > 10 ? top.map(([name]) => name) : state.classes);
-
+// Up to ten classes have the same keys for all images. Of more classes, the most probable ones have keys.
 function listClasses(top) {
   const text = find("search").value.trim().toLowerCase();
-  const names = text ? state.classes.filter((name) => name.toLowerCase().includes(text)) : keyed(top);
-  const first = names.filter((name) => name.toLowerCase().startsWith(text));
-  const sorted = text ? [...first, ...names.filter((name) => !first.includes(name))].slice(0, 50) : names;
-  find("classes").replaceChildren(
-    ...sorted.map((name, place) => {
-      const key = text ? (place ? "" : "Enter") : "1234567890"[place];
-      return element("button", key ? withKey(name, key) : name, { onclick: () => decide("relabel", name) });
-    }),
-  );
+  const rank = (name) => (name.toLowerCase().startsWith(text) ? 0 : 1);
+  let names = state.classes.length > 10 ? top.map(([name]) => name) : state.classes;
+  if (text) names = state.classes.filter((name) => name.toLowerCase().includes(text)).sort((a, b) => rank(a) - rank(b));
+  const keyOf = (place) => (text ? (place ? "" : "Enter") : "1234567890"[place]);
+  const button = (name, place) =>
+    element("button", { onclick: () => decide("relabel", name) }, ...withKey(name, keyOf(place)));
+  find("classes").replaceChildren(...names.slice(0, 50).map(button));
 }
 
 async function show(item) {
-  const image = state.images[item], { label, predicted } = image;
   current = item;
-  const shown = await load(item);
-  if (current !== item) return;
-  const share = shown.top.find(([name]) => name === label);
-  find("picture").src = shown.picture;
-  find("picture").hidden = !shown.picture;
+  const { name, label, predicted, probability } = state.images[item];
+  const { picture, top, nearest } = await load(item);
+  Object.assign(find("picture"), { src: picture, hidden: !picture });
   find("picture").alt = label ? `image to review, labelled ${label}` : "image to label";
   find("question").textContent = `Is this “${label ?? predicted}”?`;
-  const own = !label || label === predicted ? "" : share ? `, ${label} with ${percent(share[1])}` : `, hardly ${label}`;
+  const own = top.find(([one]) => one === label && label !== predicted);
   find("detail").textContent =
-    `The net predicts ${predicted} with ${percent(image.probability)}${own}. ` +
-    `${/^\d+$/.test(image.name) ? "Image " : ""}${image.name}${image.heldOut ? ", validation image" : ""}.${shown.picture ? "" : " The file cannot be read."}`;
-  find("keep").replaceChildren(withKey(label ? `Keep ${label}` : `Accept ${predicted}`, "K"));
+    `The net predicts ${predicted} with ${percent(probability)}${own ? `, ${label} with ${percent(own[1])}` : ""}. ` +
+    (/^\d+$/.test(name) ? `Image ${name}.` : `${name}.`) + (picture ? "" : " The file cannot be read.");
+  find("keep").replaceChildren(...withKey(label ? `Keep ${label}` : `Accept ${predicted}`, "K"));
+  find("predicted").replaceChildren(...withKey(`Change to ${predicted}`, "P"));
   find("predicted").hidden = !label || label === predicted;
-  find("predicted").replaceChildren(withKey(`Change to ${predicted}`, "P"));
   find("search").value = "";
-  listClasses(shown.top);
-  find("nearest").replaceChildren(
-    ...shown.nearest.map((near) => {
-      const frame = element("div", "", { className: "frame" });
-      frame.append(element("img", "", { src: near.picture, alt: `training image, labelled ${near.label}`, onload: sharp }));
-      const row = element("li", frame);
-      const changed = (label ?? predicted) === near.label ? "" : "other";
-      row.append(element("span", near.label, { className: changed, title: `cosine ${near.cosine}` }));
-      return row;
-    }),
-  );
+  listClasses(top);
+  const neighbour = ([src, near]) => {
+    const image = element("img", { src, alt: `training image, labelled ${near}`, onload: sharpen });
+    const kind = near === (label ?? predicted) ? "" : "other";
+    return element("li", { className: kind, title: near }, element("div", { className: "frame" }, image), near);
+  };
+  find("nearest").replaceChildren(...nearest.map(neighbour));
   find("status").textContent = `${find("question").textContent} ${find("detail").textContent}`;
   find("error").hidden = true;
 }
 
-function progress() {
-  const ours = state.images.filter(matches);
-  const count = (action) => ours.filter((image) => image.action === action).length;
-  const decided = ours.filter((image) => image.action).length;
-  find("bar").value = decided / Math.max(1, ours.length);
-  find("progress").textContent =
-    `${decided} of ${ours.length} reviewed · ${count("relabel")} changed · ${count("drop")} dropped · ${count("skip")} skipped`;
-  return count("skip");
-}
-
 async function next(item) {
-  const skipped = progress(), remaining = open();
-  item ??= remaining.find((one) => one > current) ?? remaining[0];
-  find("review").hidden = item === undefined;
-  find("end").hidden = item !== undefined;
-  if (item === undefined) {
-    current = null;
-    find("done").textContent = "All images of this list are reviewed.";
-    find("again").hidden = !skipped;
-    find("written").textContent = "";
-  } else {
-    await show(item);
-    const after = remaining.find((one) => one > item);
-    if (after !== undefined) load(after).catch(() => details.delete(after));
-  }
+  const listed = state.images.filter(matches);
+  const count = (action) => listed.filter((image) => image.action === action).length;
+  const done = listed.filter((image) => image.action).length;
+  find("bar").value = done / Math.max(1, listed.length);
+  find("progress").textContent = `${done} of ${listed.length} reviewed · ${count("relabel")} changed · ` +
+    `${count("drop")} dropped · ${count("skip")} skipped`;
+  const open = [...state.images.keys()].filter((one) => !state.images[one].action && matches(state.images[one]));
+  item ??= open.find((one) => one > current) ?? open[0] ?? null;
+  find("review").hidden = item === null;
+  find("end").hidden = item !== null;
+  find("again").hidden = !count("skip");
+  find("written").textContent = "";
+  if (item === null) return void (current = null);
+  await show(item);
+  const after = open.find((one) => one > item);
+  if (after) load(after).catch(() => details.delete(after));
 }
 
-function guarded(work) { // one request at a time, so that a held key decides about one image only
-  return async (...values) => {
-    if (busy) return;
-    busy = true;
-    try {
-      await work(...values);
-    } catch (error) {
-      details.delete(current);
-      find("error").textContent = error.message;
-      find("error").hidden = false;
-    } finally {
-      busy = false;
-    }
-  };
-}
+// One request at a time: a held key decides about one image only.
+const guarded = (work) => async (...values) => {
+  if (busy) return;
+  busy = true;
+  try {
+    await work(...values);
+  } catch (error) {
+    details.delete(current);
+    find("error").textContent = error.message;
+    find("error").hidden = false;
+  }
+  busy = false;
+};
 
 const decide = guarded(async (action, label) => {
-  if (current === null && action !== "undo") return;
   const { item, name, ...change } = await ask("decide", { item: current, action, label });
-  if (item !== null) state.images[item] = { ...state.images[item], action: undefined, now: null, ...change };
-  await next(action === "undo" && item !== null ? item : undefined);
-  if (action === "undo" && item === null) find("status").textContent = `The decision about ${name} is undone.`;
+  if (item === null) throw new Error(`The decision about ${name}, which is not in this list, is undone.`);
+  state.images[item] = { ...state.images[item], action: undefined, ...change };
+  await next(action === "undo" ? item : undefined);
 });
-const again = guarded(async () => {
-  for (const image of state.images) if (image.action === "skip") image.action = undefined;
-  await next();
-});
-const write = guarded(async () => {
-  const { rows } = await ask("write", {});
-  find("written").textContent = `${rows} rows are written. This command trains with them:`;
-});
+const actions = {
+  keep: () => decide("keep"),
+  predicted: () => decide("relabel", state.images[current].predicted),
+  drop: () => decide("drop"),
+  skip: () => decide("skip"),
+  undo: () => decide("undo"),
+  back: () => decide("undo"),
+  again: guarded(async () => {
+    for (const image of state.images) if (image.action === "skip") image.action = undefined;
+    await next();
+  }),
+  write: guarded(async () => {
+    find("written").textContent = `${(await ask("write", {})).rows} rows are written. Train with them:`;
+  }),
+};
+for (const [id, action] of Object.entries(actions)) find(id).onclick = action;
 
-const keys = { k: "keep", p: "predicted", d: "drop", s: "skip", u: "undo" };
 addEventListener("keydown", (event) => {
-  const typing = event.target.id === "search", button = find(keys[event.key.toLowerCase()] ?? "none");
-  if (event.altKey || (event.metaKey || event.ctrlKey) && event.key !== "z") return;
-  if (event.key === "z" && (event.ctrlKey || event.metaKey) && !typing) decide("undo");
-  else if (event.key === "Escape" && typing) event.target.blur();
-  else if (event.key === "Enter" && typing && event.target.value) find("classes").firstElementChild?.click(), event.target.blur();
-  else if (typing || event.target.id === "filter" || event.repeat) return;
+  const typing = event.target === find("search"), control = event.ctrlKey || event.metaKey;
+  const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", u: "undo" }[event.key.toLowerCase()]);
+  if (typing) {
+    if (event.key === "Enter" && event.target.value) find("classes").firstElementChild?.click();
+    if (event.key === "Enter" || event.key === "Escape") event.target.blur();
+  } else if (control && event.key === "z") decide("undo");
+  else if (control || event.altKey || event.repeat || event.target === find("filter")) return;
   else if (event.key === "/") find("search").focus(), event.preventDefault();
+  else if (current === null) button === find("undo") && decide("undo");
   else if (/^\d$/.test(event.key)) find("classes").children[(Number(event.key) + 9) % 10]?.click();
   else if (button && !button.hidden) button.click();
 });
-for (const action of ["keep", "drop", "skip", "undo"]) find(action).onclick = () => decide(action);
-find("predicted").onclick = () => decide("relabel", state.images[current].predicted);
-find("back").onclick = () => decide("undo");
-find("again").onclick = again;
-find("write").onclick = write;
-find("picture").onload = sharp;
+find("picture").onload = sharpen;
 find("filter").onchange = guarded(() => next());
 find("search").oninput = async () => listClasses((await load(current)).top);
 
@@ -175,6 +148,6 @@ guarded(async () => {
   state = await ask("images");
   document.title = `Review labels · ${state.run}`;
   find("command").textContent = state.command;
-  find("filter").append(element("option", "all", { value: "" }), ...state.classes.map((name) => element("option", name)));
+  find("filter").append(...["", ...state.classes].map((value) => element("option", { value }, value || "all")));
   await next();
 })();
