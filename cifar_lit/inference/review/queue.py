@@ -44,7 +44,8 @@ def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
         margins = read_array(run / MARGINS, (len(labels),))
         is_trained = ~margins.isnan()
         for part, values in ((is_trained, margins), (~is_trained, scores)):
-            scores[part] = (values[part].argsort(stable=True).argsort(stable=True) + 0.5) / part.sum()
+            ranks = values[part].argsort(stable=True).argsort(stable=True)
+            scores[part] = (ranks.double() + 0.5) / len(ranks)
     return scores.argsort(stable=True)
 
 
