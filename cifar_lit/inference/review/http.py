@@ -68,7 +68,7 @@ class ReviewApp(Service):
             raise RequestError(404, "there is nothing at this address: open the address that the console shows")
         try:
             body = await request.json() if name == "decide" else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RequestError(400, "the decision is not valid JSON: reload the page") from None
         async with self._turn:
             try:

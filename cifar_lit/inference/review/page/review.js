@@ -4,7 +4,6 @@ const find = (id) => document.getElementById(id);
 const details = new Map(); // promises of images by number
 let state = null; // what the service says about all images
 let current = null; // number of the image on the page
-let busy = false;
 
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
 const matches = (image) => !find("filter").value || (image.label ?? image.predicted) === find("filter").value;
@@ -79,7 +78,7 @@ async function next(item) {
   find("progress").textContent = `${done} of ${listed.length} reviewed · ${count("relabel")} changed · ` +
     `${count("drop")} dropped · ${count("skip")} skipped`;
   const open = [...state.images.keys()].filter((one) => !state.images[one].action && matches(state.images[one]));
-  item ??= open.find((one) => one > current) ?? open[0] ?? null;
+  item ??= open.find((one) => one > (current ?? -1)) ?? open[0] ?? null;
   find("review").hidden = item === null;
   find("end").hidden = item !== null;
   find("again").hidden = !count("skip");
@@ -90,10 +89,10 @@ async function next(item) {
   if (after) load(after).catch(() => details.delete(after));
 }
 
-// One request at a time: a held key decides about one image only.
+// One action at a time: a key that is pressed before the next image appears does nothing.
 const guarded = (work) => async (...values) => {
-  if (busy) return;
-  busy = true;
+  if (document.body.ariaBusy === "true") return;
+  document.body.ariaBusy = "true";
   try {
     await work(...values);
   } catch (error) {
@@ -101,7 +100,7 @@ const guarded = (work) => async (...values) => {
     find("error").textContent = error.message;
     find("error").hidden = false;
   }
-  busy = false;
+  document.body.ariaBusy = "false";
 };
 
 const decide = guarded(async (action, label) => {
