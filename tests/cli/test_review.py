@@ -130,7 +130,8 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions() -> None
     data = reviewed(run, root=str(folds / "labels-reviewed.csv"), group=None)
     assert data.train_images.labels.bincount().tolist() == [7, 5, 6]
     np.save(folds / "probabilities.npy", probabilities[1:])
-    assert_refused(run_command("review", folds, "--port", "0"), 1, "probabilities.npy does not hold 18 × 3 numbers")
+    answer = run_command("review", folds, "--port", "0")
+    assert answer.code == 1 and "probabilities.npy does not hold 18 × 3 numbers" in answer.error_lines[-1]
 
 
 def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on() -> None:
