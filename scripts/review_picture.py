@@ -18,8 +18,8 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 FILE = Path(__file__).parent.parent / "docs" / "pictures" / "review.png"
-WIDTH, HEIGHT = 900, 780  # of the window
-SHOWN_WIDTH = 480  # of each frame
+WIDTH, HEIGHT = 900, 850  # window, in pixels
+SHOWN_WIDTH = 480  # frame, in pixels
 GAP, COLUMNS = 8, 3
 KEYS = ("", "p", "k", "d", "/")  # one frame after each key; the last one searches a class
 COLOURS = 200

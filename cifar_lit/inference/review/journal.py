@@ -109,7 +109,7 @@ class Labels(NamedTuple):
     """The labels of a run's data, training and validation images first."""
 
     column: str  # `path`, or `image` for a data set without files
-    keys: Sequence[str]  # as in `Decision.image`
+    keys: Sequence[str]  # see `Decision.image`
     labels: Sequence[str]
     extra: str  # a further column: `split` to keep train, val and test, or `group`; empty for none
     values: Sequence[str]  # cells of the further column
