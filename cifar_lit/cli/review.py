@@ -187,6 +187,7 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
     else:
         raise UsageError(f"--pool {place} is not a folder: name a folder of images, or a table with --table")
     images = [ImageFile(path) for path in dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files)]
+    Labels("path", [image.path for image in images], [], "", []).check()
     results = list(classify_files(classifier, images[: settings.limit or None]))
     rows = [row for chunk, _ in results for row in chunk]
     if bad := [f"{row.path} ({row.error})" for row in rows if row.error]:

@@ -53,11 +53,13 @@ def test_decisions_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> Non
         "no JSON",
         "[]",
         '{"undo": "1"}',  # nothing was decided before
-        '{"image": "1", "action": "burn", "label": null, "date": "", "new": false}',
-        '{"image": "1", "action": "relabel", "label": "fox", "date": "", "new": false}',
-        '{"image": "1", "action": "drop", "label": "cat", "date": "", "new": false}',
-        '{"image": 1, "action": "drop", "label": null, "date": "", "new": false}',
+        '{"image": "1", "action": "burn", "label": null, "date": "2026-11-24", "new": false}',
+        '{"image": "1", "action": "relabel", "label": "fox", "date": "2026-11-24", "new": false}',
+        '{"image": "1", "action": "drop", "label": "cat", "date": "2026-11-24", "new": false}',
+        '{"image": 1, "action": "drop", "label": null, "date": "2026-11-24", "new": false}',
         '{"image": "1", "action": "drop"}',
+        '{"image": "1", "action": "drop", "label": null, "date": "=1+1", "new": false}',
+        '{"image": "=1+1", "action": "keep", "label": "cat", "date": "2026-11-24", "new": true}',
         "[" * 100_000,
     ],
 )

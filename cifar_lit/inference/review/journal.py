@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,9 +69,9 @@ class Journal:
             self._made.pop()
             return
         made = Decision(**entry)
-        types = isinstance(made.image, str) and isinstance(made.date, str) and isinstance(made.new, bool)
+        date.fromisoformat(made.date)
         has_label = made.action in ("keep", "relabel")
-        if not types or made.action not in ACTIONS or has_label != (made.label in classes):
+        if made.action not in ACTIONS or has_label != (made.label in classes) or not _is_cell(made.image):
             raise ValueError(entry)
         self._made.append(made)
 
@@ -105,6 +106,11 @@ class Journal:
         self._file.close()
 
 
+def _is_cell(name: str) -> bool:
+    """Return whether a name stands unchanged in a table, and no spreadsheet runs it as a formula."""
+    return csv_cell(name) == name == name.strip()
+
+
 class Labels(NamedTuple):
     """The labels of a run's data, training and validation images first."""
 
@@ -117,8 +123,8 @@ class Labels(NamedTuple):
     def check(self) -> None:
         """Raise Failure for names that a spreadsheet would change or run."""
         for name in (*self.keys, *dict.fromkeys(self.labels)):
-            if csv_cell(name) != name or name != name.strip():
-                raise Failure(f"{name[:200]!r} cannot be written to a table: rename it, and train again")
+            if not _is_cell(name):
+                raise Failure(f"{name[:200]!r} cannot be written to a table: rename it; after that, train again")
 
     def write(self, path: Path, decisions: Mapping[str, Decision]) -> int:
         """Write the table of reviewed labels without dropped images; return its number of rows.
