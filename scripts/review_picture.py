@@ -21,7 +21,7 @@ FILE = Path(__file__).parent.parent / "docs" / "pictures" / "review.png"
 WIDTH, HEIGHT = 900, 850  # window, in pixels
 SHOWN_WIDTH = 480  # frame, in pixels
 GAP, COLUMNS = 8, 3
-KEYS = ("", "p", "k", "d", "/")  # one frame after each key; the last one searches a class
+KEYS = ("", "p", "p", "p", "/")  # one frame after each key; the last one searches a class
 COLOURS = 200
 
 
@@ -31,7 +31,7 @@ def frames(page: Page) -> list[Image.Image]:
     for key in (*KEYS, "End"):
         if key == "/":
             page.keyboard.press(key)
-            page.keyboard.type("tr")
+            page.keyboard.type("do")
         elif key == "End":  # the whole class is reviewed
             page.keyboard.press("Escape")
             page.select_option("#filter", index=1)
