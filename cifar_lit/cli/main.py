@@ -30,6 +30,7 @@ commands
   classify   predict the classes of image files; python scripts/classify.py is the same
   next       select the images of an unlabelled pool to label next
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
+  review     correct labels in the browser, the most suspicious first
   compare    compare the settings and accuracies of runs, with a significance test
   export     export a net to ONNX, torch-export or safetensors, and check the file
   serve      serve a net over HTTP, with a web page to try it
@@ -51,7 +52,7 @@ flags of fit, train, validate, test and predict
   --learning-curve   train on 25, 50, 75 and 100 % of the training images (`train` only)
   --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let configuration files and runs name any class and any path: their code can run;
-                     also for classify, report, export and serve
+                     also for classify, report, review, export and serve
   --debug            show tracebacks
 
 Every Trainer, model and data setting is a flag too (--trainer.x, --model.x, --data.x):
@@ -68,6 +69,7 @@ OWN = {
     "classify": "cifar_lit.cli.classify:classify",
     "next": "cifar_lit.cli.next:select_next",
     "report": "cifar_lit.cli.report:report",
+    "review": "cifar_lit.cli.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
     "serve": "cifar_lit.cli.serve:serve",
@@ -76,7 +78,8 @@ OWN = {
 _SYNONYMS = {  # commands of other programs
     **dict.fromkeys(("run", "start", "training"), "train"),
     **dict.fromkeys(("eval", "evaluate", "score"), "test"),
-    **dict.fromkeys(("infer", "inference", "detect", "label"), "classify"),
+    **dict.fromkeys(("infer", "inference", "detect"), "classify"),
+    **dict.fromkeys(("annotate", "label", "relabel"), "review"),
     **dict.fromkeys(("val", "valid"), "validate"),
     **dict.fromkeys(("convert", "onnx"), "export"),
     **dict.fromkeys(("benchmark", "speed"), "bench"),

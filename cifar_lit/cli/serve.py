@@ -6,13 +6,15 @@ import errno
 import ipaddress
 import socket
 from importlib.util import find_spec
+from pathlib import Path
 
 from cifar_lit import __version__
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.serve.bodies import Limits
-from cifar_lit.runs.run_folder import weights_file
+from cifar_lit.inference.serve.collect import MAX_BYTES, MAX_FILES, Collector
+from cifar_lit.runs.run_folder import display_path, weights_file
 from cifar_lit.text import say
 
 DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at /.
@@ -40,6 +42,8 @@ def serve(argv: list[str]) -> None:
     add("--decode-seconds", type=float, default=default.decode_seconds, help=decode)
     body = "seconds for which a client may pause while it sends the body; a slow transfer counts as a pause"
     add("--body-seconds", type=float, default=default.body_seconds, help=body)
+    collect = "keep pictures whose largest probability is below P, or that are unlike the training images, in DIR"
+    add("--collect-below", type=str, nargs=2, default=None, metavar=("P", "DIR"), help=collect)
     settings = parsed(parser, argv)
     names = ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds")
     for name in names:
@@ -47,12 +51,13 @@ def serve(argv: list[str]) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must be above 0, not {settings[name]:g}")
     limits = Limits(round(settings.max_mb * 1e6), *(settings[name] for name in names[1:]))
     file = weights_file(settings.run)
+    collector = _collector(*settings.collect_below) if settings.collect_below else None
     if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
         raise Failure(f'serve needs missing packages ({", ".join(missing)}): pip install "cifar-lit[serve]"')
     from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
 
-    with _listen(settings.host, settings.port) as sock:
+    with listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         own = socket.gethostname().lower()
@@ -66,13 +71,29 @@ def serve(argv: list[str]) -> None:
             if not local:
                 say(f"any machine on the network can connect to {host}: there is no password and no encryption")
             address = f"[{host}]" if ":" in host else host
+            if collector:
+                limits_text = f"at most {MAX_FILES:,} files and {MAX_BYTES / 1e6:.0f} MB"
+                say(f"uncertain pictures are kept in {display_path(collector.folder)} ({limits_text}): tell your users")
             say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
 
-        run_service(classifier, sock, own_names, limits, __version__, on_ready)
+        run_service(classifier, sock, own_names, limits, __version__, on_ready, collector)
     say("stopped")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _collector(threshold: str, folder: str) -> Collector:
+    try:
+        value = float(threshold)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        example = "--collect-below 0.6 uncertain"
+        raise UsageError(
+            f"--collect-below takes a probability from 0 to 1 and a folder, as in {example}: not {threshold}"
+        )
+    return Collector(value, Path(folder).expanduser())
+
+
+def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; raise UsageError or Failure if it cannot be opened."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port must be from 0 to 65535, not {port}")

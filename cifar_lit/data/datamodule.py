@@ -71,7 +71,8 @@ class ImageData(pl.LightningDataModule):
         url: URL or path of the archive, instead of the built-in sources.
         skip_bad: skip damaged and missing images instead of stopping.
         cache_dir: folder for decoded images; the user's cache folder if not given.
-        labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes.
+        labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
+            written by `cifar-lit review`, for data sets that are not your own images.
         group: table column, such as patient: images with equal values stay on the same side of every split. Default:
             the column `group`, if the table has one.
         folds: number of stratified folds for cross-validation; 0 for none. The training images are divided into folds,

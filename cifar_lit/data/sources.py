@@ -25,8 +25,10 @@ from cifar_lit.data.decode import SUFFIXES as IMAGES
 from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
 from cifar_lit.data.folder import folder
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.reviewed import with_reviewed_labels
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.source_settings import SourceSettings
+from cifar_lit.data.table import SUFFIXES as TABLES
 from cifar_lit.errors import UsageError, check_choice, nearest
 from cifar_lit.files import file_size, read_bytes
 from cifar_lit.plugins import check_no_file, import_callable, is_import_path
@@ -180,6 +182,11 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
         Failure: the images are not available.
     """
     source, kind = _source(dataset), settings.labels
+    if kind is not None and kind.lower().endswith(TABLES):
+        if dataset == "folder":
+            raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")
+        images = load_images(dataset, replace(settings, labels=None), train)
+        return with_reviewed_labels(images, Path(kind).expanduser()) if train else images
     if kind is not None and kind not in source.labels:
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")

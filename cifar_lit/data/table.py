@@ -36,7 +36,7 @@ class Row(NamedTuple):
     group: str
 
 
-def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
+def read_table(table: Path, group: str | None = None, labelled: bool = True) -> Iterator[Row]:
     """Yield the rows of a table.
 
     The columns are named by the first row of CSV (with commas, semicolons or tabs), or by the keys of the first JSON
@@ -45,6 +45,7 @@ def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
     Args:
         table: the file.
         group: the column of groups. Default: the column `group`, if the table has one.
+        labelled: whether each row must have a label.
 
     Raises:
         UsageError: a column is missing, a row has no path or label, or the file is not a table.
@@ -57,10 +58,12 @@ def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
         for column, aliases in COLUMNS.items()
     }
     columns = ", ".join(name[:80] for name in names[:20])
-    for column in ("path", "label"):
+    for column in ("path", "label") if labelled else ("path",):
         if positions[column] is None:
             fault = f"has no column called {' or '.join(COLUMNS[column])}, only {columns}" if any(names) else "is empty"
-            raise UsageError(f"{table} {fault}: its first row must name the columns, path and label at least")
+            raise UsageError(
+                f"{table} {fault}: its first row must name the columns, path{' and label' if labelled else ''} at least"
+            )
     if group is not None:
         if group not in names:
             raise UsageError(f"{table} has no column {group!r} for data.group, only {columns}.{nearest(group, names)}")
@@ -68,7 +71,7 @@ def read_table(table: Path, group: str | None = None) -> Iterator[Row]:
     rows = 0
     for number, cells in records:
         row = Row(number, *["" if i is None or i >= len(cells) else cells[i] for i in positions.values()])
-        if row.path and row.label:
+        if row.path and (row.label or not labelled):
             rows += 1
             yield row
         elif any(cells):

@@ -98,7 +98,7 @@ def _is_huge(node: yaml.ScalarNode) -> bool:
 
 MAX_PROCESSES = max(8, core_count())
 _COUNTS = {"devices", "workers"}
-_LOCAL = {"logs", "root", "cache_dir", "ckpt_path"}  # allowed below the working folder
+_LOCAL = {"logs", "root", "cache_dir", "ckpt_path", "labels"}  # allowed below the working folder
 _NAMED = {"recipe", "filename", "name"}
 PLACES = _LOCAL | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version", "default_root_dir", "model_registry"}
 # A file name of at most 255 characters without control characters. Braces hold a metric of ModelCheckpoint, with a
@@ -161,7 +161,7 @@ def check_choices(settings: dict[str, Any]) -> None:
 
     | setting | values that a file may set |
     |---|---|
-    | `logs`, `data.cache_dir`, `ckpt_path` | paths below the working folder |
+    | `logs`, `data.cache_dir`, `data.labels`, `ckpt_path` | paths below the working folder |
     | `data.root` | also a folder with a complete data set of ours, which is only read |
     | `recipe`; `filename`, `name` of callbacks and loggers | names without folders, used inside the run folder |
     | `metrics_format` of RichProgressBar, `{epoch:02d}` in `filename` | widths and digits below 100 |

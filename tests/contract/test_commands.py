@@ -13,7 +13,7 @@ import pytest
 from .command_line import ROOT, SCRIPTS, SMALL, assert_refused, metrics_of, rows_of, run_command, run_process
 
 TRAINER_COMMANDS = ("fit", "train", "validate", "test", "predict")
-OTHERS = ("recipes", "devices", "bench", "preview", "export", "classify", "compare", "report", "serve")
+OTHERS = ("recipes", "devices", "bench", "preview", "export", "classify", "compare", "report", "review", "serve")
 COMMANDS = (*TRAINER_COMMANDS, *OTHERS)
 
 

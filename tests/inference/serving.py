@@ -92,19 +92,20 @@ def alive(process: int) -> bool:
 
 
 @contextmanager
-def running(run: Path, *flags: object, files: int = 0) -> Iterator[Service]:
+def running(run: Path, *flags: object, files: int = 0, command: str = "serve") -> Iterator[Service]:
     """Run a service on a free port in its own process group, and end all of its processes afterwards.
 
     Args:
         files: limit of open files; 0 keeps the limit of this process.
+        command: serve or review.
     """
-    command = [sys.executable, "-m", "cifar_lit", "serve", str(run), "--port", "0", *map(str, flags)]
+    words = [sys.executable, "-m", "cifar_lit", command, str(run), "--port", "0", *map(str, flags)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     settings: dict[str, Any] = {"text": True, "stderr": subprocess.STDOUT, "env": env}
     if files:
-        command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *command]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, **settings) as process:
+        words = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", *words]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, **settings) as process:
         try:
             lines: list[str] = []
             assert process.stdout is not None
@@ -113,7 +114,7 @@ def running(run: Path, *flags: object, files: int = 0) -> Iterator[Service]:
                 if "http://" in text:
                     break
             assert lines and "http://" in lines[-1], lines
-            yield Service(process, int(lines[-1].partition("http://")[2].split()[0].rpartition(":")[2]), lines)
+            yield Service(process, int(lines[-1].partition("http://")[2].split()[0].split(":")[1].split("/")[0]), lines)
         finally:
             process.terminate()
             try:

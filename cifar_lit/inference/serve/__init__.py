@@ -1,1 +1,1 @@
-"""The HTTP service: `http` answers, `connections` limits clients, `bodies` parses, `workers` decode and predict."""
+"""The HTTP service: `http` answers, `service` checks and limits, `bodies` parses, `workers` decode and predict."""

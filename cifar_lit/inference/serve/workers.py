@@ -28,6 +28,7 @@ from cifar_lit.signals import STOP_SIGNALS, start_resource_tracker
 
 if TYPE_CHECKING:
     from cifar_lit.inference.load import Classifier
+    from cifar_lit.inference.serve.collect import Collector
 
 MAX_BATCH_IMAGES = 64  # a batch takes further requests below this size, so it may become larger
 POSIX = os.name == "posix"  # elsewhere, only `answer_seconds` limits a request
@@ -153,16 +154,18 @@ Answer = list[dict[str, Any]]
 
 
 class NetRunner:
-    """A classifier that predicts all waiting requests as one batch."""
+    """A classifier that predicts all waiting requests as one batch, and offers each picture to a collector."""
 
-    def __init__(self, classifier: Classifier) -> None:
+    def __init__(self, classifier: Classifier, collector: Collector | None = None) -> None:
         self.classifier = classifier
+        self.collector: Collector | None = None
         self._thread = ThreadPoolExecutor(1)  # torch starts a pool of threads for each thread that computes
         self._turn = asyncio.Lock()
         self._waiting: deque[tuple[NetRequest, asyncio.Future[Answer]]] = deque()
         (height, width), channels, _ = classifier.preparation
         blank = bytes(height * width * channels)
         self._thread.submit(self._predict, [NetRequest([blank], 1, False)]).result()  # the first run is slow
+        self.collector = collector
 
     async def predict(self, request: NetRequest) -> Answer:
         """Return the JSON of a prediction for each image."""
@@ -206,6 +209,8 @@ class NetRunner:
             answers.append([])
             for _ in request.pixels:
                 prediction, image = next(results)
+                if self.collector:
+                    self.collector.offer(prediction.probability, prediction.unlike, image)
                 top = [
                     {"label": label, "probability": round(value, 6)} for label, value in prediction.top[: request.top]
                 ]

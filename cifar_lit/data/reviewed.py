@@ -1,0 +1,53 @@
+"""`data.labels TABLE`: labels from a table of `cifar-lit review`, for data sets that are not files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cifar_lit.data.decode import decode
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.table import read_table
+from cifar_lit.errors import UsageError, nearest
+
+
+def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
+    """Return training images with the labels and the split of a table. Images without a row are left out.
+
+    Args:
+        images: training images of a data set.
+        table: the table, see `read_table`. The column `image` holds the row of an image, or the file of a new one. Rows
+            with the split `val` become `val_rows`, at the end of the set.
+
+    Raises:
+        UsageError: a row has an unknown class, image or split, or repeats an image.
+        DecodeError: a file cannot be read.
+    """
+    height, width, channels = images.images.shape[1:]
+    files: list[torch.Tensor] = []
+    parts: dict[str, dict[str, tuple[int, int]]] = {"train": {}, "val": {}}  # place and label by image
+    for number, image, label, split, _ in read_table(table):
+        fault = ""
+        if label not in images.classes:
+            fault = f"the data set has no class {label[:80]!r}.{nearest(label[:80], images.classes)}"
+        elif split not in ("", *parts):
+            fault = f"the split {split[:80]!r} is neither train nor val"
+        elif image in parts["train"] or image in parts["val"]:
+            fault = f"image {image[:80]} is in a row above"
+        elif image.isdecimal() and int(image) >= len(images):
+            fault = f"there is no image {image[:80]}: the last one is {len(images) - 1}"
+        if fault:
+            raise UsageError(f"{table}, row {number}: {fault}")
+        place = int(image) if image.isdecimal() else len(images) + len(files)
+        if not image.isdecimal():
+            files.append(torch.from_numpy(decode(table.parent / image, (height, width), channels)))
+        parts[split or "train"][image] = place, images.classes.index(label)
+    if not parts["train"]:
+        raise UsageError(f"{table} has no training images: add rows with the split train")
+    rows = {**parts["train"], **parts["val"]}
+    places, labels = torch.tensor([*rows.values()]).T.contiguous()
+    pixels = torch.cat([images.images, torch.stack(files)]) if files else images.images
+    val = range(len(parts["train"]), len(rows)) if parts["val"] else None
+    return replace(images, images=pixels[places], labels=labels, val_rows=val, groups=None, mapped=False, names=[*rows])

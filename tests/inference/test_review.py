@@ -1,0 +1,173 @@
+"""Review of labels without a browser: the journal, the table, the ranking, and the images of the page."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.errors import Failure
+from cifar_lit.inference.review.journal import Decision, Journal, Labels
+from cifar_lit.inference.review.queue import Queue, most_suspicious, read_array
+
+CLASSES = ["cat", "dog", "eel"]
+
+
+def made(image: str, action: str, label: str | None = None, new: bool = False) -> Decision:
+    return Decision(image, action, label, "2026-11-24", new)
+
+
+# ---- the journal
+
+
+def test_decisions_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "review.jsonl"
+    journal = Journal(file, CLASSES)
+    for decision in (made("1", "skip"), made("2", "drop"), made("1", "relabel", "dog"), made("3", "keep", "cat")):
+        journal.decide(decision)
+    undone = journal.undo()
+    assert undone == made("3", "keep", "cat")
+    whole = file.read_bytes()
+    for cut in (b'{"image": "4", "act', b"\xff\0"):
+        file.write_bytes(whole + cut)
+        again = Journal(file, CLASSES)
+        assert again.decisions == journal.decisions == {"1": made("1", "relabel", "dog"), "2": made("2", "drop")}
+        assert file.read_bytes() == whole
+    again.undo()
+    assert again.decisions["1"] == made("1", "skip")
+    again.decide(made("4", "keep", "eel"))
+    assert Journal(file, CLASSES).decisions == again.decisions
+    assert [again.undo() is None for _ in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no JSON",
+        "[]",
+        '{"undo": "1"}',  # nothing was decided before
+        '{"image": "1", "action": "burn", "label": null, "date": "2026-11-24", "new": false}',
+        '{"image": "1", "action": "relabel", "label": "fox", "date": "2026-11-24", "new": false}',
+        '{"image": "1", "action": "drop", "label": "cat", "date": "2026-11-24", "new": false}',
+        '{"image": 1, "action": "drop", "label": null, "date": "2026-11-24", "new": false}',
+        '{"image": "1", "action": "drop"}',
+        '{"image": "1", "action": "drop", "label": null, "date": "=1+1", "new": false}',
+        '{"image": "=1+1", "action": "keep", "label": "cat", "date": "2026-11-24", "new": true}',
+        "[" * 100_000,
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    good = json.dumps(made("1", "drop")._asdict())
+    text = f"{good}\n" * ("undo" not in line) + f"{line}\n{good}\n"
+    (tmp_path / "review.jsonl").write_text(text)
+    with pytest.raises(Failure, match=rf"review.jsonl, line {text.count(good)} is not a decision.* move the file away"):
+        Journal(tmp_path / "review.jsonl", CLASSES)
+    assert (tmp_path / "review.jsonl").read_text() == text
+
+
+def test_a_journal_that_is_a_link_or_a_pipe_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("not to be changed")
+    (tmp_path / "link").symlink_to(target)
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        with pytest.raises(Failure, match=f"decisions cannot be stored in .*{name}"):
+            Journal(tmp_path / name, CLASSES)
+    assert target.read_text() == "not to be changed"
+
+
+def test_a_decision_that_cannot_be_stored_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "review.jsonl", CLASSES)
+    journal.decide(made("1", "drop"))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "fsync", full)
+        journal.decide(made("2", "drop"))
+    journal.decide(made("3", "drop"))
+    assert [*Journal(tmp_path / "review.jsonl", CLASSES).decisions] == [*journal.decisions] == ["1", "3"]
+
+
+# ---- the table
+
+
+def test_the_table_has_the_new_labels_and_keeps_the_split(tmp_path: Path) -> None:
+    labels = Labels(
+        "path", list("abcde"), ["cat", "cat", "dog", "dog", "eel"], "split", ["train"] * 3 + ["val", "test"]
+    )
+    decisions = [
+        made("a", "keep", "cat"), made("b", "relabel", "eel"), made("c", "drop"), made("d", "skip"),
+        made("new", "keep", "dog", new=True), made("dropped", "drop", new=True), made("gone", "keep", "cat"),
+    ]  # fmt: skip
+    assert labels.write(tmp_path / "table.csv", {decision.image: decision for decision in decisions}) == 5
+    assert (tmp_path / "table.csv").read_text().splitlines() == [
+        "path,label,original_label,reviewed,split",
+        "a,cat,cat,2026-11-24,train",
+        "b,eel,cat,2026-11-24,train",
+        "d,dog,dog,,val",
+        "e,eel,eel,,test",
+        "new,dog,,2026-11-24,train",
+    ]
+    labels._replace(extra="", values=[]).write(tmp_path / "table.csv", {"a": made("a", "drop")})
+    assert (tmp_path / "table.csv").read_text().splitlines()[:2] == ["path,label,original_label,reviewed", "b,cat,cat,"]
+
+
+@pytest.mark.parametrize("name", ["=1+1", "-cat", "a\u202eb", " cat"])
+def test_names_that_a_spreadsheet_would_change_are_refused_at_the_start(name: str) -> None:
+    for labels in (Labels("path", [name], ["cat"], "", []), Labels("path", ["a"], [name], "", [])):
+        with pytest.raises(Failure, match="cannot be written to a table: rename it"):
+            labels.check()
+
+
+# ---- the ranking
+
+
+def test_suspected_labels_come_first_in_the_order_of_the_net_and_of_margins(tmp_path: Path) -> None:
+    labels = torch.tensor([0, 0, 1, 1, 1])
+    sure = torch.tensor([0.45, 0.9, 0.1, 0.3, 0.8])  # probability of the label
+    probabilities = torch.stack([sure, 1 - sure], 1)
+    probabilities[labels == 1] = probabilities[labels == 1].flip(1)
+    assert most_suspicious(tmp_path, labels, probabilities).tolist() == [2, 3, 0, 4, 1]
+    np.save(tmp_path / "margins.npy", np.array([3.0, -1.0, 2.0, np.nan, np.nan], np.float32))
+    assert most_suspicious(tmp_path, labels, probabilities).tolist() == [2, 3, 1, 0, 4]
+
+
+@pytest.mark.parametrize("content", [np.zeros(4), np.zeros((5, 2)), np.zeros(5, np.int64), np.array([None] * 5), b"no"])
+def test_probabilities_of_other_data_are_refused(tmp_path: Path, content: Any) -> None:
+    file = tmp_path / "probabilities.npy"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        np.save(file, content)
+    with pytest.raises(Failure, match=r"probabilities.npy does not hold 5 numbers.*--data-dir"):
+        read_array(file, (5,))
+
+
+def test_an_image_is_shown_with_its_nearest_training_images(tmp_path: Path) -> None:
+    embeddings = torch.tensor([[0.0, 4.0], [3.0, 3.0], [-3.0, 3.0], [0.0, -8.0], [0.1, 4.0], [9.0, 9.0], [-1.0, 1.0]])
+    train = ImageSet(torch.zeros(7, 8, 8, 3, dtype=torch.uint8), torch.arange(7) % 3, tuple(CLASSES))
+    keys = list(map(str, range(7)))
+    file = str(tmp_path / "large.jpg")
+    Image.new("L", (1600, 400)).save(file)
+    probabilities = torch.tensor([[0.2, 0.7, 0.1]] * 3)
+    where = embeddings[[0, 0, 0]]
+    missing = str(tmp_path / "gone.jpg")
+    queue = Queue(["0", file, missing], ["cat", None, None], probabilities, where, train, keys, embeddings)
+    shown = queue.details(0)
+    assert shown["nearest"][0][1] == "dog"  # row 4; the image itself is row 0
+    assert len(shown["nearest"]) == 5 and all(uri.startswith("data:image/png") for uri, _ in shown["nearest"])
+    assert [name for name, _ in shown["top"]] == ["dog", "cat", "eel"]
+    large = queue.details(1)
+    assert large["nearest"][0][1] == "cat"  # row 0 is another image now
+    assert large["picture"].startswith("data:image/jpeg")
+    assert queue.details(2)["picture"] == ""
+    assert [summary["name"] for summary in queue.summaries] == ["0", "large.jpg", "gone.jpg"]
