@@ -1,4 +1,4 @@
-"""Fit the temperature of a recipe without validation images: python scripts/benchmarks/temperature.py laptop --runs 5."""
+"""Fit the temperature of recipes that have no validation images: python scripts/benchmarks/temperature.py laptop."""
 
 from __future__ import annotations
 
