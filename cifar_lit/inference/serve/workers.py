@@ -209,7 +209,10 @@ class NetRunner:
                 top = [
                     {"label": label, "probability": round(value, 6)} for label, value in prediction.top[: request.top]
                 ]
-                answers[-1].append({**top[0], "top": top, **({"seen": _png_url(image)} if request.seen else {})})
+                flag = {} if prediction.unknown is None else {"unknown": prediction.unknown}
+                answers[-1].append(
+                    {**top[0], **flag, "top": top, **({"seen": _png_url(image)} if request.seen else {})}
+                )
         return answers
 
 
