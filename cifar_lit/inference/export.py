@@ -330,7 +330,7 @@ def onnx_model(net: LoadedNet, reject: float | None = None) -> ModelProto:
         del part.metadata_props[:]
         part.doc_string = ""
     model.producer_name = "cifar-lit"
-    for name, text in metadata(net).items():
+    for name, text in metadata(net, reject).items():
         model.metadata_props.add(key=name, value=text)
     return model
 
@@ -400,11 +400,7 @@ def quantised(model: ModelProto, images: RunImages, max_drop: float | None = Non
     result.metadata_props.add(key="quantized", value=calibration)
     result.metadata_props.add(key="layers_in_float", value=json.dumps(in_float))
     result.producer_name = model.producer_name
-    say(
-        f"{counted(len(layers), 'layer')} in int8, {len(in_float)} in float"
-        + ": " * bool(in_float)
-        + ", ".join(in_float)
-    )
+    say(f"{counted(len(layers), 'layer')} in int8 · in float: {', '.join(in_float) or 'none'}")
     return result
 
 
