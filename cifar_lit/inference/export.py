@@ -372,9 +372,9 @@ def quantised(model: ModelProto, images: RunImages, max_drop: float | None = Non
                 nodes_to_exclude=[name for name in [*layers, *in_float] if name not in int8], **cache,
             )  # fmt: skip
 
-        def run(int8: Sequence[str]) -> Tensor:
+        def run(int8: Sequence[str], step: int) -> Tensor:
             quantise(int8)
-            return torch.cat([*map(open_file(Path(ready), "onnx"), images.images.split(CALIBRATION_BATCH))])
+            return torch.cat([*map(open_file(Path(ready), "onnx"), images.images[::step].split(CALIBRATION_BATCH))])
 
         try:
             with silenced():

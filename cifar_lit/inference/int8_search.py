@@ -13,14 +13,16 @@ from torch import Tensor
 
 from cifar_lit.errors import Failure
 
+SENSITIVITY_IMAGES = 64  # of the calibration images: each layer needs a run of its own
+
 
 def layers_in_float(
-    run: Callable[[Sequence[str]], Tensor], layers: Sequence[str], labels: Tensor, max_drop: float
+    run: Callable[[Sequence[str], int], Tensor], layers: Sequence[str], labels: Tensor, max_drop: float
 ) -> list[str]:
     """Return the layers, the most sensitive first, to leave in float.
 
     Args:
-        run: returns the probabilities (N, classes) of the calibration images with the given layers in int8.
+        run: returns the probabilities (N, classes) of every n-th calibration image with the given layers in int8.
         layers: names of the layers that may be quantised.
         labels: int64 (N,).
         max_drop: largest fall of the accuracy, as a fraction.
@@ -28,14 +30,15 @@ def layers_in_float(
     Raises:
         Failure: the accuracy falls by more even if a single layer is quantised.
     """
-    reference = run([])
+    reference = run([], 1)
     lowest = _accuracy(reference, labels) - max_drop - 1e-9  # rounding of the difference
-    if _accuracy(run(layers), labels) >= lowest:
+    if _accuracy(run(layers, 1), labels) >= lowest:
         return []
-    change = {layer: float((run([layer]) - reference).abs().mean()) for layer in layers}
+    step = max(1, len(labels) // SENSITIVITY_IMAGES)
+    change = {layer: float((run([layer], step) - reference[::step]).abs().mean()) for layer in layers}
     ranked = sorted(layers, key=lambda layer: change[layer], reverse=True)
     # Each step of the bisection keeps a number of layers with which the accuracy held.
-    count = bisect_left(range(len(ranked)), True, key=lambda count: _accuracy(run(ranked[count:]), labels) >= lowest)
+    count = bisect_left(range(len(ranked)), True, key=lambda count: _accuracy(run(ranked[count:], 1), labels) >= lowest)
     if count == len(ranked):
         text = f"int8 costs more than --max-drop {max_drop:g} of the accuracy even with a single layer in int8"
         raise Failure(f"{text}: allow more, or leave --quantize out")

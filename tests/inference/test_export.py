@@ -111,7 +111,7 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
 
     def first_in_float(run: Any, layers: list[str], labels: Tensor, max_drop: float) -> list[str]:
         assert max_drop == 0.01 and len(labels) == 200
-        changes = [float((run(int8) - run([])).abs().max()) for int8 in (layers, layers[1:], [])]
+        changes = [float((run(int8, 1) - run([], 1)).abs().max()) for int8 in (layers, layers[1:], [])]
         assert changes[0] > 0 and changes[0] != changes[1] and changes[2] == 0
         return layers[:1]
 
