@@ -37,7 +37,6 @@ def layers_in_float(
     step = max(1, len(labels) // SENSITIVITY_IMAGES)
     change = {layer: float((run([layer], step) - reference[::step]).abs().mean()) for layer in layers}
     ranked = sorted(layers, key=lambda layer: change[layer], reverse=True)
-    # Each step of the bisection keeps a number of layers with which the accuracy held.
     count = bisect_left(range(len(ranked)), True, key=lambda count: _accuracy(run(ranked[count:], 1), labels) >= lowest)
     if count == len(ranked):
         text = f"int8 costs more than --max-drop {max_drop:g} of the accuracy even with a single layer in int8"
