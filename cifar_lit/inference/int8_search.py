@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cifar_lit.errors import Failure
 
-SENSITIVITY_IMAGES = 64  # of the calibration images: each layer needs a run of its own
+SENSITIVITY_IMAGES = 64  # every layer needs its own run
 
 
 def layers_in_float(
