@@ -35,7 +35,7 @@ MAX_PIXELS = 100_000_000  # per image: 0.4 GB as RGBA, and briefly three times t
 EXPLAINED = "explained"
 MAX_STEM = 200  # bytes of an image's name in the name of its explanation; file systems allow 255
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
-_VALUED = ("--top", "--sheet", "--max-pixels", "--device")
+_VALUED = ("--top", "--reject", "--sheet", "--max-pixels", "--device")
 
 
 def classify(argv: list[str]) -> int:
@@ -46,8 +46,11 @@ def classify(argv: list[str]) -> int:
     limit_busy_waiting(sleep_at_once=True)
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
+    from cifar_lit.inference.unknown import check_rate
 
     classifier = load(settings.run, device=resolve_device(settings.device))
+    if settings.reject is not None:
+        classifier.reject = check_rate(settings.reject, classifier.card.reject)
     keep_freed_memory()
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:
@@ -83,6 +86,8 @@ def _settings(argv: list[str]) -> Namespace:
     add("--sheet", type=str | None, default=None, metavar="FILE.png", help="draw a contact sheet")
     explain = f"draw activation maps into a folder: --explain=FOLDER, or {EXPLAINED}/ without a name"
     add("--explain", type=str, nargs="?", const=EXPLAINED, default=None, metavar="FOLDER", help=explain)
+    reject = "mark images as unknown at this false-alarm rate, up to 0.5 (default: 0.05)"
+    add("--reject", type=float | None, default=None, metavar="RATE", help=reject)
     add("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images (decompression bombs)")
     add("--device", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, _sorted_argv(argv))
@@ -227,7 +232,7 @@ def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Writ
             cells = [Text(f"{set_cell_size(printable(name), class_width)} {value:.3f}") for name, value in row.top]
             for best in cells[:1]:
                 best.stylize("bold")
-            remark = row.error or ("unlike the training images" if row.unlike else "")
+            remark = row.error or ("unknown" if row.unknown else "")
             print_cells([Text(printable(row.path or "")), *cells], remark, "red" if row.error else "yellow")
 
     names = ["file", "class", "second", "third", *(f"{rank}th" for rank in range(4, top + 1))][: top + 1]

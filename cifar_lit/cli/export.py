@@ -15,9 +15,9 @@ from cifar_lit.runs.run_folder import display_path, weights_file
 from cifar_lit.text import say
 
 DESCRIPTION = (
-    "Export the net of a run as ONNX, torch-export or safetensors. Input: uint8 images, any number, normalised inside. "
-    "Output: probabilities. The metadata has the class names. The file is kept only if it reproduces the net's "
-    "predictions on test images."
+    "Export the net of a run as ONNX, torch-export, safetensors, LiteRT or Core ML. Input: uint8 images, normalised "
+    "inside. Output: probabilities. The metadata has the class names. The file is kept only if it reproduces the net's "
+    "predictions on test images; the structure of a Core ML file is checked."
 )
 USAGE = {  # example for each format
     "onnx": (
@@ -27,6 +27,11 @@ USAGE = {  # example for each format
     ),
     "torch-export": ("  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",),
     "safetensors": ("  cifar-lit classify FILE IMAGES",),
+    "litert": (
+        "  runner = ai_edge_litert.interpreter.Interpreter(FILE).get_signature_runner()",
+        "  runner(images=image)  # uint8 (1, C, H, W)",
+    ),
+    "coreml": ("  unzip FILE",),
 }
 
 
@@ -35,22 +40,29 @@ def export(argv: list[str]) -> None:
     parser = command_parser("export", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="run folder, or its model.safetensors")
-    add("--to", type=str, required=True, help="onnx, torch-export or safetensors")
+    add("--to", type=str, required=True, help="onnx, torch-export, safetensors, litert or coreml")
     add("--out", type=str | None, default=None, help="file to write (default: beside model.safetensors)")
     add("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")
+    drop = "leave layers in float until int8 costs at most this accuracy on training images, such as 0.01"
+    add("--max-drop", type=float | None, default=None, help=drop)
+    reject = "add an output `unknown` for this false-alarm rate, up to 0.5"
+    add("--reject", type=float | None, default=None, help=reject)
     add("--data-dir", type=str | None, default=None, help="folder of the run's images, if they were moved")
     add("--images", type=int, default=1000, help="number of test images for the check; 0 for all")
     settings = parsed(parser, argv)
     if settings.images < 0:
         raise UsageError(f"--images must be at least 0, not {settings.images}")
 
-    from cifar_lit.inference.export import CALIBRATION_IMAGES, check_request, default_path
+    from cifar_lit.inference.export import CALIBRATION_IMAGES, Options, check_request, default_path
     from cifar_lit.inference.export import export as export_net
+    from cifar_lit.inference.unknown import check_rate
     from cifar_lit.runs.model_file import load_model_file
     from cifar_lit.runs.run_data import RunData
 
-    check_request(settings.to, settings.quantize)
+    check_request(settings.to, settings.quantize, settings.reject, settings.max_drop)
     net = load_model_file(settings.run)
+    if settings.reject is not None:
+        check_rate(settings.reject, net.card.reject)
     model = weights_file(settings.run)
     path = Path(settings.out).expanduser() if settings.out else default_path(model, settings.to, settings.quantize)
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -62,21 +74,25 @@ def export(argv: list[str]) -> None:
     calibration = data.load(train=True, count=CALIBRATION_IMAGES) if settings.quantize else None
     sample = data.load_or_draw(settings.images)
     say(f"checking on {sample.what}")
-    result, seconds = export_net(net, settings.to, path, sample, calibration.images if calibration else None)
+    options = Options(calibration, settings.reject, settings.max_drop)
+    result, seconds = export_net(net, settings.to, path, sample, options)
 
     right_aligned = partial(Column, justify="right")
     table = Table("", right_aligned("PyTorch"), right_aligned(f"{settings.to} {settings.quantize or ''}".strip()))
     table.add_row("file", *(f"{size / 1e6:.2f} MB" for size in (model.stat().st_size, path.stat().st_size)))
-    if result.accuracy:
+    if result and result.accuracy:
         table.add_row("accuracy", *(f"{accuracy:.2%}" for accuracy in result.accuracy))
     for batch, times in seconds.items():
         table.add_row(f"batch of {batch}", *(f"{1e3 * time:.2f} ms" for time in times))
     for_tables().print(table)
     file = display_path(path)
-    quoted = shlex.quote(file) if settings.to == "safetensors" else repr(file)
+    quoted = shlex.quote(file) if settings.to in ("safetensors", "coreml") else repr(file)
+    checked = "only the structure of the file was checked: Core ML runs on macOS"
+    if result:
+        checked = f"predicted classes agree on {result.agreeing:,} of {result.images:,} images · "
+        checked += f"largest difference of a probability {result.difference:.1e}"
     say(
-        f"predicted classes agree on {result.agreeing:,} of {result.images:,} images · "
-        f"largest difference of a probability {result.difference:.1e}",
+        checked,
         *([f"calibrated on {calibration.what}"] if calibration else []),
         f"wrote {file}",
         "",

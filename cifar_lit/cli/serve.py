@@ -22,8 +22,9 @@ DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at 
 POST /predict accepts one image as the body (Content-Type: image/jpeg or another image type), a form with files
 (multipart/form-data), or JSON: {"image": "<base64>"} or {"images": ["<base64>", …]}. The response to one image is
 {"label", "probability", "top": [{"label", "probability"}, …]}, to a form or a list {"predictions": […]} in the order
-sent. ?top=K returns K classes (default 3), ?seen=1 the image as the net gets it. GET /health describes the net. Errors
-are {"error": "one line"}. Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
+sent. With --reject, each prediction has "unknown" (true or false). ?top=K returns K classes (default 3), ?seen=1 the
+image as the net gets it. GET /health describes the net. Errors are {"error": "one line"}.
+Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
 
 
 def serve(argv: list[str]) -> None:
@@ -34,6 +35,7 @@ def serve(argv: list[str]) -> None:
     add("run", type=str, help="folder of a finished run, or its model.safetensors")
     add("--host", type=str, default="127.0.0.1", help="address to listen on; 0.0.0.0 for every network interface")
     add("--port", type=int, default=8000, help="port to listen on; 0 for a free one")
+    add("--reject", type=float | None, default=None, help="mark images as unknown at this false-alarm rate, up to 0.5")
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     add("--max-mb", type=float, default=default.body / 1e6, help="largest request body in MB")
     add("--max-pixels", type=int, default=default.pixels, help="largest image in pixels, according to its header")
@@ -42,7 +44,7 @@ def serve(argv: list[str]) -> None:
     add("--decode-seconds", type=float, default=default.decode_seconds, help=decode)
     body = "seconds for which a client may pause while it sends the body; a slow transfer counts as a pause"
     add("--body-seconds", type=float, default=default.body_seconds, help=body)
-    collect = "keep pictures whose largest probability is below P, or that are unlike the training images, in DIR"
+    collect = "keep pictures whose largest probability is below P, or that are unknown (--reject), in DIR"
     add("--collect-below", type=str, nargs=2, default=None, metavar=("P", "DIR"), help=collect)
     settings = parsed(parser, argv)
     names = ("max_mb", "max_pixels", "max_images", "decode_seconds", "body_seconds")
@@ -56,6 +58,7 @@ def serve(argv: list[str]) -> None:
         raise Failure(f'serve needs missing packages ({", ".join(missing)}): pip install "cifar-lit[serve]"')
     from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
+    from cifar_lit.inference.unknown import check_rate
 
     with listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
@@ -64,6 +67,9 @@ def serve(argv: list[str]) -> None:
         own_names = None if local else frozenset({settings.host.lower(), own, f"{own}.local"})
         device = resolve_device(settings.accelerator)
         classifier = load(file, device)
+        classifier.reject = None
+        if settings.reject is not None:
+            classifier.reject = check_rate(settings.reject, classifier.card.reject)
 
         def on_ready() -> None:
             size = "×".join(map(str, classifier.card.input_shape))

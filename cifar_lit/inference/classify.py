@@ -129,7 +129,9 @@ def classify_files(
                     rows.append(Row(next(indices), (), path=file.path, error=error))
                 else:
                     best = next(predictions)
-                    rows.append(Row(next(indices), best.top, path=file.path, novelty=best.novelty, unlike=best.unlike))
+                    rows.append(
+                        Row(next(indices), best.top, path=file.path, novelty=best.novelty, unknown=best.unknown)
+                    )
             yield rows, images
     except BrokenProcessPool as error:
         raise Failure("a decoding process was killed, probably for lack of memory: lower --max-pixels") from error
@@ -150,7 +152,7 @@ def contact_sheet(rows: Sequence[Row]) -> Image.Image:
     the net's input.
     """
     columns = max(min(COLUMNS, len(rows)), 1)
-    lines = 3 if any(row.unlike for row in rows) else 2
+    lines = 3 if any(row.unknown for row in rows) else 2
     width, height = SIDE + GAP, SIDE + lines * LINE_HEIGHT + GAP
     sheet = Image.new("RGB", (columns * width + GAP, -(-len(rows) // columns) * height + GAP), "white")
     for index, row in enumerate(rows):
@@ -168,7 +170,7 @@ def draw_caption(image: Image.Image, row: Row, left: int, top: int, width: int) 
     else:
         label, probability = row.top[0]
         lines.append((f"{label} {probability:.2f}", BLACK))
-        lines += [("unlike the training", RED)] if row.unlike else []
+        lines += [("unknown", RED)] if row.unknown else []
     for number, (text, colour) in enumerate(lines):
         position = left, top + number * LINE_HEIGHT
         ImageDraw.Draw(image).text(position, _shortened(text, width), fill=colour, font=_font())

@@ -1,4 +1,4 @@
-"""The metadata of a trained net: settings, and temperature and novelty threshold fitted on validation images."""
+"""The metadata of a trained net: settings, and temperature and scores for `--reject` fitted on held-out images."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.inference.load import READ_AT_ONCE, Classifier
-from cifar_lit.inference.novelty import novelty_threshold
+from cifar_lit.inference.unknown import novelty, reject_scores
 from cifar_lit.runs.calibration import fit_temperature
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net
 
-MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the novelty threshold
+MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the scores
 
 
 def model_card(model: Any, data: Any) -> ModelCard:
@@ -21,18 +21,24 @@ def model_card(model: Any, data: Any) -> ModelCard:
     h, (mean, std) = model.hparams, data.statistics
     options = dict(h["net_options"] or {})
     shape, classes = h["input_shape"], list(data.classes)
-    return ModelCard(h["net"], h["width"], shape, classes, mean, std, options, resize=data.settings.resize)
+    # Set in the recipe. A run with validation images fits its own.
+    temperature = None if len(data.split[1]) else h["temperature"]
+    resize = data.settings.resize
+    return ModelCard(h["net"], h["width"], shape, classes, mean, std, options, temperature=temperature, resize=resize)
 
 
 def describe_model(model: Any, data: Any) -> ModelCard:
-    """Return the card of a trained net, with the temperature and the novelty threshold fitted on its validation images.
+    """Return the card of a trained net, with temperature and scores for `--reject` fitted on its validation images.
 
-    Without validation images, temperature and threshold are None.
+    Without validation images, the temperature is `model.temperature`. The scores then come from the test images, if
+    they were tested; their labels are not used.
     """
     card, images = model_card(model, data), data.train_images
+    if not len(data.split[1]):
+        return replace(card, reject=reject_scores(model.predictions["novelty"]) if model.predictions else None)
     val = spread_rows(data.split[1], MAX_DESCRIBED)
     # Fitted in float32, the precision in which the net will be used.
     classifier = Classifier(build_loaded_net(card, model.net.state_dict()), str(data.device))
     logits = torch.cat([classifier(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
     temperature = fit_temperature(logits, images.labels[val])
-    return replace(card, temperature=temperature, novelty_threshold=novelty_threshold(logits))
+    return replace(card, temperature=temperature, reject=reject_scores(novelty(logits)))

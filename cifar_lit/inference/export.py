@@ -11,11 +11,12 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from timeit import timeit
@@ -28,16 +29,23 @@ from torch import Tensor, nn
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.errors import Failure, UsageError, check_choice, first_line
 from cifar_lit.files import writing
+from cifar_lit.inference.int8_search import layers_in_float
 from cifar_lit.inference.load import batch_size_of
+from cifar_lit.inference.mobile import MOBILE
+from cifar_lit.inference.unknown import check_rate, novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
+from cifar_lit.text import counted, say
 
 if TYPE_CHECKING:
     from onnx import ModelProto
     from torch.export import ExportedProgram
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "safetensors": ".safetensors"}
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+SUFFIXES |= {to: target.suffix for to, target in MOBILE.items()}
+# Packages of each format, and the extra that installs them.
+PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {"onnx": (("onnx", "onnxscript", "onnxruntime"), "export")}
+PACKAGES |= {to: (target.packages, to) for to, target in MOBILE.items()}
 FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first opset with a Gelu operator; supported by onnxruntime 1.17 and later
@@ -52,15 +60,22 @@ TIMED_RUNS, TIMED_SECONDS = 10, 1.0  # the fastest run counts; no further run st
 Runner = Callable[[Tensor], Tensor]
 
 
-def check_request(to: str, quantize: str | None) -> None:
-    """Raise UsageError for an unknown format or quantisation, Failure if packages are missing."""
+def check_request(to: str, quantize: str | None, reject: float | None = None, max_drop: float | None = None) -> None:
+    """Raise UsageError for an unknown format or invalid options, Failure if packages are missing."""
     check_choice("--to", to, SUFFIXES)
     if quantize not in (None, "int8"):
         raise UsageError(f"--quantize must be int8, not {quantize!r}")
     if quantize is not None and to != "onnx":
         raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
-    if to == "onnx" and (missing := [package for package in PACKAGES if find_spec(package) is None]):
-        raise Failure(f'--to onnx needs missing packages ({", ".join(missing)}): pip install "cifar-lit[export]"')
+    if max_drop is not None and (quantize is None or not 0 <= max_drop < 1):
+        raise UsageError(f"--max-drop {max_drop:g}: give an accuracy from 0 to below 1, together with --quantize int8")
+    if reject is not None:
+        check_rate(reject)
+        if to == "safetensors":
+            raise UsageError("a safetensors file is for `classify` and `serve`, which have --reject: leave it out")
+    packages, extra = PACKAGES.get(to, ((), ""))
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise Failure(f'--to {to} needs missing packages ({", ".join(missing)}): pip install "cifar-lit[{extra}]"')
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
@@ -79,9 +94,21 @@ class Check(NamedTuple):
     accuracy: tuple[float, float] | None  # net and file; None without labels
 
 
+class Options(NamedTuple):
+    """Options of an export."""
+
+    calibration: RunImages | None = None  # training images for int8 ONNX; None for float
+    reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
+    max_drop: float | None = None  # int8: largest fall of the accuracy on the calibration images
+
+
 def export(
-    net: LoadedNet, to: str, path: Path, sample: RunImages, calibration: Tensor | None = None
-) -> tuple[Check, dict[int, list[float]]]:
+    net: LoadedNet,
+    to: str,
+    path: Path,
+    sample: RunImages,
+    options: Options = Options(),  # noqa: B008, immutable
+) -> tuple[Check | None, dict[int, list[float]]]:
     """Write a net to a file and compare the file with the net. If they disagree, leave `path` unchanged.
 
     Args:
@@ -89,19 +116,22 @@ def export(
         to: a key of `SUFFIXES`.
         path: the file.
         sample: at least one image.
-        calibration: training images, uint8 (N, C, H, W), for int8 ONNX; None for float.
+        options: calibration images, and what to add.
 
     Returns:
-        The check, and the seconds of the net and of the file for each of `TIMED_BATCHES`.
+        The check, and the seconds of the net and of the file for each of `TIMED_BATCHES`. None and an empty dictionary
+        for a format that does not run here.
 
     Raises:
         Failure: the net cannot be exported, net and file disagree, or the file cannot be written.
     """
     with writing(path, "Choose another place with --out.") as part:
-        write(net, to, part, calibration)
+        write(net, to, part, options)
+        if to in MOBILE and MOBILE[to].open is None:
+            return None, {}
         runners = runner_of(net), open_file(part, to)
         result = check(*runners, sample.images, sample.labels)
-        refuse_disagreement(result, int8=calibration is not None)
+        refuse_disagreement(result, int8=options.calibration is not None)
     seconds = {}
     for batch in TIMED_BATCHES:
         images = sample.images[torch.arange(batch) % len(sample.images)]
@@ -161,15 +191,24 @@ def refuse_disagreement(result: Check, int8: bool) -> None:
 
 
 class Probabilities(nn.Module):
-    """A loaded net that returns float32 probabilities (B, classes) for uint8 images (B, C, H, W)."""
+    """A loaded net that returns float32 probabilities (B, classes) for uint8 images (B, C, H, W).
 
-    def __init__(self, net: LoadedNet) -> None:
+    With a false-alarm rate `reject`, it also returns whether each image is unknown, bool (B,).
+    """
+
+    def __init__(self, net: LoadedNet, reject: float | None = None) -> None:
         super().__init__()
         self.net = net
+        self.highest = None if reject is None else threshold(net.card.reject or (), reject)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the probabilities."""
-        return self.net.probabilities(self.net(images))
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the outputs for images."""
+        return self.outputs(self.net(images))
+
+    def outputs(self, logits: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the outputs for logits (B, classes)."""
+        probabilities = self.net.probabilities(logits)
+        return probabilities if self.highest is None else (probabilities, novelty(logits) > self.highest)
 
 
 def runner_of(net: LoadedNet) -> Runner:
@@ -177,19 +216,24 @@ def runner_of(net: LoadedNet) -> Runner:
     return torch.no_grad()(Probabilities(net).eval())
 
 
-def write(net: LoadedNet, to: str, path: Path, calibration: Tensor | None = None) -> None:
+def write(net: LoadedNet, to: str, path: Path, options: Options) -> None:
     """Write a net in one of the formats. Raise Failure for a net that the format cannot express."""
     if to == "safetensors":  # `cifar_lit.load` reads it
         save_weights(path, net.net.state_dict(), net.card)
     elif to == "torch-export":
-        program, extra = traced(net), {METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)}
+        program = traced(net, options.reject)
+        extra = {METADATA_FILE: json.dumps(metadata(net, options.reject), ensure_ascii=False, indent=2)}
         content = io.BytesIO()  # torch aborts the process if a write to a file fails here
         with silenced():
             torch.export.save(program, content, extra_files=extra)
         path.write_bytes(content.getbuffer())
+    elif to == "onnx":
+        model = onnx_model(net, options.reject)
+        model = quantised(model, options.calibration, options.max_drop) if options.calibration else model
+        path.write_bytes(model.SerializeToString())
     else:
-        model = onnx_model(net)
-        path.write_bytes((model if calibration is None else quantised(model, calibration)).SerializeToString())
+        with silenced():
+            MOBILE[to].write(net, Probabilities(net, options.reject).eval(), path, metadata(net, options.reject))
 
 
 def open_file(path: Path, to: str) -> Runner:
@@ -198,7 +242,10 @@ def open_file(path: Path, to: str) -> Runner:
         return runner_of(load_model_file(path))
     if to == "torch-export":
         with silenced(), path.open("rb") as file:
-            return torch.no_grad()(torch.export.load(file).module())
+            module = torch.export.load(file).module()
+        return torch.no_grad()(lambda images: first(module(images)))
+    if to in MOBILE and (opened := MOBILE[to].open):
+        return opened(path)
     import onnxruntime
 
     options: Any = onnxruntime.SessionOptions()
@@ -208,7 +255,12 @@ def open_file(path: Path, to: str) -> Runner:
     return lambda images: torch.from_numpy(session.run(["probabilities"], {"images": images.contiguous().numpy()})[0])
 
 
-def metadata(net: LoadedNet) -> dict[str, str]:
+def first(outputs: Any) -> Tensor:
+    """Return the probabilities, which are the only or the first output."""
+    return outputs if isinstance(outputs, Tensor) else outputs[0]
+
+
+def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
     """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
     channels, height, width = net.card.input_shape
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
@@ -223,6 +275,7 @@ def metadata(net: LoadedNet) -> dict[str, str]:
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
         "card": json.dumps(asdict(net.card), ensure_ascii=False),
+        **({} if reject is None else {"reject": f"{reject:g}", "output 2": "unknown: bool (batch,)"}),
     }
 
 
@@ -238,27 +291,28 @@ def silenced() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def traced(net: LoadedNet) -> ExportedProgram:
+def traced(net: LoadedNet, reject: float | None = None) -> ExportedProgram:
     """Trace a net with any batch size. Raise Failure if torch cannot."""
     from torch.export import Dim, export
 
     example = torch.zeros(2, *net.card.input_shape, dtype=torch.uint8)  # torch would treat a batch of 1 as constant
     try:
         with silenced(), torch.no_grad():
-            return export(Probabilities(net).eval(), (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
+            program = Probabilities(net, reject).eval()
+            return export(program, (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
     except Exception as error:  # torch raises many kinds of internal errors
         text = f"torch cannot trace the net {net.card.net} ({first_line(error)}): use --to safetensors"
         raise Failure(text) from error
 
 
-def onnx_model(net: LoadedNet) -> ModelProto:
+def onnx_model(net: LoadedNet, reject: float | None = None) -> ModelProto:
     """Return a net as an ONNX model with metadata. Raise Failure if ONNX cannot express it, or it exceeds 2 GiB."""
-    program = traced(net)
+    program = traced(net, reject)
     try:
         with silenced():
             exported = torch.onnx.export(
                 program, (), dynamo=True, opset_version=OPSET, verbose=False,
-                input_names=["images"], output_names=["probabilities"],
+                input_names=["images"], output_names=["probabilities", "unknown"][: 1 + (reject is not None)],
             )  # fmt: skip
         assert exported is not None
         model: ModelProto = exported.model_proto
@@ -276,7 +330,7 @@ def onnx_model(net: LoadedNet) -> ModelProto:
         del part.metadata_props[:]
         part.doc_string = ""
     model.producer_name = "cifar-lit"
-    for name, text in metadata(net).items():
+    for name, text in metadata(net, reject).items():
         model.metadata_props.add(key=name, value=text)
     return model
 
@@ -289,37 +343,52 @@ CALIBRATION_BATCH = 64
 MAX_FLOAT_FRACTION = 0.05  # the first and the last layer stay in float if they hold less of all weights
 
 
-def quantised(model: ModelProto, images: Tensor) -> ModelProto:
+def quantised(model: ModelProto, images: RunImages, max_drop: float | None = None) -> ModelProto:
     """Return a float model with quantise and dequantise operators around its layers (QDQ), and its metadata.
 
-    The range of an activation is its minimum and maximum over training images, uint8 (N, C, H, W). Percentiles and
-    entropy gave no better accuracy on CIFAR-10 (JPEG). Weights have a scale per channel. Activations are signed, so
-    that 8-bit products overflow on no processor. Rounding costs most accuracy in the first and the last layer, so these
-    stay in float if they hold few weights.
+    The range of an activation is its minimum and maximum over training images. Percentiles and entropy gave no better
+    accuracy on CIFAR-10 (JPEG). Weights have a scale per channel. Activations are signed, so that 8-bit products
+    overflow on no processor. Rounding costs most accuracy in the first and the last layer, so these stay in float if
+    they hold few weights. With `max_drop`, more layers stay in float until the accuracy on the images holds.
 
-    Raise Failure if there is nothing to quantise, or onnxruntime cannot.
+    Raise Failure if there is nothing to quantise, onnxruntime cannot, or `max_drop` is exceeded.
     """
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    batches = ({"images": batch.contiguous().numpy()} for batch in images.split(CALIBRATION_BATCH))
-    reader = SimpleNamespace(get_next=lambda: next(batches, None))
     with TemporaryDirectory() as folder:
-        plain, prepared, ready = (str(Path(folder) / f"{name}.onnx") for name in ("plain", "prepared", "ready"))
+        plain, prepared, ready, ranges = (str(Path(folder) / name) for name in ("plain", "prepared", "ready", "ranges"))
         Path(plain).write_bytes(model.SerializeToString())
+        cache = {"calibration_cache_path": ranges}  # not in old versions of onnxruntime
+        cache = cache if cache.keys() <= signature(quantize_static).parameters.keys() else {}
+
+        def quantise(int8: Sequence[str]) -> None:
+            batches = ({"images": batch.contiguous().numpy()} for batch in images.images.split(CALIBRATION_BATCH))
+            reader = SimpleNamespace(get_next=lambda: next(batches, None))
+            quantize_static(
+                prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
+                activation_type=QuantType.QInt8, weight_type=QuantType.QInt8, op_types_to_quantize=list(LAYERS),
+                nodes_to_exclude=[name for name in [*layers, *in_float] if name not in int8], **cache,
+            )  # fmt: skip
+
+        def run(int8: Sequence[str], step: int) -> Tensor:
+            quantise(int8)
+            return torch.cat([*map(open_file(Path(ready), "onnx"), images.images[::step].split(CALIBRATION_BATCH))])
+
         try:
             with silenced():
                 # Fold operators into the layers. The exporter has already inferred the shapes.
                 quant_pre_process(plain, prepared, skip_symbolic_shape=True)
                 layers, in_float = _layers(onnx.load(prepared))
+                if layers and max_drop is not None and images.labels is not None:
+                    in_float += layers_in_float(run, layers, images.labels, max_drop)
+                    layers = [name for name in layers if name not in in_float]
                 if layers:
-                    quantize_static(
-                        prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
-                        activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
-                        op_types_to_quantize=list(LAYERS), nodes_to_exclude=in_float,
-                    )  # fmt: skip
+                    quantise(layers)
                     result: ModelProto = onnx.load(ready)
+        except Failure:
+            raise
         except Exception as error:
             text = f"onnxruntime cannot quantise this net ({first_line(error)}): leave --quantize out"
             raise Failure(text) from error
@@ -327,9 +396,11 @@ def quantised(model: ModelProto, images: Tensor) -> ModelProto:
         raise Failure("this net has no layer to quantise: leave --quantize out")
     del result.metadata_props[:]
     result.metadata_props.extend(model.metadata_props)
-    calibration = f"int8 weights and activations, calibrated on {len(images)} training images"
+    calibration = f"int8 weights and activations, calibrated on {len(images.images)} training images"
     result.metadata_props.add(key="quantized", value=calibration)
+    result.metadata_props.add(key="layers_in_float", value=json.dumps(in_float))
     result.producer_name = model.producer_name
+    say(f"{counted(len(layers), 'layer')} in int8 · in float: {', '.join(in_float) or 'none'}")
     return result
 
 

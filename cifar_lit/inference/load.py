@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cifar_lit.data.decode import Preparation, decode, pixels_of
 from cifar_lit.errors import Failure
-from cifar_lit.inference.novelty import novelty
+from cifar_lit.inference.unknown import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.text import printable
@@ -30,8 +30,8 @@ class Prediction:
     label: str
     probability: float  # 0 … 1
     top: tuple[tuple[str, float], ...]  # the most probable classes with their probabilities, the best first
-    novelty: float  # energy of the logits: high for out-of-distribution images
-    unlike: bool | None  # whether the novelty exceeds that of 95 % of the validation images; None without a threshold
+    novelty: float  # energy of the logits: high for images that resemble none of the classes
+    unknown: bool | None  # whether the image is rejected; None if the model has no scores of held-out images
 
 
 def batch_size_of(images: Tensor) -> int:
@@ -53,6 +53,7 @@ class Classifier:
         self.net = net.eval().to(device).to(memory_format=torch.channels_last)  # half the time on a CPU
         self.card, self.classes = net.card, net.classes
         channels, height, width = net.card.input_shape
+        self.reject: float | None = FALSE_ALARMS  # default rate of `predict`; None marks no image
         self.preparation = Preparation((height, width), channels, net.card.resize)
 
     def __repr__(self) -> str:
@@ -71,7 +72,7 @@ class Classifier:
             logits = [self.net(batch.to(device)) for batch in images.split(batch_size_of(images))]
         return torch.cat(logits).float().cpu()
 
-    def predict(self, images: Any, top: int = 3) -> list[Prediction]:
+    def predict(self, images: Any, top: int = 3, reject: float | None = None) -> list[Prediction]:
         """Return a prediction for each image, in order; a list of one for a single image.
 
         Args:
@@ -79,26 +80,30 @@ class Classifier:
                 (H, W, C) or (N, H, W, C), tensors (C, H, W) or (N, C, H, W); both uint8, or floating in 0 … 1. All are
                 resized to the net's size like its training images, see `ModelCard.resize`.
             top: number of classes in `Prediction.top`.
+            reject: false-alarm rate of `Prediction.unknown`: share of images of the known classes, above 0 and up to
+                0.5, that are marked too. Default: 0.05.
 
         Raises:
+            UsageError: `reject` is invalid.
             DecodeError: a file is not a readable image.
             ValueError: an array is not an image.
             Failure: the net's logits are not finite.
         """
-        return self.predict_batch(self.prepare(images), top)
+        return self.predict_batch(self.prepare(images), top, reject)
 
-    def predict_batch(self, images: Tensor, top: int = 3) -> list[Prediction]:
+    def predict_batch(self, images: Tensor, top: int = 3, reject: float | None = None) -> list[Prediction]:
         """Return the result of `predict` for uint8 images (B, C, H, W) of the net's size."""
+        rate = self.reject if reject is None else check_rate(reject)
         logits = self(images)
         if not logits.isfinite().all():
             raise Failure("the net's logits are not finite, because its weights are too large: use another model")
-        threshold = self.card.novelty_threshold
+        highest = None if rate is None or self.card.reject is None else threshold(self.card.reject, rate)
         best_values, order = self.net.probabilities(logits).topk(min(top, len(self.classes)), dim=1)
         predictions = []
         for values, labels, score in zip(best_values.tolist(), order.tolist(), novelty(logits).tolist(), strict=True):
             best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
-            unlike = None if threshold is None else score > threshold
-            predictions.append(Prediction(*best[0], best, score, unlike))
+            unknown = None if highest is None else score > highest
+            predictions.append(Prediction(*best[0], best, score, unknown))
         return predictions
 
     def prepare(self, images: Any) -> Tensor:

@@ -42,8 +42,8 @@ class ModelCard:
     mean: list[float]  # per channel, for pixel values in 0 … 1
     std: list[float]
     options: dict[str, Any] = field(default_factory=dict)  # the net's own settings, as plain values
-    # Score of `cifar_lit.inference.novelty` above which an image is out-of-distribution; None without held-out images.
-    novelty_threshold: float | None = None
+    # Scores that 2 % and 20 % of the held-out images exceed (see `inference.unknown`); None without held-out images.
+    reject: list[float] | None = None
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
     resize: str = "crop"  # how images with another aspect ratio are resized, one of `decode.RESIZES`
 
@@ -253,7 +253,7 @@ _CHECKS = {
     "mean": _are_numbers,
     "std": lambda value: _are_numbers(value) and min(value, default=0) > 0,
     "options": lambda value: isinstance(value, dict) and _is_plain(value),
-    "novelty_threshold": lambda value: value is None or _is_number(value),
+    "reject": lambda value: value is None or (_are_numbers(value) and len(value) == 2 and value[0] >= value[1]),
     "temperature": lambda value: (
         value is None or (_is_number(value) and 1 / MAX_TEMPERATURE <= value <= MAX_TEMPERATURE)
     ),

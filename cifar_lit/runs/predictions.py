@@ -137,7 +137,7 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
 #     class_2, probability_2, …    next classes
 #     path                         path as given
 #     novelty                      out-of-distribution score
-#     unlike                       whether the score exceeds that of 95 % of the validation images (yes or no)
+#     unknown                      whether the image is rejected (yes or no)
 #     error                        why the file could not be read
 
 TOP = 3  # default number of classes in a row
@@ -151,7 +151,7 @@ class Row:
     top: Sequence[tuple[str, float]]
     path: str | None = None
     novelty: float | None = None
-    unlike: bool | None = None
+    unknown: bool | None = None
     error: str | None = None
 
     def values(self, top: int) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Row:
         for rank, (name, probability) in enumerate([*self.top, *[(None, None)] * top][:top], 1):
             values["label" if rank == 1 else f"class_{rank}"] = name
             values["probability" if rank == 1 else f"probability_{rank}"] = probability
-        values |= {"path": self.path, "novelty": self.novelty, "unlike": self.unlike, "error": self.error}
+        values |= {"path": self.path, "novelty": self.novelty, "unknown": self.unknown, "error": self.error}
         return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
 
 
@@ -174,7 +174,7 @@ class CsvRows:
     def write(self, rows: Iterable[Row]) -> None:
         """Write rows."""
         for row in rows:
-            values = {**row.values(self._top), "unlike": {True: "yes", False: "no", None: None}[row.unlike]}
+            values = {**row.values(self._top), "unknown": {True: "yes", False: "no", None: None}[row.unknown]}
             self._writer.writerow(
                 f"{value:.6f}" if isinstance(value, float) else csv_cell(value) for value in values.values()
             )

@@ -32,14 +32,17 @@ class PredictionCollector(Metric):
         self.logits.append(logits.detach().float())  # some backends cannot send bfloat16
 
     def compute(self) -> dict[str, Tensor]:
-        """Return `indices`, int64 (N,), `labels`, int64 (N,), and `probabilities`, float64 (N, classes), on the CPU.
+        """Return `indices` and `labels`, int64 (N,), `probabilities` (N, classes), and `novelty` (N,), the energy.
 
-        Images of all devices are sorted by index. In float64, different logits have different probabilities.
+        All are on the CPU. Images of all devices are sorted by index. Floats are float64, in which different logits
+        have different probabilities.
         """
         indices, labels, logits = (dim_zero_cat(state).cpu() for state in (self.indices, self.labels, self.logits))
         rows = indices.argsort()
         rows = rows[labels[rows] >= 0]  # not in `update`, where it would synchronise the device
-        return {"indices": indices[rows], "labels": labels[rows], "probabilities": logits[rows].double().softmax(1)}
+        logits = logits[rows].double()
+        values = {"probabilities": logits.softmax(1), "novelty": -logits.logsumexp(1)}
+        return {"indices": indices[rows], "labels": labels[rows], **values}
 
     def predictions(self) -> dict[str, Tensor]:
         """Return the result of `compute`, with at least one dimension: torchmetrics squeezes single rows."""

@@ -53,6 +53,11 @@ def rows_of_files(files: Mapping[str, str], *labels: str) -> list[Row]:
     return [(text, *(Figure(f"cpu/{file}", label) for label in labels)) for text, file in files.items()]
 
 
+def figures_of_scores(label: str) -> list[Figure]:
+    """Return a figure of both measurements with scores.py."""
+    return [Figure(f"cpu/scores-{recipe}", label) for recipe in ("laptop90", "finetune")]
+
+
 def full_row(text: str, images: str, recipe: str, file: str = "") -> Row:
     """Return all figures of a recipe."""
     return text, images, *(recipe_figure(recipe, label, file) for label in RUN_COLUMNS)
@@ -488,6 +493,28 @@ TABLES: dict[str, Table] = {
             {"without temperature": "without temperature", "with temperature": "with temperature"},
             "calibration error {}",
         ),
+    ),
+    "unknown": Table(
+        ("measured", "`laptop90`, `--data.val_size 0.1`", "`finetune` on flowers"),
+        [
+            *(
+                (
+                    f"test images rejected at `--reject {rate}`",
+                    *figures_of_scores(f"rejected test images at --reject {rate}"),
+                )
+                for rate in ("0.01", "0.05", "0.2")
+            ),
+            *(
+                (f"{text}: {what}, {score}", *figures_of_scores(f"{label}: {what}, {score}"))
+                for text, label in (
+                    ("CIFAR-100", "CIFAR-100"),
+                    ("textures", "drawn textures"),
+                    ("digits", "drawn digits"),
+                )
+                for what in ("AUROC", "FPR95")
+                for score in ("energy", "largest probability", "KNN")
+            ),
+        ],
     ),
     "use": Table(
         ("operation", "speed", "time", "memory"),

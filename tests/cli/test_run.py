@@ -30,7 +30,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 import cifar_lit
 from cifar_lit.cli.run_report import small_set_text
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.inference.novelty import novelty
+from cifar_lit.inference.unknown import novelty, reject_scores, threshold
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import view_logits
 from cifar_lit.runs.calibration import fit_temperature
@@ -166,7 +166,9 @@ def test_the_loaded_net_is_that_of_the_best_checkpoint(run_dir: Path, data: Imag
     with torch.no_grad():
         torch.testing.assert_close(loaded(images), net((images.float() / 255 - mean) / std))
     scores = novelty(loaded(data.train_images.images[data.split[1]].permute(0, 3, 1, 2)))
-    assert scores.gt(loaded.card.novelty_threshold).sum() == 2  # 5 % of 40 validation images
+    assert loaded.card.reject == pytest.approx(reject_scores(scores), abs=1e-4)
+    assert loaded.card.reject is not None
+    assert 1 <= int(scores.gt(threshold(loaded.card.reject, 0.05)).sum()) <= 4  # 5 % of 40 validation images
 
 
 def test_the_calibration_error_is_reported_with_and_without_temperature(run_dir: Path, data: ImageData) -> None:
@@ -186,15 +188,44 @@ def test_the_calibration_error_is_reported_with_and_without_temperature(run_dir:
     assert f"{calibration['tempered_error']:.3f}" in page
 
 
-def test_a_run_without_validation_images_has_no_temperature_and_no_novelty_threshold(working_folder: Path) -> None:
+def test_a_run_without_validation_images_uses_the_temperature_of_its_recipe(working_folder: Path) -> None:
+    losses = []
+    for number, words in enumerate(((), ("--model.temperature", "0.5")), 1):
+        assert run_command(*ONE_EPOCH, "--data.val_size", "0", *words).code == 0
+        run = Path(f"lightning_logs/small-{number}")
+        test, loaded = metrics_of(run)["test"], cifar_lit.load(run)
+        losses.append(test["loss"])
+        page, calibration = (run / "report.html").read_text(), test["calibration"]
+        if not words:
+            assert (calibration["temperature"], calibration["tempered_error"]) == (None, None)
+            assert loaded.card.temperature is None and "There is no temperature" in page
+    assert losses[0] == losses[1]  # losses are without it
+    assert loaded.card.temperature == calibration["temperature"] == 0.5
+    assert calibration["tempered_error"] != calibration["error"] > 0
+    assert "(T = 0.50, from model.temperature)" in page
+    answer = run_command("test", "--config", NEW_RUN / "config.yaml", "--ckpt_path", NEW_RUN / "checkpoints/last.ckpt")
+    assert answer.code == 0, answer.err
+
+
+def test_a_run_with_validation_images_fits_its_own_temperature(working_folder: Path) -> None:
+    assert run_command(*ONE_EPOCH, "--model.temperature", "0.5").code == 0
+    fitted = cifar_lit.load(NEW_RUN).card.temperature
+    assert fitted not in (None, 0.5) and metrics_of(NEW_RUN)["test"]["calibration"]["temperature"] == fitted
+
+
+def test_without_validation_images_the_scores_for_reject_come_from_the_test_images(working_folder: Path) -> None:
     assert run_command(*ONE_EPOCH, "--data.val_size", "0").code == 0
-    calibration = metrics_of(NEW_RUN)["test"]["calibration"]
-    assert (calibration["temperature"], calibration["tempered_error"]) == (None, None) and calibration["error"] > 0
     loaded = cifar_lit.load(NEW_RUN)
-    assert (loaded.card.temperature, loaded.card.novelty_threshold) == (None, None)
-    (prediction,) = loaded.predict_batch(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
-    assert prediction.unlike is None
-    assert "No temperature was fitted" in (NEW_RUN / "report.html").read_text()
+    settings = {**config_of(NEW_RUN)["data"]}
+    images = ImageData(**settings).test_images.images.permute(0, 3, 1, 2)
+    assert loaded.card.reject == pytest.approx(reject_scores(novelty(loaded(images))), abs=1e-4)
+    assert run_command("fit", *ONE_EPOCH, "--data.val_size", "0").code == 0  # sees no test image
+    assert cifar_lit.load("lightning_logs/small-2").card.reject is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "21", "nan", "0.01", "warm"])
+def test_an_invalid_temperature_is_refused(value: str) -> None:
+    assert_refused(run_command(*ONE_EPOCH, "--model.temperature", value), 2, "temperature")
 
 
 def test_a_closed_pipe_is_not_an_error(run_dir: Path, working_folder: Path) -> None:

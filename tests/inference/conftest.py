@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from serving import LIMITS, Service, running
-from small_nets import write_fitted_net, write_net, write_novelty_net
+from small_nets import write_fitted_net, write_net, write_reject_net
 
 torch.set_num_threads(1)
 
@@ -17,7 +17,7 @@ def _shared(write: Callable[[Path], Path]) -> Callable[..., Path]:
 
 
 run = _shared(write_net)
-novelty_run = _shared(write_novelty_net)
+reject_run = _shared(write_reject_net)
 fitted_run = _shared(write_fitted_net)
 served_run = _shared(lambda folder: write_net(folder, "lenet", side=16, gain=3, resize="letterbox"))
 

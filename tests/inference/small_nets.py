@@ -1,4 +1,4 @@
-"""Run folders with small nets: with random weights, with a novelty threshold, and trained."""
+"""Run folders with small nets: with random weights, with scores for --reject, and trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference.load import load
-from cifar_lit.inference.novelty import novelty_threshold
+from cifar_lit.inference.unknown import novelty, reject_scores
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file, save_weights
 
@@ -32,11 +32,11 @@ def write_net(
     return folder
 
 
-def write_novelty_net(folder: Path) -> Path:
-    """Write a run folder whose novelty threshold is fitted on noise. Noise has larger logits than pictures."""
+def write_reject_net(folder: Path) -> Path:
+    """Write a run folder whose scores for --reject are fitted on noise. Noise has larger logits than pictures."""
     net = load_model_file(write_net(folder))
     noise = torch.randint(0, 256, (100, 3, 32, 32), dtype=torch.uint8)
-    card = replace(net.card, novelty_threshold=novelty_threshold(load(folder)(noise)))
+    card = replace(net.card, reject=reject_scores(novelty(load(folder)(noise))))
     save_weights(folder / "model.safetensors", net.net.state_dict(), card)
     return folder
 

@@ -17,7 +17,7 @@ import cifar_lit
 from cifar_lit.cli import main
 
 COLUMNS = ["index", "label", "probability", "class_2", "probability_2", "class_3", "probability_3",
-           "path", "novelty", "unlike", "error"]  # fmt: skip
+           "path", "novelty", "unknown", "error"]  # fmt: skip
 
 Capture = pytest.CaptureFixture[str]
 
@@ -55,7 +55,7 @@ def test_csv_and_jsonl_rows_hold_the_predictions_of_the_classifier(run: Path, ca
         best = [(row["label"], row["probability"]), *((row[f"class_{k}"], row[f"probability_{k}"]) for k in (2, 3))]
         assert best == [(name, f"{probability:.6f}") for name, probability in prediction.top]
         assert row["novelty"] == f"{prediction.novelty:.6f}"
-        assert row["unlike"] == row["error"] == ""
+        assert row["unknown"] == row["error"] == ""
     code, out, _ = classify(capsys, run, "--jsonl", "pictures/2.png", "missing.png", "--top", 9)
     first, second = map(json.loads, out.splitlines())
     assert code == 1
@@ -69,16 +69,16 @@ def test_csv_and_jsonl_rows_hold_the_predictions_of_the_classifier(run: Path, ca
     assert len(rows(Path("made/a.csv").read_text())) == len(Path("b.jsonl").read_text().splitlines()) == 3
 
 
-def test_the_table_shows_files_classes_novelty_and_errors(novelty_run: Path, capsys: Capture) -> None:
+def test_the_table_shows_files_classes_unknown_images_and_errors(reject_run: Path, capsys: Capture) -> None:
     Path("pictures/cut.jpg").write_bytes(Path("pictures/10.jpg").read_bytes()[:-300])
-    code, out, err = classify(capsys, novelty_run, *["pictures"] * 20)  # more than one chunk
+    code, out, err = classify(capsys, reject_run, *["pictures"] * 20)  # more than one chunk
     lines = [line.rstrip() for line in out.splitlines()]
     assert (code, err) == (1, "cifar-lit: 20 of 80 files could not be classified; their rows give the reason\n")
     assert len(lines) == 81 and set(lines[1::4]) == {lines[1]}
     assert lines[0].split() == ["file", "class", "second", "third"]
-    top = cifar_lit.load(novelty_run).predict("pictures/2.png")[0].top
+    top = cifar_lit.load(reject_run).predict("pictures/2.png")[0].top
     classes = " ".join(f"{name} {probability:.3f}" for name, probability in top)
-    assert " ".join(lines[1].split()) == f"pictures/2.png {classes} unlike the training images"
+    assert " ".join(lines[1].split()) == f"pictures/2.png {classes} unknown"
     assert lines[3].split() == ["pictures/cut.jpg", "cut", "short"]
 
 

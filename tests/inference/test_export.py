@@ -15,7 +15,7 @@ from torch import Tensor
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure
 from cifar_lit.inference import export as module
-from cifar_lit.inference.export import Check, check, check_request, export, refuse_disagreement
+from cifar_lit.inference.export import Check, Options, check, check_request, export, refuse_disagreement
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file
 from cifar_lit.runs.run_data import RunImages
@@ -61,6 +61,7 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
     net = fresh(name, side, channels, SMALL_WHITENED if name == "whitened" else None)
     sample, path = noise(20, channels, side), tmp_path / "net"
     result, seconds = export(net, to, path, sample)
+    assert result is not None
     assert (result.images, result.agreeing, result.accuracy) == (20, 20, None) and result.difference < 1e-5
     assert list(seconds) == [1, 64]
     expected = (net(sample.images) / 0.25).softmax(1)
@@ -95,9 +96,10 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
 ) -> None:
     net, sample = load_model_file(fitted_run), drawn(False, 200)
     model = module.onnx_model(net)  # takes seconds: made once
-    monkeypatch.setattr(module, "onnx_model", lambda net: model)
-    int8, _ = export(net, "onnx", tmp_path / "int8.onnx", sample, drawn(True, 200).images)
+    monkeypatch.setattr(module, "onnx_model", lambda net, reject: model)
+    int8, _ = export(net, "onnx", tmp_path / "int8.onnx", sample, Options(drawn(True, 200)))
     plain, _ = export(net, "onnx", tmp_path / "float.onnx", sample)
+    assert int8 is not None and plain is not None
     assert int8.agreeing >= 190 and int8.difference > plain.difference
     assert int8.accuracy and plain.accuracy
     assert int8.accuracy[0] == plain.accuracy[0] == plain.accuracy[1] > 0.3
@@ -106,10 +108,21 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
     metadata = {entry.key: entry.value for entry in onnx.load(tmp_path / "int8.onnx").metadata_props}
     assert metadata["format"] == module.FORMAT
     assert "calibrated on 200 training images" in metadata["quantized"]
+
+    def first_in_float(run: Any, layers: list[str], labels: Tensor, max_drop: float) -> list[str]:
+        assert max_drop == 0.01 and len(labels) == 200
+        changes = [float((run(int8, 1) - run([], 1)).abs().max()) for int8 in (layers, layers[1:], [])]
+        assert changes[0] > 0 and changes[0] != changes[1] and changes[2] == 0
+        return layers[:1]
+
+    monkeypatch.setattr(module, "layers_in_float", first_in_float)
+    export(net, "onnx", tmp_path / "mixed.onnx", sample, Options(drawn(True, 200), max_drop=0.01))
+    mixed = {entry.key: entry.value for entry in onnx.load(tmp_path / "mixed.onnx").metadata_props}
+    assert len(json.loads(mixed["layers_in_float"])) == len(json.loads(metadata["layers_in_float"])) + 1
     dark = torch.zeros(64, 3, 16, 16, dtype=torch.uint8)  # a range calibrated on black images clips all others
     text = r"int8 changes this net too much: \d+\.\d% of the predictions agree .*leave --quantize out"
     with pytest.raises(Failure, match=text):
-        export(net, "onnx", tmp_path / "a.onnx", drawn(False, 100), dark)
+        export(net, "onnx", tmp_path / "a.onnx", drawn(False, 100), Options(RunImages(dark, None, "dark")))
     assert not list(tmp_path.glob("a.onnx*"))
 
 
@@ -191,4 +204,4 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("to", ["onnx", "torch-export"])
 def test_a_full_disk_raises_an_os_error_without_aborting_the_process(to: str) -> None:
     with pytest.raises(OSError, match="No space left on device"):
-        module.write(fresh("lenet"), to, Path("/dev/full"))
+        module.write(fresh("lenet"), to, Path("/dev/full"), Options())

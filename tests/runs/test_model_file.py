@@ -142,7 +142,7 @@ def test_a_flipped_bit_or_a_changed_card_or_checksum_is_refused(path: Path, chan
         {"input_shape": [65, 20, 24]}, {"input_shape": [3, 20, 2049]}, {"input_shape": [3, 20]}, {"classes": []},
         {"classes": ["a"] * 100_001}, {"mean": ["0"] * 3}, {"std": [0.1, 0.1, 0]}, {"options": {"a": [[[[1]]]]}},
         {"options": {"a": [0] * 1001}}, {"mean": [0.5, 0.5, float("nan")]}, {"classes": ["a\tb"]},
-        {"novelty_threshold": "x"}, {"novelty_threshold": float("inf")}, {"temperature": 0},
+        {"reject": "x"}, {"reject": [1.0, float("inf")]}, {"reject": [1.0]}, {"reject": [1.0, 2.0]}, {"temperature": 0},
         {"temperature": 21}, {"temperature": "1"}, {"temperature": -1.0},
         {"resize": "stretch"}, {"resize": ["crop"]},
     ],

@@ -106,20 +106,20 @@ def test_a_fingerprint_is_the_sha256_of_the_images_followed_by_the_labels() -> N
 
 def test_csv_and_json_agree_on_readable_and_unreadable_files() -> None:
     rows = [
-        Row(0, [("cat", 0.5), ("dog", 0.25), ("emu", 0.2)], path="a\udce9.png", novelty=1.5, unlike=True),
+        Row(0, [("cat", 0.5), ("dog", 0.25), ("emu", 0.2)], path="a\udce9.png", novelty=1.5, unknown=True),
         Row(1, (), path="b,c.png", error="cut short"),
     ]
     as_csv, as_json = io.StringIO(), io.StringIO()
     CsvRows(as_csv, 2).write(rows)
     JsonRows(as_json, 2).write(rows)
     assert as_csv.getvalue().splitlines() == [
-        "index,label,probability,class_2,probability_2,path,novelty,unlike,error",
+        "index,label,probability,class_2,probability_2,path,novelty,unknown,error",
         r"0,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,",  # escaped; JSON has the exact path
         '1,,,,,"b,c.png",,,cut short',
     ]
     first, second = map(json.loads, as_json.getvalue().splitlines())
     assert first == {
         "index": 0, "label": "cat", "probability": 0.5, "class_2": "dog", "probability_2": 0.25,
-        "path": "a\udce9.png", "novelty": 1.5, "unlike": True, "error": None,
+        "path": "a\udce9.png", "novelty": 1.5, "unknown": True, "error": None,
     }  # fmt: skip
-    assert (second["probability"], second["unlike"], second["error"]) == (None, None, "cut short")
+    assert (second["probability"], second["unknown"], second["error"]) == (None, None, "cut short")

@@ -17,8 +17,8 @@ NOT_RESULTS = (".lock", ".owner", ".job")  # left by a kill, or by the scheduler
 # Times, clocks, and the digest of a model, which follows from its other fields.
 NEVER_EQUAL = ("train_seconds", "images_per_second", "test_seconds", "seconds", "validation", "sha256")
 # Values that depend on the number of processes: random states, partial sums and batch counts of each process, and the
-# novelty threshold, which depends on features in half precision. The total sums and the features are compared.
-NOT_ROUNDED = ("random_state", "device_sums", "epoch_loop.val_loop.batch_progress", "devices", "threshold")
+# scores for --reject, which depend on features in half precision. The total sums and the features are compared.
+NOT_ROUNDED = ("random_state", "device_sums", "epoch_loop.val_loop.batch_progress", "devices", "reject")
 
 
 def run_in(folder: Path) -> Path | None:

@@ -24,7 +24,7 @@ PATTERN = "collected-*.png"
 class Collector:
     """A folder of uncertain pictures, as PNG files.
 
-    A picture is kept if its largest probability is below a threshold, or if it is unlike the training images. A file
+    A picture is kept if its largest probability is below a threshold, or if it is unknown (`serve --reject`). A file
     holds only the pixels that the net sees, under a random name. A thread writes it, at most one per `SECONDS`. The
     same pixels are written once until the service ends. An error of a write ends the collection, not the service.
 
@@ -48,10 +48,10 @@ class Collector:
         self._not_before = 0.0  # time of the next write
         self._thread = ThreadPoolExecutor(1)
 
-    def offer(self, probability: float, unlike: bool | None, image: Any) -> None:
+    def offer(self, probability: float, unknown: bool | None, image: Any) -> None:
         """Keep an image, uint8 array (H, W, C), if its prediction is uncertain. Raises nothing and does not wait."""
         is_full = self._files >= MAX_FILES or self._bytes + image.nbytes > MAX_BYTES
-        if is_full or time.monotonic() < self._not_before or not (probability < self.threshold or unlike):
+        if is_full or time.monotonic() < self._not_before or not (probability < self.threshold or unknown):
             return
         digest = sha256(image).digest()
         if digest not in self._seen:

@@ -210,11 +210,14 @@ class NetRunner:
             for _ in request.pixels:
                 prediction, image = next(results)
                 if self.collector:
-                    self.collector.offer(prediction.probability, prediction.unlike, image)
+                    self.collector.offer(prediction.probability, prediction.unknown, image)
                 top = [
                     {"label": label, "probability": round(value, 6)} for label, value in prediction.top[: request.top]
                 ]
-                answers[-1].append({**top[0], "top": top, **({"seen": _png_url(image)} if request.seen else {})})
+                flag = {} if prediction.unknown is None else {"unknown": prediction.unknown}
+                answers[-1].append(
+                    {**top[0], **flag, "top": top, **({"seen": _png_url(image)} if request.seen else {})}
+                )
         return answers
 
 

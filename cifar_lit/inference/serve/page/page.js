@@ -20,8 +20,10 @@ function fail(text) {
 
 function show(answer, size) {
   const [best] = answer.top;
-  find("verdict").textContent = best.label;
-  find("detail").textContent = `with a probability of ${percent(best.probability)}`;
+  const verdict = answer.unknown ? "unknown" : best.label;
+  const chance = `with a probability of ${percent(best.probability)}`;
+  find("verdict").textContent = verdict;
+  find("detail").textContent = answer.unknown ? `most like ${best.label}, ${chance}` : chance;
   find("seen").src = answer.seen;
   find("seen-caption").textContent = size ? `the net’s view, ${size[1]}×${size[0]}` : "the net’s view";
   find("bars").replaceChildren(
@@ -42,7 +44,7 @@ function show(answer, size) {
   );
   find("answer").hidden = false;
   document.body.classList.add("answered");
-  find("status").textContent = `${best.label}, ${percent(best.probability)}`;
+  find("status").textContent = `${verdict}, ${percent(best.probability)}`;
 }
 
 async function classify(file) {

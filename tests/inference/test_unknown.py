@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+import cifar_lit
+from cifar_lit.cli.classify import classify
+from cifar_lit.cli.export import export as export_command
+from cifar_lit.cli.serve import serve
+from cifar_lit.errors import UsageError
+from cifar_lit.inference.export import Options, export
+from cifar_lit.inference.serve.workers import NetRequest, NetRunner
+from cifar_lit.inference.unknown import STORED_RATES, novelty, reject_scores, threshold
+from cifar_lit.runs.model_file import load_model_file, save_weights
+from cifar_lit.runs.run_data import RunImages
+
+IMAGES = torch.randint(0, 256, (30, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+
+
+def scores(count: int) -> torch.Tensor:
+    """Return scores whose tail has the assumed form: the rate is the square of the distance to the end."""
+    return 3 - 2 * torch.rand(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64).sqrt()
+
+
+def test_novelty_is_the_energy_of_the_logits_and_higher_for_low_logits() -> None:
+    given = torch.tensor([[0.0, 0.0], [2.0, 0.0], [200.0, -200.0]])
+    expected = torch.tensor([-math.log(2), -math.log(math.exp(2) + 1), -200.0])
+    torch.testing.assert_close(novelty(given), expected)
+    assert novelty(given - 5).gt(novelty(given)).all()
+    assert novelty(torch.zeros(0, 2)).shape == (0,)
+
+
+def test_two_stored_scores_give_the_threshold_of_any_rate() -> None:
+    held_out, others = scores(20_000), scores(30_000)
+    stored = reject_scores(held_out)
+    assert stored is not None and len(stored) == 2
+    for rate, score in zip(STORED_RATES, stored, strict=True):
+        assert threshold(stored, rate) == pytest.approx(score)
+        assert held_out.gt(score).double().mean() == pytest.approx(rate, abs=1e-3)
+    for rate in (0.005, 0.01, 0.05, 0.1, 0.3, 0.5):
+        assert others.gt(threshold(stored, rate)).double().mean() == pytest.approx(rate, rel=0.15)
+
+
+def test_scores_for_reject_need_twenty_held_out_images_with_finite_logits() -> None:
+    assert reject_scores(scores(20)) is not None
+    assert [reject_scores(values) for values in (scores(19), scores(0), scores(40) * torch.nan)] == [None] * 3
+
+
+@pytest.fixture
+def stored(run: Path, tmp_path: Path) -> Path:
+    """Return a model file with scores of the images above."""
+    net = load_model_file(run)
+    card = replace(net.card, reject=reject_scores(novelty(cifar_lit.load(run)(IMAGES))), temperature=0.5)
+    save_weights(tmp_path / "net.safetensors", net.net.state_dict(), card)
+    return tmp_path / "net.safetensors"
+
+
+def test_predictions_are_marked_as_unknown_at_the_chosen_rate(run: Path, stored: Path) -> None:
+    classifier = cifar_lit.load(stored)
+    energies = novelty(classifier(IMAGES)).tolist()
+    assert classifier.card.reject is not None
+    for rate in (None, 0.01, 0.05, 0.2, 0.5):
+        highest = threshold(classifier.card.reject, rate or 0.05)
+        marked = classifier.predict_batch(IMAGES, reject=rate)
+        assert [prediction.unknown for prediction in marked] == [energy > highest for energy in energies]
+    assert sum(prediction.unknown is True for prediction in classifier.predict_batch(IMAGES, reject=0.2)) == 6
+    without = cifar_lit.load(run).predict_batch(IMAGES, reject=0.2)
+    assert {prediction.unknown for prediction in without} == {None}
+    assert [prediction.novelty for prediction in without] == pytest.approx(energies)
+
+
+def test_serve_answers_whether_an_image_is_unknown_only_with_a_rate(stored: Path) -> None:
+    classifier = cifar_lit.load(stored)
+    expected = [prediction.unknown for prediction in classifier.predict_batch(IMAGES, reject=0.5)]
+    assert {*expected} == {True, False}
+    request = NetRequest([image.permute(1, 2, 0).numpy().tobytes() for image in IMAGES], 1, seen=False)
+    for rate in (None, 0.5):
+        classifier.reject = rate
+        (answers,) = NetRunner(classifier)._predict([request])
+        assert [answer.get("unknown") for answer in answers] == (expected if rate else [None] * 30)
+        assert ("unknown" in answers[0]) == (rate is not None)
+
+
+def test_exported_files_have_the_output_unknown_with_a_rate(stored: Path, tmp_path: Path) -> None:
+    net, sample = load_model_file(stored), RunImages(IMAGES, None, "noise")
+    predictions = cifar_lit.load(stored).predict_batch(IMAGES, reject=0.2)
+    expected = [prediction.unknown for prediction in predictions]
+    for to in ("onnx", "torch-export"):
+        export(net, to, tmp_path / to, sample, Options(reject=0.2))
+    session = onnxruntime.InferenceSession(tmp_path / "onnx", providers=["CPUExecutionProvider"])
+    probabilities, unknown = session.run(["probabilities", "unknown"], {"images": IMAGES.numpy()})
+    assert (unknown.dtype, unknown.tolist()) == (np.bool_, expected)
+    best = [prediction.probability for prediction in predictions]  # at the temperature
+    assert probabilities.max(1).tolist() == pytest.approx(best, abs=1e-5)
+    assert session.get_modelmeta().custom_metadata_map["reject"] == "0.2"
+    _, unknown = torch.export.load(tmp_path / "torch-export").module()(IMAGES)
+    assert unknown.tolist() == expected
+
+
+@pytest.mark.parametrize("rate", [0, -0.1, 0.51, 1, float("nan"), float("inf")])
+def test_a_rate_outside_of_its_range_is_refused(stored: Path, rate: float) -> None:
+    with pytest.raises(UsageError, match=r"reject is a false-alarm rate above 0 and up to 0\.5, not "):
+        cifar_lit.load(stored).predict_batch(IMAGES, reject=rate)
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "text"),
+    [
+        (classify, "RUN picture.png --reject 0.9", "false-alarm rate above 0 and up to 0.5, not 0.9: use 0.05"),
+        (classify, "RUN picture.png --reject 0", "not 0: use 0.05"),
+        (classify, "RUN picture.png --reject few", "reject must be a number, not few"),
+        (classify, "OLD picture.png --reject 0.05", "cannot reject images: train it with at least 20 validation"),
+        (serve, "RUN --port 0 --reject 2", "not 2: use 0.05"),
+        (serve, "OLD --port 0 --reject 0.05", "cannot reject images"),
+        (export_command, "RUN --to onnx --reject 0.6", "not 0.6"),
+        (export_command, "OLD --to onnx --reject 0.1", "cannot reject images"),
+        (export_command, "RUN --to safetensors --out a.safetensors --reject 0.1", "leave it out"),
+        (export_command, "RUN --to onnx --max-drop 0.01", "together with --quantize int8"),
+        (export_command, "RUN --to onnx --quantize int8 --max-drop 1", "from 0 to below 1"),
+        (export_command, "RUN --to litert --quantize int8", "use it with --to onnx"),
+    ],
+)
+def test_invalid_command_lines_are_refused(run: Path, stored: Path, command: object, words: str, text: str) -> None:
+    line = words.replace("RUN", str(stored)).replace("OLD", str(run))
+    with pytest.raises(UsageError, match=text):
+        command(line.split())  # type: ignore[operator]
