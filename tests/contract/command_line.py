@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 import pytest
 import torch
@@ -189,6 +189,8 @@ class Fork:
                 with self.out.open("w", buffering=1) as out, self.err.open("w", buffering=1) as err, around:
                     os.dup2(out.fileno(), 1)
                     os.dup2(err.fileno(), 2)
+                    if around is NOTHING and not autograd_works():
+                        start_command(words, **variables)
                     code = run_into(out, err, words, **variables)
             finally:
                 os._exit(code)
@@ -208,6 +210,23 @@ class Fork:
                 os.kill(self.pid, signal.SIGKILL)
             time.sleep(0.02)
         return Answer(os.waitstatus_to_exitcode(self.status or 0), self.out.read_text(), self.err.read_text())
+
+
+def autograd_works() -> bool:
+    """Return whether this process can train: not if it was forked after torch.compile or torch.export were used."""
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+def start_command(words: Sequence[object], **variables: str) -> NoReturn:
+    """Replace this process by a new one that runs the command line as `run_into` does."""
+    program = (
+        f"import sys; from cifar_lit.cli.main import main; sys.exit(main({[str(word) for word in words]}, 'train'))"
+    )
+    os.execve(sys.executable, [sys.executable, "-c", program], environment(Path.cwd(), **variables))
 
 
 def assert_refused(answer: Answer, code: int, *parts: str) -> None:
