@@ -11,6 +11,7 @@ import yaml
 from contract.command_line import draw_folder
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.split_images import SplitImages
 from cifar_lit.runs.compare import data_differences, read_run
 from cifar_lit.runs.data_record import data_record
 
@@ -42,6 +43,14 @@ def test_the_record_counts_images_and_depends_on_pixels_labels_and_split(animals
     assert same(animals, record(image_size=8)) == []
     folds = [record(folds=5, fold=fold) for fold in (0, 1)]
     assert same(animals, folds[0]) == same(*folds) == ["images", "labels"] and folds[0]["test"] == 6
+
+
+def test_a_run_without_test_images_has_a_record(animals: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(parts: SplitImages) -> None:
+        raise FileNotFoundError("no test images")
+
+    monkeypatch.setattr(SplitImages, "test_images", property(fail))
+    assert [record()[name] for name in ("train", "val", "test")] == [20, 4, 0]
 
 
 def test_order_names_and_place_of_the_files_do_not_matter(animals: dict[str, Any]) -> None:
