@@ -75,6 +75,9 @@ def review(argv: list[str]) -> None:
             address = f"http://127.0.0.1:{sock.getsockname()[1]}/{app.token}/"
             count = counted(len(queue.keys), "image")
             app.run(sock, LIMITS, lambda: say(f"{count} to review at {address} · stop with Ctrl-C"))
+        strange = {made.image for made in journal.decisions.values() if not made.new}.difference(labels.keys)
+        if strange:
+            note(f"{counted(len(strange), 'decision')} without effect: this data set has no {min(strange)}")
         text = f"{counted(len(journal.decisions), 'decision')} · {write():,} rows in {display_path(run / TABLE)}"
     say(text, f"train with them: {command}")
 
@@ -105,7 +108,7 @@ def _settings(argv: list[str]) -> Namespace:
 def _first_fold(folder: Path, trusted: bool) -> Path:
     """Return the run of the first fold of a cross-validation, which lies beside its folder."""
     try:
-        run = folder.parent / Path(json.loads(read_text(folder / "folds.json"))["folds"][0]).name
+        run = folder.absolute().parent / Path(json.loads(read_text(folder / "folds.json"))["folds"][0]).name
     except (OSError, ValueError, LookupError, TypeError):
         raise Failure(f"{folder / 'folds.json'} is damaged: repeat the cross-validation") from None
     if not (run / "config.yaml").is_file():

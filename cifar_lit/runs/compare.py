@@ -259,15 +259,15 @@ def _data_difference(first: RunRecord, second: RunRecord) -> str:
 
 
 def _changed_labels(first: RunRecord, second: RunRecord) -> int | None:
-    """Return how many images have different labels in the tables of two runs; None without two readable tables."""
+    """Return how many images have other labels in the table of the second run; None if the tables do not say so."""
     roots = [Path(str(run.settings.get("data.root"))).expanduser() for run in (first, second)]
     if not all(root.suffix.lower() in SUFFIXES and root.is_file() for root in roots):
         return None
     try:
-        table, other = ({row.path: row.label for row in read_table(root)} for root in roots)
+        table, other = ({root.absolute().parent / row.path: row.label for row in read_table(root)} for root in roots)
     except UsageError:
         return None
-    return sum(other.get(path, label) != label for path, label in table.items())
+    return sum(other.get(path, label) != label for path, label in table.items()) or None
 
 
 # ---- Plot the curves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,8 @@ def data_record(data: ImageData) -> dict[str, Any]:
     if data.parts.folds:  # the test images are among the training images
         part[data.parts.fold_rows] = TEST
     else:
-        sets.append((data.test_images, torch.full((len(data.test_images),), TEST)))
+        with suppress(Exception):  # `fit` needs no test images, and the function of a user may have none
+            sets.append((data.test_images, torch.full((len(data.test_images),), TEST)))
     columns: dict[str, list[np.ndarray]] = {"images": [], "labels": [], "split": []}  # uint64 (N,), a key per image
     for image_set, parts in sets:
         names = _keys([name.encode() for name in image_set.classes])

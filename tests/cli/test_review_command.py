@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -127,6 +128,9 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions() -> None
         f"train with them: cifar-lit train --config {run}/config.yaml --data-dir {folds}/labels-reviewed.csv "
         "--data.folds 0 --data.group null"
     )
+    with contextlib.chdir(folds):
+        answer = run_command("review", ".", "--export", "--data-dir", Path("../../animals/labels.csv"))
+    assert answer.code == 0, answer.err
     data = reviewed(run, root=str(folds / "labels-reviewed.csv"), group=None)
     assert data.train_images.labels.bincount().tolist() == [7, 5, 6]
     np.save(folds / "probabilities.npy", probabilities[1:])
@@ -212,6 +216,17 @@ def test_invalid_inputs_get_one_line(run_dir: Path) -> None:
     assert_refused(run_command("review", "own-1"), 1, "folds.json is damaged: repeat the cross-validation")
     (run / "folds.json").write_text('{"folds": ["../../elsewhere-1"]}')
     assert_refused(run_command("review", "own-1"), 1, "elsewhere-1, a run of this cross-validation, is missing")
+
+
+def test_decisions_about_images_that_were_moved_are_counted() -> None:
+    draw_folder(Path("animals"), {"cat": 6, "dog": 6, "owl": 6})
+    run = write_run("runs/folder-1", root="animals")
+    decide(run, (image := Path("animals/cat/0.png").absolute(), "drop", None))
+    assert "effect" not in run_command("review", run, "--export").err
+    Path("animals").rename("pets")
+    answer = run_command("review", run, "--export", "--data-dir", "pets")
+    expected = f"1 decision without effect: this data set has no {image}"
+    assert (answer.code, answer.error_lines) == (0, [expected])
 
 
 def test_a_run_of_others_may_not_name_a_table_of_labels_elsewhere() -> None:

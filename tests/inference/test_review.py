@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,20 @@ def test_a_decision_that_cannot_be_stored_leaves_no_trace(tmp_path: Path, monkey
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
         patch.setattr(os, "fsync", full)
         journal.decide(made("2", "drop"))
+    journal.decide(made("3", "drop"))
+    assert [*Journal(tmp_path / "review.jsonl", CLASSES).decisions] == [*journal.decisions] == ["1", "3"]
+
+
+def test_a_line_that_fits_only_in_part_leaves_no_trace(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "review.jsonl", CLASSES)
+    journal.decide(made("1", "drop"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "review.jsonl").stat().st_size + 9, before[1]))
+        with pytest.raises(OSError, match="File too large"):
+            journal.decide(made("2", "drop"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     journal.decide(made("3", "drop"))
     assert [*Journal(tmp_path / "review.jsonl", CLASSES).decisions] == [*journal.decisions] == ["1", "3"]
 

@@ -11,6 +11,7 @@ import yaml
 from contract.command_line import draw_folder
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.split_images import SplitImages
 from cifar_lit.runs.compare import data_differences, read_run
 from cifar_lit.runs.data_record import data_record
 
@@ -42,6 +43,14 @@ def test_the_record_counts_images_and_depends_on_pixels_labels_and_split(animals
     assert same(animals, record(image_size=8)) == []
     folds = [record(folds=5, fold=fold) for fold in (0, 1)]
     assert same(animals, folds[0]) == same(*folds) == ["images", "labels"] and folds[0]["test"] == 6
+
+
+def test_a_run_without_test_images_has_a_record(animals: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(parts: SplitImages) -> None:
+        raise FileNotFoundError("no test images")
+
+    monkeypatch.setattr(SplitImages, "test_images", property(fail))
+    assert [record()[name] for name in ("train", "val", "test")] == [20, 4, 0]
 
 
 def test_order_names_and_place_of_the_files_do_not_matter(animals: dict[str, Any]) -> None:
@@ -81,12 +90,16 @@ def test_compare_says_what_differs_between_the_data_of_runs(working_folder: Path
     Path("a.csv").write_text(table)
     Path("b.csv").write_text(table.replace("2.png,cat", "2.png,dog"))
     Path("c.csv").write_text("no table")
+    Path("logs").mkdir()
+    Path("logs/reviewed.csv").write_text(table.replace("3.png,dog", "3.png,cat").replace("\n", f"\n{Path.cwd()}/", 3))
     runs = [
         run_with("a", "a.csv", first),
         run_with("same", "a.csv", first),
         run_with("older", "a.csv", None),
         run_with("damaged", "a.csv", ["x"]),
         run_with("labels", "b.csv", {**first, "labels": "x"}),
+        run_with("reviewed", "logs/reviewed.csv", {**first, "labels": "z"}),
+        run_with("edited", "a.csv", {**first, "labels": "older"}),
         run_with("unknown", "c.csv", {**first, "labels": "y"}, "u"),
         run_with("share", "a.csv", {**first, "split": "x", "train": 5}),
         run_with("images", "b.csv", {**first, "images": "x", "labels": "x", "split": "y", "train": 19}, "u"),
@@ -94,6 +107,8 @@ def test_compare_says_what_differs_between_the_data_of_runs(working_folder: Path
     assert data_differences(runs[:4]) == data_differences([]) == []
     assert [line.partition("were trained on different data: ")[::2] for line in data_differences(runs)] == [
         ("a and labels ", "labels of 1 images"),
+        ("a and reviewed ", "labels of 1 images"),
+        ("a and edited ", "labels"),
         ("a and unknown ", "labels, test set"),
         ("a and share ", "split (20 and 5 training images)"),
         ("a and images ", "images (20 and 19 training images), test set"),

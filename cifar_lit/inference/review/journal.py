@@ -95,7 +95,9 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> None:
         size = os.fstat(self._file.fileno()).st_size
         try:
-            self._file.write(json.dumps(entry).encode() + b"\n")
+            line = memoryview(json.dumps(entry).encode() + b"\n")
+            while line:  # a nearly full disk takes only a part
+                line = line[self._file.write(line) :]
             os.fsync(self._file.fileno())
         except OSError:
             self._file.truncate(size)  # the next line must not continue an incomplete one
