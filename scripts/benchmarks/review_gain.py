@@ -6,7 +6,7 @@ import argparse
 import tempfile
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from next_labels import frozen_features
@@ -75,23 +75,28 @@ def run(settings: argparse.Namespace) -> None:
         for seed in range(settings.runs):
             runs[name].append(measure(data, seed))
             progress.advance(sum(map(len, runs.values())))
-        for label in runs[name][0]:
-            unit = "points" if label.startswith("gain") else "%"
-            values = [one[label] for one in runs[name]]
-            mean = mean_interval(values)
-            rows.append((f"{name}, {label}", spread(values), unit))
-            rows += [(f"{name}, {label}: {part}", mean[part], unit) for part in ("mean", "low", "high")]
+        rows += rows_of(name, runs[name])
     own = {label: value for label, value in vars(settings).items() if label != "photos"}
     lines = ("mean, low and high: mean over the seeds with its 95 % interval by Student's t",)
     publish("review_gain", own, f"reviews of {COUNT:,} images with planted label errors", rows, *lines, runs=runs)
 
 
+def rows_of(name: str, runs: list[dict[str, float]]) -> list[Row]:
+    """Return spread, mean and interval of the mean of each result."""
+    rows: list[Row] = []
+    for label in runs[0]:
+        values = [one[label] for one in runs]
+        unit = "points" if label.startswith("gain") else "%"
+        mean = mean_interval(values)
+        rows.append((f"{name}, {label}", spread(values), unit))
+        units = {"mean": unit, "low": "", "high": unit}  # shown as "low … high %"
+        rows += [(f"{name}, {label}: {part}", mean[part], units[part]) for part in units]
+    return rows
+
+
 def photos(folder: str, side: int) -> Data:
     """Return all images of a folder. Near-duplicates are one group."""
-    expected = preprocessing(PACKAGED_NET)
-    assert expected
-    scale = {"mean": expected.mean, "std": expected.std}
-    data = ImageData("folder", root=folder, folds=FOLDS, image_size=side, **scale)
+    data = image_data("folder", folder, folds=FOLDS, image_size=side)
     images = data.train_images
     (features,) = frozen_features(data, None, (images, torch.arange(len(images))))
     return Data(features, images.labels, images.groups)
@@ -99,13 +104,18 @@ def photos(folder: str, side: int) -> Data:
 
 def cifar(root: str, side: int, test: int) -> Data:
     """Return training images of CIFAR-10, drawn with a fixed seed: enough for COUNT training and `test` test images."""
-    expected = preprocessing(PACKAGED_NET)
-    assert expected
-    data = ImageData("cifar10", root=root, mean=expected.mean, std=expected.std)
+    data = image_data("cifar10", root)
     images = data.train_images
     rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[: COUNT + test]
     (features,) = frozen_features(data, side, (images, rows))
     return Data(features, images.labels[rows], None)
+
+
+def image_data(dataset: str, root: str, **settings: Any) -> ImageData:
+    """Return images with the mean and standard deviation of the pretraining."""
+    expected = preprocessing(PACKAGED_NET)
+    assert expected
+    return ImageData(dataset, root=root, mean=expected.mean, std=expected.std, **settings)
 
 
 def measure(data: Data, seed: int) -> dict[str, float]:
@@ -133,17 +143,16 @@ def measure(data: Data, seed: int) -> dict[str, float]:
     first = {name: order[: round(FIRST * len(train))] for name, order in orders.items()}
     values = {"held-out accuracy, planted errors": percent(held_out.argmax(1) == planted)}
     for name, order in orders.items():
-        found = is_wrong[order].cumsum(0) / is_wrong.sum()
+        found = is_wrong[order].cumsum(0).double() / is_wrong.sum()
         values[f"repaired, {name}"] = 100 * float(found[len(first[name]) - 1])
-        values[f"reviewed images for {100 * GOAL:g} %, {name}"] = percent(found < GOAL)
+        values[f"reviewed images for {100 * GOAL:g} %, {name}"] = 100 * (int((found < GOAL).sum()) + 1) / len(train)
     reviewed = review(planted, clean, first["logit margin"])
     everything = torch.ones(len(train), dtype=torch.bool)
     for name, labels in {"planted errors": planted, "review": reviewed, "original labels": clean}.items():
         hits = predict(everything, labels, data.features[test]).argmax(1) == data.labels[test]
         values[f"test accuracy, {name}"] = percent(hits)
     for name in ("review", "original labels"):
-        gain = values[f"test accuracy, {name}"] - values["test accuracy, planted errors"]
-        values[f"gain, {name}"] = gain
+        values[f"gain, {name}"] = values[f"test accuracy, {name}"] - values["test accuracy, planted errors"]
     return values
 
 
