@@ -107,9 +107,16 @@ def photo_features(folder: str) -> Features:
 
 def features_of(data: ImageData, pool: Tensor, test: Tensor) -> Features:
     """Return features of these training and test images, int64 rows."""
+    train, tested = data.train_images, data.test_images
+    pool_features, test_features = frozen_features(data, SIDE, (train, pool), (tested, test))
+    return Features(pool_features, train.labels[pool], test_features, tested.labels[test])
+
+
+def frozen_features(data: ImageData, side: int | None, *parts: tuple[ImageSet, Tensor]) -> list[Tensor]:
+    """Return features of some rows of each set, float16 (N, features). side: see `build_timm_net`."""
     channels, height, width = data.input_shape
     shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": data.class_count}
-    net = build_net(PACKAGED_NET, **shape, width=1.0, options={"side": SIDE})
+    net = build_net(PACKAGED_NET, **shape, width=1.0, options={"side": side})
     load_pretrained(net, PACKAGED_NET, IMAGENET)
     net.eval().to(memory_format=torch.channels_last)
 
@@ -118,8 +125,7 @@ def features_of(data: ImageData, pool: Tensor, test: Tensor) -> Features:
         with torch.no_grad():
             return compute_features(net, batches, lambda: torch.autocast("cpu", torch.bfloat16), lambda count: None)
 
-    train, tested = data.train_images, data.test_images
-    return Features(features(train, pool), train.labels[pool], features(tested, test), tested.labels[test])
+    return [features(*part) for part in parts]
 
 
 def curve(features: Features, way: str, seed: int) -> list[float]:

@@ -112,7 +112,23 @@ HELD_OUT_RANKINGS = {
     "probability of the label, five folds": "probability of the label, held out",
     "logit margin, five folds": "logit margin, held out",
 }
+REVIEW_GAIN = {
+    "repaired errors, order of `review`": "repaired, logit margin",
+    "repaired errors, order by probability of the label": "repaired, probability of the label",
+    "images to review to repair 80 %, order of `review`": "reviewed images for 80 %, logit margin",
+    "test accuracy with planted errors": "test accuracy, planted errors",
+    "after the review": "test accuracy, review",
+    "with the original labels": "test accuracy, original labels",
+    "gain of the review": "gain, review",
+    "gain of the original labels": "gain, original labels",
+}
 MARGINS_STEP = ("a step without margins", "a step with margins", "additional time")
+
+
+def mean_cell(file: str, label: str) -> Cell:
+    """Return a mean with its interval, of a file that has both as figures of their own."""
+    mean, low, high = (Figure(f"cpu/{file}", f"{label}: {part}") for part in ("mean", "low", "high"))
+    return mean, " (", low, " … ", high, ")"
 
 
 def label_error_rows(file: str, rankings: Mapping[str, str]) -> list[Row]:
@@ -462,6 +478,13 @@ TABLES: dict[str, Table] = {
         [
             *label_error_rows("label-noise-long", RANKINGS),
             *((*row[:2], "–", "–") for row in label_error_rows("label-noise-long", HELD_OUT_RANKINGS)),
+        ],
+    ),
+    "review-gain": Table(
+        ("mean of 5 seeds, with its 95 % interval", "flowers", "CIFAR-10"),
+        [
+            (text, *(mean_cell("review-gain", f"{name}, {label}") for name in ("flowers", "CIFAR-10")))
+            for text, label in REVIEW_GAIN.items()
         ],
     ),
     "margins-step": Table(

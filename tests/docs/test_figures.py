@@ -75,6 +75,9 @@ EXEMPT: dict[str, dict[str, str]] = {  # page: typed words and the reason
         "5 % of the labels changed uniformly; 5 % changed": SETTING,
         "20 % of the cats": SETTING,
         "first 5 % of the list": SETTING,
+        "5 % of the labels were changed": SETTING,
+        "first 5 % of the images. New": SETTING,
+        "repair 80 % of the planted errors with the first 5 %": AIM,
     },
     "docs/lab-notebook.md": {
         "89.4 %": "results/cpu/scores.json, of a removed method",
