@@ -510,11 +510,12 @@ TABLES: dict[str, Table] = {
         intervals=True,
     ),
     "calibration": Table(
-        ("`laptop`, `--data.val_size 0.1`", "calibration error"),
+        ("`laptop90`, `--data.val_size 0.1`", "calibration error", "cross-entropy"),
         file_rows(
-            "scores",
-            {"without temperature": "without temperature", "with temperature": "with temperature"},
+            "temperature-laptop90",
+            {"without temperature": "before", "with temperature": "after"},
             "calibration error {}",
+            "cross-entropy {}",
         ),
     ),
     "unknown": Table(
