@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
-from cifar_lit.data.batch import Batch
 from cifar_lit.errors import first_line
 from cifar_lit.text import note
 from cifar_lit.training.deferred import DeferredBatch, DeferredBatches
@@ -85,7 +84,7 @@ class CapturedSteps(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keep the batch, which `optimizer_step` does not receive."""
         if self._steps is not None:
-            self._steps.batch = batch if hasattr(batch, "loss_weight") else plain_batch(*batch)
+            self._steps.batch = batch if hasattr(batch, "loss_weight") else Pair(*batch)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Release the graphs before the net leaves the device."""
@@ -103,9 +102,17 @@ class CapturedSteps(Callback):
             self._deferred = None
 
 
-def plain_batch(images: Tensor, labels: Tensor) -> Batch:
-    """Return the batch of a loader that yields pairs; the rows of its images are unknown."""
-    return Batch(images, labels, torch.full_like(labels, -1))
+class Pair(NamedTuple):
+    """The batch of a loader that yields pairs, with those attributes of `data.batch.Batch` that a graph needs."""
+
+    images: Tensor
+    labels: Tensor
+    indices = targets = None
+    loss_weight = 1.0
+
+    def clone(self) -> Pair:
+        """Return a copy in other memory."""
+        return Pair(self.images.clone(), self.labels.clone())
 
 
 def example_batches(trainer: pl.Trainer, model: Any, deferred: DeferredBatches | None) -> Iterator[Any]:
@@ -272,4 +279,5 @@ def _inputs(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch that a graph reads."""
     if isinstance(batch, DeferredBatch):
         return [batch.indices]
-    return [batch.images, batch.labels, batch.indices, *([] if batch.targets is None else [batch.targets])]
+    tensors = (batch.images, batch.labels, batch.indices, batch.targets)
+    return [tensor for tensor in tensors if tensor is not None]
