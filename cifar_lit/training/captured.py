@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -102,13 +103,18 @@ class CapturedSteps(Callback):
             self._deferred = None
 
 
-class Pair(NamedTuple):
+@dataclass
+class Pair:
     """The batch of a loader that yields pairs, with those attributes of `data.batch.Batch` that a graph needs."""
 
     images: Tensor
     labels: Tensor
-    indices = targets = None
-    loss_weight = 1.0
+    indices: None = None
+    targets: None = None
+    loss_weight: float = 1.0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.images, self.labels))
 
     def clone(self) -> Pair:
         """Return a copy in other memory."""
