@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "models": set(),
     "distributed": {"runs"},
-    "training": {"models", "data.progress"},
+    "training": {"models", "data.batch", "data.progress"},
     "runs": {"models", "data", "training"},
     "inference": {"runs", "models", "data.decode", "data.image_set"},
 }
