@@ -29,9 +29,10 @@ from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
 from cifar_lit.inference.review.journal import JOURNAL, TABLE, Journal, Labels
-from cifar_lit.inference.review.queue import Queue, most_suspicious, read_array
+from cifar_lit.inference.review.queue import Queue, most_suspicious
+from cifar_lit.runs.label_errors import read_array
 from cifar_lit.runs.run_data import run_image_data
-from cifar_lit.runs.run_folder import RunFolder, display_path, owner_of, weights_file
+from cifar_lit.runs.run_folder import RunFolder, display_path, weights_file
 from cifar_lit.text import counted, note, say
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def review(argv: list[str]) -> None:
     labels.check()
     command = training_command(source, run / TABLE, labels, data)
     with ExitStack() as stack:
-        stack.callback(_locked(run).release)
+        stack.callback(RunFolder(run.parent, run.name, run).release)
         journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
 
         def write() -> int:
@@ -117,17 +118,6 @@ def _first_fold(folder: Path, trusted: bool) -> Path:
     return run
 
 
-def _locked(run: Path) -> RunFolder:
-    """Return a run folder after locking it. Raise Failure if another process reviews or writes it."""
-    try:
-        return RunFolder(run.parent, run.name, run)
-    except Failure:
-        if owner := owner_of(run):
-            remedy = "wait until it ends, or review another run"
-            raise Failure(f"{owner} is reviewing or writing {display_path(run)}: {remedy}") from None
-        raise
-
-
 def current_labels(data: ImageData) -> Labels:
     """Return the labels of a run's images, training and validation images first, with the split of the run.
 
@@ -174,7 +164,11 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
         probabilities, embeddings = embedded(pixels.__getitem__, len(files), "images to label")
         return Queue(files, [None] * len(files), probabilities, embeddings, *train)
     if data.parts.folds and (run / "folds.json").is_file():  # predicted by nets that were not trained on the image
-        probabilities = read_array(run / "probabilities.npy", tuple(probabilities.shape)).float()
+        file, shape = run / "probabilities.npy", tuple(probabilities.shape)
+        if (held_out := read_array(file, shape)) is None:
+            fault = f"{file} does not hold {' × '.join(map(str, shape))} numbers, as the data of this run need"
+            raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir")
+        probabilities = held_out
     order = most_suspicious(run, images.labels, probabilities)[: settings.limit or None]
     names = [images.classes[label] for label in images.labels[order].tolist()]
     return Queue([keys[row] for row in order.tolist()], names, probabilities[order], embeddings[order], *train)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,16 +88,10 @@ def serve(argv: list[str]) -> None:
 
 
 def _collector(threshold: str, folder: str) -> Collector:
-    try:
-        value = float(threshold)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        example = "--collect-below 0.6 uncertain"
-        raise UsageError(
-            f"--collect-below takes a probability from 0 to 1 and a folder, as in {example}: not {threshold}"
-        )
-    return Collector(value, Path(folder).expanduser())
+    if not re.fullmatch(r"0?\.[0-9]+|[01](\.0*)?", threshold):
+        rule = "--collect-below takes a probability from 0 to 1 and a folder, as in --collect-below 0.6 uncertain"
+        raise UsageError(f"{rule}: not {threshold}")
+    return Collector(float(threshold), Path(folder).expanduser())
 
 
 def listen(host: str, port: int) -> socket.socket:

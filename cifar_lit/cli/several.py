@@ -6,14 +6,13 @@ import gc
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cifar_lit.bench.process import child_environment
+from cifar_lit.bench.process import started
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import ONE_DEVICE, Command
 from cifar_lit.cli.quiet import catch_signals
@@ -94,8 +93,7 @@ def train_in_processes(words: Sequence[str]) -> None:
 
     Raise SystemExit with its exit code if it fails: it has printed the reason.
     """
-    settings: dict[str, Any] = {"env": child_environment(), "stdin": subprocess.DEVNULL, "process_group": 0}
-    with subprocess.Popen([sys.executable, "-m", "cifar_lit", "train", *words], **settings) as process:
+    with started([sys.executable, "-m", "cifar_lit", "train", *words]) as process:
         for number in stop_signals():
             signal.signal(number, lambda number, frame: process.send_signal(number))
         code = process.wait()

@@ -50,4 +50,5 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
     places, labels = torch.tensor([*rows.values()]).T.contiguous()
     pixels = torch.cat([images.images, torch.stack(files)]) if files else images.images
     val = range(len(parts["train"]), len(rows)) if parts["val"] else None
-    return replace(images, images=pixels[places], labels=labels, val_rows=val, groups=None, mapped=False, names=[*rows])
+    names = [name if name.isdecimal() else str((table.parent / name).absolute()) for name in rows]
+    return replace(images, images=pixels[places], labels=labels, val_rows=val, groups=None, mapped=False, names=names)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +23,12 @@ from cifar_lit.runs.predictions import Row
 ROUNDS = 10  # k-means iterations
 
 
-class Selection(NamedTuple):
-    """Images to label next."""
-
-    rows: list[Row]  # the most uncertain first
-    unreadable: int  # files of the pool that could not be read
-    repeated: int  # files of the pool with the same pixels as an earlier one
-
-
 def next_images(
     classifier: Classifier, files: Sequence[ImageFile], count: int, advance: Callable[[int], None]
-) -> Selection:
+) -> tuple[list[Row], int, int]:
     """Select at most `count` of the files. Files with equal pixels, at the size of the net, count as one.
+
+    Return the selected ones, the most uncertain first, and the numbers of unreadable and of repeated files.
 
     Args:
         classifier: the net.
@@ -62,9 +55,9 @@ def next_images(
             embeddings.append(parts.half())
         advance(len(rows))
     if not pool:
-        return Selection([], unreadable, 0)
+        return [], unreadable, 0
     selected = select(torch.tensor([margin_of(row) for row in pool]), torch.cat(embeddings), count)
-    return Selection([pool[place] for place in selected.tolist()], unreadable, readable - len(pool))
+    return [pool[place] for place in selected.tolist()], unreadable, readable - len(pool)
 
 
 def margin_of(row: Row) -> float:

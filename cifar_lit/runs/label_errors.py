@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.files import file_size
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 
 AT_ONCE = 256  # images compared with all training images in one step
@@ -83,7 +84,7 @@ def suspect_labels(
         probabilities: predicted probabilities, float (N, classes).
         what: name of the set in alternative texts.
         held_out: rows of validation images.
-        margins: result of `read_margins`, if there is one.
+        margins: `margins.npy` of the run, float (N,), if there is one.
     """
     ranked, own, best, suggested, confident = rank_suspects(images.labels, probabilities, margins)
     pictures = []
@@ -112,7 +113,7 @@ def rank_suspects(labels: Tensor, probabilities: Tensor, margins: Tensor | None 
     Args:
         labels: int64 (N,).
         probabilities: float (N, classes).
-        margins: result of `read_margins`, if there is one.
+        margins: `margins.npy` of the run, float (N,), if there is one.
     """
     classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None])[:, 0]
@@ -148,16 +149,16 @@ def _quantiles(values: Tensor) -> Tensor:
     return torch.searchsorted(values.sort().values, values).double() / len(values)
 
 
-def read_margins(run: Path, count: int) -> Tensor | None:
-    """Return `margins.npy` of a run folder, float32 (count,); None if there is none for this number of images."""
+def read_array(file: Path, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the numbers in a NumPy file, float32; None if there is no such file or they have another shape."""
     try:
+        file_size(file)  # a pipe would block
         # Mapped, because a damaged header may claim more than the memory.
-        values = np.load(run / "margins.npy", mmap_mode="r", allow_pickle=False)
+        values = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
         return None
-    if values.dtype != np.float32 or values.shape != (count,) or np.isnan(values).all():
-        return None
-    return torch.from_numpy(values.copy())
+    is_valid = values.dtype.kind == "f" and values.shape == shape
+    return torch.from_numpy(values.astype(np.float32)) if is_valid else None
 
 
 def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:

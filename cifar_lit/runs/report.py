@@ -27,7 +27,7 @@ from cifar_lit.runs.figures import (
     line_chart,
     reliability_diagram,
 )
-from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, read_margins, suspect_labels
+from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, read_array, suspect_labels
 from cifar_lit.runs.learning_curve import curve_of, draw, fit_law, overall
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
@@ -67,7 +67,7 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     """
     metrics = read_metrics(run)
     train, held_out, rows = _train_images(data)
-    margins = read_margins(run, len(data.train_images))
+    margins = read_array(run / "margins.npy", (len(data.train_images),))
     margins = margins if margins is None else margins[rows]
     test = data.test_images
     tested_on = (metrics.get("test") or {}).get("fingerprint")

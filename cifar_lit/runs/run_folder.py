@@ -122,9 +122,7 @@ class RunFolder:
         except (Timeout, LeaseSettingsMismatch):
             lock.release()
             owner = owner_of(path) or "another process"
-            raise Failure(
-                f"{owner} is writing {path}: wait until it ends, or start a new run without --resume"
-            ) from None
+            raise Failure(f"{owner} is writing {path}: wait until it ends, or use another run") from None
         except OSError as error:
             lock.release()
             raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None

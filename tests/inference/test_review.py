@@ -6,7 +6,6 @@ import json
 import os
 import resource
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from PIL import Image
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure
 from cifar_lit.inference.review.journal import Decision, Journal, Labels
-from cifar_lit.inference.review.queue import Queue, most_suspicious, read_array
+from cifar_lit.inference.review.queue import Queue, most_suspicious
 
 CLASSES = ["cat", "dog", "eel"]
 
@@ -154,17 +153,6 @@ def test_suspected_labels_come_first_in_the_order_of_the_net_and_of_margins(tmp_
     assert most_suspicious(tmp_path, labels, probabilities).tolist() == [2, 3, 0, 4, 1]
     np.save(tmp_path / "margins.npy", np.array([3.0, -1.0, 2.0, np.nan, np.nan], np.float32))
     assert most_suspicious(tmp_path, labels, probabilities).tolist() == [2, 3, 1, 0, 4]
-
-
-@pytest.mark.parametrize("content", [np.zeros(4), np.zeros((5, 2)), np.zeros(5, np.int64), np.array([None] * 5), b"no"])
-def test_probabilities_of_other_data_are_refused(tmp_path: Path, content: Any) -> None:
-    file = tmp_path / "probabilities.npy"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        np.save(file, content)
-    with pytest.raises(Failure, match=r"probabilities.npy does not hold 5 numbers.*--data-dir"):
-        read_array(file, (5,))
 
 
 def test_an_image_is_shown_with_its_nearest_training_images(tmp_path: Path) -> None:

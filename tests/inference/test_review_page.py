@@ -95,7 +95,7 @@ def test_a_second_reviewer_gets_one_line(review: Review, capsys: pytest.CaptureF
     assert main(["review", str(review.run), "--export"]) == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"process {review.service.process.pid} on " in line
-    assert line.endswith("wait until it ends, or review another run")
+    assert line.endswith("wait until it ends, or use another run")
 
 
 def test_labels_are_reviewed_with_keys_and_buttons(review: Review, open_page: Open) -> None:

@@ -14,7 +14,7 @@ from cifar_lit.runs.label_errors import (
     find_duplicates,
     find_nearest,
     rank_suspects,
-    read_margins,
+    read_array,
     suspect_labels,
 )
 
@@ -48,17 +48,17 @@ def test_margins_of_the_training_add_memorised_errors_and_count_as_much_as_the_n
 
 
 def test_margins_of_a_run_are_read_only_if_they_fit_its_images(tmp_path: Path) -> None:
-    assert read_margins(tmp_path, 3) is None
+    assert read_array(tmp_path / "margins.npy", (3,)) is None
     np.save(tmp_path / "margins.npy", np.array([0.5, np.nan, -1.0], np.float32))
-    read = read_margins(tmp_path, 3)
+    read = read_array(tmp_path / "margins.npy", (3,))
     assert read is not None and read[[0, 2]].tolist() == [0.5, -1.0] and read[1].isnan()
-    assert read_margins(tmp_path, 4) is None
-    for array in (np.full(3, np.nan, np.float32), np.zeros(3), np.array([{}, {}, {}])):  # unusable, double, pickled
+    assert read_array(tmp_path / "margins.npy", (4,)) is None
+    for array in (np.zeros(3, np.int64), np.zeros((3, 2)), np.array([{}, {}, {}])):  # the last is pickled
         np.save(tmp_path / "margins.npy", array)
-        assert read_margins(tmp_path, 3) is None
+        assert read_array(tmp_path / "margins.npy", (3,)) is None
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }"
     (tmp_path / "margins.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-    assert read_margins(tmp_path, 2**40) is None
+    assert read_array(tmp_path / "margins.npy", (2**40,)) is None
 
 
 @pytest.mark.parametrize(("images", "rejected", "confident"), [(5, 3, 2), (4, 2, 1)])

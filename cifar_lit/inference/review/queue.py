@@ -8,17 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.data.decode import DecodeError, decode, image_size
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import Failure
-from cifar_lit.files import file_size
 from cifar_lit.runs.figures import data_uri
-from cifar_lit.runs.label_errors import rank_suspects, read_margins, trust
+from cifar_lit.runs.label_errors import rank_suspects, read_array, trust
 
 SIDE, SMALL_SIDE = 768, 160  # pixels of the image and of its neighbours on the page
 NEIGHBOURS = 5
@@ -33,23 +30,10 @@ def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
         labels: int64 (N,).
         probabilities: float (N, classes).
     """
-    margins = read_margins(run, len(labels))
+    margins = read_array(run / "margins.npy", (len(labels),))
     scores = trust(labels, probabilities, margins)
     scores[rank_suspects(labels, probabilities, margins).rows] -= 1  # quantiles are below 1
     return scores.argsort(stable=True)
-
-
-def read_array(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers in a file of NumPy, float64. Raise Failure if they do not have this shape."""
-    try:
-        file_size(path)
-        array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: the header may claim any shape
-        if array.shape != shape or array.dtype.kind != "f":
-            raise ValueError(path)
-    except (OSError, ValueError):
-        fault = f"{path} does not hold {' × '.join(map(str, shape))} numbers, as the data of this run need"
-        raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir") from None
-    return torch.from_numpy(array.astype(np.float64))
 
 
 @dataclass(frozen=True)
