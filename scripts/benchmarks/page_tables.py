@@ -695,6 +695,38 @@ TABLES: dict[str, Table] = {
             "{}, mirrored views",
         ),
     ),
+    "hard-rounds": Table(
+        ("stages; widths; images left out from", *HELD_OUT),
+        [
+            (text, *(recipe_figure(name, label, "cpu/hard-rounds") for label in ("test accuracy", "with TTA")))
+            for text, name in {
+                "4 × 24, 1 × 28, 1 × 32 px; 48/192/192; never": "w411",
+                "6 × 24, 1 × 28, 1 × 32 px; 32/192/192; never": "n611",
+                "5 × 24, 1 × 28, 1 × 32 px; 32/192/192; 0.86": "n521h",
+                "7 × 24, 1 × 32 px; 32/192/192; 0.88": "n71h",
+                "6 × 24, 2 × 32 px; 32/192/192; 0.75": "n62h",
+                "6 × 24, 2 × 32 px; 32/192/192; 0.5": "n53h",
+                "6 × 24, 2 × 32 px; 32/192/192; 0.25": "h1",
+                "6 × 24, 1 × 28, 1 × 32 px; 32/192/192; 0.5": "h4",
+                "4 × 24, 2 × 32 px; 48/192/192; 0.5": "h3",
+                "3 × 20, 4 × 24, 1 × 28, 1 × 32 px; 32/192/192; never": "s2",
+                "the same; 0.89": "s2h",
+                "4 × 20, 3 × 24, 1 × 28, 1 × 32 px; 32/192/192; 0.78": "s3h",
+                "3 × 20, 2 × 24, 1 × 28, 1 × 32 px; 48/192/192; 0.86": "ws",
+                "3 × 20, 5 × 24, 1 × 32 px; 32/192/192; 0.89": "n351h",
+            }.items()
+        ],
+    ),
+    "hard-rounds-test": Table(
+        ("trained on all images", "test accuracy", "with TTA"),
+        [
+            (text, *(recipe_figure(name, label, "cpu/hard-rounds-test") for label in ("test accuracy", "with TTA")))
+            for text, name in {
+                "6 × 24, 2 × 32 px; 32/192/192; 0.25": "h1",
+                "4 × 24, 1 × 32 px; 32/192/192; 0.2": "k1",
+            }.items()
+        ],
+    ),
     "skip-easy-whole": Table(
         ("training as long as `laptop`", *HELD_OUT),
         [
