@@ -21,11 +21,13 @@ from cifar_lit.runs.compare import (
     differing,
     find_runs,
     groups,
+    hits_by_run,
     pairs,
     plot_curves,
     read_run,
 )
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
 from cifar_lit.stats import McNemar
 from cifar_lit.text import csv_cell, say
 
@@ -55,21 +57,26 @@ def compare(words: list[str]) -> None:
     add("--plot", type=str | None, default=None, help="draw the learning curves of all runs into this PNG file")
     add("--csv", type=str | None, default=None, help="write a row for each run to this file (- for standard output)")
     add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")
+    text = "a difference in accuracy, in points; for groups of seeds, print how many seeds would find it"
+    add("--difference", type=float, default=0.2, help=text)
     settings = parsed(parser, words)
+    if not 0 < settings.difference <= 100:
+        raise UsageError(f"--difference is in points of accuracy, above 0 and at most 100, not {settings.difference:g}")
     if settings.csv == settings.json == "-":
         raise UsageError("--csv - and --json - cannot both go to standard output: name a file for one of them")
 
     runs = [read_run(path) for path in find_runs(settings.runs)]
     if not any(run.metrics or run.settings for run in runs):
         raise UsageError(f"no run in {' '.join(settings.runs)}: give run folders, a pattern, or a folder of runs")
-    differences, grouped, (tests, reasons) = differing(runs), groups(runs), pairs(runs)
+    differences, grouped, hits = differing(runs), groups(runs), hits_by_run(runs)
+    (tests, reasons), over_seeds = pairs(runs, hits), seed_pairs(grouped, hits)
     several = any(group["accuracy"]["n"] > 1 for group in grouped)
     if settings.plot:
         _plot(settings.plot, runs, grouped if several else [])
     if settings.csv:
         _write("--csv", settings.csv, _as_csv(runs, differences))
     if settings.json:
-        _write("--json", settings.json, _as_json(runs, differences, grouped, tests))
+        _write("--json", settings.json, _as_json(runs, differences, grouped, tests, over_seeds))
     if "-" in (settings.csv, settings.json):
         return
     names = [run.name for run in runs]
@@ -83,6 +90,10 @@ def compare(words: list[str]) -> None:
     say(*data_differences(runs))
     if several:
         _show_groups(grouped)
+    for pair in over_seeds:
+        say(*seed_pair_lines(grouped, pair, settings.difference / 100))
+    if over_seeds:  # a test of single nets says less
+        tests, reasons = [], []
     for first, second, test in tests:
         say(*pair_lines(first, second, test))
     if tests:
@@ -151,6 +162,23 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
     _table(title, columns, rows, 1 + len(names))
 
 
+def seed_pair_lines(grouped: Sequence[dict[str, Any]], pair: SeedPairs, difference: float) -> list[str]:
+    """Return the difference between two groups in words. difference: the difference to be found, as a fraction."""
+    names = [_label(grouped[side]) for side in (pair.first, pair.second)]
+    seeds = pair.over_seeds
+    mean, *interval = (100 * seeds[name] for name in ("mean", "low", "high"))
+    verdict = "significant" if interval[0] > 0 or interval[1] < 0 else "not significant"
+    lines = [
+        f"{names[0]} minus {names[1]}: {mean:+.2f} points over {seeds['n']} equal seeds, {verdict}",
+        "  over seeds, on these test images: 95 % interval {:+.2f} … {:+.2f}".format(*interval),
+    ]
+    if pair.over_images:
+        limits = (100 * limit for limit in pair.over_images)
+        lines.append("  over test images, for these trained nets: 95 % interval {:+.2f} … {:+.2f}".format(*limits))
+    count = pair.seeds_for(difference)
+    return [*lines, f"  finding a difference of {100 * difference:g} points takes about {count} seeds (80 % power)"]
+
+
 def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
     """Return the result of McNemar's test of two runs in words."""
     p = f"p = {test.mid:.3f}" if test.mid >= 0.001 else f"p = {test.mid:.1e}" if test.mid > 1e-300 else "p < 1e-300"
@@ -164,12 +192,17 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
 # ---- files
 
 
+def _label(group: dict[str, Any]) -> str:
+    """Return the recipe of a group and the settings in which it differs from others."""
+    settings = (f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())
+    return " · ".join([group["recipe"], *settings])
+
+
 def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
     """Draw the learning curves. All runs of a group have the group's recipe and settings as their label."""
     labels = {run.name: run.name for run in runs}
     for group in grouped:
-        settings = (f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())
-        label, count = " · ".join([group["recipe"], *settings]), group["accuracy"]["n"]
+        label, count = _label(group), group["accuracy"]["n"]
         labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
     try:
         with writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
@@ -200,7 +233,11 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
 
 
 def _as_json(
-    runs: Sequence[RunRecord], differences: dict[str, list[str]], grouped: Sequence[dict[str, Any]], tests: Pairs
+    runs: Sequence[RunRecord],
+    differences: dict[str, list[str]],
+    grouped: Sequence[dict[str, Any]],
+    tests: Pairs,
+    over_seeds: Sequence[SeedPairs],
 ) -> str:
     rows = []
     for run in runs:
@@ -211,5 +248,6 @@ def _as_json(
     for first, second, test in tests:
         counts = {"only_first_right": test.first, "only_second_right": test.second}
         compared.append({"first": first, "second": second, **counts, "p_exact": test.exact, "p_mid": test.mid})
-    content = {"runs": rows, "groups": grouped, "pairs": compared}
+    seeds = [pair._asdict() for pair in over_seeds]
+    content = {"runs": rows, "groups": grouped, "pairs": compared, "seed_pairs": seeds}
     return json.dumps(content, indent=2, default=str, skipkeys=True) + "\n"

@@ -29,12 +29,18 @@ _SHORT = {
     "checkpoint-every": ("checkpoint_every", "10m"),
     "rank-timeout": ("rank_timeout", "60"),
 }
-_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5"} | {
+_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5", "seeds": "0-4"} | {
     name: value for name, (_, value) in _SHORT.items()
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
+# Flags for several trainings by one command, with the function for each.
+SEVERAL = {
+    "folds": "cifar_lit.cli.folds:train_folds",
+    "learning-curve": "cifar_lit.cli.learning_curve:train_shares",
+    "seeds": "cifar_lit.cli.seeds:train_seeds",
+}
 # Not for LightningCLI.
-OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "learning-curve", "debug")
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", *SEVERAL, "debug")
 # Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
 # The setting has a value if the flag implies one.
 _SYNONYMS = {
@@ -89,10 +95,9 @@ class Command:
         resume: "" for the newest run, a path, or None to start a new run.
         auto: "batch" to find a batch size, "lr" to find a learning rate before the training.
         flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
-        folds: the value of --folds as typed, None without cross-validation.
-        learning_curve: whether to train on several shares of the training images.
+        several: the flags for several trainings with their values as typed, "" for a flag without a value.
         job: record of the scheduler's job, stored in the folder of a new run.
-        words: the arguments as typed.
+        words: the arguments as typed, without those for several trainings.
     """
 
     name: str
@@ -103,8 +108,7 @@ class Command:
     trust: bool = False
     auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
-    folds: str | None = None
-    learning_curve: bool = False
+    several: dict[str, str] = field(default_factory=dict)
     job: str | None = None
     words: list[str] = field(default_factory=list, compare=False)
 
@@ -115,9 +119,8 @@ class Command:
 
     @property
     def is_one_training(self) -> bool:
-        """Return whether the command trains in a single run folder. --folds and --learning-curve have several."""
-        several = self.folds is not None or self.learning_curve
-        return self.name in ("fit", "train") and not several and not self.asks_only
+        """Return whether the command trains in a single run folder."""
+        return self.name in ("fit", "train") and not self.several and not self.asks_only
 
     def without(self, flag: str) -> list[str]:
         """Return the flags without a long flag."""
@@ -166,21 +169,23 @@ def parse(name: str, argv: list[str]) -> Command:
     Raises:
         UsageError: a flag lacks its value, an argument is unexpected, or a --config file does not exist.
     """
-    command = Command(name, words=argv)
+    command = Command(name)
     remaining = deque(argv)
     while remaining:
+        begin = len(argv) - len(remaining)
         word = remaining.popleft()
         if not _is_flag(word):
-            index = len(argv) - len(remaining) - 1
-            before = argv[index - 1] if index else ""
+            before = argv[begin - 1] if begin else ""
             raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(name, word, before)}")
         flag, equals, value = word.partition("=")
         key = "config" if flag == "-c" else flag.removeprefix("--")
         value_follows = not equals and bool(remaining) and not _is_flag(remaining[0])
         if key == "debug":
             pass  # handled by `main`
-        elif key in ("trust", "learning-curve") and not equals:
-            setattr(command, key.replace("-", "_"), True)
+        elif key == "trust" and not equals:
+            command.trust = True
+        elif key == "learning-curve" and not equals:
+            command.several[key] = ""
         elif key in AUTO and not equals:
             command.auto.add(AUTO[key])
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
@@ -191,12 +196,16 @@ def parse(name: str, argv: list[str]) -> Command:
             value = remaining.popleft() if value_follows else value
             if key in SHORT:
                 command.flags.append(f"--{SHORT[key]}={value}")
+            elif key in SEVERAL:
+                command.several[key] = value
             elif key != "config":
                 setattr(command, key, value)
             else:
                 command.configs.append(_config_file(value))
         else:
             command.flags.append(f"{word}={remaining.popleft()}" if value_follows else word)
+        if key not in SEVERAL:
+            command.words += argv[begin : len(argv) - len(remaining)]
     return command
 
 

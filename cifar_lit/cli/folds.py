@@ -6,20 +6,16 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Column, Table
 from torch import Tensor
 
-from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command, check_one_device
 from cifar_lit.cli.launch import logs_of
-from cifar_lit.cli.run_report import FIGURES as TITLES
-from cifar_lit.cli.several import check_several, train_each
+from cifar_lit.cli.several import check_several, show_runs, train_each
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.files import atomic_write, write_text
@@ -48,7 +44,7 @@ def train_folds(command: Command) -> None:
     say(f"{folds} trainings, each tested on the images that it leaves out")
     settings = [{"data.folds": folds, "data.fold": fold} for fold in range(folds)]
     trainings = {f"fold {number} of {folds}": each for number, each in enumerate(settings, 1)}
-    paths = train_each(replace(command, folds=None), trainings, after=collect)
+    paths = train_each(command, trainings, after=collect)
     runs = [(display_path(path), read_metrics(path)["test"]) for path in paths]
     folder = RunFolder(logs_of(command), f"{last['recipe']}-folds")
     try:
@@ -59,7 +55,7 @@ def train_folds(command: Command) -> None:
 
 def check_folds(command: Command) -> int:
     """Return the number of folds; raise UsageError for flags that are incompatible with a cross-validation."""
-    text = command.folds or ""
+    text = command.several["folds"]
     check_one_device(command.value("trainer.devices"), "--folds trains")
     remedy = "starts new trainings: leave --resume out, or resume one of its runs without --folds"
     check_several(command, "--folds", remedy)
@@ -90,13 +86,7 @@ def finish(
     metrics = {"folds": [path for path, _ in runs], "test": combined, **values}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
-    columns = (Column(TITLES.get(name, name), justify="right") for name in (*FIGURES, "images"))
-    table = Table("fold", *columns, title="test results of each fold", title_justify="left", title_style="")
-    for path, test in runs:
-        table.add_row(path, *(f"{test[name]:.4f}" for name in FIGURES), str(test["images"]))
-    for name in ("mean", "std"):
-        table.add_row(name, *(f"{values[figure][name]:.4f}" for figure in FIGURES), "")
-    for_tables().print(table)
+    show_runs("test results of each fold", "fold", dict(runs), [*FIGURES, "images"], spreads)
     say(
         f"{suspects} of {count} predictions contradict the label: {display_path(folder)}/label_errors.csv",
         f"95 % interval of the accuracy {low:.4f} … {high:.4f}",

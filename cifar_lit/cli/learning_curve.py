@@ -6,27 +6,20 @@ All trainings have the same settings, epochs, validation and test images. So few
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from collections.abc import Mapping
-from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
-from cifar_lit.cli.fit import TrainingCLI, program
-from cifar_lit.cli.flags import Command, recipe_path
-from cifar_lit.cli.launch import logs_of
-from cifar_lit.cli.several import check_several, train_each
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import atomic_write, read_text, write_text
+from cifar_lit.cli.flags import Command
+from cifar_lit.cli.several import check_several, group_folder, train_each
+from cifar_lit.errors import Failure
+from cifar_lit.files import atomic_write, write_text
 from cifar_lit.runs.learning_curve import FILE, PICTURE, draw, overall, read_points
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_json, read_metrics
+from cifar_lit.runs.run_folder import display_path, read_metrics
 from cifar_lit.text import say
-from cifar_lit.training.orderly_stop import Interrupted
 
 SETTING = "data.train_share"
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -35,33 +28,12 @@ WORST = 3  # classes in the table
 
 def train_shares(command: Command) -> None:
     """Train on each share, and write and print the curve. A repeated command continues an unfinished curve."""
-    if command.asks_only:
-        TrainingCLI(command)
-        return
-    check_several(command, "--learning-curve", "continues an unfinished curve by itself: leave --resume out")
-    if command.value(SETTING) is not None:
-        raise UsageError(f"--learning-curve sets {SETTING}: leave it out")
-    recipe = [recipe_path(command.recipe)] if command.recipe else []
-    texts = [read_text(path.expanduser()) for path in (*recipe, *map(Path, command.configs))]
-    record = {"command": command.words, "settings": sha256("\0".join(texts).encode()).hexdigest()}
-    name, logs = "-".join([*(path.stem for path in recipe), "curve"]), logs_of(command)
-    unfinished = (path.parent for path in logs.glob(f"*/{FILE}") if read_json(path) == record)
-    folder = RunFolder(logs, name, next(unfinished, None))
-    path = folder.path
-    try:
-        write_text(path / FILE, json.dumps(record) + "\n")
+    resume_remedy = "continues an unfinished curve by itself: leave --resume out"
+    check_several(command, "--learning-curve", resume_remedy, SETTING)
+    with group_folder(command, "curve", FILE, lambda content: "points" not in content) as (path, record):
         trainings = {f"{share:.0%} of the training images": {SETTING: share} for share in SHARES}
-        words = [word for word in command.words if word != "--learning-curve"]
-        runs = train_each(replace(command, learning_curve=False, words=words), trainings, path)
+        runs = train_each(command, trainings, path)
         finish(path, record, {display_path(run): read_metrics(run) for run in runs})
-    except Interrupted as interruption:
-        interruption.resume = f"{program(sys.argv[0], 'train')} {shlex.join(command.words)}"
-        raise
-    finally:
-        folder.release()
-        if [entry.name for entry in path.iterdir()] == [FILE]:  # the first training failed before it had a folder
-            (path / FILE).unlink()
-            path.rmdir()
 
 
 def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:

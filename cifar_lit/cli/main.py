@@ -50,6 +50,7 @@ flags of fit, train, validate, test and predict
   --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs
   --folds 5          cross-validation: five trainings, each tested on another fifth (`train` only)
   --learning-curve   train on 25, 50, 75 and 100 % of the training images (`train` only)
+  --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only)
   --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let configuration files and runs name any class and any path: their code can run;
                      also for classify, report, review, export and serve
@@ -165,14 +166,9 @@ def _train(command: flags.Command, argv: list[str]) -> None:
     meet_anew(os.environ)
     continue_job(command, argv, os.environ)
     catch_signals()
-    if command.folds is not None:
-        from cifar_lit.cli.folds import train_folds
-
-        train_folds(command)
-    elif command.learning_curve:
-        from cifar_lit.cli.learning_curve import train_shares
-
-        train_shares(command)
+    if command.several and not command.asks_only:
+        module, _, function = flags.SEVERAL[next(iter(command.several))].partition(":")
+        getattr(import_module(module), function)(command)
     else:
         from cifar_lit.cli.fit import TrainingCLI
 

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from rich.table import Column, Table
+
 from cifar_lit.bench.process import started
-from cifar_lit.cli.fit import TrainingCLI
-from cifar_lit.cli.flags import ONE_DEVICE, Command
+from cifar_lit.cli.console import for_tables
+from cifar_lit.cli.fit import TrainingCLI, program
+from cifar_lit.cli.flags import ONE_DEVICE, Command, recipe_path
+from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.quiet import catch_signals
+from cifar_lit.cli.run_report import FIGURES as TITLES
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.files import read_text, write_text
 from cifar_lit.runs.compare import read_run
-from cifar_lit.runs.run_folder import CHECKPOINTS, display_path, is_finished
+from cifar_lit.runs.run_folder import CHECKPOINTS, RunFolder, display_path, is_finished, read_json
 from cifar_lit.signals import stop_signals
 from cifar_lit.text import say
+from cifar_lit.training.orderly_stop import Interrupted
 
 
-def check_several(command: Command, flag: str, resume_remedy: str) -> None:
-    """Raise UsageError for flags that are incompatible with `flag`. Several trainings use one device by default."""
+def check_several(command: Command, flag: str, resume_remedy: str, setting: str | None = None) -> None:
+    """Raise UsageError for flags that are incompatible with `flag`. Several trainings use one device by default.
+
+    Args:
+        setting: the setting that differs between the trainings.
+    """
+    others = [f"--{name}" for name in command.several if f"--{name}" != flag]
     launched = os.environ.get("WORLD_SIZE", "1") != "1"
     faults = {
         f"trains and tests: use it with `train` or scripts/train.py, not `{command.name}`": command.name != "train",
-        "trains on other images than --folds: leave one of them out": command.folds and command.learning_curve,
+        f"and {' and '.join(others)} are different sets of trainings: leave one of them out": others,
+        f"sets {setting}: leave it out": setting and command.value(setting) is not None,
         resume_remedy: command.resume is not None,
         "trains on one machine: leave --nodes out": command.value("trainer.num_nodes") not in (None, "1"),
         "starts its trainings itself: use --devices N without torchrun or srun": launched,
@@ -51,7 +68,7 @@ def train_each(
     further ranks by repeating the command.
 
     Args:
-        command: the command, without the flag of the several trainings.
+        command: the command. Its flags for several trainings are ignored.
         trainings: settings by dotted name, in addition to the command's, by the title of the training.
         logs: folder for these runs only. Finished runs in it are not repeated, and others are resumed. Default: new
             runs in the folder of all runs, on one device.
@@ -66,7 +83,8 @@ def train_each(
         if not done and re.fullmatch(ONE_DEVICE, command.value("trainer.devices") or "1"):
             place = str(logs) if logs else command.logs
             resume = str(run) if run else None
-            cli = TrainingCLI(replace(command, flags=[*command.flags, *flags], logs=place, resume=resume))
+            alone = replace(command, several={}, flags=[*command.flags, *flags], logs=place, resume=resume)
+            cli = TrainingCLI(alone)
             run = None if cli.model.predictions is None else cli.run.folder.path
             after(cli)
             del cli
@@ -78,6 +96,70 @@ def train_each(
             raise Failure("a training ended without a test: leave out flags that shorten the training")
         runs.append(run)
     return runs
+
+
+@contextmanager
+def group_folder(
+    command: Command, suffix: str, file: str, continues: Callable[[dict[str, Any]], bool]
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield a locked folder for the trainings of a command, and the record that its `file` begins with.
+
+    It is a new folder, or an earlier one of the same command and settings. If the first training fails before it has a
+    folder of its own, the new folder is removed. An interruption names the command that continues these trainings.
+
+    Args:
+        suffix: end of the folder's name, after the recipe's name.
+        file: name of the JSON file with record and results.
+        continues: whether to continue the trainings of a folder, by the content of its `file`.
+    """
+    recipe = [recipe_path(command.recipe)] if command.recipe else []
+    texts = [read_text(path.expanduser()) for path in (*recipe, *map(Path, command.configs))]
+    record = {"command": command.words, "settings": sha256("\0".join(texts).encode()).hexdigest()}
+    name, logs = "-".join([*(path.stem for path in recipe), suffix]), logs_of(command)
+    contents = {path.parent: read_json(path) for path in logs.glob(f"*/{file}")}
+    earlier = (path for path, content in contents.items() if record.items() <= content.items() and continues(content))
+    folder = RunFolder(logs, name, next(earlier, None))
+    record |= command.several
+    try:
+        write_text(folder.path / file, json.dumps(record) + "\n")
+        yield folder.path, record
+    except Interrupted as interruption:
+        flags = [f"--{name}={value}" if value else f"--{name}" for name, value in command.several.items()]
+        interruption.resume = f"{program(sys.argv[0], 'train')} {shlex.join([*command.words, *flags])}"
+        raise
+    finally:
+        folder.release()
+        if [entry.name for entry in folder.path.iterdir()] == [file]:
+            (folder.path / file).unlink()
+            folder.path.rmdir()
+
+
+def show_runs(
+    title: str,
+    kind: str,
+    runs: Mapping[str, Mapping[str, Any]],
+    names: Sequence[str],
+    spreads: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Print a row of test results for each run, then their means and standard deviations.
+
+    Args:
+        kind: title of the first column.
+        runs: results by run folder.
+        names: the results to print.
+        spreads: `stats.mean_interval` of results.
+    """
+    columns = (Column(TITLES.get(name, name.replace("_", " ")), justify="right") for name in names)
+    table = Table(kind, *columns, title=title, title_justify="left", title_style="")
+    for run, values in runs.items():
+        table.add_row(run, *(_cell(values.get(name)) for name in names))
+    for statistic in ("mean", "std"):
+        table.add_row(statistic, *(_cell(spreads.get(name, {}).get(statistic)) for name in names))
+    for_tables().print(table)
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def find_run(logs: Path | None, settings: Mapping[str, Any]) -> Path | None:

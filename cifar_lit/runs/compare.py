@@ -159,8 +159,8 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Group the tested runs that have the same recipe and the same settings except for the seed.
 
     Returns:
-        For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds`, and
-        `mean_interval` of `accuracy` and `train_seconds`.
+        For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds` and
+        `accuracies` of the runs, and `mean_interval` of `accuracy` and `train_seconds`.
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe")]
@@ -176,11 +176,26 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
                 "settings": dict(zip(names, texts, strict=True)),
                 "runs": [run.name for run in group],
                 "seeds": [run.seed for run in group],
-                "accuracy": mean_interval([run.test["accuracy"] for run in group]),
+                "accuracies": (accuracies := [run.test["accuracy"] for run in group]),
+                "accuracy": mean_interval(accuracies),
                 "train_seconds": mean_interval(seconds) if seconds else None,
             }
         )
     return summaries
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Whether each test image was predicted correctly, and the fingerprint of these images."""
+
+    fingerprint: str
+    correct: list[bool]
+
+
+def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
+    """Return the hits by name of each run with complete predictions."""
+    tested = [(run, run.test["fingerprint"]) for run in runs if run.test.get("fingerprint")]
+    return {run.name: Hits(fingerprint, correct) for run, fingerprint in tested if (correct := _hits(run))}
 
 
 def _hits(run: RunRecord) -> list[bool] | None:
@@ -194,10 +209,13 @@ def _hits(run: RunRecord) -> list[bool] | None:
     return [label == predicted for _, label, predicted in rows] if complete else None
 
 
-def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
+def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
     """Apply McNemar's test to pairs of runs that were tested on the same images.
 
     Up to five runs on the same images are compared pairwise. With more, each is compared with the most accurate one.
+
+    Args:
+        hits: `hits_by_run` of the runs.
 
     Returns:
         The names of each pair with its test, and messages about runs that are not compared.
@@ -206,7 +224,6 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
     if len(tested) < 2:
         return [], []
     messages = []
-    hits = {run.name: answers for run in tested if run.test.get("fingerprint") and (answers := _hits(run))}
     if missing := [run.name for run in tested if run.name not in hits]:
         messages.append(
             f"not compared image by image, because predictions.csv is missing or incomplete: {', '.join(missing)}"
@@ -227,7 +244,7 @@ def pairs(runs: Sequence[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], li
         messages.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small")
     tests = []
     for first, second in candidates:
-        counts = Counter(zip(hits[first.name], hits[second.name], strict=False))
+        counts = Counter(zip(hits[first.name].correct, hits[second.name].correct, strict=False))
         tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
     return tests, messages
 

@@ -143,7 +143,7 @@ def test_a_restarted_job_resumes_its_newest_run(capsys: pytest.CaptureFixture[st
     assert first.job is not None and json.loads(first.job)["job"] == "slurm:hill:7"
     assert replace(first, job=None) == parse("train", LINE) == start_command(LINE, {})
     folds = start_command([*LINE, "--folds", "5"], AGAIN)
-    assert (folds.resume, folds.job, folds.folds) == (None, None, "5")  # cross-validation starts again
+    assert (folds.resume, folds.job, folds.several) == (None, None, {"folds": "5"})  # cross-validation starts again
     write_run(first, "small-3", checkpoint=False)
     command = start_command(LINE, AGAIN)
     assert (command.resume, command.recipe) == (None, "small.yaml")

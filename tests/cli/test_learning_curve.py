@@ -83,7 +83,7 @@ def test_a_repeated_command_trains_only_what_is_missing(
 ) -> None:
     shutil.copytree(curve[0] / "lightning_logs", "lightning_logs")
     record = json.loads((PARENT / "learning-curve.json").read_text())
-    unfinished = {name: record[name] for name in ("command", "settings")}
+    unfinished = {name: record[name] for name in ("command", "settings", "learning-curve")}
     (PARENT / "learning-curve.json").write_text(json.dumps(unfinished))
     (PARENT / "small-2/metrics.json").unlink()  # killed after its last checkpoint
     shutil.rmtree(PARENT / "small-3")  # not begun
@@ -103,12 +103,12 @@ def test_a_repeated_command_trains_only_what_is_missing(
 
 
 def test_two_devices_train_on_the_same_images_as_one(curve: tuple[Path, str]) -> None:
-    words = [*SMALL, "--learning-curve", "--devices", "2", "--epochs", "1"]
+    words = [*SMALL, "--devices", "2", "--epochs", "1"]
     shutil.copytree(curve[0] / "lightning_logs", "lightning_logs")
     record = json.loads((PARENT / "learning-curve.json").read_text())
     (PARENT / "learning-curve.json").write_text(json.dumps({"command": words, "settings": record["settings"]}))
     shutil.rmtree(PARENT / "small-3")  # one training is enough to see that its ranks start
-    answer = run_command(*words)
+    answer = run_command(*words, "--learning-curve")
     assert answer.code == 0, answer.err
     alone, pair = metrics_of(curve[0] / PARENT / "small-3"), metrics_of(PARENT / "small-5")
     assert pair["devices"] == 2 and pair["data"] == alone["data"]

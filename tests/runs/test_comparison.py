@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,19 @@ import torch
 import yaml
 
 from cifar_lit.errors import UsageError
-from cifar_lit.runs.compare import RunRecord, differing, find_runs, groups, pairs, plot_curves, read_run
+from cifar_lit.runs.compare import (
+    RunRecord,
+    differing,
+    find_runs,
+    groups,
+    hits_by_run,
+    pairs,
+    plot_curves,
+    read_run,
+)
 from cifar_lit.runs.predictions import write_predictions
+from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
+from cifar_lit.stats import McNemar
 
 MOSTLY = [True] * 8 + [False] * 2
 HALF = [True] * 5 + [False] * 5
@@ -121,12 +133,16 @@ def test_runs_that_differ_only_in_the_seed_form_a_group() -> None:
     assert (other["accuracy"]["n"], other["accuracy"]["std"]) == (1, None)
 
 
+def compared(runs: list[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
+    return pairs(runs, hits_by_run(runs))
+
+
 def test_pairs_count_the_images_that_only_one_run_classifies_correctly_on_the_same_test_images() -> None:
     first = make_run("a", [True, True, True, False, True, False])
     second = make_run("b", [True, False, False, True, False, False])
-    assert pairs([first, second]) == ([("a", "b", (3, 1, pytest.approx(10 / 16), pytest.approx(6 / 16)))], [])
+    assert compared([first, second]) == ([("a", "b", (3, 1, pytest.approx(10 / 16), pytest.approx(6 / 16)))], [])
     other = make_run("c", HALF, fingerprint="f2")
-    tests, lines = pairs([first, second, other])
+    tests, lines = compared([first, second, other])
     assert [names for *names, _ in tests] == [["a", "b"]]
     assert lines == ["runs with different test images are not compared image by image"]
     without_fingerprint, truncated = make_run("d", HALF, fingerprint=None), make_run("e", HALF)
@@ -135,17 +151,38 @@ def test_pairs_count_the_images_that_only_one_run_classifies_correctly_on_the_sa
     claims_too_many = make_run("f", HALF)
     claims_too_many.metrics["test"]["images"] = 10**10
     reason = "not compared image by image, because predictions.csv is missing or incomplete: d, e, f"
-    assert pairs([first, without_fingerprint, truncated, claims_too_many]) == ([], [reason])
+    assert compared([first, without_fingerprint, truncated, claims_too_many]) == ([], [reason])
 
 
 def test_many_runs_are_each_compared_with_the_best() -> None:
     runs = [make_run(f"small-{count}", [True] * count + [False] * (10 - count)) for count in range(1, 8)]
-    tests, (line,) = pairs(runs)
+    tests, (line,) = compared(runs)
     assert [first for first, _, _ in tests] == ["small-7"] * 6
     assert line.startswith("small-7 was selected as the best on these images")
     other = make_run("other", [True] * 10, fingerprint="f2")
-    with_other, lines = pairs([*runs, other])
+    with_other, lines = compared([*runs, other])
     assert with_other == tests and lines[1:] == [line] and "different test images" in lines[0]
+
+
+def test_groups_are_paired_by_seed_and_by_test_image() -> None:
+    # Group a is right on 7, 6 and 8 of 10 images, group b on 6, 4 and 7.
+    runs = [make_run(f"a-{seed}", [True] * n + [False] * (10 - n), seed) for seed, n in enumerate((7, 6, 8))]
+    runs += [make_run(f"b-{seed}", [True] * n + [False] * (10 - n), seed, lr=0.5) for seed, n in enumerate((6, 4, 7))]
+    runs += [make_run("c-0", HALF, 0, lr=0.7), make_run("c-9", HALF, 9, lr=0.7)]  # shares one seed only
+    (pair,) = seed_pairs(groups(runs), hits_by_run(runs))
+    assert (pair.first, pair.second, pair.over_seeds["n"]) == (0, 1, 3)
+    assert pair.over_seeds["mean"] == pytest.approx(0.4 / 3) and pair.over_seeds["std"] == pytest.approx(0.1 / 3**0.5)
+    by_image = [0, 0, 0, 0, 1 / 3, 1 / 3, 1 / 3, 1 / 3, 0, 0]  # mean differences
+    half = 1.96 * statistics.stdev(by_image) / 10**0.5
+    assert pair.over_images == pytest.approx((0.4 / 3 - half, 0.4 / 3 + half), rel=1e-4)
+    without = {name: hits for name, hits in hits_by_run(runs).items() if name != "b-1"}
+    assert seed_pairs(groups(runs), without)[0].over_images is None
+
+
+@pytest.mark.parametrize(("ratio", "seeds"), [(1.0, 10), (0.5, 34), (0.2, 199)])
+def test_the_number_of_seeds_is_that_of_a_paired_t_test_with_80_percent_power(ratio: float, seeds: int) -> None:
+    pair = SeedPairs(0, 1, {"std": 0.002}, None)
+    assert pair.seeds_for(0.002 * ratio) == pytest.approx(seeds, abs=1 + seeds // 50)
 
 
 def test_curves_have_a_line_per_run_and_a_legend_entry_per_label(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+"""`train --seeds 0-4`: one training per seed, with the mean, standard deviation and interval of the results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cifar_lit.cli.flags import Command
+from cifar_lit.cli.several import check_several, group_folder, show_runs, train_each
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.files import write_text
+from cifar_lit.runs.run_folder import display_path, read_metrics
+from cifar_lit.stats import mean_interval
+from cifar_lit.text import say
+
+FILE = "seeds.json"
+SETTING = "seed_everything"
+MOST = 1000  # seeds of one command
+RESULTS = ("accuracy", "accuracy with TTA", "loss", "train seconds")
+
+
+def train_seeds(command: Command) -> None:
+    """Train once per seed. A repeated command continues unfinished trainings; one with more seeds adds the missing."""
+    check_several(command, "--seeds", "continues unfinished trainings by itself: leave --resume out", SETTING)
+    seeds = read_seeds(command.several["seeds"])
+
+    def continues(content: Mapping[str, Any]) -> bool:
+        """Continue a folder that lacks some of the seeds, or its results, and has no other seeds."""
+        earlier = set(read_seeds(str(content["seeds"])))
+        return earlier < set(seeds) or ("runs" not in content and earlier == set(seeds))
+
+    with group_folder(command, "seeds", FILE, continues) as (path, record):
+        trainings = {f"seed {seed} ({number} of {len(seeds)})": {SETTING: seed} for number, seed in enumerate(seeds, 1)}
+        runs = train_each(command, trainings, path)
+        finish(path, record, {display_path(run): read_metrics(run) for run in runs})
+
+
+def read_seeds(text: str) -> list[int]:
+    """Return the seeds of a list such as 0-4 or 0,3,8-11; raise UsageError if it is invalid or names fewer than two."""
+    seeds: dict[int, None] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
+        if match is None or (last := int(match[2] or match[1])) < (first := int(match[1])) or last - first >= MOST:
+            raise UsageError(f"--seeds must be seeds such as 0-4 or 1,2,3, at most {MOST} of them, not {text!r}")
+        seeds |= dict.fromkeys(range(first, last + 1))
+    if len(seeds) < 2:
+        raise UsageError(f"--seeds {text} is one seed: name several, such as 0-4, or use --seed {text}")
+    return [*seeds]
+
+
+def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write seeds.json and print the results. runs: metrics.json by run folder."""
+    if len({str([metrics.get("data"), metrics["test"].get("fingerprint")]) for metrics in runs.values()}) > 1:
+        reason = "the images have changed between its trainings"
+        raise Failure(f"{display_path(path)} has no mean, because {reason}: remove the folder, and start again")
+    rows = {run: results(metrics) for run, metrics in runs.items()}
+    spreads = {name: mean_interval([row[name] for row in rows.values()]) for name in next(iter(rows.values()))}
+    write_text(path / FILE, json.dumps({**record, "runs": [*runs], **spreads}, indent=2) + "\n")
+    titled = {f"{run} (seed {runs[run]['seed']})": row for run, row in rows.items()}
+    show_runs("test results of each seed", "run", titled, [*spreads], spreads)
+    for name in (name for name in RESULTS[1::-1] if name in spreads):
+        text = "test {} {mean:.4f} ± {std:.4f} · n = {n} · 95 % interval of the mean {low:.4f} … {high:.4f}"
+        say(text.format(name, **spreads[name]))
+    say(f"results {display_path(path)}", f"next: cifar-lit compare {display_path(path)} OTHER-SEEDS-FOLDER")
+
+
+def results(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the results of a run that seeds differ in, from the content of metrics.json."""
+    test = metrics["test"]
+    tta = test.get("tta", {}).get("accuracy")
+    values = (test["accuracy"], tta, test["loss"], metrics["train_seconds"])
+    return {name: value for name, value in zip(RESULTS, values, strict=True) if value is not None}

@@ -1,0 +1,79 @@
+"""`train --seeds`: one training per seed, continued and extended by a repeated command."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from contract.command_line import SMALL, assert_refused, config_of, contents_of, metrics_of, run_command
+
+from cifar_lit.cli.seeds import read_seeds
+
+GROUP = Path("lightning_logs/small-seeds-1")
+SHORT = (*SMALL, "--epochs", "1")
+
+
+def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -> None:
+    answer = run_command("train", *SMALL, "--seeds", "3,1")
+    assert answer.code == 0, answer.err
+    same = [(path / "model.safetensors").read_bytes() for path in (GROUP / "small-1", run_dir)]
+    assert same[0] == same[1]  # seed 3 is the recipe's
+    kept = contents_of(GROUP / "small-1")
+    (GROUP / "small-2/metrics.json").unlink()  # killed after its last checkpoint
+    answer = run_command("train", *SMALL, "--seeds=1-3")
+    assert answer.code == 0, answer.err
+    assert contents_of(GROUP / "small-1") == kept
+    runs = [GROUP / name for name in ("small-2", "small-3", "small-1")]
+    assert [config_of(run)["seed_everything"] for run in runs] == [1, 2, 3]
+    accuracies = [metrics_of(run)["test"]["accuracy"] for run in runs]
+    results = json.loads((GROUP / "seeds.json").read_text())
+    assert results["runs"] == [str(run) for run in runs]
+    assert results["accuracy"]["mean"] == pytest.approx(statistics.fmean(accuracies))
+    assert results["accuracy"]["std"] == pytest.approx(statistics.stdev(accuracies))
+    expected = "test accuracy {mean:.4f} ± {std:.4f} · n = 3 · 95 % interval of the mean {low:.4f} … {high:.4f}"
+    assert expected.format(**results["accuracy"]) in answer.out.splitlines()
+
+
+def test_equal_seeds_of_two_groups_are_compared_and_a_finished_group_is_not_reused() -> None:
+    for words in (("--seeds", "0-1"), ("--seeds", "0-2", "--lr", "0.001")):
+        assert run_command("train", *SHORT, *words).code == 0
+    other = GROUP.with_name("small-seeds-2")
+    answer = run_command("compare", str(GROUP), str(other), "--difference", "5", "--json", "both.json")
+    assert answer.code == 0, answer.err
+    accuracies = [[metrics_of(group / f"small-{n}")["test"]["accuracy"] for n in (1, 2)] for group in (GROUP, other)]
+    mean = statistics.fmean(one - two for one, two in zip(*accuracies, strict=True))
+    assert f"small · lr 0.05 minus small · lr 0.001: {100 * mean:+.2f} points over 2 equal seeds" in answer.out
+    assert "finding a difference of 5 points takes about" in answer.out and "McNemar" not in answer.out
+    (pair,) = json.loads(Path("both.json").read_text())["seed_pairs"]
+    assert pair["over_seeds"]["n"] == 2 and pair["over_seeds"]["mean"] == pytest.approx(mean)
+    assert pair["over_images"][0] < mean < pair["over_images"][1]
+
+    assert run_command("train", *SHORT, "--seeds", "0-1").code == 0
+    assert sorted(path.name for path in GROUP.parent.iterdir()) == [f"small-seeds-{number}" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("text", "seeds"), [("0-4", [0, 1, 2, 3, 4]), ("7, 3,3-4", [7, 3, 4])])
+def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
+    assert read_seeds(text) == seeds
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("fit", "--seeds", "0-4"), "--seeds trains and tests: use it with `train`"),
+        (("train", "--seeds", "0-4", "--seed", "3"), "--seeds sets seed_everything: leave it out"),
+        (("train", "--seeds", "0-4", "--folds", "5"), "and --folds are different sets of trainings: leave one"),
+        (("train", "--seeds", "0-4", "--resume"), "continues unfinished trainings by itself: leave --resume out"),
+        (("train", "--seeds"), "--seeds needs a value, as in --seeds 0-4"),
+        (("train", "--seeds", "4-0"), "--seeds must be seeds such as 0-4 or 1,2,3, at most 1000 of them, not '4-0'"),
+        (("train", "--seeds", "0-4000000"), "at most 1000 of them"),
+        (("train", "--seeds", "5"), "--seeds 5 is one seed: name several, such as 0-4, or use --seed 5"),
+        (("compare", "lightning_logs", "--difference", "0"), "--difference is in points of accuracy, above 0"),
+    ],
+)
+def test_invalid_seeds_are_refused_in_one_line_and_leave_nothing(words: tuple[str, ...], line: str) -> None:
+    command, *rest = words
+    assert_refused(run_command(command, *(SMALL if command != "compare" else ()), *rest), 2, line)
+    assert not Path("lightning_logs").exists()
