@@ -14,9 +14,10 @@
 #   airbench              AIRBENCH on the same data
 #   step                  profile of a step; steps under the Trainer against a plain loop, captured and eager
 #   variants              fast94 without compilation, with eager steps, without cuDNN's benchmark, with padded channels
-#   fast95, fast96        the recipes with 20 and 12 seeds
+#   fast95, fast96, fast97    the recipes with 20, 12 and 4 seeds
 #   fast100               the recipe with 40 seeds, on DATA100
 #   resnet18, resnet18-uncompiled, resnet18-eager     one training of 200 epochs each
+#   resnet18_30           the recipe with 4 seeds; resnet18_30_c100 the same on DATA100
 #   rest                  the recipe tudui, input pipelines, the CPU against the GPU
 #
 # A measurement that fails, or takes more than LIMIT seconds, is named at the end; the others still run. LIMIT is 200 by
@@ -48,11 +49,11 @@ images=(--dataset "${DATASET:-$(dataset "$data" cifar10 cifar-10-)}" --data-dir 
 images100=(--dataset "$(dataset "$data100" cifar100 cifar-100-)" --data-dir "$data100")
 
 [ "${images[1]}" = cifar10 ] || airbench=
-parts=(check fast94 ${airbench:+airbench} step variants fast95 fast96 ${data100:+fast100})
-parts+=(resnet18 resnet18-uncompiled resnet18-eager rest)
+parts=(check fast94 ${airbench:+airbench} step variants fast95 fast96 fast97 ${data100:+fast100})
+parts+=(resnet18 resnet18-uncompiled resnet18-eager resnet18_30 ${data100:+resnet18_30_c100} rest)
 for part in "${@:3}"; do
     if [[ " ${parts[*]} " != *" $part "* ]]; then
-        echo "no part $part: there are ${parts[*]} (airbench needs AIRBENCH and cifar10, fast100 needs DATA100)" >&2
+        echo "no part $part: there are ${parts[*]} (airbench needs AIRBENCH and cifar10, those with 100 need DATA100)" >&2
         exit 2
     fi
 done
@@ -105,7 +106,7 @@ script() { # NAME SCRIPT FLAGS…
 }
 seeds() { # RECIPE[-VARIANT] RUNS
     local recipe=${1%%-*} variant=${1#*-} flags=("${images[@]}")
-    [ "$recipe" != fast100 ] || flags=("${images100[@]}")
+    [[ $recipe != *100 ]] || flags=("${images100[@]}")
     [ "$variant" != "$1" ] || variant=
     # shellcheck disable=SC2086
     run "$1" python3 -m cifar_lit bench recipe "$recipe" --runs "${RUNS:-$2}" "${flags[@]}" \
@@ -139,6 +140,7 @@ for part in "${parts[@]}"; do
         fast94 | fast100) seeds "$part" 40 ;;
         fast95) seeds "$part" 20 ;;
         fast96) seeds "$part" 12 ;;
+        fast97 | resnet18_30*) seeds "$part" 4 ;;
         resnet18*) seeds "$part" 1 ;;
         rest)
             seeds tudui 3

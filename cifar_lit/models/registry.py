@@ -19,6 +19,7 @@ from cifar_lit.models.pretrained import TIMM, build_timm_net, takes_any_size
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net, torchvision_names
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
 from cifar_lit.models.whitened import OPTIONS, WhitenedNet, min_size
+from cifar_lit.models.wide_resnet import wide_resnet
 from cifar_lit.plugins import check_no_file, import_callable, is_import_path
 
 
@@ -43,6 +44,7 @@ class NetSpec(NamedTuple):
 MAX_WIDTH = 1000.0
 NETS: dict[str, NetSpec] = {
     "whitened": NetSpec(WhitenedNet, min_size, any_size=True, options=OPTIONS),
+    "wide_resnet": NetSpec(wide_resnet, any_size=True, options=("depth", "widen", "dropout")),
     "shapenet": NetSpec(shapenet, min_size=8, any_size=True),
     "tudui": NetSpec(tudui, min_size=8),
     "sjnet": NetSpec(tudui, min_size=8),  # the name of the same net in another tutorial

@@ -37,7 +37,10 @@ AIRBENCH = """import torchvision
 images = torchvision.datasets.CIFAR10("cifar10", download=True)
 raise SystemExit(f"{len(images)} images")
 """
-PARTS = """check fast94 airbench step variants fast95 fast96 fast100 resnet18 resnet18-uncompiled resnet18-eager rest"""
+PARTS = (
+    "check fast94 airbench step variants fast95 fast96 fast97 fast100 resnet18 resnet18-uncompiled resnet18-eager "
+    "resnet18_30 resnet18_30_c100 rest"
+)
 Bench = Callable[..., tuple[int, list[str]]]
 
 
@@ -90,12 +93,13 @@ def test_a_failing_or_slow_measurement_is_named_at_the_end_and_the_others_run(
     assert f"{tmp_path}/airbench94_muon.py" in lines
     trainings = [line.split() for line in lines if line.startswith("-m cifar_lit bench recipe")]
     assert [words[4] for words in trainings] == [
-        *["fast94"] * 7, "fast95", "fast96", "fast100", *["resnet18"] * 3, "tudui",
+        *["fast94"] * 7, "fast95", "fast96", "fast97", "fast100", *["resnet18"] * 3, "resnet18_30",
+        "resnet18_30_c100", "tudui",
     ]  # fmt: skip
     datasets = {words[4]: words[words.index("--dataset") + 1] for words in trainings}
-    assert datasets == dict.fromkeys(("fast94", "fast95", "fast96", "resnet18", "tudui"), "cifar10") | {
-        "fast100": "cifar100"
-    }
+    assert datasets == dict.fromkeys(
+        ("fast94", "fast95", "fast96", "fast97", "resnet18", "resnet18_30", "tudui"), "cifar10"
+    ) | dict.fromkeys(("fast100", "resnet18_30_c100"), "cifar100")
     for words in trainings:  # the files that the headers of the recipes name
         assert words[-1].startswith(f"{out}/{words[4]}") and words[-2] == "--json"
     with tarfile.open(f"{out}.tar.gz") as archive:
@@ -169,7 +173,8 @@ def test_a_dry_run_measures_everything_on_a_cpu(
     assert (code, output[-1]) == (1, "failed: airbench"), text
     assert (out / "airbench.txt").read_text().splitlines()[-1] == "100 images"
     variants = [f"fast94-{variant}" for variant in ("eager", "uncompiled", "unbenchmarked", "padded")]
-    names = {"fast94", *variants, "fast95", "fast96", "fast100", "resnet18", "resnet18-eager", "resnet18-uncompiled"}
+    names = {"fast94", *variants, "fast95", "fast96", "fast97", "fast100", "resnet18", "resnet18-eager"}
+    names |= {"resnet18-uncompiled", "resnet18_30", "resnet18_30_c100"}
     assert {file.stem for file in out.glob("*.json")} == {
         *names, "tudui", "profile", "step", "step-eager", "input", "devices",
     }  # fmt: skip

@@ -90,7 +90,16 @@ EXEMPT: dict[str, dict[str, str]] = {  # page: typed words and the reason
     "cifar_lit/recipes/fast96.yaml": {"aims at 96 %": AIM},
     "cifar_lit/recipes/fast100.yaml": {"aims at 75 %": AIM, "75.19 %": RECORD, "3.50 s": RECORD},
     "cifar_lit/recipes/laptop100.yaml": {"aims at 70 %": AIM},
+    "cifar_lit/recipes/fast97.yaml": {
+        "aims at 97 %": AIM,
+        "public record of 97 %": "a record that does not exist",
+        "94, 95 and 96 %": RECORD,
+        "continued to 97 %": AIM,
+    },
     "cifar_lit/recipes/resnet18.yaml": {"aims at 95 %": AIM},
+    "cifar_lit/recipes/resnet18_c100.yaml": {"aims at 76 %": AIM, "75.61 %": RECORD},
+    "cifar_lit/recipes/wrn28_10.yaml": {"aims at 96 %": AIM, "96.00 %": RECORD, "80.75 %": RECORD},
+    "cifar_lit/recipes/wrn28_10_c100.yaml": {"aims at 80 %": AIM, "80.75 %": RECORD},
 }
 
 

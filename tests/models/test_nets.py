@@ -1,4 +1,5 @@
 import copy
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from cifar_lit import plugins
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.checks import build_on_meta_device, check_shapes
 from cifar_lit.models.registry import NETS, NetSpec, build_net, net_spec
+from cifar_lit.models.wide_resnet import WideBlock
 
 
 def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
@@ -23,8 +26,8 @@ def build(name: str, image_size: Any = 32, channels: int = 3, num_classes: int =
     return build_net(name, channels=channels, image_size=image_size, num_classes=num_classes, **settings)
 
 
-def on_meta_device(name: str, channels: int = 3, image_size: int = 32) -> Any:
-    return build_on_meta_device(name, channels=channels, image_size=image_size, num_classes=10)
+def on_meta_device(name: str, channels: int = 3, image_size: int = 32, **settings: Any) -> Any:
+    return build_on_meta_device(name, channels=channels, image_size=image_size, num_classes=10, **settings)
 
 
 def with_biases(*shapes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -53,6 +56,51 @@ def test_a_tutorial_net_has_exactly_its_layers(name: str, channels: int, side: i
     assert [type(layer) for layer in net] == layers
     assert [tuple(parameter.shape) for parameter in net.parameters()] == with_biases(*shapes)
     assert not list(net.buffers())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "parameters", "products"),
+    [
+        ("wide_resnet", {}, 36_479_194, 5_243_328_768),  # Zagoruyko and Komodakis: 36.5 M, 5.2 G
+        ("wide_resnet", {"depth": 40, "widen": 4}, 8_949_210, None),  # 8.9 M
+        ("wide_resnet", {"depth": 16, "widen": 8, "dropout": 0.3}, 10_961_370, None),  # 11.0 M
+        ("resnet18", {}, 11_173_962, 555_422_720),
+    ],
+)
+def test_a_research_net_has_the_parameters_and_products_of_its_paper(
+    name: str, options: dict[str, Any], parameters: int, products: int | None
+) -> None:
+    net = on_meta_device(name, options=options)
+    assert sum(parameter.numel() for parameter in net.parameters()) == parameters
+    if products:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            net.eval()(torch.empty(1, 3, 32, 32, device="meta"))
+        assert counter.get_total_flops() == 2 * products
+
+
+def test_a_block_whose_shape_changes_activates_the_input_of_its_shortcut() -> None:
+    torch.manual_seed(0)
+    keeps, changes = WideBlock(4, 4, 1, 0.0).eval(), WideBlock(4, 8, 2, 0.0).eval()
+    assert keeps.shortcut is None and changes.shortcut is not None
+    x = torch.randn(2, 4, 6, 6)
+    for block, shortcut in ((keeps, x), (changes, changes.shortcut(changes.activate(x)))):
+        with torch.no_grad():
+            assert torch.equal(block(x), block.branch(block.activate(x)) + shortcut)
+            assert block(-x.abs()).shape == shortcut.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"depth": 27}, "depth must be 6·n + 4, such as 16, 28 or 40, not 27"),
+        ({"depth": 4}, "not 4"),
+        ({"widen": 0}, "widen must be an integer of at least 1, not 0"),
+        ({"dropout": 1}, "dropout must be at least 0 and below 1, not 1"),
+    ],
+)
+def test_invalid_options_of_a_wide_resnet_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        build("wide_resnet", options=options)
 
 
 def test_shapenet_has_98970_parameters() -> None:
