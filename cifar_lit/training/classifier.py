@@ -75,6 +75,8 @@ class ImageClassifier(pl.LightningModule):
         warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
         final_lr: final learning rate, as a fraction of lr.
         ema_decay: decay per step of a moving average of the weights, which is validated and saved. 0 disables it.
+        swa_from: stochastic weight averaging: validate and save the mean of the weights at the ends of the epochs from
+            this share of the training on. 0 disables it.
         channels_last: keep convolution weights in channels_last memory format, which is faster on CPUs and tensor
             cores.
         compile: compile the net of captured steps with torch.compile. Without captured steps, this has no effect.
@@ -127,6 +129,7 @@ class ImageClassifier(pl.LightningModule):
         warmup_epochs: float = 0.0,
         final_lr: float = 0.0,
         ema_decay: float = 0.0,
+        swa_from: float = 0.0,
         channels_last: bool = True,
         compile: bool = False,
         capture: bool = False,
