@@ -93,6 +93,8 @@ class ImageClassifier(pl.LightningModule):
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers. Default:
             lr.
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
+        stochastic_depth: probability of skipping the last residual branch of a net for a training image. That of the
+            other branches falls linearly towards the input.
         margins: record the mean logit margin of each training image, and write margins.npy to the run folder.
         metrics: additional torchmetrics for validation and test, by name. They receive logits (B, classes) and labels
             (B,).
@@ -141,6 +143,7 @@ class ImageClassifier(pl.LightningModule):
         frozen: float = 0.0,
         input_lr: float | None = None,
         fixed_norms: bool = False,
+        stochastic_depth: float = 0.0,
         margins: bool = False,
         metrics: dict[str, Metric] | None = None,
         monitor: str = "accuracy",

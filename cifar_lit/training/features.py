@@ -19,6 +19,7 @@ from cifar_lit.training.early_stopping import EarlyStop
 from cifar_lit.training.finetune import FixedNorms, HeadFit, PretrainedWeights
 from cifar_lit.training.margins import Margins
 from cifar_lit.training.rows import LateRows
+from cifar_lit.training.stochastic_depth import StochasticDepth
 from cifar_lit.training.swa import EpochAverage
 from cifar_lit.training.weight_average import WeightAverage
 from cifar_lit.training.whitening import Whitening
@@ -55,6 +56,8 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(Margins())
     if h["fixed_norms"]:
         callbacks.append(FixedNorms())
+    if h["stochastic_depth"]:
+        callbacks.append(StochasticDepth(model, h["stochastic_depth"]))
     if isinstance(model.net, WhitenedNet):
         callbacks.append(Whitening())
     if h["weights"] and h["head_views"]:

@@ -110,7 +110,7 @@ GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 # A check of the value of each setting, and the message for an invalid value. null is always valid.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(
-        ("momentum", "rest_momentum", "label_smoothing"),
+        ("momentum", "rest_momentum", "label_smoothing", "stochastic_depth"),
         (lambda value: 0 <= value < 1, "must be 0 or more and below 1"),
     ),
     **dict.fromkeys(
