@@ -45,6 +45,22 @@ def test_the_mean_over_the_last_epochs_is_validated_saved_and_tested(tmp_path: P
     assert Score.from_dict(checkpoint["cifar_lit"]["score"], 10) == plain.score is not None
 
 
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
+def test_a_run_resumes_bit_equal_from_the_end_of_an_averaged_epoch(hook: str, tmp_path: Path) -> None:
+    """The epoch is included once, whether its validation or its end was saved."""
+
+    def save(trainer: Any, _: Any) -> None:
+        trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    settings: dict[str, Any] = {"net": "shapenet", "momentum": 0.9, "schedule": "cosine", "swa_from": 0.6}
+    whole = classifier(**settings)
+    fitted(whole, shapes_data(), LambdaCallback(**{hook: save}), **FIVE)  # type: ignore[arg-type]
+    for epoch in (2, 3):
+        model = classifier(**settings)
+        fitted(model, shapes_data(), resume=tmp_path / f"{epoch}.ckpt", **FIVE)
+        assert same(weights(model), weights(whole))
+
+
 def test_norms_of_the_average_have_the_statistics_of_the_training_images(tmp_path: Path) -> None:
     model, data = classifier(net="shapenet", swa_from=0.6), shapes_data(batch_size=99)
     fitted(model, data, best_and_last(tmp_path)[1], **FIVE)
