@@ -35,6 +35,7 @@ from cifar_lit.errors import UsageError
 from cifar_lit.inference.load import Classifier, load
 from cifar_lit.plugins import all_imports_allowed, allow_imports, import_module_of, is_import_path
 from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
+from cifar_lit.runs.run_folder import weights_file
 
 # Classes of Lightning that take plain values only, run no command and do not use the network.
 SAFE = {
@@ -115,9 +116,8 @@ def allow_run(config: Path, trusted: bool) -> None:
 
 def load_teacher(path: str, trusted: bool) -> Classifier:
     """Return the classifier of a run or model file. A net of its own needs `trusted`, or a run of this user."""
-    file = Path(path).expanduser()
     with suppress(UsageError):  # no config.yaml, or that of another program
-        allow_run((file if file.is_dir() else file.parent) / "config.yaml", trusted)
+        allow_run(weights_file(path).parent / "config.yaml", trusted)
     with all_imports_allowed() if trusted else nullcontext():
         return load(path)
 

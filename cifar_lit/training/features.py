@@ -53,7 +53,7 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(EpochAverage(h["swa_from"], updates_norms=not h["fixed_norms"]))
     if h["class_weights"] != "none":
         callbacks.append(ClassWeights(h["class_weights"]))
-    if model.teacher is not None and trainer.state.fn == "fit":
+    if model.teacher and trainer.state.fn == "fit":
         data = trainer.datamodule  # type: ignore[attr-defined]
         callbacks.append(Distillation(model.teacher, data, h["teacher_weight"], h["teacher_temperature"]))
     if h["margins"]:

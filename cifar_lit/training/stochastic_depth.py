@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.ops import stochastic_depth
 
@@ -17,29 +15,26 @@ from cifar_lit.models.whitened import Group
 
 
 class StochasticDepth(Callback):
-    """Skip the residual branches of a net at random during a fit, for each image on its own.
+    """Skip the residual branches of `model.net` at random during a fit, for each image on its own.
 
-    The hooks use the generator of the device, as dropout does, and leave net, weights and evaluation as they are.
-    Raises UsageError for a net without known residual blocks.
-
-    Args:
-        model: an ImageClassifier.
-        rate: probability of skipping the last branch. It rises linearly with depth.
+    The draws are resumed like those of dropout. `rate` is the probability for the last branch; it rises linearly with
+    depth. Raises UsageError for a net without known residual blocks.
     """
 
     def __init__(self, model: Any, rate: float) -> None:
-        self._ends, self._rate = branch_ends(model.net), rate
-        self._handles: list[RemovableHandle] = []
+        self._ends, self._rate, self._handles = branch_ends(model.net), rate, list[Any]()
         if not self._ends:
             known = "those of torchvision's ResNets, and of whitened with net_options '{residual: true}'"
             remedy = f"only {known}. For timm's nets, set net_options '{{drop_path_rate: {rate:g}}}'"
             raise UsageError(f"model.stochastic_depth finds no residual blocks in {model.hparams['net']}, {remedy}")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Add the hooks."""
+        """Add hooks. They look at the mode of the whole net, because fixed norms are not in training mode."""
+        net = pl_module.net
         for number, end in enumerate(self._ends, 1):
             rate = self._rate * number / len(self._ends)
-            self._handles.append(end.register_forward_hook(partial(_skip, net=pl_module.net, rate=rate)))
+            hook = lambda _, inputs, output, rate=rate: stochastic_depth(output, rate, "row", net.training)  # noqa: E731
+            self._handles.append(end.register_forward_hook(hook))
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException | None = None) -> None:
         """Remove the hooks, also after a failed fit."""
@@ -58,8 +53,3 @@ def branch_ends(net: nn.Module) -> list[nn.Module]:
         elif isinstance(block, Group) and block.residual:
             ends.append(block.norms[-1])
     return ends
-
-
-def _skip(end: nn.Module, inputs: Any, output: Tensor, net: nn.Module, rate: float) -> Tensor:
-    """Return the output of a branch, 0 for skipped images: a forward hook. Fixed norms are not in training mode."""
-    return stochastic_depth(output, rate, "row", net.training)

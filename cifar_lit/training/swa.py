@@ -19,39 +19,34 @@ NORM_IMAGES = 10_000  # at most, to compute the statistics of batch norms
 
 
 class EpochAverage(AverageOfFit):
-    """Mean of the weights at the ends of the last epochs. From the first of them on, it is validated and saved.
+    """Mean of the weights at the ends of the epochs from a share of the training on, with its own norm statistics.
 
     Lightning's StochasticWeightAveraging replaces the schedule, adds an epoch, validates the current weights, and loses
     its learning rate if the fit is resumed within the epoch in which it starts.
-
-    Args:
-        start: share of the training after which the average starts, above 0 and below 1.
-        updates_norms: compute the statistics of batch norms for the average, from training images.
     """
 
     def __init__(self, start: float, updates_norms: bool) -> None:
         super().__init__(use_buffers=False)
         self._start, self._updates_norms = start, updates_norms
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Create the average. Raise UsageError if the length of the training is unknown."""
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and not last_epoch(trainer):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raise UsageError if the length of the training is unknown."""
+        if not last_epoch(trainer):
             raise UsageError("model.swa_from is a share of the epochs: set --epochs, or model.swa_from 0")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Include the weights after the last step of an epoch, before they are validated."""
-        step, average = trainer.global_step, self._average_model
-        ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or step == trainer.max_steps
-        epochs = last_epoch(trainer) or math.inf
-        if not ends or (trainer.current_epoch + 1) / epochs < self._start or step <= self._latest_update_step:
+        step = trainer.global_step
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or step == trainer.max_steps
+        if not is_last or step <= self._latest_update_step or self._average_model is None:
             return
-        assert average is not None
-        average.update_parameters(pl_module)
+        if (trainer.current_epoch + 1) / (last_epoch(trainer) or math.inf) < self._start:
+            return
+        self._average_model.update_parameters(pl_module)
         self._latest_update_step = step
         if self._updates_norms:
             with trainer.precision_plugin.train_step_context():
-                update_bn(norm_batches(trainer), average.module, pl_module.device)
+                update_bn(norm_batches(trainer), self._average_model.module, pl_module.device)
 
     @property
     def _has_started(self) -> bool:
@@ -72,7 +67,7 @@ class EpochAverage(AverageOfFit):
 
 
 def norm_batches(trainer: pl.Trainer) -> Iterator[Tensor]:
-    """Yield training images: not augmented and the same on all devices, or as a foreign loader gives them."""
+    """Yield training images: of ImageData evenly spaced, not augmented, and equal on all devices."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     if hasattr(data, "plain_images"):
         images = data.plain_images(min(NORM_IMAGES, MAX_FLOATS // math.prod(data.input_shape)))
