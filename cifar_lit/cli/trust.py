@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -32,8 +32,10 @@ from jsonargparse import set_parsing_settings
 from cifar_lit.cli.errors import UNTRUSTED
 from cifar_lit.cli.flags import LOGS, RECIPES, Command, recipe_path
 from cifar_lit.errors import UsageError
-from cifar_lit.plugins import allow_imports, import_module_of, is_import_path
+from cifar_lit.inference.load import Classifier, load
+from cifar_lit.plugins import all_imports_allowed, allow_imports, import_module_of, is_import_path
 from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
+from cifar_lit.runs.run_folder import weights_file
 
 # Classes of Lightning that take plain values only, run no command and do not use the network.
 SAFE = {
@@ -110,6 +112,14 @@ def allow_run(config: Path, trusted: bool) -> None:
         settings = plain_values(config)
         allow_imports(_own_names(settings))
         allow_choices(settings)
+
+
+def load_teacher(path: str, trusted: bool) -> Classifier:
+    """Return the classifier of a run or model file. A net of its own needs `trusted`, or a run of this user."""
+    with suppress(UsageError):  # no config.yaml, or that of another program
+        allow_run(weights_file(path).parent / "config.yaml", trusted)
+    with all_imports_allowed() if trusted else nullcontext():
+        return load(path)
 
 
 def _own_names(settings: Any) -> set[str]:

@@ -75,6 +75,8 @@ class ImageClassifier(pl.LightningModule):
         warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
         final_lr: final learning rate, as a fraction of lr.
         ema_decay: decay per step of a moving average of the weights, which is validated and saved. 0 disables it.
+        swa_from: stochastic weight averaging: validate and save the mean of the weights at the ends of the epochs from
+            this share of the training on. 0 disables it.
         channels_last: keep convolution weights in channels_last memory format, which is faster on CPUs and tensor
             cores.
         compile: compile the net of captured steps with torch.compile. Without captured steps, this has no effect.
@@ -91,6 +93,12 @@ class ImageClassifier(pl.LightningModule):
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers. Default:
             lr.
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
+        stochastic_depth: probability of skipping the last residual branch of a net for a training image. That of the
+            other branches falls linearly towards the input.
+        teacher: also train on the predictions of this trained net: a run folder or model.safetensors on the command
+            line, the result of `cifar_lit.load` in Python. It sees the same images, at its size and normalisation.
+        teacher_weight: share of the teacher in the loss, 0 … 1.
+        teacher_temperature: divisor of the logits of both nets in the teacher's part of the loss.
         margins: record the mean logit margin of each training image, and write margins.npy to the run folder.
         metrics: additional torchmetrics for validation and test, by name. They receive logits (B, classes) and labels
             (B,).
@@ -127,6 +135,7 @@ class ImageClassifier(pl.LightningModule):
         warmup_epochs: float = 0.0,
         final_lr: float = 0.0,
         ema_decay: float = 0.0,
+        swa_from: float = 0.0,
         channels_last: bool = True,
         compile: bool = False,
         capture: bool = False,
@@ -138,16 +147,20 @@ class ImageClassifier(pl.LightningModule):
         frozen: float = 0.0,
         input_lr: float | None = None,
         fixed_norms: bool = False,
+        stochastic_depth: float = 0.0,
+        teacher: str | Any = None,
+        teacher_weight: float = 0.9,
+        teacher_temperature: float = 4.0,
         margins: bool = False,
         metrics: dict[str, Metric] | None = None,
         monitor: str = "accuracy",
         patience: float = 0.0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["metrics", "net"])
+        self.save_hyperparameters(ignore=["metrics", "net", "teacher"])
         self.hparams["net"] = net if isinstance(net, str) else type(net).__name__
         check_model(self.hparams)
-        self._metrics = metrics
+        self._metrics, self.teacher = metrics, teacher
         if isinstance(net, nn.Module):
             self.net = net
         self.loss_hooks: list[LossHook] = []

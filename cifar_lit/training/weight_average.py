@@ -6,19 +6,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
 
 from cifar_lit.models.state import with_versions
 
 
-class WeightAverage(EMAWeightAveraging):
-    """Lightning's moving average. It includes the running statistics of norms, and is removed after the fit.
+class AverageOfFit(WeightAveraging):
+    """Lightning's average of the weights, removed after the fit.
 
     If it remained, a test by the same Trainer would score the average, or the *current* weights of a checkpoint.
     """
-
-    def __init__(self, decay: float) -> None:
-        super().__init__(decay=decay, use_buffers=True)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Create the average on the device of the fit, to which the module is moved later."""
@@ -35,17 +32,25 @@ class WeightAverage(EMAWeightAveraging):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint["state_dict"] = with_versions(pl_module, checkpoint["state_dict"])
 
-    def start_from(self, pl_module: pl.LightningModule) -> None:
-        """Set the average to the current weights, before the first step."""
-        assert self._average_model is not None
-        self._average_model.module.load_state_dict(pl_module.state_dict())
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copy the average into the model."""
         super().on_train_end(trainer, pl_module)
         self._average_model = None
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Restore average and current weights when a fit is resumed."""
-        if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
+        """Restore average and current weights when a fit is resumed. An average of another kind becomes current."""
+        is_own = self.state_key in checkpoint.get("callbacks", {})
+        if trainer.state.fn == "fit" and "averaging_state" in checkpoint and is_own:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+
+class WeightAverage(AverageOfFit, EMAWeightAveraging):
+    """Lightning's moving average. It includes the running statistics of norms."""
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(decay=decay, use_buffers=True)
+
+    def start_from(self, pl_module: pl.LightningModule) -> None:
+        """Set the average to the current weights, before the first step."""
+        assert self._average_model is not None
+        self._average_model.module.load_state_dict(pl_module.state_dict())
