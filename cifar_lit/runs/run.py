@@ -68,13 +68,13 @@ class Run(Callback):
         if not self.trains:
             self.boards = [TensorBoardCurves(self.folder, None)] if self.command == "test" else []
             return [*self.boards]
-        names = logger_names(self.settings["logger"])
-        board = [TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)]
-        board = board if "tensorboard" in names else []
-        run = (self.folder, self.settings, resumed_step)
+        names, run = logger_names(self.settings["logger"]), (self.folder, self.settings, resumed_step)
+        if "tensorboard" in names:
+            self.boards = [TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)]
         self.trackers = [TrackerLogger(name, *run) for name in TRACKERS if name in names]
-        self.boards = [*board, *self.trackers]
-        return [*board, CurveFile(self.folder, resumed_step), *self.trackers]
+        loggers = [*self.boards, CurveFile(self.folder, resumed_step), *self.trackers]
+        self.boards += self.trackers
+        return loggers
 
     @property
     def checkpoint(self) -> str:

@@ -6,6 +6,7 @@ Project, group, tags, server and keys are the trackers' own environment variable
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -42,7 +43,7 @@ class _Wandb:
         import wandb
         from lightning.pytorch.loggers.wandb import WandbLogger
 
-        is_offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False)
+        is_offline = not wandb.login(prompt=False, verify=False) and "WANDB_MODE" not in os.environ
         mode, folder = "offline" if is_offline else None, Path(os.environ.get("WANDB_DIR") or run)
         for part in folder.glob(f"wandb/offline-run-*-{run_id}"):
             (part / f"run-{run_id}.wandb.synced").touch()  # a kill loses its last rows; the new part gets all rows
@@ -72,6 +73,7 @@ class _MLflow:
     def __init__(self, run: Path, run_id: str | None, settings: dict[str, Any]) -> None:
         from lightning.pytorch.loggers.mlflow import MLFlowLogger
 
+        logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # it warns of a new experiment
         logs, server = run.parent.absolute(), os.environ.get("MLFLOW_TRACKING_URI")
         files, uri = None if server else (logs / "mlartifacts").as_uri(), server or f"sqlite:///{logs}/mlflow.db"
         experiment = os.environ["MLFLOW_EXPERIMENT_NAME"]
@@ -129,7 +131,7 @@ class TrackerLogger(Logger):
         try:
             self._tracker = TRACKERS[self._key](self._run.path, run_id, self._settings)
             write_text(file, json.dumps({**ids, self._key: self._tracker.id}) + "\n")
-        except Exception as error:  # of any class
+        except Exception as error:  # their classes differ by package
             reason = _public(first_line(error))
             raise Failure(f"{self._key} cannot start ({reason}): fix that, or leave it out of --logger") from error
         if self._resumed_step is not None:
@@ -177,7 +179,7 @@ class TrackerLogger(Logger):
         try:
             if not self._failed:
                 getattr(self._tracker, method)(*args)
-        except Exception as error:  # of any class
+        except Exception as error:  # their classes differ by package
             if not self._warned:
                 reason = _public(first_line(error))
                 note(f"{self._key} failed ({reason}): the training continues without it; metrics.csv is complete")

@@ -33,7 +33,7 @@ from cifar_lit.runs import trackers
 
 Curves = dict[str, list[tuple[float, float]]]  # (step, value) by name
 
-SECRET = "5ec7e75ec7e75ec7e75ec7e75ec7e75ec7e75ec7"  # as long as a key of W&B
+SECRET = "5ec7e75ec7e75ec7e75ec7e75ec7e75ec7e75ec7"  # has the length of a key of W&B
 STEPS = ["--epochs", "3", "--trainer.log_every_n_steps", "1", "--checkpoint-every", "7"]  # five steps per epoch
 KILLED = {"AT_STEP": "13", "AT_STEP_SIGNAL": str(int(signal.SIGKILL))}  # the last checkpoint is of step 10
 RUN, UNDISTURBED = Path("lightning_logs/small-1"), Path("lightning_logs/small-2")
@@ -46,7 +46,7 @@ def own_settings(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(working_folder))
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "training"))  # of AtStep
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "training"))  # has AtStep
 
 
 def train(*words: object, **variables: str) -> Answer:
