@@ -72,7 +72,7 @@ class Run(Callback):
         if "tensorboard" in names:
             self.boards = [TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)]
         self.trackers = [TrackerLogger(name, *run) for name in TRACKERS if name in names]
-        loggers = [*self.boards, CurveFile(self.folder, resumed_step), *self.trackers]
+        loggers: list[Logger] = [*self.boards, CurveFile(self.folder, resumed_step), *self.trackers]
         self.boards += self.trackers
         return loggers
 
