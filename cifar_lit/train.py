@@ -15,7 +15,7 @@ from cifar_lit.inference.describe import describe_model, model_card
 from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.runs.model_file import check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
-from cifar_lit.runs.results import draw_for_tensorboard, run_metrics, write_metrics, write_report
+from cifar_lit.runs.results import log_pictures, run_metrics, write_metrics, write_report
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import PREVIOUS
 from cifar_lit.training.checkpoint import load_weights
@@ -86,8 +86,8 @@ def write_results(
         return None
     card = describe_model(model, data) if run.trains else model_card(model, data)
     metrics = run_metrics(run, model, data, val, test, card.temperature)
-    if run.board:
-        draw_for_tensorboard(run.board, val, test, model.predictions, data, trainer.global_step)
+    if run.boards:
+        log_pictures(run, val, test, model.predictions, data, trainer.global_step)
     if run.trains:
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
         with suppress(OSError):  # a leftover checkpoint is harmless
@@ -97,6 +97,8 @@ def write_results(
         if run.trains:
             write_report(folder, metrics, model.predictions, data)
     write_metrics(folder, metrics)
+    for tracker in run.trackers:
+        tracker.finish(metrics, trainer.global_step)
     return Results(metrics, val, test)
 
 

@@ -37,6 +37,7 @@ from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
+from cifar_lit.runs.trackers import logger_names
 from cifar_lit.text import counted, is_name, note, say
 from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.async_checkpoint import checkpoint_io
@@ -191,6 +192,10 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
         text = "also write checkpoints within epochs: every 500 (steps) or 10m (one is always written at the end)"
         parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
+        text = (
+            "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb and mlflow, with commas between"
+        )
+        parser.add_argument("--logger", type=str, default="tensorboard", help=text)
         text = "end the run if a process sends no heartbeat for this many seconds"
         parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
@@ -219,6 +224,8 @@ class TrainingCLI(LightningCLI):
                 path = "lightning_logs/NAME/checkpoints/best.ckpt"
                 raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
             check_checkpoint_path(Path(self.settings.ckpt_path).expanduser())
+        if self.name == "fit":
+            logger_names(self.settings.logger)
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
         accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)

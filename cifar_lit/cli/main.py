@@ -47,6 +47,7 @@ flags of fit, train, validate, test and predict
   --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --rank-timeout 60  end the run if a process sends no heartbeat for this many seconds
   --logs DIR         folder for run folders (lightning_logs)
+  --logger LIST      tensorboard (the default), wandb and mlflow, with commas between; metrics.csv is always written
   --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs
   --folds 5          cross-validation: five trainings, each tested on another fifth (`train` only)
   --learning-curve   train on 25, 50, 75 and 100 % of the training images (`train` only)

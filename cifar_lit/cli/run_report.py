@@ -170,7 +170,8 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
     folder = display_path(run.folder.path)
     say(f"run {folder}")
     if run.trains:
-        say("", "next:", f"  tensorboard --logdir {shlex.quote(display_path(run.folder.path.parent))}")
+        board = f"  tensorboard --logdir {shlex.quote(display_path(run.folder.path.parent))}"
+        say("", "next:", *([board] if "tensorboard" in run.settings["logger"] else []))
         if test is None:
             checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")

@@ -1,4 +1,4 @@
-"""Results of a run: metrics.json, pictures for TensorBoard, and report.html."""
+"""Results of a run: metrics.json, pictures, and report.html."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from cifar_lit.files import write_text
 from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
 from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.figures import GALLERY_SIZE, confusion_matrix, gallery
-from cifar_lit.runs.loggers import TensorBoardCurves
 from cifar_lit.runs.predictions import fingerprint, prediction_table
 from cifar_lit.runs.report import captions, render
 from cifar_lit.runs.run import Run
@@ -105,8 +104,8 @@ def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:
     write_text(run / "metrics.json", json.dumps(without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
 
 
-def draw_for_tensorboard(
-    board: TensorBoardCurves,
+def log_pictures(
+    run: Run,
     val: Score | None,
     test: Score | None,
     predictions: Predictions | None,
@@ -117,11 +116,12 @@ def draw_for_tensorboard(
 
     predictions: those of the test, or of the validation if there was no test. None draws no galleries.
     """
+    pictures: dict[str, Tensor] = {}
     for stage, score in (("val", val), ("test", test)):
         if score is None or not score.images:
             continue
         matrix = torch.tensor(score.confusion)
-        board.log_images(f"{stage}/confusion_matrix", confusion_matrix(matrix, data.classes), step)
+        pictures[f"{stage}/confusion_matrix"] = confusion_matrix(matrix, data.classes)
         if predictions is not None and (stage == "test" or test is None):
             table = prediction_table(predictions)
             images = (data.test_images if stage == "test" else data.train_images).images
@@ -129,8 +129,11 @@ def draw_for_tensorboard(
             for name, choose in galleries.items():
                 rows = choose(GALLERY_SIZE)
                 picture = gallery(images[table.indices[rows]], captions(table, rows, data.classes))
-                board.log_images(f"{stage}/{name}", picture, step)
-    board.save()
+                pictures[f"{stage}/{name}"] = picture
+    for board in run.boards:
+        for tag, picture in pictures.items():
+            board.log_images(tag, picture, step)
+        board.save()
 
 
 def write_report(run: Path, metrics: dict[str, Any], predictions: Predictions, data: ImageData) -> None:

@@ -15,6 +15,7 @@ from cifar_lit.files import write_text
 from cifar_lit.runs.figures import augmented_sample
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves, logged_settings
 from cifar_lit.runs.run_folder import RunFolder, stamp_start
+from cifar_lit.runs.trackers import TRACKERS, TrackerLogger, logger_names
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, regular_checkpoint
 from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
@@ -45,7 +46,8 @@ class Run(Callback):
         self.command, self.trains = command, command in ("fit", "train")
         self.clock = Clock()
         self.best, self.last = best_checkpoint(*monitored), last_checkpoint()
-        self.board: TensorBoardCurves | None = None
+        self.trackers: list[TrackerLogger] = []
+        self.boards: list[TensorBoardCurves | TrackerLogger] = []  # loggers of pictures
 
     def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
         """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show a live progress bar."""
@@ -59,12 +61,20 @@ class Run(Callback):
         return callbacks
 
     def loggers(self, resumed_step: int | None) -> list[Logger]:
-        """Return TensorBoard and metrics.csv for a training, TensorBoard for `test`, and none for other commands."""
-        if self.trains:
-            self.board = TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)
-            return [self.board, CurveFile(self.folder, resumed_step)]
-        self.board = TensorBoardCurves(self.folder, None) if self.command == "test" else None
-        return [self.board] if self.board else []
+        """Return metrics.csv and the setting `logger` for a training, TensorBoard for `test`, none for other commands.
+
+        Trackers come after metrics.csv, so that it has every value that they have.
+        """
+        if not self.trains:
+            self.boards = [TensorBoardCurves(self.folder, None)] if self.command == "test" else []
+            return [*self.boards]
+        names, run = logger_names(self.settings["logger"]), (self.folder, self.settings, resumed_step)
+        if "tensorboard" in names:
+            self.boards = [TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)]
+        self.trackers = [TrackerLogger(name, *run) for name in TRACKERS if name in names]
+        loggers: list[Logger] = [*self.boards, CurveFile(self.folder, resumed_step), *self.trackers]
+        self.boards += self.trackers
+        return loggers
 
     @property
     def checkpoint(self) -> str:
@@ -103,12 +113,13 @@ class Run(Callback):
         stamp_start(self.folder.path)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Create metrics.csv and show augmented training images in TensorBoard, before the clock starts."""
+        """Create metrics.csv and log augmented training images, before the clock starts."""
         if not trainer.is_global_zero or self.folder.resumed:
             return
         for logger in trainer.loggers:
             if isinstance(logger, CurveFile):
                 logger.create()
-        if self.board in trainer.loggers:
-            data = trainer.datamodule  # type: ignore[attr-defined]
-            self.board.log_images("images/train", make_grid(augmented_sample(data, 64), nrow=8))
+        if boards := [board for board in self.boards if board in trainer.loggers]:
+            picture = make_grid(augmented_sample(trainer.datamodule, 64), nrow=8)  # type: ignore[attr-defined]
+            for board in boards:
+                board.log_images("images/train", picture)

@@ -35,7 +35,7 @@ TUTORIALS = {
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_trains_tests_and_writes_a_complete_run_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Drawing takes half of the time; test_run.py checks the images.
-    monkeypatch.setattr("cifar_lit.train.draw_for_tensorboard", lambda *args: None)
+    monkeypatch.setattr("cifar_lit.train.log_pictures", lambda *args: None)
     answer = run_command("--recipe", name, *SHORT, *SMALLER.get(name, []))
     assert answer.code == 0, answer.err
     run = Path(f"lightning_logs/{name}-1")

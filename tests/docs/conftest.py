@@ -13,7 +13,7 @@ import cifar_lit.train
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     # Images for TensorBoard would take half of the time, and no page shows them.
-    monkeypatch.setattr(cifar_lit.train, "draw_for_tensorboard", lambda *args: None)
+    monkeypatch.setattr(cifar_lit.train, "log_pictures", lambda *args: None)
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:

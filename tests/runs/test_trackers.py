@@ -1,0 +1,345 @@
+"""W&B and MLflow: what they receive, resumed runs, errors, secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.command_line import (
+    SMALL,
+    Answer,
+    Fork,
+    assert_refused,
+    config_of,
+    environment,
+    metrics_of,
+    rows_of,
+    run_command,
+    run_process,
+)
+
+from cifar_lit.runs import trackers
+
+Curves = dict[str, list[tuple[float, float]]]  # (step, value) by name
+
+SECRET = "5ec7e75ec7e75ec7e75ec7e75ec7e75ec7e75ec7"  # has the length of a key of W&B
+STEPS = ["--epochs", "3", "--trainer.log_every_n_steps", "1", "--checkpoint-every", "7"]  # five steps per epoch
+KILLED = {"AT_STEP": "13", "AT_STEP_SIGNAL": str(int(signal.SIGKILL))}  # the last checkpoint is of step 10
+RUN, UNDISTURBED = Path("lightning_logs/small-1"), Path("lightning_logs/small-2")
+
+
+@pytest.fixture(autouse=True)
+def own_settings(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use no account and no server of this machine, and keep the caches of the trackers in the working folder."""
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(working_folder))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "training"))  # has AtStep
+
+
+def train(*words: object, **variables: str) -> Answer:
+    """Run a training in a forked process: a tracker keeps threads and connections."""
+    return Fork([*SMALL, *words], Path.cwd(), "train", **variables).answer()
+
+
+def train_with_a_kill(name: str, **variables: str) -> None:
+    """Train in RUN, kill the process in step 14 and resume the run; then train in UNDISTURBED."""
+    words = [*STEPS, "--logger", name]
+    killed = train(*words, "--trainer.callbacks", "at_step.AtStep", **KILLED, **variables)
+    assert killed.code == -signal.SIGKILL, killed.err
+    assert int(rows_of(RUN / "metrics.csv")[-1]["step"]) == 13
+    ids = (RUN / "trackers.json").read_text()
+    for further in (["--resume", RUN], []):
+        answer = train(*words, *further, **variables)
+        assert (answer.code, answer.err) == (0, "")
+        assert SECRET not in answer.out
+    assert (RUN / "trackers.json").read_text() == ids
+
+
+def id_of(run_dir: Path, tracker: str) -> str:
+    return json.loads((run_dir / "trackers.json").read_text())[tracker]
+
+
+def csv_curves(run_dir: Path) -> Curves:
+    """Return the curves in metrics.csv."""
+    curves: Curves = {}
+    for row in rows_of(run_dir / "metrics.csv"):
+        for name in row.keys() - {"step", "epoch"}:
+            if row[name]:
+                curves.setdefault(name, []).append((int(row["step"]), float(row[name])))
+    return curves
+
+
+def without_final(curves: Curves) -> Curves:
+    """Return curves without the scores of metrics.json, after a check that they are there."""
+    assert curves["final/test/accuracy"] == curves["test/accuracy"]
+    return {name: points for name, points in curves.items() if not name.startswith("final/")}
+
+
+def assert_no_secret(folder: Path) -> None:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+# ---- W&B
+
+
+@pytest.fixture
+def wandb() -> Any:
+    return pytest.importorskip("wandb", reason="wandb is not installed: pip install 'cifar-lit[wandb]'")
+
+
+def wandb_records(run_dir: Path) -> Iterator[Any]:
+    """Yield the records that `wandb sync` would upload.
+
+    A .wandb file has a header of 7 bytes and then LevelDB's log format, in blocks of 32 KiB.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[import-not-found]
+
+    files = [file for file in run_dir.glob("wandb/offline-run-*/*.wandb") if not Path(f"{file}.synced").exists()]
+    for file in files:
+        data, place, record = file.read_bytes(), 7, b""
+        while place + 7 < len(data):
+            place += -place % 32768 if -place % 32768 < 7 else 0
+            size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+            record += data[place + 7 : place + 7 + size]
+            place += 7 + size
+            if kind in (1, 4):  # a whole record, or the last part of one
+                yield Record.FromString(record)
+                record = b""
+
+
+def wandb_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows that W&B received, in order."""
+    history = [record.history.item for record in wandb_records(run_dir) if record.HasField("history")]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items} for items in history]
+
+
+def wandb_curves(run_dir: Path) -> Curves:
+    curves: Curves = {}
+    for row in wandb_rows(run_dir):
+        for name, value in row.items():
+            if name in csv_curves(run_dir) or name.startswith("final/"):
+                curves.setdefault(name, []).append((row["trainer/global_step"], value))
+    return curves
+
+
+def test_wandb_has_one_complete_curve_of_a_killed_and_resumed_run(wandb: Any) -> None:
+    train_with_a_kill("wandb", WANDB_MODE="offline", WANDB_API_KEY=SECRET)
+    assert without_final(wandb_curves(RUN)) == csv_curves(RUN)
+    assert wandb_curves(RUN) == wandb_curves(UNDISTURBED)
+    for run_dir in (RUN, UNDISTURBED):
+        steps = [row["_step"] for row in wandb_rows(run_dir)]
+        assert steps == sorted(set(steps))
+        assert_no_secret(run_dir)
+
+
+def test_wandb_without_an_account_gets_settings_pictures_and_the_model_offline(wandb: Any) -> None:
+    answer = train("--logger", "wandb", WANDB_PROJECT="mine", WANDB_TAGS="a,b", WANDB_RUN_GROUP="grouped")
+    (line,) = [line for line in answer.lines if line.startswith("wandb ")]
+    (folder,) = RUN.glob("wandb/offline-run-*")
+    assert f"wandb sync {folder}" in line
+    records = list(wandb_records(RUN))
+    (run,) = [record.run for record in records if record.HasField("run")]
+    assert (run.display_name, run.project, run.run_group, [*run.tags]) == ("small-1", "mine", "grouped", ["a", "b"])
+    settings = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert settings["data"] == config_of(RUN)["data"]
+    (artifact,) = [record.artifact for record in records if record.HasField("artifact")]
+    (file,) = artifact.manifest.contents
+    assert (artifact.type, file.size) == ("model", (RUN / "model.safetensors").stat().st_size)
+    pictures = {name.rpartition("/")[0] for row in wandb_rows(RUN) for name in row if name.endswith("/_type")}
+    assert pictures >= {"images/train", "val/confusion_matrix", "test/confusion_matrix"}
+    assert not list(RUN.glob("events.out.tfevents.*"))
+
+
+# ---- MLflow
+
+
+@pytest.fixture
+def mlflow() -> Any:
+    pytest.importorskip("sqlalchemy", reason="MLflow's SQLite store needs sqlalchemy: pip install 'cifar-lit[mlflow]'")
+    return pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'cifar-lit[mlflow]'")
+
+
+def mlflow_curves(client: Any, run_dir: Path) -> Curves:
+    run_id = id_of(run_dir, "mlflow")
+    histories = {name: client.get_metric_history(run_id, name) for name in client.get_run(run_id).data.metrics}
+    return {name: sorted((point.step, point.value) for point in points) for name, points in histories.items()}
+
+
+def assert_tracked_by_mlflow(client: Any) -> None:
+    """Assert that both runs of `train_with_a_kill` have one complete curve, pictures, settings and the model."""
+    for run_dir in (RUN, UNDISTURBED):
+        assert without_final(mlflow_curves(client, run_dir)) == csv_curves(run_dir)
+        run = client.get_run(id_of(run_dir, "mlflow"))
+        assert (run.info.run_name, run.info.status) == (run_dir.name, "FINISHED")
+        assert run.data.params["data/batch_size"] == "32"
+        files = {file.path for file in client.list_artifacts(run.info.run_id)}
+        assert files >= {"images", "test", "val", "model.safetensors"}
+    assert mlflow_curves(client, RUN) == mlflow_curves(client, UNDISTURBED)
+
+
+def test_mlflow_without_a_server_has_one_complete_curve_of_a_killed_and_resumed_run(mlflow: Any) -> None:
+    train_with_a_kill("mlflow,tensorboard")
+    assert_tracked_by_mlflow(mlflow.MlflowClient("sqlite:///lightning_logs/mlflow.db"))
+    assert {path.name for path in Path().iterdir()} >= {"lightning_logs"}
+    assert not Path("mlruns").exists()
+    assert list(RUN.glob("events.out.tfevents.*"))
+
+
+def test_mlflow_server_has_one_complete_curve_of_a_killed_and_resumed_run_and_no_file_has_its_password(
+    mlflow: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("flask", reason="the server needs the whole of mlflow: pip install 'cifar-lit[mlflow]'")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", tmp_path / "files"]
+    command = [sys.executable, "-m", "mlflow", "server", *words, "--port", port, "--workers", "1"]
+    with (tmp_path / "server.txt").open("w") as log:
+        server = subprocess.Popen([*map(str, command)], env=environment(tmp_path), stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+            time.sleep(0.2)
+        train_with_a_kill("mlflow", MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{port}")
+        assert_tracked_by_mlflow(mlflow.MlflowClient(f"http://127.0.0.1:{port}"))
+        assert_no_secret(Path("lightning_logs"))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_an_unreachable_mlflow_server_is_one_line_without_the_password(mlflow: Any) -> None:
+    answer = run_command(*SMALL, "--logger", "mlflow", MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:9")
+    assert_refused(answer, 1, "mlflow cannot start", "127.0.0.1", "refused", "leave it out of --logger")
+    assert SECRET not in answer.err
+
+
+# ---- errors
+
+
+class Recorder:
+    """A tracker that keeps what it receives in `log.jsonl` and raises an error from call `fails` to call `works`."""
+
+    id, place = "0" * 16, "here"
+    calls, fails, works = 0, 0, 0
+
+    def __init__(self, run: Path, run_id: str | None, settings: dict[str, Any]) -> None:
+        self.file = Path("log.jsonl")
+
+    def _record(self, *values: Any) -> None:
+        self.calls += 1
+        if self.fails <= self.calls < self.works:
+            raise ConnectionError(f"no answer from http://user:{SECRET}@host")
+        with self.file.open("a") as file:
+            print(json.dumps([*map(str, values)]), file=file)
+
+    def log(self, metrics: dict[str, float], step: int, row: int) -> None:
+        self._record("row", row, step, sorted(metrics))
+
+    def log_image(self, name: str, image: Any, row: int) -> None:
+        self._record("image", name)
+
+    def log_model(self, file: Path) -> None:
+        self._record("model", file.exists())
+
+    def close(self, status: str) -> None:
+        self._record("close", status)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Recorder)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: name)
+    return Recorder
+
+
+def records() -> list[list[str]]:
+    return [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_tracker_that_fails_does_not_end_the_training_and_gets_the_missing_rows_at_the_end(
+    recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch, recovers: bool
+) -> None:
+    monkeypatch.setattr(recorder, "fails", 4)
+    monkeypatch.setattr(recorder, "works", 5 if recovers else 99)
+    answer = run_command(*SMALL, *STEPS, "--logger", "wandb")
+    assert answer.code == 0
+    (line,) = answer.err.splitlines()
+    assert line.startswith("wandb failed (no answer from http://host): the training continues without it")
+    assert len(rows_of(RUN / "metrics.csv")) == 19
+    assert metrics_of(RUN)["test"]
+    rows = [int(record[1]) for record in records() if record[0] == "row"]
+    if recovers:
+        assert rows == [0, 1, *range(19), 19]
+        assert [record[0] for record in records()][-2:] == ["model", "close"]
+    else:
+        assert rows == [0, 1]
+
+
+def test_an_interrupted_run_is_closed_as_failed(recorder: type[Recorder]) -> None:
+    variables = {"AT_STEP": "3", "AT_STEP_SIGNAL": str(int(signal.SIGTERM))}
+    answer = train("--logger", "wandb", "--trainer.callbacks", "at_step.AtStep", **variables)
+    assert answer.code == 128 + signal.SIGTERM
+    assert records()[-1] == ["close", "failed"]
+
+
+def test_only_the_first_process_has_a_tracker(recorder: type[Recorder]) -> None:
+    """Two processes train as one run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"TORCHELASTIC_RUN_ID": "pair", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    words = [*SMALL, "--devices", "2", "--logger", "wandb"]
+    pair = [Fork(words, Path.cwd(), f"rank{rank}", RANK=rank, LOCAL_RANK=rank, **common) for rank in "01"]
+    assert [process.answer().code for process in pair] == [0, 0]
+    rows = [int(record[1]) for record in records() if record[0] == "row"]
+    assert rows == list(range(len(rows)))
+
+
+def test_an_unknown_logger_and_a_missing_package_are_refused_before_data_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    assert_refused(run_command(*SMALL, "--logger", "wandbb"), 2, "Did you mean wandb?", "tensorboard, csv")
+    answer = run_command(*SMALL, "--dataset", "folder", "--logger", "tensorboard, wandb")
+    assert_refused(answer, 2, 'pip install "cifar-lit[wandb]"')
+    assert not RUN.exists()
+
+
+def test_a_checkpoint_is_tested_without_the_packages_of_the_trackers_of_its_run(
+    recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_command(*SMALL, "--logger", "wandb").code == 0
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    before = records()
+    assert run_command("test", "--ckpt_path", RUN / "checkpoints/last.ckpt").code == 0
+    assert records() == before
+
+
+def test_a_run_that_names_no_logger_writes_metrics_csv_only() -> None:
+    assert run_command(*SMALL, "--logger", "csv").code == 0
+    assert not list(RUN.glob("events.out.tfevents.*"))
+    assert rows_of(RUN / "metrics.csv")
+
+
+def test_the_command_line_imports_no_tracker(tmp_path: Path) -> None:
+    modules = "{name.partition('.')[0] for name in sys.modules}"
+    code = f"import sys, cifar_lit.cli.fit; print(sorted({modules} & {{'wandb', 'mlflow'}}))"
+    assert run_process([sys.executable, "-c", code], tmp_path).out == "[]\n"
