@@ -6,6 +6,7 @@ This module does not import torch, so that an invalid command line fails at once
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +30,13 @@ _SHORT = {
     "checkpoint-every": ("checkpoint_every", "10m"),
     "rank-timeout": ("rank_timeout", "60"),
 }
-_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5"} | {
+_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5", "time-limit": "10m"} | {
     name: value for name, (_, value) in _SHORT.items()
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
 # Not for LightningCLI.
-OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "learning-curve", "debug")
+OWN = ("recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "folds", "learning-curve",
+       "time-limit", "debug")  # fmt: skip
 # Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
 # The setting has a value if the flag implies one.
 _SYNONYMS = {
@@ -91,8 +93,10 @@ class Command:
         flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
         folds: the value of --folds as typed, None without cross-validation.
         learning_curve: whether to train on several shares of the training images.
+        time_limit: the value of --time-limit as typed, None without a limit.
         job: record of the scheduler's job, stored in the folder of a new run.
         words: the arguments as typed.
+        started: time of creation, in seconds of `time.monotonic`.
     """
 
     name: str
@@ -105,8 +109,10 @@ class Command:
     flags: list[str] = field(default_factory=list)
     folds: str | None = None
     learning_curve: bool = False
+    time_limit: str | None = None
     job: str | None = None
     words: list[str] = field(default_factory=list, compare=False)
+    started: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def asks_only(self) -> bool:
@@ -192,7 +198,7 @@ def parse(name: str, argv: list[str]) -> Command:
             if key in SHORT:
                 command.flags.append(f"--{SHORT[key]}={value}")
             elif key != "config":
-                setattr(command, key, value)
+                setattr(command, key.replace("-", "_"), value)
             else:
                 command.configs.append(_config_file(value))
         else:

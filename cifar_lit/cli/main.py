@@ -43,6 +43,7 @@ flags of fit, train, validate, test and predict
   --data-dir PATH    folder for downloaded archives, or the folder of your own images
   --net NAME         net, such as resnet18; --lr X, --batch-size N (total over all devices)
   --auto-batch       find the largest batch size that fits; --auto-lr finds a learning rate
+  --time-limit 10m   choose recipe and epochs so that the training ends after 10 minutes (90s, 2h)
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --rank-timeout 60  end the run if a process sends no heartbeat for this many seconds
@@ -165,7 +166,11 @@ def _train(command: flags.Command, argv: list[str]) -> None:
     meet_anew(os.environ)
     continue_job(command, argv, os.environ)
     catch_signals()
-    if command.folds is not None:
+    if command.time_limit is not None:
+        from cifar_lit.cli.time_limit import train_in_time
+
+        train_in_time(command)
+    elif command.folds is not None:
         from cifar_lit.cli.folds import train_folds
 
         train_folds(command)
