@@ -30,6 +30,7 @@ commands
   classify   predict the classes of image files; python scripts/classify.py is the same
   next       select the images of an unlabelled pool to label next
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
+  replay     repeat and inspect the step that ended a training with a loss that is not finite
   review     correct labels in the browser, the most suspicious first
   compare    compare the settings and accuracies of runs, with a significance test
   export     export a net to ONNX, torch-export or safetensors, and check the file
@@ -53,7 +54,7 @@ flags of fit, train, validate, test and predict
   --learning-curve   train on 25, 50, 75 and 100 % of the training images (`train` only)
   --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let configuration files and runs name any class and any path: their code can run;
-                     also for classify, report, review, export and serve
+                     also for classify, report, replay, review, export and serve
   --debug            show tracebacks
 
 Every Trainer, model and data setting is a flag too (--trainer.x, --model.x, --data.x):
@@ -70,6 +71,7 @@ OWN = {
     "classify": "cifar_lit.cli.classify:classify",
     "next": "cifar_lit.cli.next:select_next",
     "report": "cifar_lit.cli.report:report",
+    "replay": "cifar_lit.cli.replay:replay",
     "review": "cifar_lit.cli.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
