@@ -18,7 +18,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from cifar_lit import hardware
 from cifar_lit.cli.fit import TrainingCLI
-from cifar_lit.cli.flags import Command, check_one_device, recipe_names, recipe_path
+from cifar_lit.cli.flags import Command, recipe_names, recipe_path
 from cifar_lit.cli.recipes import measured, recipe_header
 from cifar_lit.data.resolution import side_at
 from cifar_lit.errors import UsageError
@@ -31,6 +31,7 @@ SHORTEST, LONGEST = 0.5, 2.0  # times the epochs of a recipe
 FULL_SIZE = 0.5  # least share of the planned epochs at full size that are kept
 PARTS = 10  # of an epoch, unless a validation ends each epoch
 STEPS, WARM_UP = 5, 2  # fewest measured steps of an image size, and how many of them are not counted
+SLOW = 3.0  # times the planned duration, after which two steps suffice
 MEASURED, SPARE = 0.03, 0.03  # shares of the limit: for measured steps, and left unplanned
 TAIL = 0.3  # times the start of the process: time to write results and report
 LATE = 1.1  # times the limit; a later expected end is reported
@@ -57,7 +58,9 @@ class Stopwatch(Callback):
         """Record the end of a step."""
         wait_for_device(pl_module)
         self.times.append(time.monotonic())
-        trainer.should_stop = len(self.times) > STEPS and self.times[-1] > self.times[0] + self.seconds
+        spent = self.times[-1] - self.times[0]
+        least = STEPS if spent < SLOW * self.seconds else 2
+        trainer.should_stop = len(self.times) > least and spent > self.seconds
 
     on_test_batch_start = on_train_batch_start  # type: ignore[assignment]
     on_test_batch_end = on_train_batch_end  # type: ignore[assignment]
@@ -79,6 +82,9 @@ class Probe(TrainingCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Record the time of the set-up. Each measurement has a Trainer of its own."""
         self.setup_seconds = time.monotonic() - self.began
+        trainer = self.settings.trainer
+        if hardware.count_devices(self.machine, trainer.accelerator, trainer.devices) * trainer.num_nodes > 1:
+            raise UsageError("--time-limit measures one device: add --devices 1")
 
     def _run_subcommand(self, subcommand: str) -> None:
         data, size = self.datamodule, self.datamodule.eval_batch_size
@@ -103,6 +109,8 @@ class Probe(TrainingCLI):
         self.trainer = LightningCLI.instantiate_trainer(self, **own, **bare, limit_test_batches=2)
         settings = {} if act == "fit" else {"verbose": False}
         getattr(self.trainer, act)(self.model, datamodule=self.datamodule, **settings)
+        if not watch.times:
+            raise UsageError("--time-limit needs training steps: set model.unfreeze true")
         return watch
 
     def plan(self, length: float) -> list[float]:
@@ -202,5 +210,4 @@ def _limit(command: Command) -> float:
     }
     for fault in filter(faults.get, faults):
         raise UsageError(f"--time-limit {fault}")
-    check_one_device(command.value("trainer.devices"), "--time-limit measures")
     return limit

@@ -100,7 +100,7 @@ def test_a_limit_that_is_too_short_names_the_shortest_and_leaves_no_run() -> Non
         (["--time-limit", "1m", "--epochs", "3"], "leave --epochs and other limits out"),
         (["--time-limit", "1m", "--auto-lr"], "leave --auto-batch and --auto-lr out"),
         (["--time-limit", "1m", "--folds", "3"], "is for a single new training"),
-        (["--time-limit", "1m", "--devices", "2"], "--time-limit measures on one device"),
+        (["--time-limit", "1m", "--devices", "2"], "--time-limit measures one device"),
     ],
 )
 def test_contradictions_are_refused(words: list[str], line: str) -> None:
