@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -294,4 +296,24 @@ def free_memory(device: torch.device) -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*sizes, *_free_in_cgroups()], default=None)
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    """Yield the free bytes, including the file cache, below each memory limit of this container or job."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controller, path = line.split(":", 2)
+            names = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
+            )
+            folder = CGROUPS / controller / path.strip("/")
+            for group in (folder, *folder.parents):
+                with suppress(OSError, ValueError, TypeError):  # no limit, or another controller
+                    limit, used = (int((group / name).read_text()) for name in names)
+                    cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+                    yield limit - used + int(cached[1] if cached else 0)

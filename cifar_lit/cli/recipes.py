@@ -31,7 +31,7 @@ def list_recipes(argv: list[str]) -> None:
     for name in flags.recipe_names():
         header = recipe_header(flags.recipe_path(name))
         what = header[0].removeprefix(f"{name} — ")
-        table.add_row(name, what, *_measured(header))
+        table.add_row(name, what, *measured(header))
     for_tables().print(table)
     say("", "train:    python scripts/train.py --recipe NAME", "details:  cifar-lit recipes NAME")
 
@@ -42,7 +42,7 @@ def recipe_header(path: Path) -> list[str]:
     return [line.removeprefix("#").removeprefix(" ") for line in lines]
 
 
-def _measured(header: list[str]) -> tuple[str, str, str, str]:
+def measured(header: list[str]) -> tuple[str, str, str, str]:
     """Return accuracy, data set, training time and hardware from the header of a recipe."""
     fields = {name: value.strip() for name, colon, value in (line.partition(":") for line in header) if colon}
     score, _, details = fields["Score"].partition("; ")

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from cifar_lit.cli.errors import is_out_of_memory
+from cifar_lit.cli.memory import PEAK, saved_bytes
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
@@ -104,7 +105,8 @@ def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[
         del reserve
         torch.cuda.empty_cache()  # cached memory does not count as free when images are placed
     else:
-        bytes_per_image = 2 * _saved_bytes(trial, shape, SIZES[0]) / SIZES[0]  # gradients take about as much again
+        with trial.autocast:
+            bytes_per_image = PEAK * saved_bytes(trial.net, shape, SIZES[0]) / SIZES[0]
         memory = (1 - RESERVE) * (free_memory(trial.device) or 4 << 30)
         fitting = [size for size in sizes if size * bytes_per_image < memory]
     if not fitting:
@@ -130,23 +132,6 @@ def _fits(trial: Trial, shape: list[int], size: int) -> bool:
         trial.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
     return True
-
-
-def _saved_bytes(trial: Trial, shape: list[int], size: int) -> int:
-    """Return the bytes that autograd saves for the backward pass, without weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in trial.net.parameters()}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        trial.loss(torch.zeros(size, *shape), torch.zeros(size, dtype=torch.int64)).backward()
-    trial.optimizer.zero_grad(set_to_none=True)
-    return sum(saved.values())
 
 
 def learning_rate(trial: Trial, images: Tensor, labels: Tensor, batch: int, lr: float) -> float:

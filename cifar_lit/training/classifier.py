@@ -219,7 +219,8 @@ class ImageClassifier(pl.LightningModule):
         if not self._reads_losses:
             self.running.watch(loss.detach())
         elif not math.isfinite(value := loss.item()):
-            raise NotFiniteLoss(f"the loss is {value} at step {self.global_step} of epoch {self.current_epoch}")
+            where = f"at step {self.global_step} of epoch {self.current_epoch}"
+            raise NotFiniteLoss(f"the loss is {value} {where}", self.global_step)
         return loss if weight == 1.0 else loss * weight
 
     # Lightning inspects this signature at every step. Cached, and with `callbacks.NoProfiler`, `lenet` trains in 0.81

@@ -13,7 +13,19 @@ import pytest
 from .command_line import ROOT, SCRIPTS, SMALL, assert_refused, metrics_of, rows_of, run_command, run_process
 
 TRAINER_COMMANDS = ("fit", "train", "validate", "test", "predict")
-OTHERS = ("recipes", "devices", "bench", "preview", "export", "classify", "compare", "report", "review", "serve")
+OTHERS = (
+    "recipes",
+    "devices",
+    "bench",
+    "preview",
+    "export",
+    "classify",
+    "compare",
+    "report",
+    "review",
+    "serve",
+    "replay",
+)
 COMMANDS = (*TRAINER_COMMANDS, *OTHERS)
 
 
@@ -51,7 +63,9 @@ def test_help_names_every_command_and_short_flag() -> None:
     answer = run_command("--help", default="fit")
     assert answer.code == 0
     assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", answer.out, re.MULTILINE)] == []
-    flags = "recipe devices accelerator nodes precision epochs logs checkpoint-every auto-batch auto-lr lr debug"
+    flags = (
+        "recipe devices accelerator nodes precision epochs logs checkpoint-every auto-batch auto-lr time-limit lr debug"
+    )
     flags += " dataset data-dir batch-size net seed resume rank-timeout trust"
     assert [flag for flag in flags.split() if not re.search(rf"--{flag}\b", answer.out)] == []
 

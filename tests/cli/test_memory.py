@@ -1,0 +1,81 @@
+"""A training that cannot fit into memory is refused before its images are touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract.command_line import OWN_IMAGES, SMALL, assert_refused, draw_folder, run_command
+
+from cifar_lit import hardware
+from cifar_lit.cli import memory
+
+HUGE = ("--recipe", "laptop", "--accelerator", "cpu", "--precision", "32-true", "--batch-size", "40000")
+
+
+@pytest.fixture
+def four_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 4 * 10**9)
+
+
+@pytest.mark.usefixtures("four_gigabytes")
+def test_an_absurd_batch_is_refused_with_one_that_fits_and_without_looking_for_the_images() -> None:
+    answer = run_command(*HUGE, "--data-dir", "nowhere")
+    assert_refused(answer, 2, "a step of 40,000 images needs at least 47.7 GB of CPU memory", "4.0 GB are free")
+    assert answer.err.endswith("use --batch-size 1024\n")
+    assert not Path("nowhere").exists() and not Path("lightning_logs").exists()
+    assert "could not be downloaded" in run_command(*HUGE[:-1], "1024", "--data-dir", "nowhere").err
+
+
+def test_a_net_that_is_too_large_for_any_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**6)
+    assert_refused(run_command(*SMALL, "--net", "resnet18"), 2, "choose a smaller --net")
+
+
+@pytest.mark.usefixtures("four_gigabytes")
+def test_a_batch_size_beyond_the_images_counts_only_the_images() -> None:
+    assert run_command(*SMALL, "--net", "shapenet", "--batch-size", "100000000").code == 0
+
+
+def test_own_images_are_checked_with_their_own_size_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_folder(Path("photos"), {"train/a": 20, "train/b": 20, "test/a": 4, "test/b": 4})
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**6)
+    words = (*SMALL, *OWN_IMAGES, "--data-dir", "photos", "--net", "shapenet", "--data.val_size", "0")
+    answer = run_command(*words, "--batch-size", "64")
+    assert answer.code == 2 and "a step of 64 images needs at least" in answer.err
+    assert not Path("lightning_logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "free"),
+    [
+        (
+            "0::/job",
+            {"job/memory.max": "5000", "job/memory.current": "3000", "job/memory.stat": "inactive_file 400"},
+            2400,
+        ),
+        ("0::/job/step", {"job/memory.max": "5000", "job/memory.current": "3000", "job/memory.stat": ""}, 2000),
+        ("0::/job", {"job/memory.max": "max", "job/memory.current": "3000", "job/memory.stat": ""}, None),
+        (
+            "4:memory:/",
+            {
+                "memory/memory.limit_in_bytes": "5000",
+                "memory/memory.usage_in_bytes": "1000",
+                "memory/memory.stat": "cache 3\ninactive_file 1000\n",
+            },
+            5000,
+        ),
+    ],
+)
+def test_the_memory_limits_of_containers_and_jobs_count(
+    line: str, files: dict[str, str], free: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        Path("groups", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("groups", name).write_text(text)
+    read = Path.read_text
+    own: dict[Path, Any] = {Path("/proc/self/cgroup"): line, Path("/proc/meminfo"): "MemAvailable: 900 kB\n"}
+    monkeypatch.setattr(hardware, "CGROUPS", Path("groups").absolute())
+    monkeypatch.setattr(Path, "read_text", lambda path, *args, **more: own.get(path) or read(path, *args, **more))
+    assert hardware.free_memory(memory.torch.device("cpu")) == (900 * 1024 if free is None else free)
