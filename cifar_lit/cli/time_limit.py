@@ -29,7 +29,7 @@ from cifar_lit.training.orderly_stop import NoSignalHandlers
 RECIPES = {"cpu": ("laptop90", "laptop"), "gpu": ("fast94", "fast95", "fast96")}  # the shortest first
 SHORTEST, LONGEST = 0.5, 2.0  # times the epochs of a recipe
 FULL_SIZE = 0.5  # least share of the planned epochs at full size that are kept
-PARTS = 10  # of an epoch, unless a validation ends each epoch
+PARTS = 10  # per epoch: lengths are multiples of one part, unless a validation ends each epoch
 STEPS, WARM_UP = 5, 2  # fewest measured steps of an image size, and how many of them are not counted
 SLOW = 3.0  # times the planned duration, after which two steps suffice
 MEASURED, SPARE = 0.03, 0.03  # shares of the limit: for measured steps, and left unplanned
