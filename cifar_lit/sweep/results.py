@@ -27,7 +27,7 @@ from cifar_lit.text import csv_cell, printable
 
 def text(value: Any) -> str:
     """Return a short text of a parameter or a metric."""
-    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else printable(str(value))
 
 
 def rows_of(trials: Sequence[FrozenTrial], objectives: Sequence[str]) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ def write_results(
     write_text(folder / "best.yaml", header + recipe_text)
     page = Environment(
         loader=PackageLoader("cifar_lit.sweep", "."), autoescape=True, undefined=StrictUndefined,
-        finalize=lambda value: "" if value is None else text(value) if isinstance(value, float) else value,
+        finalize=lambda value: text(value) if value is None or isinstance(value, float) else value,
         trim_blocks=True, lstrip_blocks=True,
     ).get_template("sweep.html.j2")  # fmt: skip
     pictures = draw(study, folder)

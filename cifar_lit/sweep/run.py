@@ -53,7 +53,7 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
     new = ["--recipe", file.recipe, *(f"--config={config}" for config in file.configs), *as_flags(file.settings)]
     base = check_sweep(file, new, words, options.trust)
     workers = devices_of_workers(options.workers, base)
-    words += ["--trust"] * options.trust
+    typed, words = words, words + ["--trust"] * options.trust
     if base.data.val_size == 0:
         words.append(f"--data.val_size={VAL_SIZE}")
     folder = options.logs.expanduser() / file.name
@@ -66,9 +66,12 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
         "flags": without_places(words),
         "recipe file": sha256("\0".join(map(read_text, files)).encode()).hexdigest(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    grid = file.grid() if file.sampler == "grid" else []
+    if options.storage is None:
+        folder.mkdir(parents=True, exist_ok=True)
     with storage_errors(url):
         storage = open_storage(url)
+        folder.mkdir(parents=True, exist_ok=True)
         pruners = {
             "median": MedianPruner(),
             "hyperband": HyperbandPruner(min_resource=1, max_resource=base.trainer.max_epochs or "auto"),
@@ -86,7 +89,6 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
             say(f"validation on {VAL_SIZE:.0%} of the training images, as {file.recipe} has data.val_size 0")
         control = Control(file.seconds, study.user_attrs.get("seconds", 0))
         _catch_signals(control)
-        grid = file.grid() if file.sampler == "grid" else []
 
         def settings(trial: Trial) -> list[str]:
             trial.study.sampler = _sampler(file, grid, trial.number)
@@ -96,38 +98,43 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
         job = Job(study, storage, folder / "trial", count, words, new, settings, [*file.objectives],
                   lambda trial: _report(job, control, trial))  # fmt: skip
         run_job(job, workers, control)
-        trials = job.trials()
-        best = ranked(study, trials)
+        trials, best = job.trials(), ranked(study, job.trials())
         if not best and not control.signals:
             raise Failure(f"no trial of {display_path(folder)} is complete: raise trials or time, or see trial-*/")
-        sentences = []
+        if not control.signals:
+            recipe: Any = {}
+            for path in files:
+                recipe = _merged(recipe, plain_values(path) or {})
+            recipe = nested({**file.settings, **file.chosen(best[0].params)}, recipe)
+            rows = rows_of(trials, job.objectives)
+            best_rows = [{**row, "state": None, "error": None} for row in rows_of(best[:BEST], job.objectives)]
+            sentences = [
+                f"Best of {len(trials)} trials: {best[0].number}, {job.objectives[0]} {text(best[0].values[0])}"
+            ]
+            table = Table(*best_rows[0])
+            for row in best_rows:
+                table.add_row(*map(text, row.values()))
+            for_tables().print(table)
+            write_results(folder, study, rows, best_rows, recipe, sentences)
         if options.confirm and not control.signals:
-            run = replace(control, seconds=math.inf, signals=control.signals)
-            sentences = [_confirm(options.confirm, file, best[0], base.seed_everything or 0, job, workers, run)]
+            run = replace(control, seconds=math.inf, outcomes=[])
+            sentences.append(_confirm(options.confirm, file, best[0], base.seed_everything or 0, job, workers, run))
+            write_results(folder, study, rows, best_rows, recipe, sentences)
     if control.signals:
         interruption = Interrupted(control.signals[0])
-        shown = [url.render_as_string() if word == options.storage else word for word in argv]
+        hidden = url.render_as_string()  # without the password
+        shown = [word.replace(options.storage or hidden, hidden) for word in argv]
         interruption.resume = f"{program(sys.argv[0], 'sweep')} {shlex.join(shown)}"
         raise interruption
-    objective, value = job.objectives[0], text(best[0].values[0])
-    sentences.insert(0, f"Best of {len(trials)} trials: trial {best[0].number}, {objective} {value}")
-    rows, best_rows = rows_of(trials, job.objectives), rows_of(best[:BEST], job.objectives)
-    table = Table(*(name for name in best_rows[0] if name not in ("state", "error", "run")))
-    for row in best_rows:
-        table.add_row(*(text(row[str(column.header)]) for column in table.columns))
-    for_tables().print(table)
-    recipe: Any = {}
-    for path in files:
-        recipe = _merged(recipe, plain_values(path) or {})
-    recipe = nested({**file.settings, **file.chosen(best[0].params)}, recipe)
-    write_results(folder, study, rows, best_rows, recipe, sentences)
     say(*sentences, f"results {display_path(folder)}/sweep.html")
-    say(f"next: cifar-lit train --recipe {shlex.quote(display_path(folder / 'best.yaml'))}")
+    say(f"next: cifar-lit train --recipe {shlex.join([display_path(folder / 'best.yaml'), *typed])}")
 
 
 def _check_same(study: optuna.Study, record: Mapping[str, Any], folder: Path) -> None:
     """Record the settings of a new sweep. Raise UsageError if an existing one of this name has others."""
     earlier = study.user_attrs.get("sweep")
+    if earlier is None and study.trials:
+        raise UsageError(f"the database has another study called {study.study_name}: give this sweep a name (name: …)")
     if earlier is None:
         study.set_user_attr("sweep", record)
     elif changed := [key for key in {**record, **earlier} if record.get(key) != earlier.get(key)]:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ PRUNERS = ("median", "hyperband", "none")
 DIRECTIONS = ("maximize", "minimize")
 MINIMISED = re.compile("loss|seconds|error|parameters")  # in the name of an objective
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+SPLIT = ("data.val_size", "data.split_seed", "data.folds", "data.fold")
 MAX_GRID = 10_000
 
 
@@ -56,7 +58,9 @@ class Parameter(NamedTuple):
 
     def value(self, stored: Any) -> Any:
         """Return the value of a setting that Optuna has stored."""
-        return self.choices[self.space.choices.index(stored)] if self.choices else stored  # type: ignore[union-attr]
+        if isinstance(self.space, CategoricalDistribution):
+            return self.choices[self.space.choices.index(stored)]
+        return stored
 
     def suggest(self, trial: Trial) -> Any:
         """Return the value of an Optuna trial."""
@@ -75,7 +79,7 @@ class SweepFile:
     configs: Sequence[str]
     settings: Mapping[str, Any]
     parameters: Sequence[Parameter]
-    objectives: Mapping[str, str]  # direction by name
+    objectives: Mapping[str, Any]  # direction by name
     sampler: str
     pruner: str
     trials: float
@@ -99,7 +103,10 @@ class SweepFile:
         """Return all combinations in random order, with choices as Optuna stores them."""
         grid: list[dict[str, Any]] = [{}]
         for each in self.parameters:
-            options: dict[bool, list[dict[str, Any]]] = {True: [{each.name: value} for value in each.grid()], False: [{}]}
+            options: dict[bool, list[dict[str, Any]]] = {
+                True: [{each.name: value} for value in each.grid()],
+                False: [{}],
+            }
             grid = [{**values, **more} for values in grid for more in options[each.is_active(values)]]
             if len(grid) > MAX_GRID:
                 raise UsageError(f"the grid has more than {MAX_GRID:,} combinations: use sampler: random")
@@ -140,8 +147,9 @@ def read_sweep(file: Path) -> SweepFile:
     settings = {SHORT.get(str(name), str(name)): value for name, value in settings.items()}
     parameters = _sorted([_parameter(SHORT.get(str(name), str(name)), entry) for name, entry in search.items()])
     for name in (parameter.name for parameter in parameters):
-        if name in settings or name in OWN:
+        if name in settings or name in OWN or name in SPLIT:
             reason = "settings fixes it" if name in settings else "it is no setting of a training"
+            reason = "all trials need the same validation images" if name in SPLIT else reason
             raise UsageError(f"{file}: {name} cannot be searched, as {reason}: leave it out")
     given = objective if isinstance(objective, dict) else dict.fromkeys(
         map(str, objective if isinstance(objective, list) else [objective])
@@ -199,8 +207,10 @@ def _parameter(name: str, entry: Any) -> Parameter:
         low, high = map(_number, values)
         is_integer = all(type(value) is int for value in (low, high, 0 if step is None else step))
         space = IntDistribution if is_integer else FloatDistribution
-        return Parameter(name, space(low, high, "log" in kinds, *([] if step is None else [_number(step)])), (), when)
-    except (ValueError, TypeError) as error:
+        with warnings.catch_warnings(action="error"):  # a step that does not divide the range
+            numbers = space(low, high, "log" in kinds, *([] if step is None else [_number(step)]))
+        return Parameter(name, numbers, (), when)
+    except (ValueError, TypeError, UserWarning) as error:
         raise UsageError(f"search: {name}: {first_line(error)}") from None
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -35,6 +37,7 @@ from cifar_lit.text import natural_key
 
 POLL = 0.5  # seconds
 MAX_KILLS = 3  # times that a trial's process may be killed
+FULL = "|".join(map(os.strerror, DISK_FULL))
 SAME = 3  # failures in a row, at the start, that end the sweep
 HOST = socket.gethostname()
 
@@ -51,7 +54,8 @@ class Control:
     seconds: float
     spent: float
     signals: list[int] = field(default_factory=list)
-    outcomes: list[str | None] = field(default_factory=list)  # error of each finished trial, without digits
+    outcomes: list[str] = field(default_factory=list)  # error of each finished trial, without digits
+    lock: Any = field(default_factory=threading.Lock)  # of the outcomes and the console
     failed: bool = False
     start: float = field(default_factory=time.monotonic)
 
@@ -106,9 +110,13 @@ def run_job(job: Job, workers: Sequence[Sequence[str]], control: Control) -> Non
     threads = {"OMP_NUM_THREADS": str(max(1, core_count() // len(workers)))} if len(workers) > 1 else {}
     with ThreadPoolExecutor(len(workers)) as pool:
         futures = [pool.submit(Worker(job, words, {**threads, **os.environ}, control).work) for words in workers]
-        while wait(futures, timeout=1).not_done:
-            control.failed |= any(future.done() and future.exception() for future in futures)
-            job.study.set_user_attr("seconds", max(control.used, job.study.user_attrs.get("seconds", 0)))
+        try:
+            while wait(futures, HEARTBEAT, FIRST_EXCEPTION).not_done:
+                if any(future.done() and future.exception() for future in futures):
+                    break
+                job.study.set_user_attr("seconds", max(control.used, job.study.user_attrs.get("seconds", 0)))
+        finally:
+            control.failed = any(not future.done() for future in futures)
     for future in futures:
         future.result()
 
@@ -147,7 +155,7 @@ class Worker:
             if trial.state == TrialState.RUNNING and (
                 trial._trial_id in stale
                 or (host == HOST and self._is_unlocked(trial.number))
-                or (not host and datetime.now() - trial.datetime_start > timedelta(seconds=GRACE))
+                or (not host and datetime.now() - (trial.datetime_start or datetime.now()) > timedelta(seconds=GRACE))
             ):
                 self._give_back(trial._trial_id)
 
@@ -212,8 +220,8 @@ class Worker:
                     raise
                 time.sleep(POLL)
 
-    def _train(self, words: Sequence[str], trial: Trial, name: str) -> int | TrialState | None:
-        """Train in a process. Return its exit code, PRUNED if it was pruned, None if it was stopped.
+    def _train(self, words: Sequence[str], trial: Trial, name: str) -> int | str:
+        """Train in a process. Return its exit code, or "pruned" or "stopped" if this worker ended it.
 
         The learning curve is read from its run folder while it trains.
         """
@@ -221,8 +229,7 @@ class Worker:
         environment = {**child_environment(), **self.environment, PARENT: str(os.getpid())}
         command = [sys.executable, "-m", "cifar_lit.sweep", "fit", *self.job.words, *words]
         reported = set(self.job.storage.get_trial(trial._trial_id).intermediate_values)
-        state: TrialState | None = None
-        stopped, next_beat = False, 0.0
+        ending, stopped, next_beat = "stopped", False, 0.0
         with ExitStack() as stack:
             out = stack.enter_context((folder / "output.txt").open("a"))
             errors = stack.enter_context((folder / "errors.txt").open("w"))
@@ -235,13 +242,14 @@ class Worker:
                     next_beat = time.monotonic() + HEARTBEAT
                     stop = not self._has(trial, name) or self.control.stopping
                 if not stopped and len(self.job.objectives) == 1 and self._is_hopeless(trial, reported, folder):
-                    state, stop = TrialState.PRUNED, True
+                    ending, stop = "pruned", True
                 if (stop or self.control.stopping) and not stopped:
                     process.terminate()
                     stopped = True
                 if len(self.control.signals) > 1:
-                    os.killpg(process.pid, signal.SIGKILL)
-        return process.returncode if process.returncode == 0 or not stopped else state
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+        return ending if stopped and process.returncode else process.returncode
 
     def _is_hopeless(self, trial: Trial, reported: set[int], folder: Path) -> bool:
         """Report new points of the learning curve, and return whether the pruner ends the trial."""
@@ -256,7 +264,7 @@ class Worker:
                     return True
         return False
 
-    def _record(self, trial: Trial, state: int | TrialState | None, run: Path | None, folder: Path) -> None:
+    def _record(self, trial: Trial, state: int | str, run: Path | None, folder: Path) -> None:
         """Record the result of a trial, or give it back if it was stopped or killed."""
         code = state if isinstance(state, int) else 0
         kills = trial.user_attrs.get("kills", 0) + (code < 0 or code >= 128)
@@ -269,23 +277,22 @@ class Worker:
             error = str(as_error(code, (folder / "errors.txt").read_text(errors="replace"), "the training"))
         elif None in values:
             error = f"the run has no {self.job.objectives[values.index(None)]}"
-        full = any(os.strerror(number) in error or "disk is full" in error for number in DISK_FULL)
-        if state is None or full or ((code < 0 or code >= 128) and kills < MAX_KILLS):
+        if error and (shutil.disk_usage(folder).free < 1 << 20 or re.search("disk is full|" + FULL, error)):
             self._give_back(trial._trial_id)
-            if full:
-                raise Failure(error)
+            raise Failure(f"the disk of {display_path(folder)} is full: free some space, then repeat the command")
+        if state == "stopped" or ((code < 0 or code >= 128) and kills < MAX_KILLS):
+            self._give_back(trial._trial_id)
             return
         if run:
             trial.set_user_attr("run", display_path(run))
         trial.set_user_attr("error", error)
-        if state == TrialState.PRUNED:
-            self.study.tell(trial, state=state)
-        else:
-            self.study.tell(trial, None if error else values, TrialState.FAIL if error else None)
-        self.job.report(self.job.storage.get_trial(trial._trial_id))
-        self.control.outcomes.append(re.sub(r"\d+", "", error) or None)
-        if len(self.control.outcomes) == SAME and len({*self.control.outcomes}) == 1 and error:
-            raise Failure(f"the first {SAME} trials failed: {error}")
+        outcome = TrialState.PRUNED if state == "pruned" else TrialState.FAIL if error else TrialState.COMPLETE
+        self.study.tell(trial, [value for value in values if value is not None and not error] or None, outcome)
+        with self.control.lock:
+            self.job.report(self.job.storage.get_trial(trial._trial_id))
+            self.control.outcomes.append(re.sub(r"\d+", "", error))
+            if len(self.control.outcomes) == SAME and error and len({*self.control.outcomes}) == 1:
+                raise Failure(f"the first {SAME} trials failed: {error}")
 
 
 def run_in(folder: Path) -> Path | None:
