@@ -60,7 +60,7 @@ def check_sweep(file: SweepFile, new: Sequence[str], words: Sequence[str], trust
     if twice := [parameter.name for parameter in file.parameters if parameter.name in names]:
         raise UsageError(f"--{twice[0]} is searched: leave the flag out")
     base = None
-    for values in ({}, *file.extremes()):
+    for values in ({}, *file.corners()):
         if not trusted:
             _check_trusted(nested({**file.settings, **values}, {}))
         command = flags.parse("fit", [*new, *as_flags(values), *words])

@@ -20,7 +20,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.pruners import HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FixedTrial, FrozenTrial, Trial, TrialState
 from rich.table import Table
 
 from cifar_lit.bench.process import without_places
@@ -48,7 +48,7 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
     """Run a sweep, or what is left of it. words: flags of `fit` for every trial. argv: all arguments as typed."""
     warnings.filterwarnings("ignore", category=ExperimentalWarning)
     warnings.filterwarnings("ignore", message="Heartbeat of storage")  # sent by our workers
-    optuna.logging.set_verbosity(logging.ERROR)
+    optuna.logging.set_verbosity(logging.CRITICAL)
     file = read_sweep(options.file)
     new = ["--recipe", file.recipe, *(f"--config={config}" for config in file.configs), *as_flags(file.settings)]
     base = check_sweep(file, new, words, options.trust)
@@ -105,9 +105,12 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
             recipe: Any = {}
             for path in files:
                 recipe = _merged(recipe, plain_values(path) or {})
-            recipe = nested({**file.settings, **file.chosen(best[0].params)}, recipe)
+            recipe = nested({**file.settings, **file.suggest(FixedTrial(best[0].params))}, recipe)
             rows = rows_of(trials, job.objectives)
-            best_rows = [{**row, "state": None, "error": None} for row in rows_of(best[:BEST], job.objectives)]
+            best_rows = [
+                {name: value for name, value in row.items() if name not in ("state", "error")}
+                for row in rows_of(best[:BEST], job.objectives)
+            ]
             sentences = [
                 f"Best of {len(trials)} trials: {best[0].number}, {job.objectives[0]} {text(best[0].values[0])}"
             ]
@@ -202,7 +205,7 @@ def _confirm(
     )
 
     def settings(trial: Trial) -> list[str]:
-        chosen = file.chosen(best.params) if trial.number % 2 else {}
+        chosen = file.suggest(FixedTrial(best.params)) if trial.number % 2 else {}
         return as_flags({**chosen, "seed_everything": first + trial.number // 2})
 
     def report(trial: FrozenTrial) -> None:

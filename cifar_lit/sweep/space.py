@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.trial import Trial
+from optuna.samplers import BruteForceSampler
 
 from cifar_lit.cli.flags import OWN, SHORT
 from cifar_lit.errors import UsageError, check_choice, first_line, nearest
@@ -28,7 +30,7 @@ DIRECTIONS = ("maximize", "minimize")
 MINIMISED = re.compile("loss|seconds|error|parameters")  # in the name of an objective
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SPLIT = ("data.val_size", "data.split_seed", "data.folds", "data.fold")
-MAX_GRID = 10_000
+MAX_GRID = 1000
 
 
 class Parameter(NamedTuple):
@@ -39,35 +41,26 @@ class Parameter(NamedTuple):
     choices: Sequence[Any]  # empty for numbers
     when: Mapping[str, Sequence[Any]]
 
-    def is_active(self, values: Mapping[str, Any]) -> bool:
-        """Return whether this setting is searched, given the values of the settings before it."""
-        return all(name in values and values[name] in allowed for name, allowed in self.when.items())
 
-    def extremes(self) -> Sequence[Any]:
-        """Return the values that are checked before the first trial: bounds or all choices."""
-        return self.choices or (self.space.low, self.space.high)  # type: ignore[union-attr]
+class Corners:
+    """Stands for Optuna trials that together try each bound and each choice."""
 
-    def grid(self) -> Sequence[Any]:
-        """Return all values; raise UsageError for numbers without a step."""
-        if isinstance(self.space, CategoricalDistribution):
-            return self.choices
-        if self.space.log or self.space.step is None:
-            raise UsageError(f"sampler grid needs a list of values for {self.name}: use choice, or range with a step")
-        count = 1 + round((self.space.high - self.space.low) / self.space.step)
-        return [self.space.low + index * self.space.step for index in range(count)]
+    def __init__(self) -> None:
+        self.left: dict[str, list[Any]] = {}  # values that were not tried yet
+        self.turns: Counter[str] = Counter()
 
-    def value(self, stored: Any) -> Any:
-        """Return the value of a setting that Optuna has stored."""
-        if isinstance(self.space, CategoricalDistribution):
-            return self.choices[self.space.choices.index(stored)]
-        return stored
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Return the choices in turn."""
+        choice = choices[self.turns[name] % len(choices)]
+        self.turns[name] += 1
+        self.left[name] = [*choices[self.turns[name] :]]
+        return choice
 
-    def suggest(self, trial: Trial) -> Any:
-        """Return the value of an Optuna trial."""
-        if isinstance(self.space, CategoricalDistribution):
-            return self.value(trial.suggest_categorical(self.name, self.space.choices))
-        suggest: Any = trial.suggest_int if isinstance(self.space, IntDistribution) else trial.suggest_float
-        return suggest(self.name, self.space.low, self.space.high, step=self.space.step, log=self.space.log)
+    def suggest_float(self, name: str, low: float, high: float, **kwargs: Any) -> float:
+        """Return the lowest and the highest number in turn."""
+        return self.suggest_categorical(name, [low, high])
+
+    suggest_int = suggest_float
 
 
 @dataclass(frozen=True)
@@ -86,48 +79,36 @@ class SweepFile:
     seconds: float
     seed: int
 
-    def suggest(self, trial: Trial) -> dict[str, Any]:
+    def suggest(self, trial: Any) -> dict[str, Any]:
         """Return the searched settings of an Optuna trial."""
         values: dict[str, Any] = {}
-        for parameter in self.parameters:
-            if parameter.is_active(values):
-                values[parameter.name] = parameter.suggest(trial)
+        for name, space, choices, when in self.parameters:
+            if not all(key in values and values[key] in allowed for key, allowed in when.items()):
+                continue
+            if isinstance(space, CategoricalDistribution):
+                values[name] = choices[space.choices.index(trial.suggest_categorical(name, space.choices))]
+            else:
+                suggest = trial.suggest_int if isinstance(space, IntDistribution) else trial.suggest_float
+                values[name] = suggest(name, space.low, space.high, step=space.step, log=space.log)
         return values
 
-    def chosen(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a finished trial."""
-        by_name = {parameter.name: parameter for parameter in self.parameters}
-        return {name: by_name[name].value(stored) for name, stored in params.items()}
-
     def grid(self) -> list[dict[str, Any]]:
-        """Return all combinations in random order, with choices as Optuna stores them."""
-        grid: list[dict[str, Any]] = [{}]
-        for each in self.parameters:
-            options: dict[bool, list[dict[str, Any]]] = {
-                True: [{each.name: value} for value in each.grid()],
-                False: [{}],
-            }
-            grid = [{**values, **more} for values in grid for more in options[each.is_active(values)]]
-            if len(grid) > MAX_GRID:
-                raise UsageError(f"the grid has more than {MAX_GRID:,} combinations: use sampler: random")
-        random.Random(self.seed).shuffle(grid)
-        return [{name: stored(value) for name, value in values.items()} for values in grid]
+        """Return the parameters of all combinations in random order, at most `MAX_GRID`."""
+        study = optuna.create_study(sampler=BruteForceSampler(self.seed))
+        try:
+            study.optimize(lambda trial: len(self.suggest(trial)), n_trials=int(min(self.trials, MAX_GRID)))
+        except ValueError as error:
+            reason = "use choice, or range with a step, for every setting"
+            raise UsageError(f"sampler grid: {reason} ({first_line(error)})") from None
+        return [trial.params for trial in study.trials]
 
-    def extremes(self) -> Iterator[dict[str, Any]]:
-        """Yield combinations that together contain each bound and each choice."""
-        by_name = {parameter.name: parameter for parameter in self.parameters}
-        for parameter in self.parameters:
-            for value in parameter.extremes():
-                forced, children = {parameter.name: value}, [parameter]
-                while children:
-                    parents = children.pop().when
-                    forced.update({name: allowed[0] for name, allowed in parents.items()})
-                    children += map(by_name.__getitem__, parents)
-                values: dict[str, Any] = {}
-                for each in self.parameters:
-                    if each.is_active(values):
-                        values[each.name] = forced.get(each.name, each.extremes()[0])
-                yield values
+    def corners(self) -> Iterator[dict[str, Any]]:
+        """Yield settings that together contain each bound and each choice."""
+        corners = Corners()
+        for _ in range(MAX_GRID):
+            yield self.suggest(corners)
+            if not any(corners.left.values()):
+                return
 
 
 def stored(value: Any) -> Any:
@@ -169,7 +150,7 @@ def read_sweep(file: Path) -> SweepFile:
     if duration is not None and not match:
         raise UsageError(f"time must be a duration such as 90m or 2h, not {duration}")
     seconds = float(match[1]) * UNITS[match[2]] if match else math.inf
-    trials, seed = content.get("trials", math.inf if match else 40), content.get("seed", 0)
+    trials, seed = content.get("trials", math.inf if match or sampler == "grid" else 40), content.get("seed", 0)
     for key, value, least in (("trials", trials, 1), ("seed", seed, 0)):
         if value != math.inf and not (type(value) is int and least <= value < 1 << 31):
             raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
@@ -230,10 +211,8 @@ def _sorted(parameters: Sequence[Parameter]) -> list[Parameter]:
                 raise UsageError(f"search: {parameter.name}: {name} is not searched.{nearest(name, by_name)}")
             if not allowed or any(value not in by_name[name].choices for value in allowed):
                 raise UsageError(f"search: {parameter.name}: the value for {name} is not among its choices")
-    ordered: list[Parameter] = []
-    while remaining := [each for each in parameters if each not in ordered]:
-        ready = [each for each in remaining if each.when.keys() <= {done.name for done in ordered}]
-        if not ready:
-            raise UsageError(f"search: {remaining[0].name}: the conditions form a circle")
-        ordered += ready[:1]
-    return ordered
+    try:
+        order = TopologicalSorter({parameter.name: parameter.when.keys() for parameter in parameters}).static_order()
+        return [by_name[name] for name in order]
+    except CycleError as error:
+        raise UsageError(f"search: the conditions of {', '.join(error.args[1][1:])} form a circle") from None
