@@ -35,6 +35,7 @@ commands
   compare    compare the settings and accuracies of runs, with a significance test
   export     export a net to ONNX, torch-export or safetensors, and check the file
   serve      serve a net over HTTP, with a web page to try it
+  sweep      search settings with trials on validation images, and confirm the best one
   bench      measure recipes over several seeds, or compare devices
 
 flags of fit, train, validate, test and predict
@@ -78,6 +79,7 @@ OWN = {
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
     "serve": "cifar_lit.cli.serve:serve",
+    "sweep": "cifar_lit.cli.sweep:sweep",
 }
 
 _SYNONYMS = {  # commands of other programs

@@ -1,0 +1,135 @@
+"""Results of a sweep: table, confirmation of the best trial, plots, trials.csv, best.yaml and sweep.html."""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import optuna
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib import pyplot
+from optuna.importance import PedAnovaImportanceEvaluator
+from optuna.trial import FrozenTrial, TrialState
+from optuna.visualization import matplotlib as plots
+
+from cifar_lit.files import atomic_write, write_text
+from cifar_lit.stats import mean_interval
+from cifar_lit.text import csv_cell, printable
+
+
+def text(value: Any) -> str:
+    """Return a short text of a parameter or a metric."""
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else printable(str(value))
+
+
+def rows_of(trials: Sequence[FrozenTrial], objectives: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row per trial with all columns of trials.csv."""
+    names = dict.fromkeys(name for trial in trials for name in trial.params)
+    return [
+        {
+            "trial": trial.number,
+            "state": trial.state.name.lower(),
+            **dict(zip(objectives, trial.values or [None] * len(objectives), strict=False)),
+            **{name: trial.params.get(name) for name in names},
+            "seconds": trial.duration and round(trial.duration.total_seconds(), 1),
+            "run": trial.user_attrs.get("run"),
+            "error": trial.user_attrs.get("error"),
+        }
+        for trial in trials
+    ]
+
+
+def ranked(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """Return the complete trials, best first by the first objective. With two, only the Pareto front."""
+    is_max = study.directions[0] == optuna.study.StudyDirection.MAXIMIZE
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    if len(study.directions) > 1:
+        front = {trial.number for trial in study.best_trials}
+        complete = [trial for trial in complete if trial.number in front]
+    return sorted(complete, key=lambda trial: trial.values[0], reverse=is_max)
+
+
+def conclusion(objective: str, maximised: bool, pairs: Sequence[tuple[float, float]], lost: int) -> str:
+    """Return a sentence on whether the gain of the best trial holds. pairs: starting recipe and best, by seed."""
+    missing = f" {lost} of the trainings failed." * bool(lost)
+    if len(pairs) < 2:
+        return f"The gain is not confirmed: fewer than two seeds gave a pair of results.{missing}"
+    result = mean_interval([best - start for start, best in pairs])
+    worst = result["low"] if maximised else -result["high"]
+    verdict = "The gain holds" if worst > 0 else "The gain is not confirmed"
+    return (
+        f"{verdict}: {objective} changes by {result['mean']:+.4f} on average, 95 % interval {result['low']:+.4f} … "
+        f"{result['high']:+.4f} (paired t test, {len(pairs)} new seeds, the same validation images).{missing}"
+    )
+
+
+def draw(study: optuna.Study, folder: Path) -> dict[str, str]:
+    """Write the plots that the trials allow. Return title and PNG in base64."""
+    drawers: dict[str, Callable[[optuna.Study], Any]] = {
+        "history": plots.plot_optimization_history,
+        "importance": partial(plots.plot_param_importances, evaluator=PedAnovaImportanceEvaluator()),
+        "slice": plots.plot_slice,
+    }
+    if len(study.directions) > 1:
+        drawers = {"pareto-front": plots.plot_pareto_front}
+    pictures = {}
+    for name, drawer in drawers.items():
+        with matplotlib.rc_context({"backend": "agg"}), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                axes = drawer(study)
+            except (ValueError, RuntimeError):  # too few trials, or all are equal
+                continue
+            figure = getattr(axes, "figure", None) or axes.flat[0].figure
+            file = BytesIO()
+            figure.savefig(file, format="png", dpi=110, bbox_inches="tight")
+            pyplot.close(figure)
+        with atomic_write(folder / f"{name}.png") as partial_file:
+            partial_file.write_bytes(file.getvalue())
+        pictures[name] = b64encode(file.getvalue()).decode()
+    return pictures
+
+
+def write_results(
+    folder: Path,
+    study: optuna.Study,
+    rows: Sequence[Mapping[str, Any]],
+    best: Sequence[Mapping[str, Any]],
+    recipe: Mapping[str, Any],
+    sentences: Sequence[str],
+) -> None:
+    """Write trials.csv, best.yaml, the plots and sweep.html.
+
+    Args:
+        rows: all trials, see `rows_of`.
+        best: the rows of the best trials.
+        recipe: settings of best.yaml.
+        sentences: begins best.yaml and the page.
+    """
+    with atomic_write(folder / "trials.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows({key: csv_cell(value) for key, value in row.items()} for row in rows)
+    header = "".join(f"# {printable(sentence)}\n" for sentence in sentences)
+    recipe_text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
+    write_text(folder / "best.yaml", header + recipe_text)
+    page = Environment(
+        loader=PackageLoader("cifar_lit.sweep", "."), autoescape=True, undefined=StrictUndefined,
+        finalize=lambda value: text(value) if value is None or isinstance(value, float) else value,
+        trim_blocks=True, lstrip_blocks=True,
+    ).get_template("sweep.html.j2")  # fmt: skip
+    pictures = draw(study, folder)
+    write_text(
+        folder / "sweep.html",
+        page.render(
+            title=folder.name, sentences=sentences, best=best, rows=rows, recipe=recipe_text, pictures=pictures
+        ),
+    )

@@ -1,0 +1,218 @@
+"""Read and check a sweep file: the starting recipe, the searched settings, objectives and budget."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optuna
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BruteForceSampler
+
+from cifar_lit.cli.flags import OWN, SHORT
+from cifar_lit.errors import UsageError, check_choice, first_line, nearest
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.text import is_name
+
+KEYS = ("name", "recipe", "config", "settings", "search", "objective", "sampler", "pruner", "trials", "time", "seed")
+KINDS = ("range", "log", "choice")
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS = ("median", "hyperband", "none")
+DIRECTIONS = ("maximize", "minimize")
+MINIMISED = re.compile("loss|seconds|error|parameters")  # in the name of an objective
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+SPLIT = ("data.val_size", "data.split_seed", "data.folds", "data.fold")
+MAX_GRID = 1000
+
+
+class Parameter(NamedTuple):
+    """A searched setting. when: values of other searched settings for which this one is searched."""
+
+    name: str
+    space: FloatDistribution | IntDistribution | CategoricalDistribution
+    choices: Sequence[Any]  # empty for numbers
+    when: Mapping[str, Sequence[Any]]
+
+
+class Corners:
+    """Stands for Optuna trials that together try each bound and each choice."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, list[Any]] = {}  # values that were not tried yet
+        self.turns: Counter[str] = Counter()
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Return the choices in turn."""
+        choice = choices[self.turns[name] % len(choices)]
+        self.turns[name] += 1
+        self.left[name] = [*choices[self.turns[name] :]]
+        return choice
+
+    def suggest_float(self, name: str, low: float, high: float, **kwargs: Any) -> float:
+        """Return the lowest and the highest number in turn."""
+        return self.suggest_categorical(name, [low, high])
+
+    suggest_int = suggest_float
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """Contents of a sweep file. Trials or seconds may be infinite."""
+
+    name: str
+    recipe: str
+    configs: Sequence[str]
+    settings: Mapping[str, Any]
+    parameters: Sequence[Parameter]
+    objectives: Mapping[str, Any]  # direction by name
+    sampler: str
+    pruner: str
+    trials: float
+    seconds: float
+    seed: int
+
+    def suggest(self, trial: Any) -> dict[str, Any]:
+        """Return the searched settings of an Optuna trial."""
+        values: dict[str, Any] = {}
+        for name, space, choices, when in self.parameters:
+            if not all(key in values and values[key] in allowed for key, allowed in when.items()):
+                continue
+            if isinstance(space, CategoricalDistribution):
+                values[name] = choices[space.choices.index(trial.suggest_categorical(name, space.choices))]
+            else:
+                suggest = trial.suggest_int if isinstance(space, IntDistribution) else trial.suggest_float
+                values[name] = suggest(name, space.low, space.high, step=space.step, log=space.log)
+        return values
+
+    def grid(self) -> list[dict[str, Any]]:
+        """Return the parameters of all combinations in random order, at most `MAX_GRID`."""
+        study = optuna.create_study(sampler=BruteForceSampler(self.seed))
+        try:
+            study.optimize(lambda trial: len(self.suggest(trial)), n_trials=int(min(self.trials, MAX_GRID)))
+        except ValueError as error:
+            reason = "use choice, or range with a step, for every setting"
+            raise UsageError(f"sampler grid: {reason} ({first_line(error)})") from None
+        return [trial.params for trial in study.trials]
+
+    def corners(self) -> Iterator[dict[str, Any]]:
+        """Yield settings that together contain each bound and each choice."""
+        corners = Corners()
+        for _ in range(MAX_GRID):
+            yield self.suggest(corners)
+            if not any(corners.left.values()):
+                return
+
+
+def stored(value: Any) -> Any:
+    """Return a choice as Optuna stores it: lists and mappings as JSON."""
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def read_sweep(file: Path) -> SweepFile:
+    """Read a sweep file; raise UsageError for its first fault. Names and values of settings are not checked."""
+    content = plain_values(file) or {}
+    _check_keys(str(file), content, KEYS)
+    if missing := [key for key in ("recipe", "search", "objective") if not content.get(key)]:
+        raise UsageError(f"{file} has no {missing[0]}: see `cifar-lit sweep --help` for an example")
+    settings, search, objective = content.get("settings") or {}, content["search"], content["objective"]
+    if not isinstance(settings, dict) or not isinstance(search, dict):
+        raise UsageError(f"{file}: settings and search hold settings by dotted name, such as model.lr")
+    settings = {SHORT.get(str(name), str(name)): value for name, value in settings.items()}
+    parameters = _sorted([_parameter(SHORT.get(str(name), str(name)), entry) for name, entry in search.items()])
+    for name in (parameter.name for parameter in parameters):
+        if name in settings or name in OWN or name in SPLIT:
+            reason = "settings fixes it" if name in settings else "it is no setting of a training"
+            reason = "all trials need the same validation images" if name in SPLIT else reason
+            raise UsageError(f"{file}: {name} cannot be searched, as {reason}: leave it out")
+    given = objective if isinstance(objective, dict) else dict.fromkeys(
+        map(str, objective if isinstance(objective, list) else [objective])
+    )  # fmt: skip
+    objectives = {str(name): way or DIRECTIONS[bool(MINIMISED.search(str(name)))] for name, way in given.items()}
+    sampler, pruner = content.get("sampler", "tpe"), content.get("pruner", ("median", "none")[len(objectives) > 1])
+    for key, value, choices in (
+        ("sampler", sampler, SAMPLERS),
+        ("pruner", pruner, PRUNERS),
+        *((f"objective {name}", direction, DIRECTIONS) for name, direction in objectives.items()),
+    ):
+        check_choice(key, value, choices)
+    if len(objectives) > 2 or (len(objectives) == 2 and pruner != "none"):
+        raise UsageError("objective names one metric, or two without a pruner (pruner: none) for a Pareto front")
+    duration = content.get("time")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(duration))
+    if duration is not None and not match:
+        raise UsageError(f"time must be a duration such as 90m or 2h, not {duration}")
+    seconds = float(match[1]) * UNITS[match[2]] if match else math.inf
+    trials, seed = content.get("trials", math.inf if match or sampler == "grid" else 40), content.get("seed", 0)
+    for key, value, least in (("trials", trials, 1), ("seed", seed, 0)):
+        if value != math.inf and not (type(value) is int and least <= value < 1 << 31):
+            raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
+    name, configs = content.get("name", file.stem), content.get("config") or []
+    if not is_name(name) or Path(name).name != name:
+        raise UsageError(f"name: {name!r} cannot name a folder: leave out slashes and control characters")
+    return SweepFile(
+        name, str(content["recipe"]), [str(each) for each in (configs if isinstance(configs, list) else [configs])],
+        settings, parameters, objectives, sampler, pruner, trials, seconds, seed,
+    )  # fmt: skip
+
+
+def _check_keys(place: str, mapping: Mapping[Any, Any], keys: Sequence[str]) -> None:
+    if unknown := next((str(key) for key in mapping if key not in keys), None):
+        raise UsageError(
+            f"{place} has an unknown key {unknown!r}.{nearest(unknown, keys)} There are {', '.join(keys)}."
+        )
+
+
+def _parameter(name: str, entry: Any) -> Parameter:
+    """Return a searched setting; raise UsageError for an invalid search space."""
+    entry = entry if isinstance(entry, dict) else {}
+    _check_keys(f"search: {name}", entry, (*KINDS, "step", "if"))
+    kinds = [kind for kind in KINDS if kind in entry]
+    values, step, when = entry.get("".join(kinds)), entry.get("step"), entry.get("if") or {}
+    if len(kinds) != 1 or not isinstance(values, list) or not values or not isinstance(when, dict):
+        example = "{log: [0.05, 0.5]}, {range: [1, 8]} or {choice: [a, b]}"
+        raise UsageError(f"search: {name} needs one space with values, such as {example}")
+    when = {SHORT.get(str(key), str(key)): each if isinstance(each, list) else [each] for key, each in when.items()}
+    try:
+        if kinds == ["choice"]:
+            if step is not None or any(value in values[:index] for index, value in enumerate(values)):
+                raise ValueError("a choice has no step and no value twice")
+            return Parameter(name, CategoricalDistribution([stored(value) for value in values]), values, when)
+        low, high = map(_number, values)
+        is_integer = all(type(value) is int for value in (low, high, 0 if step is None else step))
+        space = IntDistribution if is_integer else FloatDistribution
+        with warnings.catch_warnings(action="error"):  # a step that does not divide the range
+            numbers = space(low, high, "log" in kinds, *([] if step is None else [_number(step)]))
+        return Parameter(name, numbers, (), when)
+    except (ValueError, TypeError, UserWarning) as error:
+        raise UsageError(f"search: {name}: {first_line(error)}") from None
+
+
+def _number(value: Any) -> Any:
+    """Return a number of YAML, which reads 1e-3 as text."""
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise ValueError(f"{value} is no finite number")
+    return value if isinstance(value, int) else float(value)
+
+
+def _sorted(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Return the parameters, each after those that it depends on; raise UsageError for impossible conditions."""
+    by_name = {parameter.name: parameter for parameter in parameters}
+    for parameter in parameters:
+        for name, allowed in parameter.when.items():
+            if name not in by_name:
+                raise UsageError(f"search: {parameter.name}: {name} is not searched.{nearest(name, by_name)}")
+            if not allowed or any(value not in by_name[name].choices for value in allowed):
+                raise UsageError(f"search: {parameter.name}: the value for {name} is not among its choices")
+    try:
+        order = TopologicalSorter({parameter.name: parameter.when.keys() for parameter in parameters}).static_order()
+        return [by_name[name] for name in order]
+    except CycleError as error:
+        raise UsageError(f"search: the conditions of {', '.join(error.args[1][1:])} form a circle") from None

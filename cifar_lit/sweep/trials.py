@@ -1,0 +1,310 @@
+"""Run the trials of an Optuna study: each is a training in a process, resumed if its worker is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import optuna
+from filelock import FileLock, Timeout
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from cifar_lit.bench.process import as_error, child_environment, started
+from cifar_lit.errors import Failure
+from cifar_lit.files import DISK_FULL
+from cifar_lit.hardware import core_count
+from cifar_lit.runs.run_folder import CHECKPOINTS, RunFolder, display_path, is_finished, read_curves, read_metrics
+from cifar_lit.sweep.__main__ import PARENT
+from cifar_lit.sweep.database import GRACE, HEARTBEAT
+from cifar_lit.text import natural_key
+
+POLL = 0.5  # seconds
+MAX_KILLS = 3  # times that a trial's process may be killed
+FULL = "|".join(map(os.strerror, DISK_FULL))
+SAME = 3  # failures in a row, at the start, that end the sweep
+HOST = socket.gethostname()
+
+
+@dataclass
+class Control:
+    """State of one command: signals received, outcomes of its trials, and its end by the time budget.
+
+    Args:
+        seconds: the time budget.
+        spent: seconds of it that earlier commands have used.
+    """
+
+    seconds: float
+    spent: float
+    signals: list[int] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)  # error of each finished trial, without digits
+    lock: Any = field(default_factory=threading.Lock)  # of the outcomes and the console
+    failed: bool = False
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def used(self) -> float:
+        """Return the used seconds of the time budget."""
+        return self.spent + time.monotonic() - self.start
+
+    @property
+    def stopping(self) -> bool:
+        """Return whether the trials have to stop."""
+        return bool(self.signals) or self.failed or self.used >= self.seconds
+
+
+@dataclass
+class Job:
+    """The trials of one study.
+
+    Args:
+        study: the study. Each worker loads it again, because a study has one sampler.
+        storage: database of the study.
+        folder: the folders of the trials are this path, a dash and the number.
+        count: number of trials, which may be infinite.
+        words: arguments of `fit` of every trial.
+        new_words: further arguments unless a training is resumed: starting recipe and fixed settings.
+        settings: returns the settings of a trial as flags.
+        objectives: names of the metrics.
+        report: called with each finished trial.
+    """
+
+    study: optuna.Study
+    storage: RDBStorage
+    folder: Path
+    count: float
+    words: Sequence[str]
+    new_words: Sequence[str]
+    settings: Callable[[Trial], Sequence[str]]
+    objectives: Sequence[str]
+    report: Callable[[FrozenTrial], None]
+
+    def trials(self) -> list[FrozenTrial]:
+        """Return the trials, without any that two workers began beyond the number of trials."""
+        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.number < self.count]
+
+    def folder_of(self, number: int) -> Path:
+        """Return the folder of a trial."""
+        return self.folder.with_name(f"{self.folder.name}-{number:03}")
+
+
+def run_job(job: Job, workers: Sequence[Sequence[str]], control: Control) -> None:
+    """Run all trials of a job, some of them perhaps by other commands. workers: further arguments for each worker."""
+    threads = {"OMP_NUM_THREADS": str(max(1, core_count() // len(workers)))} if len(workers) > 1 else {}
+    with ThreadPoolExecutor(len(workers)) as pool:
+        futures = [pool.submit(Worker(job, words, {**threads, **os.environ}, control).work) for words in workers]
+        try:
+            while wait(futures, HEARTBEAT, FIRST_EXCEPTION).not_done:
+                if any(future.done() and future.exception() for future in futures):
+                    break
+                job.study.set_user_attr("seconds", max(control.used, job.study.user_attrs.get("seconds", 0)))
+        finally:
+            control.failed = any(not future.done() for future in futures)
+    for future in futures:
+        future.result()
+
+
+class Worker:
+    """Runs one trial after the other, on the devices given by `words`."""
+
+    def __init__(self, job: Job, words: Sequence[str], environment: Mapping[str, str], control: Control) -> None:
+        self.job, self.words, self.environment, self.control = job, words, environment, control
+        self.study = optuna.load_study(study_name=job.study.study_name, storage=job.storage, pruner=job.study.pruner)
+
+    def work(self) -> None:
+        """Run trials until all are finished or the command stops."""
+        while not self.control.stopping:
+            self._take_over()
+            trials = self.job.trials()
+            states = {trial.state for trial in trials}
+            if len(trials) >= self.job.count and TrialState.WAITING not in states:
+                if TrialState.RUNNING not in states:
+                    return
+                time.sleep(POLL)
+                continue
+            trial = self.study.ask()
+            if trial.number < self.job.count:
+                self._attempt(trial)
+            else:  # another worker asked at the same time
+                self.study.tell(trial, state=TrialState.FAIL)
+
+    # ---- Trials of lost workers. A trial is RUNNING while a worker has it, and otherwise WAITING until it is finished.
+
+    def _take_over(self) -> None:
+        """Give back the trials of lost workers: they sent no heartbeat, or ended on this machine."""
+        stale = self.job.storage._get_stale_trial_ids(self.study._study_id)
+        for trial in self.job.trials():
+            host = trial.user_attrs.get("worker", "").partition(" ")[0]
+            if trial.state == TrialState.RUNNING and (
+                trial._trial_id in stale
+                or (host == HOST and self._is_unlocked(trial.number))
+                or (not host and datetime.now() - (trial.datetime_start or datetime.now()) > timedelta(seconds=GRACE))
+            ):
+                self._give_back(trial._trial_id)
+
+    def _lock(self, number: int) -> FileLock:
+        """Return the lock that a worker holds while it has a trial. The system releases it if the worker is killed."""
+        return FileLock(self.job.folder_of(number) / ".worker", thread_local=False, fallback_to_soft=False)
+
+    def _is_unlocked(self, number: int) -> bool:
+        lock = self._lock(number)
+        try:
+            with lock.acquire(timeout=0):
+                return True
+        except (Timeout, OSError):  # a file system without locks
+            return False
+
+    def _give_back(self, trial_id: int) -> None:
+        """Let another worker continue a trial. The heartbeat keeps it from being given back again at once."""
+        with suppress(UpdateFinishedTrialError):
+            self.job.storage.record_heartbeat(trial_id)
+            self.job.storage.set_trial_state_values(trial_id, TrialState.WAITING)
+
+    def _has(self, trial: Trial, name: str) -> bool:
+        """Return whether this worker still has a trial, and send a heartbeat."""
+        frozen = self.job.storage.get_trial(trial._trial_id)
+        if frozen.state != TrialState.RUNNING or frozen.user_attrs.get("worker") != name:
+            return False
+        self.job.storage.record_heartbeat(trial._trial_id)
+        return True
+
+    # ---- One trial.
+
+    def _attempt(self, trial: Trial) -> None:
+        """Begin or continue a trial, and record its result unless it was interrupted."""
+        self.job.storage.record_heartbeat(trial._trial_id)
+        folder = self.job.folder_of(trial.number)
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            with suppress(OSError):  # a file system without locks; a Timeout is an OSError
+                stack.enter_context(self._lock(trial.number).acquire(timeout=HEARTBEAT))
+            name = f"{HOST} {secrets.token_hex(8)}"
+            trial.set_user_attr("worker", name)
+            new = [*self.job.new_words, *self.job.settings(trial), f"--logs={folder}"]
+            self._wait_for_orphan(trial, name, folder)
+            run = run_in(folder)
+            if run is None or not is_finished(run, needs_test=False):
+                is_resumable = run and any((run / checkpoint).is_file() for checkpoint in CHECKPOINTS)
+                state = self._train([*self.words, *(["--resume", str(run)] if is_resumable else new)], trial, name)
+            else:  # by a worker that was lost before it recorded the result
+                state = 0
+            if self._has(trial, name):
+                self._record(trial, state, run_in(folder), folder)
+
+    def _wait_for_orphan(self, trial: Trial, name: str, folder: Path) -> None:
+        """Wait until the process of a lost worker has written its checkpoint and ended."""
+        deadline = time.monotonic() + GRACE
+        while run := run_in(folder):
+            try:
+                RunFolder(folder, run.name, run).release()
+                return
+            except Failure:
+                if time.monotonic() > deadline or not self._has(trial, name):
+                    raise
+                time.sleep(POLL)
+
+    def _train(self, words: Sequence[str], trial: Trial, name: str) -> int | str:
+        """Train in a process. Return its exit code, or "pruned" or "stopped" if this worker ended it.
+
+        The learning curve is read from its run folder while it trains.
+        """
+        folder = self.job.folder_of(trial.number)
+        environment = {**child_environment(), **self.environment, PARENT: str(os.getpid())}
+        command = [sys.executable, "-m", "cifar_lit.sweep", "fit", *self.job.words, *words]
+        reported = set(self.job.storage.get_trial(trial._trial_id).intermediate_values)
+        ending, stopped, next_beat = "stopped", False, 0.0
+        with ExitStack() as stack:
+            out = stack.enter_context((folder / "output.txt").open("a"))
+            errors = stack.enter_context((folder / "errors.txt").open("w"))
+            process = stack.enter_context(started(command, stdout=out, stderr=errors, env=environment))
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL)
+                    break
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + HEARTBEAT
+                    stop = not self._has(trial, name) or self.control.stopping
+                if not stopped and len(self.job.objectives) == 1 and self._is_hopeless(trial, reported, folder):
+                    ending, stop = "pruned", True
+                if (stop or self.control.stopping) and not stopped:
+                    process.terminate()
+                    stopped = True
+                if len(self.control.signals) > 1:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+        return ending if stopped and process.returncode else process.returncode
+
+    def _is_hopeless(self, trial: Trial, reported: set[int], folder: Path) -> bool:
+        """Report new points of the learning curve, and return whether the pruner ends the trial."""
+        (objective,) = self.job.objectives
+        run = run_in(folder)
+        for row in read_curves(run) if run else ():
+            epoch = int(row.get("epoch", 0)) + 1
+            if objective in row and epoch not in reported:
+                reported.add(epoch)
+                trial.report(row[objective], epoch)
+                if trial.should_prune():
+                    return True
+        return False
+
+    def _record(self, trial: Trial, state: int | str, run: Path | None, folder: Path) -> None:
+        """Record the result of a trial, or give it back if it was stopped or killed."""
+        code = state if isinstance(state, int) else 0
+        kills = trial.user_attrs.get("kills", 0) + (code < 0 or code >= 128)
+        trial.set_user_attr("kills", kills)
+        error = ""
+        values = [value_of(run, name) for name in self.job.objectives] if state == 0 and run else []
+        if code < 0 or code >= 128:
+            error = f"its process was killed {kills} times (exit code {code})"
+        elif code:
+            error = str(as_error(code, (folder / "errors.txt").read_text(errors="replace"), "the training"))
+        elif None in values:
+            error = f"the run has no {self.job.objectives[values.index(None)]}"
+        if error and (shutil.disk_usage(folder).free < 1 << 20 or re.search("disk is full|" + FULL, error)):
+            self._give_back(trial._trial_id)
+            raise Failure(f"the disk of {display_path(folder)} is full: free some space, then repeat the command")
+        if state == "stopped" or ((code < 0 or code >= 128) and kills < MAX_KILLS):
+            self._give_back(trial._trial_id)
+            return
+        if run:
+            trial.set_user_attr("run", display_path(run))
+        trial.set_user_attr("error", error)
+        outcome = TrialState.PRUNED if state == "pruned" else TrialState.FAIL if error else TrialState.COMPLETE
+        self.study.tell(trial, [value for value in values if value is not None and not error] or None, outcome)
+        with self.control.lock:
+            self.job.report(self.job.storage.get_trial(trial._trial_id))
+            self.control.outcomes.append(re.sub(r"\d+", "", error))
+            if len(self.control.outcomes) == SAME and error and len({*self.control.outcomes}) == 1:
+                raise Failure(f"the first {SAME} trials failed: {error}")
+
+
+def run_in(folder: Path) -> Path | None:
+    """Return the newest run in a trial's folder."""
+    runs = (config.parent for config in folder.glob("*/config.yaml"))
+    return max(runs, key=lambda run: natural_key(run.name), default=None)
+
+
+def value_of(run: Path, name: str) -> float | None:
+    """Return a metric of a finished run from metrics.json, else the last one in metrics.csv; None if it is missing."""
+    value: Any = read_metrics(run)
+    for part in name.split("/"):
+        value = value.get(part) if isinstance(value, dict) else None
+    curve = [row[name] for row in read_curves(run) if name in row]
+    return float(value) if isinstance(value, int | float) else next(reversed(curve), None)

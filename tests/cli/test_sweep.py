@@ -1,0 +1,345 @@
+"""`sweep`: trials by Optuna in processes of their own, continued by any worker, confirmed on new seeds."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from contract.command_line import (
+    Answer,
+    assert_refused,
+    checkpoint_of,
+    config_of,
+    contents_of,
+    environment,
+    run_command,
+)
+
+from cifar_lit.bench.process import started
+from cifar_lit.sweep.space import read_sweep
+
+optuna = pytest.importorskip("optuna")
+FOLDER = Path("lightning_logs/lr")
+SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.crop": {"range": [0, 2]}}
+
+# Stands for a training: accuracy 1 - |lr - 0.05| after three epochs, worse by 0.5 for the first trials' rivals.
+FAKE = """
+import json, os, signal, sys, time
+from pathlib import Path
+words = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv if word.startswith("--"))
+seed = int(words.get("seed_everything", 3))
+run = Path(words["logs"]) / "small-1"
+run.mkdir()
+(run / "config.yaml").write_text("seed_everything: %d" % seed)
+signal.signal(signal.SIGTERM, lambda *_: ((run / "stopped").touch(), sys.exit(143)))
+lr = float(words.get("model.lr", 0.04))
+if "fail" in os.environ.get("FAKE", "") and (os.environ["FAKE"] == "fail" or lr > 0.05):
+    sys.exit("cifar-lit: the loss is not finite")
+accuracy = 1 - abs(lr - 0.05)
+with (run / "metrics.csv").open("w") as file:
+    print("epoch,val/accuracy,val/loss", file=file, flush=True)
+    for epoch in range(3):
+        print(f"{epoch},{accuracy},{1 - accuracy}", file=file, flush=True)
+        time.sleep(float(os.environ.get("EPOCH", "0")))
+figures = {"val": {"accuracy": accuracy, "loss": 1 - accuracy}, "train_seconds": 10 * lr}
+(run / "metrics.json").write_text(json.dumps(figures))
+"""
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Replace trainings by a program that ends at once. Return the list of their command lines."""
+    lines: list[list[str]] = []
+
+    def start(command: list[str], **settings: Any) -> Any:
+        lines.append(command)
+        return started([sys.executable, "-c", FAKE, *command], **settings)
+
+    monkeypatch.setattr("cifar_lit.sweep.trials.started", start)
+    return lines
+
+
+def write(file: str = "lr.yaml", **more: Any) -> None:
+    content = {"recipe": "small.yaml", "search": SPACE, "objective": "val/accuracy", "trials": 4, **more}
+    Path(file).write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+
+
+def sweep(*words: str, **variables: str) -> Answer:
+    return run_command("sweep", "lr.yaml", *words, **variables)
+
+
+def trials(name: str = "lr") -> list[Any]:
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{FOLDER}/sweep.db").trials
+
+
+def rows() -> list[dict[str, str]]:
+    with (FOLDER / "trials.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_results_name_the_best_trial_and_a_repeated_command_trains_nothing(fake: list[list[str]]) -> None:
+    write(settings={"data.batch_size": 16})
+    answer = sweep("--confirm", "2", "--workers", "2", "--epochs", "3")
+    assert answer.code == 0, answer.err
+    assert len(fake) == 4 + 2 * 2 and answer.out.count("\ntrial ") + answer.out.startswith("trial ") == 4
+    accuracies = {int(row["trial"]): float(row["val/accuracy"]) for row in rows()}
+    best = max(accuracies, key=lambda number: accuracies[number])
+    assert f"Best of 4 trials: {best}, val/accuracy {accuracies[best]:.4g}" in answer.out
+    assert "confirming trial" in answer.out and "--confirm 2" in answer.out and "The gain" in answer.out
+
+    recipe = yaml.safe_load((FOLDER / "best.yaml").read_text())
+    assert recipe["model"]["lr"] == trials()[best].params["model.lr"] and recipe["model"]["net"] == "lenet"
+    assert recipe["data"]["batch_size"] == 16 and recipe["data"]["val_size"] == 40
+    assert run_command("fit", "--recipe", str(FOLDER / "best.yaml"), "--print_config").code == 0
+    page = (FOLDER / "sweep.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 3 and "The gain" in page and "://" not in page
+    assert all((FOLDER / f"{name}.png").stat().st_size > 5000 for name in ("history", "importance", "slice"))
+
+    seeds = [word for line in fake for word in line if word.startswith("--seed_everything")]
+    assert sorted(seeds) == ["--seed_everything=4"] * 2 + ["--seed_everything=5"] * 2  # the recipe has seed 3
+    assert all("--epochs" in line for line in fake)
+    answer = sweep("--confirm", "2", "--epochs", "3")
+    assert answer.code == 0 and len(fake) == 8 and f"Best of 4 trials: {best}" in answer.out
+    write(settings={"data.batch_size": 16}, trials=5)
+    assert sweep("--confirm", "0", "--epochs", "3").code == 0 and len(fake) == 9
+
+
+def test_the_same_seed_gives_the_same_trials_also_if_the_sweep_was_interrupted(fake: list[list[str]]) -> None:
+    write(seed=1, sampler="random")
+    assert sweep("--confirm", "0").code == 0
+    for count in (2, 4):
+        write("other.yaml", seed=1, sampler="random", trials=count)
+        assert run_command("sweep", "other.yaml", "--confirm", "0").code == 0
+    storage = "sqlite:///lightning_logs/other/sweep.db"
+    again = optuna.load_study(study_name="other", storage=storage).trials
+    assert [trial.params for trial in trials()] == [trial.params for trial in again]
+    assert len({trial.params["model.lr"] for trial in again}) == 4
+
+
+def test_choices_may_be_lists_and_conditions_leave_settings_out(fake: list[list[str]]) -> None:
+    search = {
+        "model.momentum": {"range": [0.5, 0.9], "step": 0.4, "if": {"model.optimizer": "sgd"}},
+        "model.optimizer": {"choice": ["sgd", "adamw"]},
+        "data.mean": {"choice": [[0.5, 0.5, 0.5], [0.4, 0.4, 0.4]]},
+    }
+    write(search=search, sampler="grid", trials=None)
+    answer = sweep("--confirm", "0")
+    assert answer.code == 0, answer.err
+    lines = sorted(" ".join(sorted(word for word in line if word.startswith(("--model", "--data")))) for line in fake)
+    expected = [
+        f"--data.mean=[{mean}, {mean}, {mean}] {rest}"
+        for mean in (0.4, 0.5)
+        for rest in (
+            "--model.momentum=0.5 --model.optimizer=sgd",
+            "--model.momentum=0.9 --model.optimizer=sgd",
+            "--model.optimizer=adamw",
+        )
+    ]
+    assert lines == sorted(expected)
+    best = yaml.safe_load((FOLDER / "best.yaml").read_text())
+    assert best["data"]["mean"] in search["data.mean"]["choice"]
+
+
+def test_two_objectives_give_a_pareto_front(fake: list[list[str]]) -> None:
+    write(objective=["val/accuracy", "train_seconds"], trials=5)
+    answer = sweep("--confirm", "0")
+    assert answer.code == 0, answer.err
+    assert (FOLDER / "pareto-front.png").is_file() and not (FOLDER / "slice.png").exists()
+    points = [(float(row["val/accuracy"]), float(row["train_seconds"])) for row in rows()]
+    front = [p for p in points if not any(q[0] >= p[0] and q[1] <= p[1] and q != p for q in points)]
+    assert answer.out.count("\n│") == len(front)
+
+
+def test_a_bad_trial_is_pruned_and_its_process_ends_in_order(fake: list[list[str]]) -> None:
+    space = {"model.lr": {"choice": [0.05, 0.051, 0.052, 0.053, 0.054, 0.09]}}
+    for seed in range(99):
+        write(search=space, sampler="grid", trials=None, seed=seed)
+        if read_sweep(Path("lr.yaml")).grid()[-1] == {"model.lr": 0.09}:
+            break
+    answer = sweep("--confirm", "0", EPOCH="0.7")
+    assert answer.code == 0, answer.err
+    assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 5 + ["PRUNED"]
+    assert (FOLDER / "trial-005/small-1/stopped").is_file() and "pruned" in answer.out
+    assert not (FOLDER / "trial-005/small-1/metrics.json").exists()
+
+
+def test_a_failed_trial_is_recorded_with_its_line_and_three_equal_ones_end_the_sweep(fake: list[list[str]]) -> None:
+    write(trials=6, sampler="random")
+    answer = sweep("--confirm", "0", FAKE="fail above")
+    assert answer.code == 0, answer.err
+    states = [trial.state.name for trial in trials()]
+    assert {*states} == {"COMPLETE", "FAIL"}
+    assert {row["error"] for row in rows() if row["state"] == "fail"} == {"the loss is not finite"}
+    write("broken.yaml", trials=6, sampler="random")
+    answer = run_command("sweep", "broken.yaml", "--confirm", "0", FAKE="fail")
+    assert answer.code == 1
+    assert answer.error_lines == ["cifar-lit: the first 3 trials failed: the loss is not finite"]
+
+
+def test_a_training_that_is_killed_is_continued_at_most_twice(fake: list[list[str]]) -> None:
+    write(trials=1)
+    fake_kill = FAKE.replace("seed = int", "os.kill(os.getpid(), 9)\nseed = int")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "cifar_lit.sweep.trials.started",
+            lambda command, **settings: started([sys.executable, "-c", fake_kill, *command], **settings),
+        )
+        answer = sweep("--confirm", "0")
+    assert answer.code == 1 and "killed 3 times (exit code -9)" in answer.out and len(trials()) == 1
+
+
+def test_a_recipe_without_validation_images_gets_some(fake: list[list[str]]) -> None:
+    write(settings={"data.val_size": 0})
+    answer = sweep("--confirm", "0")
+    assert "validation on 10% of the training images" in answer.out
+    assert all("--data.val_size=0.1" in line for line in fake)
+    assert yaml.safe_load((FOLDER / "best.yaml").read_text())["data"]["val_size"] == 0
+
+
+def test_ctrl_c_ends_with_the_command_that_continues(fake: list[list[str]], tmp_path: Path) -> None:
+    write(trials=2)
+    begun = f"Path('{FOLDER}/trial-000/small-1/metrics.csv').exists()"
+    watch = f"import os, time\nfrom pathlib import Path\nwhile not {begun}: time.sleep(0.1)\nos.kill({os.getpid()}, 2)"
+    with subprocess.Popen([sys.executable, "-c", watch]):
+        answer = sweep("--confirm", "0", EPOCH="20")
+    assert answer.code == 130
+    assert answer.err.endswith("Resume with:\n  cifar-lit sweep lr.yaml --confirm 0\n")
+    assert [trial.state.name for trial in trials()] == ["WAITING"]
+    assert (FOLDER / "trial-000/small-1/stopped").is_file()
+
+
+def test_the_time_budget_ends_a_sweep_and_is_not_spent_twice(fake: list[list[str]]) -> None:
+    write(trials=None, time="5s", sampler="random")
+    answer = sweep("--confirm", "0", EPOCH="0.2")
+    assert answer.code == 0 and "complete" in {row["state"] for row in rows()}
+    count = len(fake)
+    assert sweep("--confirm", "0").code == 0 and len(fake) == count
+
+
+def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list[str]]) -> None:
+    write(trials=1)
+    assert sweep("--confirm", "0").code == 0
+    kept = contents_of(FOLDER)
+    wider = {"search": {"model.lr": {"log": [0.01, 0.2]}}}
+    for more, words in ((wider, []), ({"seed": 2}, []), ({}, ["--epochs", "1"])):
+        write(trials=1, **more)
+        assert_refused(sweep("--confirm", "0", *words), 2, "is a sweep with another value of", "name: …")
+    assert contents_of(FOLDER).keys() == kept.keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"trails": 4}, "unknown key 'trails'. Did you mean trials?"),
+        ({"search": {"model.lrr": {"log": [0.1, 0.2]}}}, "there is no flag --model.lrr. Did you mean --model.lr?"),
+        ({"settings": {"model.nett": "lenet"}}, "there is no flag --model.nett. Did you mean --model.net?"),
+        ({"search": {"model.lr": {"range": [0.5, 0.1]}}}, "search: model.lr"),
+        ({"search": {"model.lr": {"log": [0, 0.1]}}}, "search: model.lr"),
+        ({"search": {"model.lr": {"range": [0, 1], "step": 3}}}, "search: model.lr"),
+        ({"search": {"model.lr": {"range": [-1, 0.5]}}}, "the learning rate must be above 0"),
+        ({"search": {"model.lr": {"choice": []}}}, "search: model.lr needs one space"),
+        ({"search": {"model.optimizer": {"choice": ["sgd", "sdg"]}}}, "sdg"),
+        ({"search": {"model.lr": {"log": [0.1, 0.2], "if": {"model.net": "lenet"}}}}, "model.net is not searched"),
+        (
+            {
+                "search": {
+                    "model.lr": {"choice": [0.1, -1], "if": {"model.optimizer": "adamw"}},
+                    "model.optimizer": {"choice": ["sgd", "adamw"]},
+                }
+            },
+            "the learning rate must be above 0, not -1",
+        ),
+        ({"search": {"data.val_size": {"range": [0.1, 0.2]}}}, "the same validation images"),
+        ({"settings": {"model.lr": 0.1}}, "settings fixes it"),
+        ({"objective": "test/accuracy"}, "objective must be one of val/accuracy"),
+        ({"objective": ["val/accuracy", "train_seconds"], "pruner": "median"}, "pruner: none"),
+        ({"sampler": "grid"}, "sampler grid: use choice, or range with a step"),
+        ({"time": "soon"}, "time must be a duration"),
+        ({"trials": 0}, "trials must be a whole number"),
+        ({"recipe": "small"}, "no recipe is called 'small'"),
+        ({"name": "../up"}, "cannot name a folder"),
+        ({"search": {"model.net": {"choice": ["lenet", "os.system"]}}}, "names os.system, whose code would run"),
+        ({"settings": {"data.root": "/"}}, "no file may choose a folder to write to"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_file_is_one_line_before_any_trial(more: dict[str, Any], line: str, fake: list[list[str]]) -> None:
+    write(**more)
+    assert_refused(sweep(), 2, line)
+    assert not fake and not Path("lightning_logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (("--workers", "0"), 2, "--workers 0 is not a valid"),
+        (("--workers", "0,1"), 2, "--workers 0,1"),
+        (("--recipe", "small.yaml"), 2, "takes its recipe from the file"),
+        (("--lr", "0.1"), 2, "--model.lr is searched"),
+        (("--epoch", "1"), 2, "there is no flag --epoch. Did you mean --epochs?"),
+        (("--confirm", "1"), 2, "--confirm needs 2 seeds"),
+        (("--storage", "nowhere"), 2, "--storage is not the URL"),
+    ],
+)
+def test_wrong_flags_are_one_line(words: tuple[str, ...], code: int, line: str) -> None:
+    write()
+    assert_refused(sweep(*words), code, line)
+    assert not Path("lightning_logs").exists()
+
+
+def test_an_unreachable_database_is_named_without_its_password() -> None:
+    pytest.importorskip("psycopg")
+    write()
+    answer = sweep("--storage", "postgresql://me:secret@127.0.0.1:1/sweeps")
+    assert_refused(answer, 1, "the database at 127.0.0.1")
+    assert "secret" not in answer.err
+
+
+# ---- Real trainings.
+
+LONG = ("--confirm", "0", "--epochs", "30", "--checkpoint-every", "5")
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "cifar_lit", "sweep", "lr.yaml", *LONG]
+    return subprocess.Popen(command, env=environment(folder), stdout=-1, stderr=-2, text=True)
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 120
+    while not (result := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return result
+
+
+def test_the_trial_of_a_killed_worker_is_resumed_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+    write(trials=1)
+    run = FOLDER / "trial-000/small-1"
+    with start(tmp_path) as killed:
+        wait_for((run / "checkpoints/last.ckpt").is_file)
+        killed.send_signal(signal.SIGKILL)
+    (parameters,) = [trial.params for trial in trials()]
+    with start(tmp_path) as second:
+        out, _ = second.communicate(timeout=300)
+        assert second.returncode == 0, out
+    assert [trial.state.name for trial in trials()] == ["COMPLETE"]
+    assert trials()[0].params == parameters and config_of(run)["model"]["lr"] == parameters["model.lr"]
+    assert [path.name for path in (FOLDER / "trial-000").glob("small-*")] == ["small-1"]
+    assert "resum" in (FOLDER / "trial-000/output.txt").read_text()
+
+    assert run_command("fit", "--config", str(run / "config.yaml"), "--logs", "undisturbed").code == 0
+    weights = checkpoint_of(run / "checkpoints/last.ckpt")["state_dict"]
+    expected = checkpoint_of(next(Path("undisturbed").glob("*/checkpoints/last.ckpt")))["state_dict"]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
