@@ -149,7 +149,7 @@ def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool
     """Fit with bar, TensorBoard, metrics and checkpoints in a temporary folder; return the Trainer's precision."""
     torch.set_float32_matmul_precision("high")  # same as in a run
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as devnull, redirect_stdout(devnull):
-        run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench"}, "", {}, "fit")
+        run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench", "logger": "tensorboard"}, "", {}, "fit")
         trainer = pl.Trainer(
             **subject.trainer,
             max_epochs=max_epochs,

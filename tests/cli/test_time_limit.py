@@ -99,7 +99,7 @@ def test_a_limit_that_is_too_short_names_the_shortest_and_leaves_no_run() -> Non
         (["--time-limit", "0s"], "--time-limit must be a time"),
         (["--time-limit", "1m", "--epochs", "3"], "leave --epochs and other limits out"),
         (["--time-limit", "1m", "--auto-lr"], "leave --auto-batch and --auto-lr out"),
-        (["--time-limit", "1m", "--folds", "3"], "is for a single new training"),
+        (["--time-limit", "1m", "--folds", "3"], "--folds has no time limit: leave --time-limit out"),
         (["--time-limit", "1m", "--devices", "2"], "--time-limit measures one device"),
     ],
 )
