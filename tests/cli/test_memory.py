@@ -53,7 +53,7 @@ def test_own_images_are_checked_with_their_own_size_and_number(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("sizes", "precision", "is_refused"),
-    [([10**6], "32-true", True), ([10**5, 10**9], "32-true", False), ([10**6], "bf16-true", False)],
+    [([850_000], "32-true", True), ([10**5, 10**9], "32-true", False), ([850_000], "bf16-true", False)],
 )
 def test_the_largest_gpu_counts_and_half_the_bytes_of_a_lower_precision(
     sizes: list[int], precision: str, is_refused: bool
