@@ -315,5 +315,5 @@ def _free_in_cgroups() -> Iterator[int]:
             for group in (folder, *folder.parents):
                 with suppress(OSError, ValueError, TypeError):  # no limit, or another controller
                     limit, used = (int((group / name).read_text()) for name in names)
-                    cached = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-                    yield limit - used + int(cached[1] if cached else 0)
+                    cached = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+                    yield limit - used + sum(map(int, cached))

@@ -53,7 +53,7 @@ def check_memory(settings: Any, machine: Machine, shape: Sequence[int] = (), ima
     # Processes on one CPU share its memory. Each GPU has its own.
     processes = count_devices(machine, trainer.accelerator, trainer.devices)
     nets, parts = (processes, 1) if kind == "cpu" else (1, processes)
-    free = free_memory(torch.device("cpu")) if kind == "cpu" else min(size for _, size in machine.gpus)
+    free = free_memory(torch.device("cpu")) if kind == "cpu" else max(size for _, size in machine.gpus)
     batch = min(data.batch_size, images) / (parts * trainer.num_nodes)
     if free is None or 4 * math.prod(shape) * batch * MAX_RATIO < free:  # saves the time of a measurement
         return
@@ -64,8 +64,9 @@ def check_memory(settings: Any, machine: Machine, shape: Sequence[int] = (), ima
             two, four = (saved_bytes(net, shape, number) for number in (2, 4))
     except Exception:  # reported when the net of the training is built
         return
-    image = (four - two) / 2 * (1.0 if trainer.precision in ("32-true", "64-true") else 0.5)
-    weights = 2 * nets * sum(weight.nbytes for weight in net.parameters())
+    scale = 1.0 if trainer.precision in ("32-true", "64-true") else 0.5
+    image = scale * (four - two) / 2
+    weights = scale * 2 * nets * sum(weight.nbytes for weight in net.parameters())
     if (need := weights + batch * image) > free:
         fitting = int((free - weights) / (PEAK * image))
         remedy = (

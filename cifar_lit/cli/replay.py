@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from PIL import Image
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torchvision.utils import make_grid
+from torchvision.transforms.functional import to_pil_image
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
@@ -24,7 +23,7 @@ from cifar_lit.cli.quiet import quieten
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.inference.classify import is_picture_name, save_picture
-from cifar_lit.runs.figures import captioned
+from cifar_lit.runs.figures import gallery
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import say
 from cifar_lit.training.callbacks import NotFiniteLoss
@@ -35,7 +34,7 @@ DESCRIPTION = (
     "Repeat the step at which the loss of a training was not finite. Print the largest values in each module of the "
     "net, name the first module with a value that is not finite, and draw the images of the batch."
 )
-IMAGES, MIN_SIDE = 64, 96  # on the sheet, and their pixels
+IMAGES = 64  # on the sheet
 
 
 class Inspected(Exception):
@@ -106,9 +105,11 @@ def replay(argv: list[str]) -> None:
     if not is_picture_name(out):
         raise UsageError(f"--out {out}: give an image file, such as replay.png")
     inspection = Inspection(record["step"])
+    # One process whose steps run Python code, and no packages of trackers, which may be missing here.
+    flags = ["--trainer.devices=1", "--trainer.num_nodes=1", "--model.capture=false"]
+    flags += ["--trainer.logger=false", "--logger=csv"]
     moved = {"data.root": settings.data_dir, "trainer.accelerator": settings.accelerator}
-    alone = {"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.logger": False, "model.capture": False}
-    flags = [f"--{name}={value}" for name, value in (moved | alone).items() if value is not None]
+    flags += [f"--{name}={value}" for name, value in moved.items() if value is not None]
     quieten()
     with TemporaryDirectory() as folder:
         run = Path(folder, "replay-1")
@@ -137,21 +138,17 @@ def replay(argv: list[str]) -> None:
         table.add_row(*row)
     for_tables().print(table)
     say(f"step {inspection.step}", *(f"{name}: {value}" for name, value in inspection.values.items()))
-    save_picture(sheet(inspection), out)
+    save_picture(to_pil_image(sheet(inspection)), out)
     say(f"images of the batch: {display_path(out)}")
     if not inspection.faulty:
         raise Failure("all values are finite in this replay: use the device and the versions of the training")
     say(f"first value that is not finite: {inspection.faulty}")
 
 
-def sheet(inspection: Inspection) -> Image.Image:
-    """Return the first images of the batch with their classes."""
+def sheet(inspection: Inspection) -> Tensor:
+    """Return a picture, uint8 (3, height, width), of the first images of the batch with their classes."""
     images, labels = inspection.batch
     mean, std = (torch.tensor(values)[:, None, None] for values in inspection.data.statistics)
     pixels = (images[:IMAGES].detach().float().cpu() * std + mean).nan_to_num(0).clamp(0, 1).mul(255).round().byte()
-    pixels = pixels.expand(-1, 3, -1, -1)  # grey images
-    scale = -(-MIN_SIDE // min(pixels.shape[2:]))
-    pixels = pixels.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
-    names = [inspection.data.classes[label] for label in labels[:IMAGES].tolist()]
-    tiles = [captioned(image, (name, "")) for image, name in zip(pixels, names, strict=True)]
-    return Image.fromarray(make_grid(tiles, 8, padding=4, pad_value=255).permute(1, 2, 0).numpy())
+    names = [(inspection.data.classes[label],) for label in labels[:IMAGES].tolist()]
+    return gallery(pixels.permute(0, 2, 3, 1), names, columns=8)

@@ -17,12 +17,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 
 from cifar_lit import hardware
+from cifar_lit.cli import trust
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command, recipe_names, recipe_path
 from cifar_lit.cli.recipes import measured, recipe_header
 from cifar_lit.data.resolution import side_at
 from cifar_lit.errors import UsageError
-from cifar_lit.text import duration_text, note, say
+from cifar_lit.text import duration_text, say
 from cifar_lit.training.callbacks import NoProfiler, wait_for_device
 from cifar_lit.training.orderly_stop import NoSignalHandlers
 
@@ -34,7 +35,6 @@ STEPS, WARM_UP = 5, 2  # fewest measured steps of an image size, and how many of
 SLOW = 3.0  # times the planned duration, after which two steps suffice
 MEASURED, SPARE = 0.03, 0.03  # shares of the limit: for measured steps, and left unplanned
 TAIL = 0.3  # times the start of the process: time to write results and report
-LATE = 1.1  # times the limit; a later expected end is reported
 
 
 class Stopwatch(Callback):
@@ -85,6 +85,8 @@ class Probe(TrainingCLI):
         trainer = self.settings.trainer
         if hardware.count_devices(self.machine, trainer.accelerator, trainer.devices) * trainer.num_nodes > 1:
             raise UsageError("--time-limit measures one device: add --devices 1")
+        if teacher := self.settings.model.teacher:
+            self.model.teacher = trust.load_teacher(str(teacher), self.command.trust)
 
     def _run_subcommand(self, subcommand: str) -> None:
         data, size = self.datamodule, self.datamodule.eval_batch_size
@@ -97,8 +99,8 @@ class Probe(TrainingCLI):
         self.validation, test = (-(-len(rows) // size) * batch for rows in (data.split[1], data.test_images))
         # Decoded images are cached, so the next set-up is not slower than the start.
         begin = min(self.setup_seconds, self.start_up) + fits[sides[0]].times[0] - fits[sides[0]].created
-        self.after = TAIL * self.start_up + (test if self.command.name == "train" else self.validation)
-        self.fixed = time.monotonic() - self.command.started + begin + self.after
+        after = TAIL * self.start_up + (test if self.command.name == "train" else self.validation)
+        self.fixed = time.monotonic() - self.command.started + begin + after
 
     def _watch(self, act: str, side: int | None = None, seconds: float = math.inf) -> Stopwatch:
         """Return the times of a short `fit` or `test`."""
@@ -113,15 +115,15 @@ class Probe(TrainingCLI):
             raise UsageError("--time-limit needs training steps: set model.unfreeze true")
         return watch
 
-    def plan(self, length: float) -> list[float]:
-        """Return the seconds of each epoch, the last of which may be a fraction; none without epochs at full size."""
-        sizes, count = self.datamodule.resolutions, math.ceil(length)
+    def end(self, epochs: float) -> float:
+        """Return the seconds from start to end of a training; infinity if too few epochs are at full size."""
+        sizes, count = self.datamodule.resolutions, math.ceil(epochs)
         sides = {epoch: side_at(sizes, epoch, count) for epoch in range(count)}
-        full = length - sum(side is not None for side in sides.values())
-        if full < FULL_SIZE * (1 - sum(sizes.values())) * length - 1e-9:
-            return []
-        steps = [min(1.0, length - epoch) * self.batches * self.steps[side] for epoch, side in sides.items()]
-        return [seconds + self.validation for seconds in steps]
+        full = epochs - sum(side is not None for side in sides.values())
+        if full < FULL_SIZE * (1 - sum(sizes.values())) * epochs - 1e-9:
+            return math.inf
+        steps = sum(min(1.0, epochs - epoch) * self.steps[side] for epoch, side in sides.items())
+        return self.fixed + self.batches * steps + count * self.validation
 
     def claim(self, longer: float) -> str:
         """Return the expected accuracy as a clause; "" unless images and settings are those of a measured recipe."""
@@ -131,32 +133,6 @@ class Probe(TrainingCLI):
         accuracy, data, *_ = measured(recipe_header(recipe_path(name)))
         relation = "more than " if longer > 0 else "less than " if longer else ""
         return f"; expected accuracy: {relation}{accuracy}" if data == self.settings.data.dataset else ""
-
-
-class Pace(Callback):
-    """Print a line if a training will end late. Its schedule does not change, because the run would not be exact.
-
-    Args:
-        deadline: latest end without a line, in seconds of `time.monotonic`.
-        epochs: planned seconds of each epoch.
-        after: planned seconds after the last epoch.
-    """
-
-    def __init__(self, deadline: float, epochs: list[float], after: float) -> None:
-        self.deadline, self.epochs, self.after = deadline, epochs, after
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
-        self._begun = time.monotonic()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare the time with the plan."""
-        planned, now = sum(self.epochs[: trainer.current_epoch + 1]), time.monotonic()
-        left = (now - self._begun) / planned * (sum(self.epochs) - planned + self.after)
-        if now + left > self.deadline:
-            slow = "--time-limit: steps take longer than measured. The schedule is unchanged"
-            note(f"{slow}: expected end in {duration_text(left)}")
-            self.deadline = math.inf
 
 
 def train_in_time(command: Command) -> None:
@@ -173,10 +149,10 @@ def train_in_time(command: Command) -> None:
         usual, parts = probe.settings.trainer.max_epochs, probe.parts
         least = 1 if named else SHORTEST * usual
         lengths = [part / parts for part in range(math.ceil(least * parts), int(LONGEST * usual * parts) + 1)]
-        plans = {length: plan for length in lengths if (plan := probe.plan(length))}
-        fitting = [length for length, plan in plans.items() if probe.fixed + sum(plan) <= (1 - SPARE) * limit]
+        ends = {length: probe.end(length) for length in lengths}
+        fitting = [length for length, end in ends.items() if end <= (1 - SPARE) * limit]
         if not fitting and result is None:
-            seconds = math.ceil((probe.fixed + min(map(sum, plans.values()))) / (1 - 2 * SPARE))
+            seconds = math.ceil(min(ends.values()) / (1 - 2 * SPARE))
             raise UsageError(f"--time-limit {command.time_limit} is too short on this machine: use {seconds}s or more")
         if not fitting:
             break
@@ -184,16 +160,15 @@ def train_in_time(command: Command) -> None:
         flags = [f"--trainer.max_epochs={math.ceil(length)}"]
         flags += [] if length.is_integer() else [f"--trainer.max_steps={round(length * probe.batches)}"]
         what = f"{probe.settings.recipe or 'the configuration'} with {length:g} epochs instead of {usual}"
-        end = f"expected end after {duration_text(probe.fixed + sum(plans[length]))}{probe.claim(length - usual)}"
-        pace = Pace(command.started + LATE * limit, plans[length], probe.after)
-        result = recipe, flags, f"{what}, {end}", pace
+        claim = f"expected end after {duration_text(ends[length])}{probe.claim(length - usual)}"
+        result = recipe, flags, f"{what}, {claim}"
         if length < lengths[-1]:
             break
     del probe
     gc.collect()  # net and Trainer refer to each other and would keep device memory
-    recipe, flags, line, pace = result
+    recipe, flags, line = result
     say(f"--time-limit {command.time_limit}: {line}")
-    TrainingCLI(replace(command, recipe=recipe, flags=[*command.flags, *flags]), pace)
+    TrainingCLI(replace(command, recipe=recipe, flags=[*command.flags, *flags]))
 
 
 def _limit(command: Command) -> float:

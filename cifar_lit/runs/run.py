@@ -115,13 +115,17 @@ class Run(Callback):
         stamp_start(self.folder.path)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Create metrics.csv and log augmented training images, before the clock starts."""
-        if not trainer.is_global_zero or self.folder.resumed:
+        """Create metrics.csv and log augmented training images, before the clock starts.
+
+        A tracker also gets the images of a resumed run, because a kill may have lost them.
+        """
+        if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            if isinstance(logger, CurveFile):
+            if isinstance(logger, CurveFile) and not self.folder.resumed:
                 logger.create()
-        if boards := [board for board in self.boards if board in trainer.loggers]:
+        boards = self.trackers if self.folder.resumed else self.boards
+        if boards := [board for board in boards if board in trainer.loggers]:
             picture = make_grid(augmented_sample(trainer.datamodule, 64), nrow=8)  # type: ignore[attr-defined]
             for board in boards:
                 board.log_images("images/train", picture)

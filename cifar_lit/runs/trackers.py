@@ -45,10 +45,11 @@ class _Wandb:
 
         is_offline = not wandb.login(prompt=False, verify=False) and "WANDB_MODE" not in os.environ
         mode, folder = "offline" if is_offline else None, Path(os.environ.get("WANDB_DIR") or run)
-        for part in folder.glob(f"wandb/offline-run-*-{run_id}"):
-            (part / f"run-{run_id}.wandb.synced").touch()  # a kill loses its last rows; the new part gets all rows
+        earlier = [*folder.glob(f"wandb/offline-run-*-{run_id}")]
         self.id = run_id or secrets.token_hex(8)
         self.run = WandbLogger(run.name, folder, id=self.id, mode=mode, config=settings).experiment
+        for part in earlier:
+            (part / f"run-{run_id}.wandb.synced").touch()  # a kill loses its last rows; the new part gets all rows
         self.close = lambda status: self.run.finish(exit_code=int(status != "success"))
         self.wandb, files = wandb, Path(self.run.settings.sync_dir)
         (files / "logs/debug-core.log").unlink(missing_ok=True)  # a run with a symlink to outside cannot be resumed
@@ -68,15 +69,16 @@ class _Wandb:
 
 
 class _MLflow:
-    """A run of MLflow, on the server of MLFLOW_TRACKING_URI or in a SQLite file beside the run folders."""
+    """A run of MLflow, on the server or in the database of MLFLOW_TRACKING_URI, else in a file beside the runs."""
 
     def __init__(self, run: Path, run_id: str | None, settings: dict[str, Any]) -> None:
         from lightning.pytorch.loggers.mlflow import MLFlowLogger
 
         logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # it warns of a new experiment
-        logs, server = run.parent.absolute(), os.environ.get("MLFLOW_TRACKING_URI")
-        files, uri = None if server else (logs / "mlartifacts").as_uri(), server or f"sqlite:///{logs}/mlflow.db"
-        experiment = os.environ["MLFLOW_EXPERIMENT_NAME"]
+        logs, experiment = run.parent.absolute(), os.environ["MLFLOW_EXPERIMENT_NAME"]
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{logs}/mlflow.db"
+        is_database = re.match(r"\w*sql", uri)
+        files = (logs / "mlartifacts").as_uri() if is_database else None
         self.logger = MLFlowLogger(experiment, run.name, uri, artifact_location=files, run_id=run_id)
         self.client, self.id, self.close = self.logger.experiment, self.logger.run_id, self.logger.finalize
         if run_id:
@@ -85,9 +87,8 @@ class _MLflow:
             self.logger.log_hyperparams(settings)
         names, history = self.client.get_run(self.id).data.metrics, self.client.get_metric_history
         self.steps = {name: max(point.step for point in history(self.id, name)) for name in names}
-        page = f"{server}/#/experiments/{self.logger.experiment_id}/runs/{self.id}"
-        database = shlex.quote(f"sqlite:///{display_path(logs)}/mlflow.db")
-        self.place = page if server else f"open it with `mlflow ui --backend-store-uri {database}`"
+        page = f"{uri}/#/experiments/{self.logger.experiment_id}/runs/{self.id}"
+        self.place = f"open it with `mlflow ui --backend-store-uri {shlex.quote(uri)}`" if is_database else page
 
     def log(self, metrics: dict[str, float], step: int, row: int) -> None:
         if new := {name: value for name, value in metrics.items() if step > self.steps.get(name, -1)}:

@@ -384,6 +384,8 @@ class ImageClassifier(pl.LightningModule):
         """Restore the running metrics and score of a resumed fit. Raise UsageError for another net or schedule kind."""
         if self._trainer is None or self.trainer.state.fn != "fit":
             return
+        if self.trainer.precision == "64-true":
+            self.double()  # Lightning converts the weights after it has loaded them, which would round them
         check_resumable(checkpoint.get("hyper_parameters", {}), self.hparams)
         override_optimizer_settings(checkpoint, self.hparams, self.net)
         if state := checkpoint.get("cifar_lit"):

@@ -32,12 +32,12 @@ class Distillation(Callback):
         if not all(hasattr(data, name) for name in ("classes", "input_shape", "statistics")):
             raise UsageError("model.teacher needs classes, input_shape and statistics of the datamodule: define them")
         self._card, self._net = teacher.card, teacher.net.net
-        kinds = [(f"{shape[0]} channels", *names) for shape, names in (
-            (self._card.input_shape, self._card.classes), (data.input_shape, data.classes)
-        )]  # fmt: skip
-        if kinds[0] != kinds[1]:
-            own, given = (", ".join(kind)[:100] for kind in kinds)
-            raise UsageError(f"model.teacher was trained on other classes ({own}) than these ({given}): use another")
+        own, given = (
+            ", ".join([f"{images.input_shape[0]} channels", *images.classes]) for images in (self._card, data)
+        )
+        if own != given:
+            fault = f"other classes ({own[:100]}) than these ({given[:100]})"
+            raise UsageError(f"model.teacher was trained on {fault}: use another")
         self._data, self._weight, self._temperature = data, weight, temperature
         self._hash = digest([self._card, *self._net.state_dict().values()])
 

@@ -12,6 +12,7 @@ from torchvision.ops import stochastic_depth
 
 from cifar_lit.errors import UsageError
 from cifar_lit.models.whitened import Group
+from cifar_lit.models.wide_resnet import WideBlock
 
 
 class StochasticDepth(Callback):
@@ -24,7 +25,7 @@ class StochasticDepth(Callback):
     def __init__(self, model: Any, rate: float) -> None:
         self._ends, self._rate, self._handles = branch_ends(model.net), rate, list[Any]()
         if not self._ends:
-            known = "those of torchvision's ResNets, and of whitened with net_options '{residual: true}'"
+            known = "those of torchvision's ResNets, wide_resnet, and whitened with net_options '{residual: true}'"
             remedy = f"only {known}. For timm's nets, set net_options '{{drop_path_rate: {rate:g}}}'"
             raise UsageError(f"model.stochastic_depth finds no residual blocks in {model.hparams['net']}, {remedy}")
 
@@ -52,4 +53,6 @@ def branch_ends(net: nn.Module) -> list[nn.Module]:
             ends.append(block.bn3 if isinstance(block, Bottleneck) else block.bn2)
         elif isinstance(block, Group) and block.residual:
             ends.append(block.norms[-1])
+        elif isinstance(block, WideBlock):
+            ends.append(block.branch)
     return ends

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
 from torch.optim.swa_utils import update_bn
 
 from cifar_lit.errors import UsageError
@@ -66,12 +65,10 @@ class EpochAverage(AverageOfFit):
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
 
-def norm_batches(trainer: pl.Trainer) -> Iterator[Tensor]:
-    """Yield training images: of ImageData evenly spaced, not augmented, and equal on all devices."""
+def norm_batches(trainer: pl.Trainer) -> Iterable[Any]:
+    """Return batches of training images: of ImageData evenly spaced, not augmented, and equal on all devices."""
     data = trainer.datamodule  # type: ignore[attr-defined]
-    if hasattr(data, "plain_images"):
-        images = data.plain_images(min(NORM_IMAGES, MAX_FLOATS // math.prod(data.input_shape)))
-        yield from images.tensor_split(math.ceil(len(images) / data.batch_size))  # no batch of one image
-        return
-    for batch in trainer.train_dataloader or ():
-        yield trainer.strategy.batch_to_device(batch)[0]
+    if not hasattr(data, "plain_images"):
+        return trainer.train_dataloader or ()
+    images = data.plain_images(min(NORM_IMAGES, MAX_FLOATS // math.prod(data.input_shape)))
+    return images.tensor_split(math.ceil(len(images) / data.batch_size))  # no batch of one image

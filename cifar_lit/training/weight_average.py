@@ -23,7 +23,7 @@ class AverageOfFit(WeightAveraging):
         super().setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Convert the average to float64 if the weights are: a swap would round them."""
+        """Convert the average to float64 if the weights are: a swap or a resume would round them."""
         if self._average_model is not None and pl_module.dtype == torch.float64:
             self._average_model.module.double()
 
@@ -41,6 +41,7 @@ class AverageOfFit(WeightAveraging):
         """Restore average and current weights when a fit is resumed. An average of another kind becomes current."""
         is_own = self.state_key in checkpoint.get("callbacks", {})
         if trainer.state.fn == "fit" and "averaging_state" in checkpoint and is_own:
+            self.on_fit_start(trainer, pl_module)
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from contract.command_line import OWN_IMAGES, SMALL, assert_refused, draw_folder, run_command
 
-from cifar_lit import hardware
+from cifar_lit import ImageClassifier, ImageData, hardware
 from cifar_lit.cli import memory
+from cifar_lit.errors import UsageError
 
 HUGE = ("--recipe", "laptop", "--accelerator", "cpu", "--precision", "32-true", "--batch-size", "40000")
 
@@ -48,12 +52,39 @@ def test_own_images_are_checked_with_their_own_size_and_number(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
+    ("sizes", "precision", "is_refused"),
+    [([850_000], "32-true", True), ([10**5, 10**9], "32-true", False), ([850_000], "bf16-true", False)],
+)
+def test_the_largest_gpu_counts_and_half_the_bytes_of_a_lower_precision(
+    sizes: list[int], precision: str, is_refused: bool
+) -> None:
+    data, model = (
+        SimpleNamespace(**{name: setting.default for name, setting in signature(kind).parameters.items()})
+        for kind in (ImageData, ImageClassifier)
+    )
+    data.dataset, data.image_size, data.batch_size, model.net = "shapes", 16, 4, "shapenet"
+    trainer = SimpleNamespace(accelerator="gpu", devices=1, num_nodes=1, precision=precision)
+    machine = hardware.Machine("", 1, False, gpus=tuple(("", size) for size in sizes))
+    with pytest.raises(UsageError, match="GPU memory") if is_refused else nullcontext():
+        memory.check_memory(SimpleNamespace(data=data, model=model, trainer=trainer), machine)
+
+
+@pytest.mark.parametrize(
     ("line", "files", "free"),
     [
         (
             "0::/job",
             {"job/memory.max": "5000", "job/memory.current": "3000", "job/memory.stat": "inactive_file 400"},
             2400,
+        ),
+        (
+            "0::/job",  # the system reclaims all of its file cache before a process runs out of memory
+            {
+                "job/memory.max": "5000",
+                "job/memory.current": "3000",
+                "job/memory.stat": "inactive_file 400\nactive_file 300\n",
+            },
+            2700,
         ),
         ("0::/job/step", {"job/memory.max": "5000", "job/memory.current": "3000", "job/memory.stat": ""}, 2000),
         ("0::/job", {"job/memory.max": "max", "job/memory.current": "3000", "job/memory.stat": ""}, None),

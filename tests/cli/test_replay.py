@@ -13,6 +13,7 @@ from contract.command_line import SMALL, assert_refused, checkpoint_of, run_comm
 from PIL import Image
 
 from cifar_lit import plugins
+from cifar_lit.runs import trackers
 
 RUN = Path("lightning_logs/small-1")
 FILE = RUN / "not-finite.ckpt"
@@ -79,9 +80,16 @@ def test_the_replay_repeats_the_failed_step_bit_for_bit_from_the_last_checkpoint
     assert sorted(path.name for path in RUN.iterdir()) == before
 
 
-def test_without_a_checkpoint_the_replay_begins_with_the_seed() -> None:
-    assert run_command(*SMALL, "--lr", "1e30").code == 1
-    assert not checkpoint_of(FILE)["state_dict"]
+def test_without_a_checkpoint_the_replay_begins_with_the_seed_and_needs_no_tracker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert run_command(*SMALL, "--lr", "1e30", "--logger", "csv").code == 1
+    checkpoint = checkpoint_of(FILE)
+    assert not checkpoint["state_dict"]
+    record = checkpoint["not_finite"]
+    record["config"] = record["config"].replace("logger: csv", "logger: mlflow")
+    torch.save(checkpoint, FILE)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     answer = run_command("replay", FILE, "--out", "batch.png")
     assert answer.code == 0, answer.err
     assert "step 1" in answer.lines and "first value that is not finite: output of net." in answer.lines[-1]

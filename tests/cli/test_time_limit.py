@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from contract.command_line import SMALL, assert_refused, checkpoint_of, config_o
 from cifar_lit.cli import time_limit
 from cifar_lit.cli.flags import Command, recipe_path
 from cifar_lit.cli.recipes import measured, recipe_header
-from cifar_lit.cli.time_limit import Pace, Probe, Stopwatch
+from cifar_lit.cli.time_limit import Probe, Stopwatch
 
 RUN = Path("lightning_logs/small-1")
 LIMITED = (
@@ -82,6 +80,12 @@ def test_a_training_that_is_validated_has_whole_epochs_and_the_test_set_leaves_n
     assert len(list(Path("lightning_logs").iterdir())) == 1
 
 
+def test_a_training_with_a_teacher_is_measured_with_it(run_dir: Path) -> None:
+    answer = run_command(*SMALL, "--model.teacher", run_dir, "--time-limit", "10m")
+    assert answer.code == 0, answer.err
+    assert config_of(RUN)["model"]["teacher"] == str(run_dir)
+
+
 @pytest.mark.usefixtures("slow_steps")
 def test_a_limit_that_is_too_short_names_the_shortest_and_leaves_no_run() -> None:
     line = "--time-limit 2s is too short on this machine: use "
@@ -111,7 +115,7 @@ def test_contradictions_are_refused(words: list[str], line: str) -> None:
 def chosen(slow_steps: None, monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     """Return the list of the commands that train, without running them."""
     commands: list[Command] = []
-    monkeypatch.setattr(time_limit, "TrainingCLI", lambda command, pace: commands.append(command))
+    monkeypatch.setattr(time_limit, "TrainingCLI", commands.append)
     return commands
 
 
@@ -134,22 +138,3 @@ def test_a_measured_recipe_on_its_own_data_announces_its_accuracy(
     answer = run_command("--recipe", "quickstart", "--accelerator", "cpu", "--seed", "4", "--time-limit", limit)
     assert f"with {epochs} epochs" in answer.out
     assert answer.out.strip().endswith(f"expected accuracy: {relation}{accuracy}")
-
-
-def test_a_slower_machine_is_reported_once_and_the_schedule_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    class Trainer:
-        current_epoch, should_stop = 0, False
-
-    trainer: Any = Trainer()
-    pace = Pace(time.monotonic() + 11.0, [5.0, 5.0], 1.0)
-    pace.on_train_start(trainer, None)  # type: ignore[arg-type]
-    pace._begun -= 5.0
-    pace.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
-    assert capsys.readouterr().err == ""
-    pace._begun -= 5.0
-    for _ in range(2):
-        pace.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
-    assert capsys.readouterr().err == (
-        "--time-limit: steps take longer than measured. The schedule is unchanged: expected end in 12 s\n"
-    )
-    assert not trainer.should_stop

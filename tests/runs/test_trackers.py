@@ -127,6 +127,10 @@ def wandb_rows(run_dir: Path) -> list[dict[str, Any]]:
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items} for items in history]
 
 
+def wandb_pictures(run_dir: Path) -> set[str]:
+    return {name.rpartition("/")[0] for row in wandb_rows(run_dir) for name in row if name.endswith("/_type")}
+
+
 def wandb_curves(run_dir: Path) -> Curves:
     curves: Curves = {}
     for row in wandb_rows(run_dir):
@@ -143,7 +147,19 @@ def test_wandb_has_one_complete_curve_of_a_killed_and_resumed_run(wandb: Any) ->
     for run_dir in (RUN, UNDISTURBED):
         steps = [row["_step"] for row in wandb_rows(run_dir)]
         assert steps == sorted(set(steps))
+        assert "images/train" in wandb_pictures(run_dir)
         assert_no_secret(run_dir)
+
+
+def test_wandb_keeps_the_files_of_a_killed_run_for_the_upload_if_it_cannot_start_again(
+    wandb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    Path("wandb/offline-run-1-cafe").mkdir(parents=True)
+    monkeypatch.setattr(wandb, "init", lambda **settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trackers.TRACKERS["wandb"](Path.cwd(), "cafe", {})
+    assert not [*Path("wandb").rglob("*.synced")]
 
 
 def test_wandb_without_an_account_gets_settings_pictures_and_the_model_offline(wandb: Any) -> None:
@@ -159,8 +175,7 @@ def test_wandb_without_an_account_gets_settings_pictures_and_the_model_offline(w
     (artifact,) = [record.artifact for record in records if record.HasField("artifact")]
     (file,) = artifact.manifest.contents
     assert (artifact.type, file.size) == ("model", (RUN / "model.safetensors").stat().st_size)
-    pictures = {name.rpartition("/")[0] for row in wandb_rows(RUN) for name in row if name.endswith("/_type")}
-    assert pictures >= {"images/train", "val/confusion_matrix", "test/confusion_matrix"}
+    assert wandb_pictures(RUN) >= {"images/train", "val/confusion_matrix", "test/confusion_matrix"}
     assert not list(RUN.glob("events.out.tfevents.*"))
 
 
@@ -197,6 +212,19 @@ def test_mlflow_without_a_server_has_one_complete_curve_of_a_killed_and_resumed_
     assert {path.name for path in Path().iterdir()} >= {"lightning_logs"}
     assert not Path("mlruns").exists()
     assert list(RUN.glob("events.out.tfevents.*"))
+
+
+def test_an_mlflow_database_has_the_run_with_its_tags_and_the_printed_line_opens_it(
+    mlflow: Any, tmp_path: Path
+) -> None:
+    uri, tags = f"sqlite:///{tmp_path}/own.db", json.dumps({"group": "photos"})
+    answer = run_command(*SMALL, "--logger", "mlflow", MLFLOW_TRACKING_URI=uri, MLFLOW_RUN_CONTEXT=tags)
+    assert answer.code == 0, answer.err
+    assert f"open it with `mlflow ui --backend-store-uri {uri}`" in answer.out
+    client, run_id = mlflow.MlflowClient(uri), id_of(RUN, "mlflow")
+    assert client.get_run(run_id).data.tags["group"] == "photos"
+    assert "model.safetensors" in {file.path for file in client.list_artifacts(run_id)}
+    assert not Path("mlruns").exists()
 
 
 def test_mlflow_server_has_one_complete_curve_of_a_killed_and_resumed_run_and_no_file_has_its_password(

@@ -38,7 +38,12 @@ class Branches(Callback):
             end.register_forward_hook(after)
 
 
-@pytest.mark.parametrize(("settings", "count"), [(WHITENED, 3), ({"net": "resnet18"}, 8), ({"net": "resnet50"}, 16)])
+WIDE: dict[str, Any] = {"net": "wide_resnet", "net_options": {"depth": 10, "widen": 1}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"), [(WHITENED, 3), (WIDE, 3), ({"net": "resnet18"}, 8), ({"net": "resnet50"}, 16)]
+)
 def test_a_branch_is_skipped_more_often_the_deeper_it_lies(settings: dict[str, Any], count: int) -> None:
     branches = Branches()
     steps = {"max_steps": 2} if count > 3 else {"max_epochs": 12}

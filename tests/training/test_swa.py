@@ -45,8 +45,11 @@ def test_the_mean_over_the_last_epochs_is_validated_saved_and_tested(tmp_path: P
     assert Score.from_dict(checkpoint["cifar_lit"]["score"], 10) == plain.score is not None
 
 
-@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
-def test_a_run_resumes_bit_equal_from_the_end_of_an_averaged_epoch(hook: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hook", "precision"),
+    [("on_validation_end", "32-true"), ("on_train_epoch_end", "32-true"), ("on_train_epoch_end", "64-true")],
+)
+def test_a_run_resumes_bit_equal_from_the_end_of_an_averaged_epoch(hook: str, precision: Any, tmp_path: Path) -> None:
     """The epoch is included once, whether its validation or its end was saved."""
 
     def save(trainer: Any, _: Any) -> None:
@@ -54,10 +57,10 @@ def test_a_run_resumes_bit_equal_from_the_end_of_an_averaged_epoch(hook: str, tm
 
     settings: dict[str, Any] = {"net": "shapenet", "momentum": 0.9, "schedule": "cosine", "swa_from": 0.6}
     whole = classifier(**settings)
-    fitted(whole, shapes_data(), LambdaCallback(**{hook: save}), **FIVE)  # type: ignore[arg-type]
+    fitted(whole, shapes_data(), LambdaCallback(**{hook: save}), precision=precision, **FIVE)  # type: ignore[arg-type]
     for epoch in (2, 3):
         model = classifier(**settings)
-        fitted(model, shapes_data(), resume=tmp_path / f"{epoch}.ckpt", **FIVE)
+        fitted(model, shapes_data(), resume=tmp_path / f"{epoch}.ckpt", precision=precision, **FIVE)
         assert same(weights(model), weights(whole))
 
 
