@@ -323,18 +323,21 @@ class ImageClassifier(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Score one batch. Outside of a fit, also keep the prediction of each image if the batch has `indices`."""
+        self._evaluated(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Score one batch, also with test-time augmentation if `tta` is set."""
+        plain, (images, labels) = self._evaluated(batch), batch
+        if (views := self.hparams["tta"]) != "none":
+            self.views.update(view_logits(self.net, images.type(self.dtype), views, plain), labels)
+
+    def _evaluated(self, batch: Any) -> Tensor:
         images, labels = batch
         logits = self(images)
         self.evaluation.update(logits, labels)
         if self.trainer.state.fn != "fit" and hasattr(batch, "indices"):
             self._collector.update(logits, labels, batch.indices)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Score one batch, also with test-time augmentation if `tta` is set."""
-        self.validation_step(batch, batch_idx)
-        if self.hparams["tta"] != "none":
-            images, labels = batch
-            self.views.update(view_logits(self.net, images.type(self.dtype), self.hparams["tta"]), labels)
+        return logits
 
     def on_validation_epoch_end(self) -> None:
         """Log the scores as `val/accuracy`, `val/loss` and so on, or as `test/…` in a test."""

@@ -551,6 +551,11 @@ TABLES: dict[str, Table] = {
                 for what in ("AUROC", "FPR95")
                 for score in ("energy", "largest probability", "KNN")
             ),
+            *(
+                (f"flowers: {what}, {score}", Figure("cpu/scores-laptop90", f"flowers: {what}, {score}"), "–")
+                for what in ("AUROC", "FPR95")
+                for score in ("energy", "largest probability", "KNN")
+            ),
         ],
     ),
     "use": Table(

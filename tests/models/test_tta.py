@@ -37,5 +37,6 @@ def test_logits_are_the_weighted_mean_over_views_in_at_least_float32(views: str,
         for result, image in zip(view_logits(net, images, views), images, strict=True):
             expected = sum(weight * net(view[None])[0] for weight, view in weighted_views(image, views))
             torch.testing.assert_close(result, expected)
+        assert torch.equal(view_logits(net, images, views, plain=net(images)), view_logits(net, images, views))
         if views != "none":
             assert view_logits(net.bfloat16(), images.bfloat16(), views).dtype == torch.float32

@@ -133,6 +133,14 @@ def test_the_time_of_a_test_includes_the_views_and_excludes_the_writing_of_its_r
     assert now.seconds > 100 and clock.test_seconds == 2 * 7  # batches
 
 
+@pytest.mark.parametrize(("views", "count"), [("none", 1), ("mirror", 2), ("full", 6)])
+def test_a_test_computes_each_view_once_as_the_records_do(views: str, count: int) -> None:
+    model, batches = classifier(tta=views), list[int]()
+    model.net.register_forward_hook(lambda net, images, logits: batches.append(len(logits)))
+    trainer().test(model, datamodule=shapes_data(eval_batch_size=12), verbose=False)
+    assert batches == 2 * count * [12]
+
+
 @pytest.mark.parametrize(("parts", "total"), [((4, 4), 8), ((3, 2), 5), ((34, 33, 33), 100)])
 def test_every_device_counts_the_global_batch_and_skips_an_empty_part(parts: tuple[int, ...], total: int) -> None:
     fit: Any = SimpleNamespace(world_size=len(parts))

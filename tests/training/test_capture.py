@@ -393,6 +393,18 @@ def test_a_net_that_the_compiler_refuses_trains_uncompiled_with_one_message(
     assert same(weights(model), weights(expected))
 
 
+@pytest.mark.parametrize("reason", ["a CPU", "a callback within the step", "capture is off"])
+def test_a_net_is_not_compiled_if_its_steps_are_not_captured(
+    reason: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `compile: true` of a recipe costs no time on a CPU."""
+    if reason != "a CPU":
+        request.getfixturevalue("fake_graphs")
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("the net is compiled"))
+    callbacks = [Hooked()] if reason == "a callback within the step" else []
+    fitted(classifier(capture=reason != "capture is off", compile=True), shapes_data(), *callbacks, max_epochs=1)
+
+
 # ---- a loss that is not finite
 
 

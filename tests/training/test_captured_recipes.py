@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import recorded_graphs
 import torch
-from small_runs import fitted, same, weights
+from small_runs import fitted, float16, same, weights
 from torch import Tensor
 
 from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
@@ -37,18 +37,29 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
     torch.compiler.reset()
 
 
-def trained(name: str, compiled: bool) -> dict[str, Tensor]:
-    """Train a narrow net of a recipe on small images; return its weights."""
+def trained(name: str, compiled: bool, rate: float = 1.0, **precision: Any) -> dict[str, Tensor]:
+    """Train a narrow net of a recipe on small images, at a multiple of its learning rates; return its weights."""
     settings = SETTINGS[name]
     model, epochs = {**settings["model"], "num_classes": 10, "compile": compiled}, 1
+    if model["net"] in ("whitened", "wide_resnet"):
+        model["width"] = 0.125
     if model["net"] == "whitened":
-        model, epochs = {**model, "width": 0.125, "whiten_epochs": 1.5}, 4  # the bias ends within an epoch
+        model, epochs = {**model, "whiten_epochs": 1.5}, 4  # the bias ends within an epoch
+    model |= {each: rate * model[each] for each in ("lr", "bias_lr", "head_lr") if each in model}
     images = {"dataset": "shapes", "image_size": 32 if "resolutions" in settings["data"] else 16, "count": 20}
     data = ImageData(**{**settings["data"], **images, "val_size": 0, "batch_size": 8})
     torch.manual_seed(0)
     net = ImageClassifier(**model)
-    fitted(net, data, max_epochs=epochs, precision="bf16-mixed")
+    fitted(net, data, max_epochs=epochs, **precision or {"precision": "bf16-mixed"})
     return weights(net)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_recipe_with_captured_steps_has_the_other_settings_of_a_fast_gpu_training(name: str) -> None:
+    model, trainer = SETTINGS[name]["model"], SETTINGS[name]["trainer"]
+    assert (model["compile"], trainer["benchmark"]) == (True, True)
+    # Several devices would not capture, and would share the batches of a run of seconds.
+    assert trainer.get("devices") == (1 if name.startswith("fast") else None)
 
 
 @pytest.mark.parametrize("name", CAPTURED)
@@ -64,3 +75,16 @@ def test_replays_of_a_recipes_steps_train_like_the_steps_themselves(
     assert len(graphs) == shapes == fake_graphs.captures  # a second net, as in `bench recipe`, compiles nothing
     assert same(trained(name, compiled=False), expected)
     assert (len(graphs), fake_graphs.captures) == (shapes, 2 * shapes)
+
+
+@pytest.mark.parametrize("name", [name for name in CAPTURED if name.startswith("fast")])
+def test_replays_in_float16_train_like_the_steps_themselves(
+    name: str, fake_graphs: recorded_graphs.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs without bfloat16. Narrow nets need lower rates."""
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphedSteps, "_step", GraphedSteps._run)
+        expected = trained(name, compiled=False, rate=0.05, **float16())
+    state = trained(name, compiled=False, rate=0.05, **float16())
+    assert fake_graphs.captures and same(state, expected)
+    assert all(tensor.isfinite().all() for tensor in state.values())

@@ -123,7 +123,7 @@ def test_a_whitening_bias_at_rate_0_gets_no_gradient_and_the_weights_are_bit_equ
     assert same(final, run()[0])
 
 
-@pytest.mark.parametrize("recipe", ["fast94", "fast95", "fast96", "fast100"])
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("fast*.yaml")))
 def test_the_fast_recipes_train_in_float16_like_in_float32(recipe: str) -> None:
     settings = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["model"]
     settings |= {"width": 0.1, "tta": "none", "warmup_epochs": 0, "input_shape": [3, 16, 16]}
