@@ -243,7 +243,7 @@ class TrainingCLI(LightningCLI):
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
-        if self.name == "fit":
+        if self.name == "fit" and "batch" not in self.command.auto:
             check_memory(self.settings, self.machine)
         follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
 
@@ -251,7 +251,7 @@ class TrainingCLI(LightningCLI):
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
         auto, trainer = self.command.auto, self.settings.trainer
-        if self.name == "fit":
+        if self.name == "fit" and "batch" not in auto:
             check_memory(self.settings, self.machine, self.datamodule.input_shape, len(self.datamodule.split[0]))
         if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
             load_into(self.model)  # a failure leaves no run folder

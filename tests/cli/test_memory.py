@@ -32,6 +32,11 @@ def test_an_absurd_batch_is_refused_with_one_that_fits_and_without_looking_for_t
     assert "could not be downloaded" in run_command(*HUGE[:-1], "1024", "--data-dir", "nowhere").err
 
 
+@pytest.mark.usefixtures("four_gigabytes")
+def test_a_batch_size_that_is_searched_is_not_refused() -> None:
+    assert "could not be downloaded" in run_command(*HUGE, "--data-dir", "nowhere", "--auto-batch").err
+
+
 def test_a_net_that_is_too_large_for_any_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device: 10**6)
     assert_refused(run_command(*SMALL, "--net", "resnet18"), 2, "choose a smaller --net")
