@@ -12,12 +12,12 @@ from cifar_lit.errors import Failure, UsageError
 
 DESCRIPTION = """Search settings with Optuna. FILE.yaml names the recipe, the settings to search and the objective:
 
-  recipe: laptop90
+  recipe: tudui
   search:
-    model.lr: {log: [0.05, 0.5]}
+    model.lr: {log: [0.005, 0.3]}
     data.crop: {range: [0, 4]}
-    model.optimizer: {choice: [sgd, muon]}
-    model.nesterov: {choice: [true, false], if: {model.optimizer: sgd}}
+    model.optimizer: {choice: [sgd, adamw]}
+    model.momentum: {range: [0.5, 0.95], if: {model.optimizer: sgd}}
   objective: val/accuracy
   trials: 40
 

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 from cifar_lit.runs.compare import Hits
 from cifar_lit.stats import Z95, mean_interval, t_quantile
 
+Z80 = 0.841621  # a standard normal variable is below this value with probability 0.8
+MANY = 1000  # seeds from which the t and normal distributions give nearly the same number
+
 
 class SeedPairs(NamedTuple):
     """The difference in test accuracy between two groups, paired by seed.
@@ -34,9 +37,10 @@ class SeedPairs(NamedTuple):
         This is the sample size of a paired t test for the standard deviation of these differences. It is itself an
         estimate, and rough for few seeds.
         """
-        deviation, count = self.over_seeds["std"] / difference, 2
-        while (t_quantile(count - 1) + t_quantile(count - 1, 0.6)) * deviation > math.sqrt(count):
-            count += 1 + count // 100
+        deviation = self.over_seeds["std"] / difference
+        count = max(2, math.ceil(((Z95 + Z80) * deviation) ** 2))  # exceeded for few seeds only
+        while count < MANY and (t_quantile(count - 1) + t_quantile(count - 1, 0.6)) * deviation > math.sqrt(count):
+            count += 1
         return count
 
 
@@ -49,28 +53,26 @@ def seed_pairs(groups: Sequence[Mapping[str, Any]], hits: Mapping[str, Hits]) ->
     """
     pairs = []
     for first, second in combinations(range(len(groups)), 2):
-        by_seed = [_runs_by_seed(groups[number]) for number in (first, second)]
-        shared = [seed for seed in by_seed[0] if seed in by_seed[1]]
-        if len(shared) < 2:
-            continue
-        runs = [[by_seed[side][seed] for seed in shared] for side in (0, 1)]
-        differences = [one - other for (_, one), (_, other) in zip(*runs, strict=True)]
-        names = [[name for name, _ in side] for side in runs]
-        pairs.append(SeedPairs(first, second, mean_interval(differences), _over_images(names[0], names[1], hits)))
+        one, other = (_runs_by_seed(groups[number]) for number in (first, second))
+        if len(shared := [seed for seed in one if seed in other]) > 1:
+            over_seeds = mean_interval([one[seed][1] - other[seed][1] for seed in shared])
+            names = [[runs[seed][0] for seed in shared] for runs in (one, other)]
+            pairs.append(SeedPairs(first, second, over_seeds, _over_images(names[0], names[1], hits)))
     return pairs
 
 
-def _runs_by_seed(group: Mapping[str, Any]) -> dict[Any, tuple[str, float]]:
-    """Return name and accuracy of the first run of each seed."""
-    runs: dict[Any, tuple[str, float]] = {}
+def _runs_by_seed(group: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
+    """Return name and accuracy of the first run of each seed. A damaged run may have any value as its seed."""
+    runs: dict[str, tuple[str, float]] = {}
     for seed, name, accuracy in zip(group["seeds"], group["runs"], group["accuracies"], strict=True):
-        runs.setdefault(seed, (name, accuracy))
+        runs.setdefault(str(seed), (name, accuracy))
     return runs
 
 
 def _over_images(first: Sequence[str], second: Sequence[str], hits: Mapping[str, Hits]) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean difference in correct predictions between these runs."""
-    if len({hits[name].fingerprint if name in hits else name for name in (*first, *second)}) > 1:
+    tests = [(hits[name].fingerprint, len(hits[name].correct)) for name in (*first, *second) if name in hits]
+    if len(tests) < len(first) + len(second) or len({*tests}) > 1:
         return None
     by_image = [zip(*(hits[name].correct for name in side), strict=True) for side in (first, second)]
     differences = [(sum(one) - sum(other)) / len(first) for one, other in zip(*by_image, strict=True)]

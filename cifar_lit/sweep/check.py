@@ -43,29 +43,26 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
     return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
 
 
-def check_sweep(file: SweepFile, new: Sequence[str], words: Sequence[str], trusted: bool) -> Any:
+def check_sweep(file: SweepFile, fixed: Sequence[str], words: Sequence[str], trusted: bool) -> Any:
     """Return the settings of the starting recipe; raise UsageError if a value of the search space is invalid.
 
     Args:
-        new: arguments of every new trial: recipe and fixed settings.
-        words: flags that the user typed for every trial.
+        fixed: arguments of all trials.
+        words: those of them that the user typed.
     """
     typed = flags.parse("fit", [*words])
-    names = {word.removeprefix("--").partition("=")[0] for word in typed.flags}
-    others = typed.several or typed.time_limit or typed.resume is not None or typed.logs
-    if typed.recipe or others:
+    others = typed.several or typed.time_limit or typed.resume is not None
+    if typed.recipe or typed.configs or others:
         raise UsageError(
             "sweep takes its recipe from the file and starts `fit`: leave the flags of other trainings out"
         )
-    if twice := [parameter.name for parameter in file.parameters if parameter.name in names]:
+    if twice := [parameter.name for parameter in file.parameters if typed.value(parameter.name) is not None]:
         raise UsageError(f"--{twice[0]} is searched: leave the flag out")
     base = None
     for values in ({}, *file.corners()):
         if not trusted:
             _check_trusted(nested({**file.settings, **values}, {}))
-        command = flags.parse("fit", [*new, *as_flags(values), *words])
-        command.trust = trusted
-        settings = CheckedSettings(command).settings
+        settings = CheckedSettings(flags.parse("fit", [*fixed, *as_flags(values)])).settings
         base = base or settings
     metrics = [f"val/{name}" for name in value_names(TOP + 1, settings.model.metrics or {})]
     for objective in file.objectives:
@@ -107,12 +104,10 @@ def devices_of_workers(workers: str, settings: Any) -> list[list[str]]:
         _, chosen = hardware.choose_devices(machine, accelerator, workers)
     except UsageError as error:
         raise UsageError(str(error).replace("--devices", "--workers")) from None
-    on_gpus = machine.gpus and accelerator != "cpu"
-    if not isinstance(chosen, list):
-        count = chosen if isinstance(chosen, int) and chosen > 0 else max(1, len(machine.gpus))
-        chosen = list(range(count)) if on_gpus and count > 1 else []
-        if not chosen:
-            return [[] for _ in range(count)]
+    count = hardware.count_devices(machine, accelerator, chosen)
+    if not isinstance(chosen, list) and (count == 1 or not machine.gpus or accelerator == "cpu"):
+        return [[]] * count
     if settings.trainer.devices != "auto":
         raise UsageError(f"--workers {workers} gives each worker one GPU: leave --devices out")
-    return [[f"--trainer.devices=[{device}]"] for device in chosen]
+    ids = chosen if isinstance(chosen, list) else range(count)
+    return [[f"--trainer.devices=[{device}]"] for device in ids]

@@ -33,6 +33,8 @@ def database_url(storage: str | None, folder: Path) -> URL:
         raise Failure(
             f"--storage needs a missing package ({error.name}), such as psycopg[binary]: install it"
         ) from None
+    if "password" in url.query:  # SQLAlchemy would print it
+        raise UsageError("--storage: put the password into ~/.pgpass, not behind a question mark")
     return url
 
 

@@ -7,7 +7,6 @@ import warnings
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from optuna.visualization import matplotlib as plots
 
 from cifar_lit.files import atomic_write, write_text
 from cifar_lit.stats import mean_interval
+from cifar_lit.sweep.trials import Job
 from cifar_lit.text import csv_cell, printable
 
 
@@ -57,17 +57,17 @@ def ranked(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTri
     return sorted(complete, key=lambda trial: trial.values[0], reverse=is_max)
 
 
-def conclusion(objective: str, maximised: bool, pairs: Sequence[tuple[float, float]], lost: int) -> str:
-    """Return a sentence on whether the gain of the best trial holds. pairs: starting recipe and best, by seed."""
+def conclusion(objective: str, maximised: bool, gains: Sequence[float], lost: int) -> str:
+    """Return a sentence on whether the gain of the best trial holds. gains: best minus starting recipe, by seed."""
     missing = f" {lost} of the trainings failed." * bool(lost)
-    if len(pairs) < 2:
+    if len(gains) < 2:
         return f"The gain is not confirmed: fewer than two seeds gave a pair of results.{missing}"
-    result = mean_interval([best - start for start, best in pairs])
+    result = mean_interval(gains)
     worst = result["low"] if maximised else -result["high"]
     verdict = "The gain holds" if worst > 0 else "The gain is not confirmed"
     return (
         f"{verdict}: {objective} changes by {result['mean']:+.4f} on average, 95 % interval {result['low']:+.4f} … "
-        f"{result['high']:+.4f} (paired t test, {len(pairs)} new seeds, the same validation images).{missing}"
+        f"{result['high']:+.4f} (paired t test, {len(gains)} new seeds, the same validation images).{missing}"
     )
 
 
@@ -89,47 +89,37 @@ def draw(study: optuna.Study, folder: Path) -> dict[str, str]:
             except (ValueError, RuntimeError):  # too few trials, or all are equal
                 continue
             figure = getattr(axes, "figure", None) or axes.flat[0].figure
-            file = BytesIO()
-            figure.savefig(file, format="png", dpi=110, bbox_inches="tight")
+            with atomic_write(folder / f"{name}.png") as partial_file:
+                figure.savefig(partial_file, format="png", dpi=110, bbox_inches="tight")
             pyplot.close(figure)
-        with atomic_write(folder / f"{name}.png") as partial_file:
-            partial_file.write_bytes(file.getvalue())
-        pictures[name] = b64encode(file.getvalue()).decode()
+        pictures[name] = b64encode((folder / f"{name}.png").read_bytes()).decode()
     return pictures
 
 
 def write_results(
-    folder: Path,
-    study: optuna.Study,
-    rows: Sequence[Mapping[str, Any]],
-    best: Sequence[Mapping[str, Any]],
-    recipe: Mapping[str, Any],
-    sentences: Sequence[str],
+    folder: Path, job: Job, best: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any], sentences: Sequence[str]
 ) -> None:
     """Write trials.csv, best.yaml, the plots and sweep.html.
 
     Args:
-        rows: all trials, see `rows_of`.
-        best: the rows of the best trials.
+        folder: folder of the sweep.
+        job: the trials.
+        best: rows of the best of them.
         recipe: settings of best.yaml.
         sentences: begins best.yaml and the page.
     """
+    rows = rows_of(job.trials(), job.objectives)
     with atomic_write(folder / "trials.csv") as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
         writer.writerows({key: csv_cell(value) for key, value in row.items()} for row in rows)
-    header = "".join(f"# {printable(sentence)}\n" for sentence in sentences)
     recipe_text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
-    write_text(folder / "best.yaml", header + recipe_text)
+    write_text(folder / "best.yaml", "".join(f"# {printable(line)}\n" for line in sentences) + recipe_text)
     page = Environment(
         loader=PackageLoader("cifar_lit.sweep", "."), autoescape=True, undefined=StrictUndefined,
         finalize=lambda value: text(value) if value is None or isinstance(value, float) else value,
         trim_blocks=True, lstrip_blocks=True,
     ).get_template("sweep.html.j2")  # fmt: skip
-    pictures = draw(study, folder)
-    write_text(
-        folder / "sweep.html",
-        page.render(
-            title=folder.name, sentences=sentences, best=best, rows=rows, recipe=recipe_text, pictures=pictures
-        ),
-    )
+    pictures = draw(job.study, folder)
+    values = {"sentences": sentences, "best": best, "rows": rows, "recipe": recipe_text, "pictures": pictures}
+    write_text(folder / "sweep.html", page.render(title=folder.name, **values))

@@ -9,6 +9,7 @@ import math
 import shlex
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.pruners import HyperbandPruner, MedianPruner, NopPruner
+from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
 from optuna.trial import FixedTrial, FrozenTrial, Trial, TrialState
 from rich.table import Table
@@ -37,11 +38,11 @@ from cifar_lit.sweep.database import database_url, open_storage, storage_errors
 from cifar_lit.sweep.results import conclusion, ranked, rows_of, text, write_results
 from cifar_lit.sweep.space import SweepFile, read_sweep
 from cifar_lit.sweep.trials import Control, Job, run_job
-from cifar_lit.text import duration_text, note, say
+from cifar_lit.text import note, say
 from cifar_lit.training.orderly_stop import Interrupted
 
-VAL_SIZE = 0.1  # fraction of the training images, if the recipe validates on none
 BEST = 10  # rows of the printed table
+VAL_SIZE = 0.1  # fraction of the training images, if the recipe validates on none
 
 
 def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) -> None:
@@ -50,94 +51,70 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
     warnings.filterwarnings("ignore", message="Heartbeat of storage")  # sent by our workers
     optuna.logging.set_verbosity(logging.CRITICAL)
     file = read_sweep(options.file)
-    new = ["--recipe", file.recipe, *(f"--config={config}" for config in file.configs), *as_flags(file.settings)]
-    base = check_sweep(file, new, words, options.trust)
+    fixed = ["--recipe", file.recipe, *as_flags(file.settings), *words, *["--trust"] * options.trust]
+    base = check_sweep(file, fixed, words, options.trust)
     workers = devices_of_workers(options.workers, base)
-    typed, words = words, words + ["--trust"] * options.trust
     if base.data.val_size == 0:
-        words.append(f"--data.val_size={VAL_SIZE}")
+        fixed.append(f"--data.val_size={VAL_SIZE}")
     folder = options.logs.expanduser() / file.name
     if (folder / "config.yaml").exists():
         raise UsageError(f"{folder} is a run: give the sweep another name (name: …)")
     url = database_url(options.storage, folder)
-    files = [recipe_path(file.recipe), *(Path(config).expanduser() for config in file.configs)]
-    record = {key: value for key, value in plain_values(options.file).items() if key not in ("name", "trials", "time")}
-    record |= {
-        "flags": without_places(words),
-        "recipe file": sha256("\0".join(map(read_text, files)).encode()).hexdigest(),
-    }
     grid = file.grid() if file.sampler == "grid" else []
     if options.storage is None:
         folder.mkdir(parents=True, exist_ok=True)
-    with storage_errors(url):
-        storage = open_storage(url)
-        folder.mkdir(parents=True, exist_ok=True)
-        pruners = {
-            "median": MedianPruner(),
-            "hyperband": HyperbandPruner(min_resource=1, max_resource=base.trainer.max_epochs or "auto"),
-            "none": NopPruner(),
-        }
-        study = optuna.create_study(
-            study_name=file.name,
-            storage=storage,
-            directions=[*file.objectives.values()],
-            pruner=pruners[file.pruner],
-            load_if_exists=True,
-        )
-        _check_same(study, json.loads(json.dumps(record)), folder)
-        if base.data.val_size == 0:
-            say(f"validation on {VAL_SIZE:.0%} of the training images, as {file.recipe} has data.val_size 0")
-        control = Control(file.seconds, study.user_attrs.get("seconds", 0))
-        _catch_signals(control)
+    try:
+        with storage_errors(url):
+            storage = open_storage(url)
+            folder.mkdir(parents=True, exist_ok=True)
+            study = optuna.create_study(
+                study_name=file.name,
+                storage=storage,
+                directions=[*file.objectives.values()],
+                pruner=MedianPruner() if file.pruner == "median" else NopPruner(),
+                load_if_exists=True,
+            )
+            _check_same(study, options.file, recipe_path(file.recipe), fixed, folder)
+            if base.data.val_size == 0:
+                say(f"validation on {VAL_SIZE:.0%} of the training images, as {file.recipe} has data.val_size 0")
+            control = Control(file.seconds, time.monotonic() - study.user_attrs.get("seconds", 0))
+            _catch_signals(control)
 
-        def settings(trial: Trial) -> list[str]:
-            trial.study.sampler = _sampler(file, grid, trial.number)
-            return as_flags(file.suggest(trial))
+            def arguments(trial: Trial) -> list[str]:
+                trial.study.sampler = _sampler(file, grid, trial.number)
+                return [*fixed, *as_flags(file.suggest(trial))]
 
-        count = min(file.trials, len(grid) or math.inf)
-        job = Job(study, storage, folder / "trial", count, words, new, settings, [*file.objectives],
-                  lambda trial: _report(job, control, trial))  # fmt: skip
-        run_job(job, workers, control)
-        trials, best = job.trials(), ranked(study, job.trials())
-        if not best and not control.signals:
-            raise Failure(f"no trial of {display_path(folder)} is complete: raise trials or time, or see trial-*/")
-        if not control.signals:
-            recipe: Any = {}
-            for path in files:
-                recipe = _merged(recipe, plain_values(path) or {})
-            recipe = nested({**file.settings, **file.suggest(FixedTrial(best[0].params))}, recipe)
-            rows = rows_of(trials, job.objectives)
-            best_rows = [
-                {name: value for name, value in row.items() if name not in ("state", "error")}
-                for row in rows_of(best[:BEST], job.objectives)
-            ]
-            sentences = [
-                f"Best of {len(trials)} trials: {best[0].number}, {job.objectives[0]} {text(best[0].values[0])}"
-            ]
-            table = Table(*best_rows[0])
-            for row in best_rows:
-                table.add_row(*map(text, row.values()))
-            for_tables().print(table)
-            write_results(folder, study, rows, best_rows, recipe, sentences)
-        if options.confirm and not control.signals:
-            run = replace(control, seconds=math.inf, outcomes=[])
-            sentences.append(_confirm(options.confirm, file, best[0], base.seed_everything or 0, job, workers, run))
-            write_results(folder, study, rows, best_rows, recipe, sentences)
-    if control.signals:
-        interruption = Interrupted(control.signals[0])
+            count = min(file.trials, len(grid) or math.inf)
+            job = Job(study, storage, folder / "trial", count, arguments, [*file.objectives],
+                      lambda trial: _report(job, trial), workers, control)  # fmt: skip
+            run_job(job)
+            sentences = _finish(options.confirm, file, base, fixed, job)
+    except Interrupted as interruption:
         hidden = url.render_as_string()  # without the password
         shown = [word.replace(options.storage or hidden, hidden) for word in argv]
         interruption.resume = f"{program(sys.argv[0], 'sweep')} {shlex.join(shown)}"
-        raise interruption
+        raise
     say(*sentences, f"results {display_path(folder)}/sweep.html")
-    say(f"next: cifar-lit train --recipe {shlex.join([display_path(folder / 'best.yaml'), *typed])}")
+    say(f"next: cifar-lit train --recipe {shlex.join([display_path(folder / 'best.yaml'), *words])}")
 
 
-def _check_same(study: optuna.Study, record: Mapping[str, Any], folder: Path) -> None:
-    """Record the settings of a new sweep. Raise UsageError if an existing one of this name has others."""
+def _check_same(study: optuna.Study, file: Path, recipe: Path, fixed: Sequence[str], folder: Path) -> None:
+    """Record the settings of a new sweep. Raise UsageError if an existing one of this name has others.
+
+    Args:
+        file: the sweep file.
+        recipe: the file of the starting recipe.
+        fixed: arguments of all trials.
+        folder: folder of the sweep.
+    """
+    record = {key: value for key, value in plain_values(file).items() if key not in ("name", "trials", "time")}
+    record |= {"flags": without_places(fixed), "recipe file": sha256(read_text(recipe).encode()).hexdigest()}
+    record = json.loads(json.dumps(record, default=str))
+    has_trials = any(folder.glob("trial-*"))  # before the record is read, which other commands write before trials
     earlier = study.user_attrs.get("sweep")
-    if earlier is None and study.trials:
-        raise UsageError(f"the database has another study called {study.study_name}: give this sweep a name (name: …)")
+    if earlier is None and (has_trials or study.trials):
+        place = display_path(folder) if has_trials else "the database"
+        raise UsageError(f"{place} has trials of another {study.study_name}: give this sweep a name (name: …)")
     if earlier is None:
         study.set_user_attr("sweep", record)
     elif changed := [key for key in {**record, **earlier} if record.get(key) != earlier.get(key)]:
@@ -167,7 +144,7 @@ def _sampler(file: SweepFile, grid: Sequence[Mapping[str, Any]], number: int) ->
     return RandomSampler(seed) if file.sampler == "random" else TPESampler(seed=seed, constant_liar=True)
 
 
-def _report(job: Job, control: Control, trial: FrozenTrial) -> None:
+def _report(job: Job, trial: FrozenTrial) -> None:
     """Print the line of a finished trial."""
     trials = job.trials()
     finished = sum(each.state.is_finished() for each in trials)
@@ -176,59 +153,82 @@ def _report(job: Job, control: Control, trial: FrozenTrial) -> None:
         results.insert(0, f"failed: {trial.user_attrs['error']}" if trial.user_attrs["error"] else "pruned")
     if best := ranked(job.study, trials):
         results.append(f"best {text(best[0].values[0])} (trial {best[0].number})")
-    pace = (control.used - control.spent) / (1 + len(control.outcomes))
-    left = min(pace * (job.count - finished), control.seconds - control.used)
-    if 0 < left < math.inf:
-        results.append(f"about {duration_text(left)} left")
     of = "" if job.count == math.inf else f" of {job.count}"
     parameters = [f"{name} {text(value)}" for name, value in trial.params.items()]
     say(f"trial {trial.number} ({finished}{of}): {' · '.join(parameters)} → {' · '.join(results)}")
 
 
-def _confirm(
-    seeds: int,
-    file: SweepFile,
-    best: FrozenTrial,
-    seed: int,
-    job: Job,
-    workers: Sequence[Sequence[str]],
-    control: Control,
-) -> str:
+def _finish(seeds: int, file: SweepFile, base: Any, fixed: Sequence[str], job: Job) -> list[str]:
+    """Print the best trials, confirm the first of them with new seeds, and write the results. Return the conclusions.
+
+    Args:
+        seeds: number of new seeds, which may be 0.
+        base: settings of the starting recipe.
+        fixed: arguments of all trials.
+    """
+    folder, objective = job.folder.parent, job.objectives[0]
+    best = ranked(job.study, job.trials())
+    if not best:
+        raise Failure(f"no trial of {display_path(folder)} is complete: raise trials or time, or see trial-*/")
+    settings = file.suggest(FixedTrial(best[0].params))
+    recipe = nested({**file.settings, **settings}, plain_values(recipe_path(file.recipe)) or {})
+    sentences = [f"Best of {len(job.trials())} trials: {best[0].number}, {objective} {text(best[0].values[0])}"]
+    rows = [
+        {name: value for name, value in row.items() if name not in ("state", "error")}
+        for row in rows_of(best[:BEST], job.objectives)
+    ]
+    write_results(folder, job, rows, recipe, sentences)
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(text, row.values()))
+    for_tables().print(table)
+    if seeds:
+        first = 1 + max(int(base.seed_everything or 0), int(settings.get("seed_everything", 0)))
+        variants = [fixed, [*fixed, *as_flags(settings)]]
+        sentences.append(_confirm(range(first, first + seeds), file, best[0].number, variants, job))
+        write_results(folder, job, rows, recipe, sentences)
+    return sentences
+
+
+def _confirm(seeds: range, file: SweepFile, best: int, variants: Sequence[Sequence[str]], job: Job) -> str:
     """Train the starting recipe and the best trial with new seeds; return a sentence about the difference.
 
     This is a study of its own, whose trials have even numbers for the recipe and odd ones for the best trial.
+
+    Args:
+        best: number of the best trial.
+        variants: arguments of the recipe's trainings, and of those with the settings of the best trial.
     """
-    first = 1 + max(int(seed), int(best.params.get("seed_everything", 0)))
-    name, objective = f"{file.name} confirm {best.number}", job.objectives[0]
+    objective, count = job.objectives[0], 2 * len(seeds)
     study = optuna.create_study(
-        study_name=name, storage=job.storage, direction=file.objectives[objective], load_if_exists=True
+        study_name=f"{file.name} confirm {best}",
+        storage=job.storage,
+        direction=file.objectives[objective],
+        pruner=NopPruner(),
+        load_if_exists=True,
     )
 
-    def settings(trial: Trial) -> list[str]:
-        chosen = file.suggest(FixedTrial(best.params)) if trial.number % 2 else {}
-        return as_flags({**chosen, "seed_everything": first + trial.number // 2})
+    def arguments(trial: Trial) -> list[str]:
+        return [*variants[trial.number % 2], f"--seed_everything={seeds[trial.number // 2]}"]
 
     def report(trial: FrozenTrial) -> None:
-        side = f"trial {best.number}" if trial.number % 2 else file.recipe
+        side = (file.recipe, f"trial {best}")[trial.number % 2]
         result = trial.user_attrs["error"] or f"{objective} {text(trial.values[0])}"
-        say(f"confirmation, seed {first + trial.number // 2}, {side}: {result}")
+        say(f"confirmation, seed {seeds[trial.number // 2]}, {side}: {result}")
 
     again = replace(
-        job, study=study, folder=job.folder.with_name(f"confirm-{best.number:03}"), count=2 * seeds,
-        settings=settings, objectives=[objective], report=report,
-    )  # fmt: skip
-    if len(study.trials) < 2 * seeds:
-        say(f"confirming trial {best.number} with {seeds} new seeds: {2 * seeds} trainings (--confirm {seeds})")
-    run_job(again, workers, control)
+        job,
+        study=study,
+        folder=job.folder.with_name(f"confirm-{best:03}"),
+        count=count,
+        arguments=arguments,
+        objectives=[objective],
+        report=report,
+        control=replace(job.control, seconds=math.inf, outcomes=[]),
+    )
+    if len(study.trials) < count:
+        say(f"confirming trial {best} with {len(seeds)} new seeds: {count} trainings (--confirm {len(seeds)})")
+    run_job(again)
     values = {trial.number: trial.values[0] for trial in again.trials() if trial.state == TrialState.COMPLETE}
-    pairs = [
-        (values[number], values[number + 1]) for number in range(0, 2 * seeds, 2) if {number, number + 1} <= {*values}
-    ]
-    return conclusion(objective, file.objectives[objective] == "maximize", pairs, 2 * seeds - len(values))
-
-
-def _merged(base: Any, more: Any) -> Any:
-    """Return nested settings with those of a further file."""
-    if not isinstance(base, dict) or not isinstance(more, dict):
-        return more
-    return {**base, **{name: _merged(base.get(name), value) for name, value in more.items()}}
+    gains = [values[odd] - values[odd - 1] for odd in range(1, count, 2) if {odd - 1, odd} <= {*values}]
+    return conclusion(objective, file.objectives[objective] == "maximize", gains, count - len(values))

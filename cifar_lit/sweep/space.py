@@ -6,7 +6,6 @@ import json
 import math
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -22,10 +21,10 @@ from cifar_lit.errors import UsageError, check_choice, first_line, nearest
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.text import is_name
 
-KEYS = ("name", "recipe", "config", "settings", "search", "objective", "sampler", "pruner", "trials", "time", "seed")
+KEYS = ("name", "recipe", "settings", "search", "objective", "sampler", "pruner", "trials", "time", "seed")
 KINDS = ("range", "log", "choice")
 SAMPLERS = ("tpe", "random", "grid")
-PRUNERS = ("median", "hyperband", "none")
+PRUNERS = ("median", "none")
 DIRECTIONS = ("maximize", "minimize")
 MINIMISED = re.compile("loss|seconds|error|parameters")  # in the name of an objective
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -41,26 +40,12 @@ class Parameter(NamedTuple):
     choices: Sequence[Any]  # empty for numbers
     when: Mapping[str, Sequence[Any]]
 
-
-class Corners:
-    """Stands for Optuna trials that together try each bound and each choice."""
-
-    def __init__(self) -> None:
-        self.left: dict[str, list[Any]] = {}  # values that were not tried yet
-        self.turns: Counter[str] = Counter()
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """Return the choices in turn."""
-        choice = choices[self.turns[name] % len(choices)]
-        self.turns[name] += 1
-        self.left[name] = [*choices[self.turns[name] :]]
-        return choice
-
-    def suggest_float(self, name: str, low: float, high: float, **kwargs: Any) -> float:
-        """Return the lowest and the highest number in turn."""
-        return self.suggest_categorical(name, [low, high])
-
-    suggest_int = suggest_float
+    @property
+    def limits(self) -> Sequence[Any]:
+        """Return all choices, or the lowest and the highest number."""
+        if isinstance(self.space, CategoricalDistribution):
+            return self.choices
+        return self.space.low, self.space.high
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,6 @@ class SweepFile:
 
     name: str
     recipe: str
-    configs: Sequence[str]
     settings: Mapping[str, Any]
     parameters: Sequence[Parameter]
     objectives: Mapping[str, Any]  # direction by name
@@ -104,16 +88,11 @@ class SweepFile:
 
     def corners(self) -> Iterator[dict[str, Any]]:
         """Yield settings that together contain each bound and each choice."""
-        corners = Corners()
-        for _ in range(MAX_GRID):
-            yield self.suggest(corners)
-            if not any(corners.left.values()):
-                return
-
-
-def stored(value: Any) -> Any:
-    """Return a choice as Optuna stores it: lists and mappings as JSON."""
-    return json.dumps(value) if isinstance(value, list | dict) else value
+        base = {parameter.name: parameter.limits[0] for parameter in self.parameters if not parameter.when}
+        for parameter in self.parameters:
+            required = {name: allowed[0] for name, allowed in parameter.when.items()}
+            for value in parameter.limits:
+                yield {**base, **required, parameter.name: value}
 
 
 def read_sweep(file: Path) -> SweepFile:
@@ -154,13 +133,10 @@ def read_sweep(file: Path) -> SweepFile:
     for key, value, least in (("trials", trials, 1), ("seed", seed, 0)):
         if value != math.inf and not (type(value) is int and least <= value < 1 << 31):
             raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
-    name, configs = content.get("name", file.stem), content.get("config") or []
+    name, recipe = str(content.get("name") or file.stem), str(content["recipe"])
     if not is_name(name) or Path(name).name != name:
         raise UsageError(f"name: {name!r} cannot name a folder: leave out slashes and control characters")
-    return SweepFile(
-        name, str(content["recipe"]), [str(each) for each in (configs if isinstance(configs, list) else [configs])],
-        settings, parameters, objectives, sampler, pruner, trials, seconds, seed,
-    )  # fmt: skip
+    return SweepFile(name, recipe, settings, parameters, objectives, sampler, pruner, trials, seconds, seed)
 
 
 def _check_keys(place: str, mapping: Mapping[Any, Any], keys: Sequence[str]) -> None:
@@ -184,7 +160,8 @@ def _parameter(name: str, entry: Any) -> Parameter:
         if kinds == ["choice"]:
             if step is not None or any(value in values[:index] for index, value in enumerate(values)):
                 raise ValueError("a choice has no step and no value twice")
-            return Parameter(name, CategoricalDistribution([stored(value) for value in values]), values, when)
+            stored = [json.dumps(value) if isinstance(value, list | dict) else value for value in values]
+            return Parameter(name, CategoricalDistribution(stored), values, when)
         low, high = map(_number, values)
         is_integer = all(type(value) is int for value in (low, high, 0 if step is None else step))
         space = IntDistribution if is_integer else FloatDistribution

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -14,14 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import optuna
-from filelock import FileLock, Timeout
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -30,16 +29,17 @@ from cifar_lit.bench.process import as_error, child_environment, started
 from cifar_lit.errors import Failure
 from cifar_lit.files import DISK_FULL
 from cifar_lit.hardware import core_count
-from cifar_lit.runs.run_folder import CHECKPOINTS, RunFolder, display_path, is_finished, read_curves, read_metrics
-from cifar_lit.sweep.__main__ import PARENT
+from cifar_lit.runs.run_folder import CHECKPOINTS, display_path, is_finished, read_curves, read_metrics
 from cifar_lit.sweep.database import GRACE, HEARTBEAT
 from cifar_lit.text import natural_key
+from cifar_lit.training.orderly_stop import Interrupted
 
 POLL = 0.5  # seconds
 MAX_KILLS = 3  # times that a trial's process may be killed
 FULL = "|".join(map(os.strerror, DISK_FULL))
 SAME = 3  # failures in a row, at the start, that end the sweep
 HOST = socket.gethostname()
+LOCK_FILE, LOCK = ".worker", fcntl.LOCK_EX | fcntl.LOCK_NB
 
 
 @dataclass
@@ -48,21 +48,20 @@ class Control:
 
     Args:
         seconds: the time budget.
-        spent: seconds of it that earlier commands have used.
+        start: begin of the time budget, in seconds of `time.monotonic`. Earlier commands have used a part of it.
     """
 
     seconds: float
-    spent: float
+    start: float
     signals: list[int] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)  # error of each finished trial, without digits
-    lock: Any = field(default_factory=threading.Lock)  # of the outcomes and the console
+    lock: Any = field(default_factory=threading.Lock)  # protects the outcomes and the console
     failed: bool = False
-    start: float = field(default_factory=time.monotonic)
 
     @property
     def used(self) -> float:
         """Return the used seconds of the time budget."""
-        return self.spent + time.monotonic() - self.start
+        return time.monotonic() - self.start
 
     @property
     def stopping(self) -> bool:
@@ -79,22 +78,22 @@ class Job:
         storage: database of the study.
         folder: the folders of the trials are this path, a dash and the number.
         count: number of trials, which may be infinite.
-        words: arguments of `fit` of every trial.
-        new_words: further arguments unless a training is resumed: starting recipe and fixed settings.
-        settings: returns the settings of a trial as flags.
+        arguments: returns the arguments of `fit` for a trial, without its folder and devices.
         objectives: names of the metrics.
         report: called with each finished trial.
+        workers: further arguments of `fit` for each worker.
+        control: state of the command.
     """
 
     study: optuna.Study
     storage: RDBStorage
     folder: Path
     count: float
-    words: Sequence[str]
-    new_words: Sequence[str]
-    settings: Callable[[Trial], Sequence[str]]
+    arguments: Callable[[Trial], Sequence[str]]
     objectives: Sequence[str]
     report: Callable[[FrozenTrial], None]
+    workers: Sequence[Sequence[str]]
+    control: Control
 
     def trials(self) -> list[FrozenTrial]:
         """Return the trials, without any that two workers began beyond the number of trials."""
@@ -105,28 +104,34 @@ class Job:
         return self.folder.with_name(f"{self.folder.name}-{number:03}")
 
 
-def run_job(job: Job, workers: Sequence[Sequence[str]], control: Control) -> None:
-    """Run all trials of a job, some of them perhaps by other commands. workers: further arguments for each worker."""
-    threads = {"OMP_NUM_THREADS": str(max(1, core_count() // len(workers)))} if len(workers) > 1 else {}
-    with ThreadPoolExecutor(len(workers)) as pool:
-        futures = [pool.submit(Worker(job, words, {**threads, **os.environ}, control).work) for words in workers]
+def run_job(job: Job) -> None:
+    """Run all trials of a job, some of them perhaps by other commands. Raise Interrupted after a stop signal."""
+    control, count = job.control, len(job.workers)
+    environment = child_environment()
+    if count > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, core_count() // count)))
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(Worker(job, words, environment).work) for words in job.workers]
         try:
-            while wait(futures, HEARTBEAT, FIRST_EXCEPTION).not_done:
-                if any(future.done() and future.exception() for future in futures):
-                    break
+            running = True
+            while running and not any(future.done() and future.exception() for future in futures):
+                running = bool(wait(futures, HEARTBEAT, FIRST_EXCEPTION).not_done)
                 job.study.set_user_attr("seconds", max(control.used, job.study.user_attrs.get("seconds", 0)))
         finally:
             control.failed = any(not future.done() for future in futures)
     for future in futures:
         future.result()
+    if control.signals:
+        raise Interrupted(control.signals[0])
 
 
 class Worker:
     """Runs one trial after the other, on the devices given by `words`."""
 
-    def __init__(self, job: Job, words: Sequence[str], environment: Mapping[str, str], control: Control) -> None:
-        self.job, self.words, self.environment, self.control = job, words, environment, control
+    def __init__(self, job: Job, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.job, self.words, self.environment, self.control = job, words, environment, job.control
         self.study = optuna.load_study(study_name=job.study.study_name, storage=job.storage, pruner=job.study.pruner)
+        self.first_seen: dict[Any, float] = {}  # when this worker saw a running trial without a worker
 
     def work(self) -> None:
         """Run trials until all are finished or the command stops."""
@@ -142,8 +147,8 @@ class Worker:
             trial = self.study.ask()
             if trial.number < self.job.count:
                 self._attempt(trial)
-            else:  # another worker asked at the same time
-                self.study.tell(trial, state=TrialState.FAIL)
+            else:  # another worker asked at the same time; the trial is for a sweep that is extended
+                self._give_back(trial._trial_id)
 
     # ---- Trials of lost workers. A trial is RUNNING while a worker has it, and otherwise WAITING until it is finished.
 
@@ -151,29 +156,27 @@ class Worker:
         """Give back the trials of lost workers: they sent no heartbeat, or ended on this machine."""
         stale = self.job.storage._get_stale_trial_ids(self.study._study_id)
         for trial in self.job.trials():
+            if trial.state != TrialState.RUNNING:
+                continue
             host = trial.user_attrs.get("worker", "").partition(" ")[0]
-            if trial.state == TrialState.RUNNING and (
-                trial._trial_id in stale
-                or (host == HOST and self._is_unlocked(trial.number))
-                or (not host and datetime.now() - (trial.datetime_start or datetime.now()) > timedelta(seconds=GRACE))
-            ):
+            is_lost = trial._trial_id in stale or (host == HOST and self._is_free(trial.number))
+            if not host:  # killed before its first heartbeat; clocks of other machines may differ
+                now = time.monotonic()
+                is_lost |= now - self.first_seen.setdefault((trial.number, trial.datetime_start), now) > GRACE
+            if is_lost:
                 self._give_back(trial._trial_id)
 
-    def _lock(self, number: int) -> FileLock:
-        """Return the lock that a worker holds while it has a trial. The system releases it if the worker is killed."""
-        return FileLock(self.job.folder_of(number) / ".worker", thread_local=False, fallback_to_soft=False)
-
-    def _is_unlocked(self, number: int) -> bool:
-        lock = self._lock(number)
-        try:
-            with lock.acquire(timeout=0):
-                return True
-        except (Timeout, OSError):  # a file system without locks
-            return False
+    def _is_free(self, number: int) -> bool:
+        """Return whether the worker of a trial and its training have ended, by the lock of a file in its folder."""
+        with suppress(OSError), (self.job.folder_of(number) / LOCK_FILE).open("r+b") as file:
+            fcntl.flock(file, LOCK)
+            return True
+        return False
 
     def _give_back(self, trial_id: int) -> None:
-        """Let another worker continue a trial. The heartbeat keeps it from being given back again at once."""
+        """Let another worker continue a trial. Without a worker and with a heartbeat, it is not given back again."""
         with suppress(UpdateFinishedTrialError):
+            self.job.storage.set_trial_user_attr(trial_id, "worker", "")
             self.job.storage.record_heartbeat(trial_id)
             self.job.storage.set_trial_state_values(trial_id, TrialState.WAITING)
 
@@ -192,64 +195,60 @@ class Worker:
         self.job.storage.record_heartbeat(trial._trial_id)
         folder = self.job.folder_of(trial.number)
         folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            with suppress(OSError):  # a file system without locks; a Timeout is an OSError
-                stack.enter_context(self._lock(trial.number).acquire(timeout=HEARTBEAT))
+        with (folder / LOCK_FILE).open("ab") as file:  # the training inherits the open file, and thus the lock
+            try:
+                fcntl.flock(file, LOCK)
+            except BlockingIOError:  # the training of a lost worker is writing its checkpoint
+                self._give_back(trial._trial_id)
+                time.sleep(POLL)
+                return
+            except OSError:  # a file system without locks: heartbeats have to do
+                pass
             name = f"{HOST} {secrets.token_hex(8)}"
             trial.set_user_attr("worker", name)
-            new = [*self.job.new_words, *self.job.settings(trial), f"--logs={folder}"]
-            self._wait_for_orphan(trial, name, folder)
+            words = [*self.job.arguments(trial), *self.words, f"--logs={folder}"]
             run = run_in(folder)
+            state: int | str = 0  # unchanged if a worker was lost after the training, before it recorded the result
             if run is None or not is_finished(run, needs_test=False):
                 is_resumable = run and any((run / checkpoint).is_file() for checkpoint in CHECKPOINTS)
-                state = self._train([*self.words, *(["--resume", str(run)] if is_resumable else new)], trial, name)
-            else:  # by a worker that was lost before it recorded the result
-                state = 0
+                words += [f"--resume={run}"] if is_resumable else []
+                state = self._train(words, trial, name, file.fileno())
             if self._has(trial, name):
-                self._record(trial, state, run_in(folder), folder)
+                self._record(trial, state, folder)
 
-    def _wait_for_orphan(self, trial: Trial, name: str, folder: Path) -> None:
-        """Wait until the process of a lost worker has written its checkpoint and ended."""
-        deadline = time.monotonic() + GRACE
-        while run := run_in(folder):
-            try:
-                RunFolder(folder, run.name, run).release()
-                return
-            except Failure:
-                if time.monotonic() > deadline or not self._has(trial, name):
-                    raise
-                time.sleep(POLL)
-
-    def _train(self, words: Sequence[str], trial: Trial, name: str) -> int | str:
+    def _train(self, words: Sequence[str], trial: Trial, name: str, lock: int) -> int | str:
         """Train in a process. Return its exit code, or "pruned" or "stopped" if this worker ended it.
 
-        The learning curve is read from its run folder while it trains.
+        The learning curve is read from its run folder while it trains. lock: an open file that the process inherits.
         """
         folder = self.job.folder_of(trial.number)
-        environment = {**child_environment(), **self.environment, PARENT: str(os.getpid())}
-        command = [sys.executable, "-m", "cifar_lit.sweep", "fit", *self.job.words, *words]
+        command = [sys.executable, "-m", "cifar_lit.sweep", "fit", *words]
+        settings: dict[str, Any] = {"stdin": subprocess.PIPE, "env": self.environment, "pass_fds": [lock]}
         reported = set(self.job.storage.get_trial(trial._trial_id).intermediate_values)
-        ending, stopped, next_beat = "stopped", False, 0.0
-        with ExitStack() as stack:
-            out = stack.enter_context((folder / "output.txt").open("a"))
-            errors = stack.enter_context((folder / "errors.txt").open("w"))
-            process = stack.enter_context(started(command, stdout=out, stderr=errors, env=environment))
+        ending, next_beat = "", 0.0
+        with (
+            (folder / "output.txt").open("a") as out,
+            (folder / "errors.txt").open("w") as errors,
+            started(command, stdout=out, stderr=errors, **settings) as process,
+        ):
             while True:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(POLL)
                     break
                 if time.monotonic() >= next_beat:
                     next_beat = time.monotonic() + HEARTBEAT
-                    stop = not self._has(trial, name) or self.control.stopping
-                if not stopped and len(self.job.objectives) == 1 and self._is_hopeless(trial, reported, folder):
-                    ending, stop = "pruned", True
-                if (stop or self.control.stopping) and not stopped:
-                    process.terminate()
-                    stopped = True
+                    is_lost = not self._has(trial, name)
+                if not ending:
+                    if is_lost or self.control.stopping:
+                        ending = "stopped"
+                    elif len(self.job.objectives) == 1 and self._is_hopeless(trial, reported, folder):
+                        ending = "pruned"
+                    if ending:
+                        process.terminate()
                 if len(self.control.signals) > 1:
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
-        return ending if stopped and process.returncode else process.returncode
+        return ending if ending and process.returncode else process.returncode
 
     def _is_hopeless(self, trial: Trial, reported: set[int], folder: Path) -> bool:
         """Report new points of the learning curve, and return whether the pruner ends the trial."""
@@ -259,19 +258,22 @@ class Worker:
             epoch = int(row.get("epoch", 0)) + 1
             if objective in row and epoch not in reported:
                 reported.add(epoch)
-                trial.report(row[objective], epoch)
+                with suppress(UpdateFinishedTrialError):  # another worker has taken it over and finished it
+                    trial.report(row[objective], epoch)
                 if trial.should_prune():
                     return True
         return False
 
-    def _record(self, trial: Trial, state: int | str, run: Path | None, folder: Path) -> None:
+    def _record(self, trial: Trial, state: int | str, folder: Path) -> None:
         """Record the result of a trial, or give it back if it was stopped or killed."""
+        run = run_in(folder)
         code = state if isinstance(state, int) else 0
-        kills = trial.user_attrs.get("kills", 0) + (code < 0 or code >= 128)
+        is_killed = code < 0 or code >= 128
+        kills = trial.user_attrs.get("kills", 0) + is_killed
         trial.set_user_attr("kills", kills)
         error = ""
-        values = [value_of(run, name) for name in self.job.objectives] if state == 0 and run else []
-        if code < 0 or code >= 128:
+        values = [value_of(run, name) if run else None for name in self.job.objectives] if state == 0 else []
+        if is_killed:
             error = f"its process was killed {kills} times (exit code {code})"
         elif code:
             error = str(as_error(code, (folder / "errors.txt").read_text(errors="replace"), "the training"))
@@ -280,7 +282,7 @@ class Worker:
         if error and (shutil.disk_usage(folder).free < 1 << 20 or re.search("disk is full|" + FULL, error)):
             self._give_back(trial._trial_id)
             raise Failure(f"the disk of {display_path(folder)} is full: free some space, then repeat the command")
-        if state == "stopped" or ((code < 0 or code >= 128) and kills < MAX_KILLS):
+        if state == "stopped" or (is_killed and kills < MAX_KILLS):
             self._give_back(trial._trial_id)
             return
         if run:

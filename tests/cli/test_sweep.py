@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,9 +27,14 @@ from contract.command_line import (
 )
 
 from cifar_lit.bench.process import started
+from cifar_lit.cli.flags import parse
+from cifar_lit.cli.sweep import DESCRIPTION
 from cifar_lit.sweep.space import read_sweep
 
 optuna = pytest.importorskip("optuna")
+from cifar_lit.sweep.database import database_url, open_storage  # noqa: E402
+from cifar_lit.sweep.trials import Control, Job, Worker  # noqa: E402
+
 FOLDER = Path("lightning_logs/lr")
 SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.crop": {"range": [0, 2]}}
 
@@ -218,6 +224,103 @@ def test_ctrl_c_ends_with_the_command_that_continues(fake: list[list[str]], tmp_
     assert (FOLDER / "trial-000/small-1/stopped").is_file()
 
 
+def test_ctrl_c_while_the_best_trial_is_confirmed_leaves_no_conclusion(fake: list[list[str]]) -> None:
+    write(trials=1)
+    begun = f"Path('{FOLDER}/confirm-000-001/small-1/metrics.csv').exists()"
+    watch = f"import os, time\nfrom pathlib import Path\nwhile not {begun}: time.sleep(0.1)\nos.kill({os.getpid()}, 2)"
+    with subprocess.Popen([sys.executable, "-c", watch]):
+        answer = sweep("--confirm", "2", EPOCH="0.7")
+    assert answer.code == 130
+    assert "The gain" not in answer.out + (FOLDER / "sweep.html").read_text() + (FOLDER / "best.yaml").read_text()
+
+
+def test_trainings_that_confirm_are_not_pruned(fake: list[list[str]]) -> None:
+    write(trials=1, search={"model.lr": {"log": [0.045, 0.05]}})  # better than the recipe's 0.04
+    answer = sweep("--confirm", "4", "--workers", "2", EPOCH="0.7")
+    assert answer.code == 0, answer.err
+    assert [trial.state.name for trial in trials("lr confirm 0")] == ["COMPLETE"] * 8
+    assert "The gain holds" in answer.out and "4 new seeds" in answer.out
+
+
+def test_typed_flags_override_the_settings_of_the_file(fake: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = []
+
+    def start(command: list[str], **settings: Any) -> Any:
+        environments.append(settings["env"])
+        return started([sys.executable, "-c", FAKE, *command], **settings)
+
+    write(trials=1, settings={"data.batch_size": 16}, time="1h")
+    assert sweep("--confirm", "2", "--batch-size", "8", "--seed", "7").code == 0
+    for line in fake:
+        command = parse("fit", line[4:])
+        assert command.value("data.batch_size") == "8"
+    assert [parse("fit", line[4:]).value("seed_everything") for line in fake] == ["7", "8", "8", "9", "9"]
+    study = optuna.load_study(study_name="lr", storage=f"sqlite:///{FOLDER}/sweep.db")
+    assert 0 < study.user_attrs["seconds"] < 60
+
+    monkeypatch.setattr("cifar_lit.sweep.trials.started", start)
+    write("other.yaml", trials=1)
+    assert run_command("sweep", "other.yaml", "--confirm", "0", PYTHONPATH="elsewhere").code == 0
+    assert environments[0]["PYTHONPATH"].endswith(f"{os.pathsep}elsewhere")
+
+
+def test_a_training_without_results_is_a_failed_trial(fake: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cifar_lit.sweep.trials.started", lambda command, **settings: started(["true"], **settings))
+    write(trials=2)
+    answer = sweep("--confirm", "0")
+    assert answer.code == 1 and answer.out.count("failed: the run has no val/accuracy") == 2
+    assert "no trial of lightning_logs/lr is complete" in answer.err
+
+
+def test_a_full_disk_ends_the_sweep_and_the_trial_is_continued(
+    fake: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = "import sys; sys.exit('cifar-lit: the disk is full (last.ckpt): free some space, then start again')"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "cifar_lit.sweep.trials.started",
+            lambda command, **settings: started([sys.executable, "-c", full], **settings),
+        )
+        write(trials=1)
+        line = f"cifar-lit: the disk of {FOLDER}/trial-000 is full: free some space, then repeat the command"
+        answer = sweep("--confirm", "0")
+    assert answer.code == 1 and answer.error_lines == [line]
+    assert sweep("--confirm", "0").code == 0 and [trial.state.name for trial in trials()] == ["COMPLETE"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Return a job of one trial without a command."""
+    storage = open_storage(database_url(None, tmp_path))
+    study = optuna.create_study(storage=storage)
+    return Job(study, storage, tmp_path / "trial", 1, lambda trial: [], ["val/accuracy"], print, [[]], Control(60, 0))
+
+
+def test_a_trial_beyond_the_number_of_trials_is_left_for_a_longer_sweep(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.control.start = time.monotonic()
+    job.study.tell(job.study.ask(), 0.5)
+    views: list[list[Any]] = [[], job.study.trials]  # the first is that before another worker has asked
+    monkeypatch.setattr(job, "trials", lambda: views.pop(0))
+    monkeypatch.setattr(Worker, "_take_over", lambda worker: None)
+    Worker(job, [], {}).work()
+    assert [trial.state.name for trial in job.study.trials] == ["COMPLETE", "WAITING"]
+
+
+def test_a_trial_that_was_given_back_belongs_to_the_worker_that_asks_for_it_next(job: Job) -> None:
+    workers = [Worker(job, [], {}) for _ in range(2)]
+    trial = workers[0].study.ask()
+    job.folder_of(0).mkdir()
+    (job.folder_of(0) / ".worker").touch()
+    trial.set_user_attr("worker", f"{socket.gethostname()} killed")
+    workers[0]._take_over()
+    assert job.study.trials[0].state.name == "WAITING"
+    workers[0].study.ask()  # and now begins to lock its folder
+    workers[1]._take_over()
+    assert job.study.trials[0].state.name == "RUNNING"
+
+
 def test_the_time_budget_ends_a_sweep_and_is_not_spent_twice(fake: list[list[str]]) -> None:
     write(trials=None, time="5s", sampler="random")
     answer = sweep("--confirm", "0", EPOCH="0.2")
@@ -235,6 +338,16 @@ def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list
         write(trials=1, **more)
         assert_refused(sweep("--confirm", "0", *words), 2, "is a sweep with another value of", "name: …")
     assert contents_of(FOLDER).keys() == kept.keys()
+    (FOLDER / "sweep.db").unlink()
+    assert_refused(sweep("--confirm", "0"), 2, "has trials of another lr: give this sweep a name")
+
+
+def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
+    example = DESCRIPTION.partition("objective:\n\n")[2].partition("\n\n")[0]
+    content = yaml.safe_load(example)
+    write(**content | {"trials": 1})
+    answer = sweep("--confirm", "0")
+    assert answer.code == 0, answer.err
 
 
 @pytest.mark.parametrize(
@@ -289,6 +402,9 @@ def test_a_wrong_file_is_one_line_before_any_trial(more: dict[str, Any], line: s
         (("--epoch", "1"), 2, "there is no flag --epoch. Did you mean --epochs?"),
         (("--confirm", "1"), 2, "--confirm needs 2 seeds"),
         (("--storage", "nowhere"), 2, "--storage is not the URL"),
+        (("--storage", "sqlite:///a.db?password=secret"), 2, "--storage: put the password into ~/.pgpass"),
+        (("--storage", "sqlite:////nowhere/a.db"), 1, "/nowhere/a.db: unable to open database file. Fix that"),
+        (("--config", "small.yaml"), 2, "takes its recipe from the file"),
     ],
 )
 def test_wrong_flags_are_one_line(words: tuple[str, ...], code: int, line: str) -> None:
@@ -303,6 +419,29 @@ def test_an_unreachable_database_is_named_without_its_password() -> None:
     answer = sweep("--storage", "postgresql://me:secret@127.0.0.1:1/sweeps")
     assert_refused(answer, 1, "the database at 127.0.0.1")
     assert "secret" not in answer.err
+
+
+ORPHAN = """
+import sys
+from cifar_lit.bench.process import started
+from cifar_lit.cli import main
+import cifar_lit.sweep.trials as trials
+trials.started = lambda command, **settings: started([sys.executable, "-c", sys.argv.pop(1), *command], **settings)
+main(["sweep", "lr.yaml", "--confirm", "0"])
+"""
+
+
+def test_a_trial_is_not_begun_again_while_the_training_of_a_killed_worker_runs(
+    fake: list[list[str]], tmp_path: Path
+) -> None:
+    write(trials=1)
+    variables = {**environment(tmp_path), "EPOCH": "2"}
+    with subprocess.Popen([sys.executable, "-c", ORPHAN, FAKE], env=variables) as killed:
+        wait_for((FOLDER / "trial-000/small-1/metrics.csv").is_file)
+        killed.kill()
+    answer = sweep("--confirm", "0")
+    assert answer.code == 0, answer.err
+    assert not fake and [trial.state.name for trial in trials()] == ["COMPLETE"]
 
 
 # ---- Real trainings.

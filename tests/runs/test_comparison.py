@@ -179,7 +179,16 @@ def test_groups_are_paired_by_seed_and_by_test_image() -> None:
     assert seed_pairs(groups(runs), without)[0].over_images is None
 
 
-@pytest.mark.parametrize(("ratio", "seeds"), [(1.0, 10), (0.5, 34), (0.2, 199)])
+def test_a_damaged_run_does_not_stop_the_comparison_of_its_group() -> None:
+    runs = [make_run(f"a-{seed}", HALF, seed) for seed in range(3)]
+    runs += [make_run(f"b-{seed}", HALF, seed, lr=0.5) for seed in range(2)]
+    runs.append(make_run("b-2", HALF[:-2], 2, lr=0.5))  # claims the same test images
+    runs[0].settings["seed_everything"] = [0]
+    (pair,) = seed_pairs(groups(runs), hits_by_run(runs))
+    assert pair.over_seeds["n"] == 2 and pair.over_images is None
+
+
+@pytest.mark.parametrize(("ratio", "seeds"), [(1.0, 10), (0.5, 34), (0.2, 199), (0.001, 7_848_880)])
 def test_the_number_of_seeds_is_that_of_a_paired_t_test_with_80_percent_power(ratio: float, seeds: int) -> None:
     pair = SeedPairs(0, 1, {"std": 0.002}, None)
     assert pair.seeds_for(0.002 * ratio) == pytest.approx(seeds, abs=1 + seeds // 50)
