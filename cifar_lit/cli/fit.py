@@ -54,7 +54,7 @@ from cifar_lit.training.finetune import load_into
 from cifar_lit.training.metrics import TOP, value_names
 from cifar_lit.training.orderly_stop import Interrupted
 
-DEFAULT_RECIPES = {"gpu": "fast94", "cpu": "laptop"}
+DEFAULT_RECIPES = {"gpu": "fast94", "bf16": "laptop", "cpu": "laptop91"}  # bf16: CPUs with bfloat16 instructions
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
 # torch's limit of 30 minutes would also count the time for which a scheduler suspends all ranks.
 WATCHED_TIMEOUT = timedelta(days=7)
@@ -175,8 +175,9 @@ class TrainingCLI(LightningCLI):
             return run / "config.yaml"
         if command.configs or command.asks_only:
             return None
-        on_gpu = command.value("trainer.accelerator") != "cpu" and hardware.detect_machine().gpus
-        command.recipe = DEFAULT_RECIPES["gpu" if on_gpu else "cpu"]
+        machine = hardware.detect_machine()
+        on_gpu = command.value("trainer.accelerator") != "cpu" and machine.gpus
+        command.recipe = DEFAULT_RECIPES["gpu" if on_gpu else "bf16" if machine.bf16 else "cpu"]
         return recipe_path(command.recipe)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]

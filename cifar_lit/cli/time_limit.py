@@ -27,7 +27,7 @@ from cifar_lit.text import duration_text, say
 from cifar_lit.training.callbacks import NoProfiler, wait_for_device
 from cifar_lit.training.orderly_stop import NoSignalHandlers
 
-RECIPES = {"cpu": ("laptop90", "laptop"), "gpu": ("fast94", "fast95", "fast96")}  # the shortest first
+RECIPES = {"cpu": ("laptop91", "laptop"), "gpu": ("fast94", "fast95", "fast96")}  # the shortest first
 SHORTEST, LONGEST = 0.5, 2.0  # times the epochs of a recipe
 FULL_SIZE = 0.5  # least share of the planned epochs at full size that are kept
 PARTS = 10  # per epoch: lengths are multiples of one part, unless a validation ends each epoch

@@ -87,13 +87,16 @@ def gpu_figure(recipe: str, label: str) -> Figure:
 
 def readme_rows(descriptions: Mapping[str, str], baseline: str) -> list[Row]:
     """Return accuracy and training time of the most important recipes. baseline: description of `resnet18`."""
-    without_bfloat16 = {"laptop": recipe_figure("laptop", "training time", "cpu/recipe-laptop-float32")}
+    without_bfloat16 = {
+        "laptop": recipe_figure("laptop", "training time", "cpu/recipe-laptop-float32"),
+        "laptop91": recipe_figure("laptop91", "training time"),
+    }
     rows: list[Row] = [
         (
             f"`{name}`",
             description,
             recipe_figure(name, "test accuracy"),
-            recipe_figure(name, "training time"),
+            "–" if name == "laptop91" else recipe_figure(name, "training time"),
             without_bfloat16.get(name, "–"),
             gpu_figure(name, "training time") if name in GPU_RECIPES else "–",
         )
@@ -104,6 +107,7 @@ def readme_rows(descriptions: Mapping[str, str], baseline: str) -> list[Row]:
 
 
 HELD_OUT = ("held-out accuracy", "with TTA")
+FLOAT32_FILES = ("budget-float32", "budget-avx2")
 PHOTOS, FOLDS = "cpu/finetune-ants-bees", "cpu/finetune-ants-bees-folds"
 
 # Kinds of planted label errors, and rankings of labels by their names in the files.
@@ -164,7 +168,8 @@ TABLES: dict[str, Table] = {
             {
                 "quickstart": "small CNN on drawn shapes",
                 "laptop": "whitened CNN with Muon, for CPUs",
-                "laptop90": "the same, shorter training",
+                "laptop91": "narrower, for CPUs without bfloat16",
+                "laptop90": "shorter training than `laptop`",
                 "laptop100": "CIFAR-100, for CPUs",
                 "tudui": "CNN of a tutorial, 10 epochs",
                 "lenet": "LeNet of the PyTorch tutorial, 2 epochs",
@@ -180,7 +185,8 @@ TABLES: dict[str, Table] = {
             {
                 "quickstart": "小型 CNN，程序绘制的图形",
                 "laptop": "白化（whitening）CNN 和 Muon 优化器，面向 CPU",
-                "laptop90": "同上，训练更短",
+                "laptop91": "更窄，面向没有 bfloat16 的 CPU",
+                "laptop90": "比 `laptop` 训练更短",
                 "laptop100": "CIFAR-100，面向 CPU",
                 "tudui": "小土堆教程的 CNN，10 个 epoch",
                 "lenet": "PyTorch 官方教程的 LeNet，2 个 epoch",
@@ -198,6 +204,7 @@ TABLES: dict[str, Table] = {
             full_row("`quickstart`", "drawn shapes", "quickstart"),
             full_row("`laptop`", "CIFAR-10", "laptop"),
             full_row("`laptop`, CPU without bfloat16", "CIFAR-10", "laptop", "cpu/recipe-laptop-float32"),
+            full_row("`laptop91`, CPU without bfloat16", "CIFAR-10", "laptop91"),
             full_row("`laptop90`", "CIFAR-10", "laptop90"),
             full_row("`laptop100`", "CIFAR-100", "laptop100"),
             full_row("`fast94`, on a CPU", "CIFAR-10", "fast94"),
@@ -310,6 +317,16 @@ TABLES: dict[str, Table] = {
             ("`laptop`, training time", recipe_figure("laptop", "training time")),
             ("`laptop90`, training time", recipe_figure("laptop90", "training time")),
             ("`fast94`, training time", recipe_figure("fast94", "training time")),
+        ],
+    ),
+    "float32-budget": Table(
+        ("in units of the tutorial's ten epochs", "AVX-512", "AVX2"),
+        [
+            (
+                f"`{recipe}`, training",
+                *(Figure(f"cpu/{file}", f"{recipe} / ten epochs of the tutorial's loop") for file in FLOAT32_FILES),
+            )
+            for recipe in ("laptop", "laptop90", "laptop91")
         ],
     ),
     "throughput": Table(

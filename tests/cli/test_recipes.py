@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from contract.command_line import metrics_of, run_command
 
+from cifar_lit import hardware
 from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 
 SHORT = ["--dataset", "shapes", "--data.count", "120", "--data.val_size", "20", "--epochs", "2", "--accelerator", "cpu"]
@@ -16,7 +18,7 @@ NARROW_INSIDE = [*NARROW, "--model.net_options.inner", "[8, 8, 16]", "--model.wa
 SMALL_IMAGES = ["--data.image_size", "16", "--batch-size", "50", "--trainer.limit_train_batches", "2"]
 SHALLOW = [*SMALL_IMAGES, "--model.net_options.depth", "10", "--model.net_options.widen", "1"]
 SMALLER = {
-    **dict.fromkeys(("fast94", "fast95", "fast96", "fast97", "laptop", "laptop90"), NARROW),
+    **dict.fromkeys(("fast94", "fast95", "fast96", "fast97", "laptop", "laptop90", "laptop91"), NARROW),
     **dict.fromkeys(("fast100", "laptop100"), NARROW_INSIDE),
     "finetune": ["--data.image_size", "64", "--model.patience", "0"],
     "fashion_cnn": ["--data.image_size", "28", "--data.channels", "1"],
@@ -45,6 +47,17 @@ def test_a_recipe_trains_tests_and_writes_a_complete_run_folder(name: str, monke
     assert (run / "model.safetensors").is_file()
     each_epoch = sorted(path.name for path in (run / "checkpoints").glob("epoch-*.ckpt"))
     assert each_epoch == (["epoch-00.ckpt", "epoch-01.ckpt"] if name == "sjnet" else [])
+
+
+@pytest.mark.parametrize(("bf16", "name"), [(True, "laptop"), (False, "laptop91")])
+def test_the_default_recipe_of_a_cpu_depends_on_its_bfloat16(
+    bf16: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(hardware.detect_machine(), bf16=bf16, gpus=())
+    monkeypatch.setattr(hardware, "detect_machine", lambda: machine)
+    answer = run_command("fit", *SHORT, *NARROW, "--epochs", "1")
+    assert answer.code == 0, answer.err
+    assert [run.name for run in Path("lightning_logs").iterdir()] == [f"{name}-1"]
 
 
 @pytest.mark.parametrize("name", TUTORIALS)

@@ -119,7 +119,7 @@ def chosen(slow_steps: None, monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     return commands
 
 
-@pytest.mark.parametrize(("limit", "recipe", "epochs"), [("10s", "laptop90", "5.8"), ("20s", "laptop", "12.2")])
+@pytest.mark.parametrize(("limit", "recipe", "epochs"), [("10s", "laptop91", "5.8"), ("20s", "laptop", "12.2")])
 def test_without_a_recipe_the_longest_that_fits_is_chosen(
     limit: str, recipe: str, epochs: str, chosen: list[Command]
 ) -> None:
