@@ -30,14 +30,14 @@ LIMITED = (
 
 @pytest.fixture
 def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every measured step take 0.1 s, 25 to an epoch: two epochs fit into 8 s, and fewer than four."""
+    """Make every measured step take 0.1 s, 25 to an epoch: two epochs fit into 8.5 s, and fewer than four."""
     monkeypatch.setattr(Stopwatch, "step", property(lambda watch: 0.1))
     monkeypatch.setattr(Probe, "fixed", property(lambda probe: 1.0, lambda probe, value: None), raising=False)
 
 
 @pytest.mark.usefixtures("slow_steps")
 def test_the_training_gets_the_fraction_of_epochs_that_fits_and_is_repeated_by_its_config() -> None:
-    answer = run_command(*LIMITED, "--time-limit", "8s")
+    answer = run_command(*LIMITED, "--time-limit", "8.5s")
     assert answer.code == 0, answer.err
     assert "small with 2.7 epochs instead of 2, expected end after 8 s" in answer.lines[0]
     trainer = config_of(RUN)["trainer"]
@@ -50,7 +50,7 @@ def test_the_training_gets_the_fraction_of_epochs_that_fits_and_is_repeated_by_i
 
 @pytest.mark.usefixtures("slow_steps")
 def test_a_resumed_run_keeps_its_length_and_gives_the_same_weights() -> None:
-    words = (*LIMITED, "--time-limit", "8s", "--checkpoint-every", "60")
+    words = (*LIMITED, "--time-limit", "8.5s", "--checkpoint-every", "60")
     assert run_command(*words).code == 0
     (RUN / "metrics.json").unlink()
     whole = checkpoint_of(RUN / "checkpoints/last.ckpt")["state_dict"]
@@ -119,7 +119,7 @@ def chosen(slow_steps: None, monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     return commands
 
 
-@pytest.mark.parametrize(("limit", "recipe", "epochs"), [("10s", "laptop91", "5.8"), ("20s", "laptop", "12.2")])
+@pytest.mark.parametrize(("limit", "recipe", "epochs"), [("10.6s", "laptop91", "5.8"), ("21.1s", "laptop", "12.2")])
 def test_without_a_recipe_the_longest_that_fits_is_chosen(
     limit: str, recipe: str, epochs: str, chosen: list[Command]
 ) -> None:
@@ -130,7 +130,7 @@ def test_without_a_recipe_the_longest_that_fits_is_chosen(
     assert [command.recipe for command in chosen] == [recipe]
 
 
-@pytest.mark.parametrize(("limit", "epochs", "relation"), [("25s", 1, "less than "), ("62s", 4, "")])
+@pytest.mark.parametrize(("limit", "epochs", "relation"), [("25s", 1, "less than "), ("65.4s", 4, "")])
 def test_a_measured_recipe_on_its_own_data_announces_its_accuracy(
     limit: str, epochs: int, relation: str, chosen: list[Command]
 ) -> None:
