@@ -81,7 +81,7 @@ def run(settings: argparse.Namespace) -> None:
     publish("budget", vars(settings), settings.dataset, rows)
 
 
-def training_seconds(name: str, own: dict[str, Any], precision: str) -> float:
+def training_seconds(name: str, own: dict[str, Any], precision: Any) -> float:
     """Return the seconds of all steps of a recipe, from a few steps at each of its image sizes."""
     recipe: dict[str, Any] = recipe_settings(recipe_path(name))
     epochs, data_settings = recipe["trainer"]["max_epochs"], {**recipe["data"], **own}
