@@ -33,7 +33,7 @@ FULL_SIZE = 0.5  # least share of the planned epochs at full size that are kept
 PARTS = 10  # per epoch: lengths are multiples of one part, unless a validation ends each epoch
 STEPS, WARM_UP = 5, 2  # fewest measured steps of an image size, and how many of them are not counted
 SLOW = 3.0  # times the planned duration, after which two steps suffice
-# Shares of the limit: for measured steps, and left unplanned, because whole epochs take up to an eighth longer.
+# Shares of the limit: for measured steps, and left unplanned, because whole epochs take longer than first steps.
 MEASURED, SPARE = 0.03, 0.08
 TAIL = 0.3  # times the start of the process: time to write results and report
 

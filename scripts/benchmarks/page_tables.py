@@ -176,7 +176,7 @@ TABLES: dict[str, Table] = {
             },
             "research baseline, for a GPU",
         ),
-        "Two CPU cores; {dates}. ± is the standard deviation over n seeds; times are medians. Source: {link}.",
+        "Measured on {machines}; {dates}. ± is the standard deviation over n seeds; times are medians. Source: {link}.",
     ),
     "readme-zh": Table(
         ("配方", "训练内容", "测试准确率", "时间（CPU，有 bfloat16）", "时间（CPU，无 bfloat16）", "时间（GPU）"),
