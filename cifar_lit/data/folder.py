@@ -31,7 +31,7 @@ LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
 # Parts by their names in tables.
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
-Tree = dict[str, list[File]]  # the files of each class, both sorted
+Tree = dict[str, list[File]]  # the sorted files of each class, in label order
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Listing:
 def folder(settings: SourceSettings, train: bool) -> ImageSet:
     """Return the training or test images of a folder or a table, see `list_table`.
 
-    Classes are the sorted names of the class folders, whose subfolders are searched too. Hidden files are ignored. The
-    images of ROOT/val or ROOT/valid follow the images of ROOT/train, as `val_rows`; without ROOT/test they are also the
-    test images. Images are memory-mapped from the cache, so they may exceed the memory.
+    Classes are the names of the class folders, see `sort_classes`. Their subfolders are searched too. Hidden files are
+    ignored. The images of ROOT/val or ROOT/valid follow the images of ROOT/train, as `val_rows`; without ROOT/test they
+    are also the test images. Images are memory-mapped from the cache, so they may exceed the memory.
 
     A split drawn by seed keeps near-duplicates on one side. For a split given by folders or a table, a note reports
     near-duplicates across its sides.
@@ -225,8 +225,8 @@ def scan(root: Path) -> Listing:
 def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the table's folder.
 
-    Labels are names, sorted by value if all are whole numbers. A split column holds words of `PARTS`, in upper or lower
-    case; without test rows, val is also the test set. Without the column, test images are drawn.
+    A split column holds words of `PARTS`, in upper or lower case; without test rows, val is also the test set. Without
+    the column, test images are drawn.
 
     Raises:
         UsageError: the table is invalid, or files are missing and not `skip_bad`.
@@ -273,10 +273,9 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
         )
     if repeated:
         note_once(f"{table}: {repeated:,} rows repeat an earlier row, and count once")
-    classes = sorted({label for label, _, _ in rows.values()})
-    check_class_names(classes, f"in {table}, the class")
-    if all(re.fullmatch(r"-?[0-9]+", name) for name in classes):
-        classes.sort(key=int)
+    names = {label for label, _, _ in rows.values()}
+    check_class_names(sorted(names), f"in {table}, the class")
+    classes = sort_classes(names)
     if len(classes) == 1:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
     used = {part for _, part, _ in rows.values()}
@@ -293,6 +292,17 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     if untrained:
         raise UsageError(f"{table} has no training images of class {_listed(untrained)}: add some, or remove the class")
     return Listing(parts, {path: name for path, (_, _, name) in rows.items() if name})
+
+
+def sort_classes(names: Iterable[str]) -> list[str]:
+    """Return class names in label order: by value if all are whole numbers, else by name.
+
+    Folders and tables share the order, so that a run and a training on its reviewed labels have the same classes.
+    """
+    classes = sorted(names)
+    if all(re.fullmatch("-?[0-9]+", name) for name in classes):
+        classes.sort(key=int)
+    return classes
 
 
 def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
@@ -313,7 +323,8 @@ def _tree(root: Path, prefix: str, ignored: list[str]) -> Tree:
         hint = f" Did you mean --data-dir {classes[0].path}?" if _has_subfolders(classes[0]) else table_hint
         raise UsageError(f"{root} has one class only ({classes[0].name}), a classifier needs two or more.{hint}")
     check_class_names([entry.name for entry in classes], f"in {root}, the folder")
-    tree = {entry.name: sorted(_images(entry.path, f"{prefix}{entry.name}/", ignored)) for entry in classes}
+    paths = {entry.name: entry.path for entry in classes}
+    tree = {name: sorted(_images(paths[name], f"{prefix}{name}/", ignored)) for name in sort_classes(paths)}
     empty = [name for name, files in tree.items() if not files]
     if empty:
         is_heic = any(name.lower().endswith(HEIC_SUFFIXES) for name in ignored)

@@ -96,6 +96,17 @@ def test_integer_labels_are_sorted_by_value(pets: Path) -> None:
     assert open_set(write(pets / "a.csv", "path,label", *rows)).classes == ("10", "9", "9b")
 
 
+@pytest.mark.parametrize(
+    "classes", [("1", "2", "10"), ("-1", "09", "9", "100"), ("10", "2", "2b"), ("Zebra", "zebra", "Ähre", "é", "蜜蜂")]
+)
+def test_a_table_has_the_class_order_of_its_folder(tmp_path: Path, classes: tuple[str, ...]) -> None:
+    paths = [f"{name}/{number}.png" for name in reversed(classes) for number in range(2)]
+    for number, path in enumerate(paths):
+        save(tmp_path / "set" / path, number)
+    table = write(tmp_path / "set" / "labels.csv", "path,label", *(f"{path},{path.split('/')[0]}" for path in paths))
+    assert open_set(tmp_path / "set").classes == open_set(table).classes == classes
+
+
 def test_a_repeated_row_counts_once(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{name},{name[:3]},train" for name in (*NAMES[:4], *NAMES[:2])]
     table = write(pets / "a.csv", "path,label,split", *rows, "dog/4.png,dog,test")
