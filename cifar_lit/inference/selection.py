@@ -8,8 +8,11 @@ centre is selected (F. Zhdanov, Diverse mini-batch Active Learning, 2019, with a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Sequence, Set
 from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,41 +26,62 @@ from cifar_lit.runs.predictions import Row
 ROUNDS = 10  # k-means iterations
 
 
-def next_images(
-    classifier: Classifier, files: Sequence[ImageFile], count: int, advance: Callable[[int], None]
-) -> tuple[list[Row], int, int]:
-    """Select at most `count` of the files. Files with equal pixels, at the size of the net, count as one.
+class Selection(NamedTuple):
+    """The selected images of a pool, the most uncertain first, and the numbers of files that were left out."""
 
-    Return the selected ones, the most uncertain first, and the numbers of unreadable and of repeated files.
+    rows: list[Row]
+    unreadable: int
+    labelled: int
+    repeated: int
+
+
+def next_images(
+    classifier: Classifier,
+    files: Sequence[ImageFile],
+    count: int,
+    advance: Callable[[int], None],
+    labelled: Set[bytes] = frozenset(),
+    reviewed: Set[str] = frozenset(),
+) -> Selection:
+    """Select at most `count` of the files. Files with equal pixels, at the size of the net, count as one.
 
     Args:
         classifier: the net.
         files: the pool. The memory needed grows by the embedding of each file, in float16.
         count: number of images to select.
         advance: callback with the number of files processed since the last call.
+        labelled: digests of images to leave out.
+        reviewed: absolute paths to leave out.
     """
     pool: list[Row] = []
     embeddings: list[Tensor] = []
-    digests: set[bytes] = set()
-    unreadable = readable = 0
+    pool_digests: set[bytes] = set()
+    unreadable = excluded = repeated = 0
     for rows, images in classify_files(classifier, files, top=2):
         unreadable += len(rows) - len(images)
-        readable += len(images)
+        pixels = images.permute(0, 2, 3, 1)
+        readable = (row for row in rows if row.error is None)
         new = []
-        for place, (row, image) in enumerate(zip((row for row in rows if row.error is None), images, strict=True)):
-            if (digest := sha256(image.numpy().tobytes()).digest()) not in digests:
-                digests.add(digest)
+        for place, (row, digest) in enumerate(zip(readable, digests(pixels), strict=True)):
+            if digest in labelled or os.path.normpath(Path(row.path or "").absolute()) in reviewed:
+                excluded += 1
+            elif digest in pool_digests:
+                repeated += 1
+            else:
+                pool_digests.add(digest)
                 new.append(place)
                 pool.append(row)
         if new:
-            pixels = images.permute(0, 2, 3, 1)
             _, parts = logits_and_embeddings(classifier, pixels.__getitem__, torch.tensor(new), lambda number: None)
             embeddings.append(parts.half())
         advance(len(rows))
-    if not pool:
-        return [], unreadable, 0
-    selected = select(torch.tensor([margin_of(row) for row in pool]), torch.cat(embeddings), count)
-    return [pool[place] for place in selected.tolist()], unreadable, readable - len(pool)
+    selected = select(torch.tensor([margin_of(row) for row in pool]), torch.cat(embeddings), count) if pool else ()
+    return Selection([pool[place] for place in map(int, selected)], unreadable, excluded, repeated)
+
+
+def digests(images: Tensor) -> list[bytes]:
+    """Return a hash of the pixels of each image, uint8 (N, H, W, C)."""
+    return [sha256(image.tobytes()).digest() for image in images.numpy()]
 
 
 def margin_of(row: Row) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -129,11 +130,8 @@ class RunData:
         Raises:
             UsageError, Failure: the images are missing or do not fit the net.
         """
+        self._check_at_hand()
         where = f" {self.settings.root}" if self.settings.root else ""
-        if not at_hand(self.dataset, self.settings):
-            place = f" in{where}" if where else ""
-            raise Failure(f"the images of {self.dataset} are missing{place}: give their folder with --data-dir")
-        check_choices({"data": self.values})
         if self.values.get("folds"):  # a fold of the training images is the test set
             from cifar_lit.data.datamodule import ImageData  # imports Lightning
 
@@ -149,6 +147,19 @@ class RunData:
         which = "training" if train else "test"
         what = f"{len(places):,} {which} images of {self.dataset}{where if self.dataset == 'folder' else ''}"
         return RunImages(source.take(places).permute(0, 3, 1, 2).contiguous(), source.labels[places], what)
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield all training, validation and test images in parts, uint8 (B, H, W, C). Raises the errors of `load`."""
+        self._check_at_hand()
+        for train in (True, False):
+            images = load_images(self.dataset, self.settings, train)
+            yield from map(images.take, torch.arange(len(images)).split(4096))
+
+    def _check_at_hand(self) -> None:
+        where = f" in {self.settings.root}" if self.settings.root else ""
+        if not at_hand(self.dataset, self.settings):
+            raise Failure(f"the images of {self.dataset} are missing{where}: give their folder with --data-dir")
+        check_choices({"data": self.values})
 
     def load_or_draw(self, count: int) -> RunImages:
         """Return test images, or generated shapes if there are none, with the reason in `what`.

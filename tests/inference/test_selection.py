@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import csv
+import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 import cifar_lit
 from cifar_lit.cli import main
+from cifar_lit.inference.review.journal import Decision, Journal
 from cifar_lit.inference.selection import select
 
 Capture = pytest.CaptureFixture[str]
+NO_DATA = (
+    "images with a label may be selected again: the images of folder are missing: give their folder with --data-dir\n"
+)
 
 
 def clusters(count: int, size: int) -> torch.Tensor:
@@ -68,10 +75,10 @@ def test_the_table_names_readable_images_once_with_prediction_and_margin(run: Pa
     assert (
         out.splitlines()
         == [
-            "5 of 14 files (1 unreadable, 1 repeated) to label: made/next.csv, made/next.png",
+            "5 of 14 files (1 unreadable, 0 labelled already, 1 repeated) to label: made/next.csv, made/next.png",
             f"label them: cifar-lit review {run} --table made/next.csv",
         ]
-        and not err
+        and err == NO_DATA
     )
     rows = rows_of("made/next.csv")
     assert list(rows[0]) == ["path", "label", "predicted", "probability", "margin"]
@@ -91,8 +98,37 @@ def test_the_table_names_readable_images_once_with_prediction_and_margin(run: Pa
 
 def test_a_pool_is_any_mix_of_files_folders_and_patterns(run: Path, capsys: Capture) -> None:
     assert main(["next", str(run), "pool/more", "pool/more/*.png", "pool/0.png", "missing.png"]) == 0
-    assert "7 of 14 files (1 unreadable, 6 repeated) to label: next.csv, next.png" in capsys.readouterr().out
+    assert "7 of 14 files (1 unreadable, 0 labelled already, 6 repeated) to label: next.csv, next.png" in capsys.readouterr().out
     assert len(rows_of("next.csv")) == 7
+
+
+def test_images_that_have_a_label_and_their_copies_are_left_out(run: Path, capsys: Capture) -> None:
+    mine = Path(shutil.copytree(run, "run-1"))
+    classes = [*cifar_lit.load(run).classes]
+    Path("first-1").mkdir()
+    rows = []
+    for number, (name, split) in enumerate(zip([*classes, *classes], ["train"] * 7 + ["test"], strict=True)):
+        source = Path("pool", "more" if number % 2 else "", f"{number}.png")
+        rows.append(f"{shutil.copy(source, 'first-1')},{name},{split}")
+    table = Path("first-1/labels-reviewed.csv")
+    table.write_text("\n".join(["path,label,split", *rows]).replace("first-1/", ""))
+    data = {"dataset": "folder", "root": str(table), "image_size": 32, "val_size": 0, "cache_dir": "cache"}
+    (mine / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+    for folder, number, action in (("first-1", 8, "drop"), ("run-1", 9, "keep"), ("run-1", 10, "skip")):
+        path = str(Path("pool", "more" if number % 2 else "", f"{number}.png").absolute())
+        label = "cat" if action == "keep" else None
+        with closing(Journal(Path(folder, "review.jsonl"), classes)) as journal:
+            journal.decide(Decision(path, action, label, "2026-11-24", True))
+    assert main(["next", str(mine), "pool", "--trust"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("2 of 14 files (1 unreadable, 11 labelled already, 0 repeated) to label: ")
+    assert "may be selected again" not in err
+    assert {Path(row["path"]).name for row in rows_of("next.csv")} == {"10.png", "11.png"}
+    assert main(["next", str(mine), "pool/0.png", "first-1", "--trust"]) == 2
+    assert "9 files, and no readable image without a label: name folders with other images" in capsys.readouterr().err
+    table.rename("moved.csv")
+    assert main(["next", str(mine), "pool", "--trust"]) == 0
+    assert "may be selected again: the images of folder are missing in first-1/labels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,5 +145,5 @@ def test_a_pool_is_any_mix_of_files_folders_and_patterns(run: Path, capsys: Capt
 def test_invalid_requests_are_refused_in_one_line(argv: list[str], line: str, run: Path, capsys: Capture) -> None:
     assert main(["next", str(run), *argv]) == 2
     err = capsys.readouterr().err
-    assert line in err and err.count("\n") == 1
+    assert line in err and err.removeprefix(NO_DATA).count("\n") == 1
     assert not Path("next.csv").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cifar_lit.errors import Failure
-from cifar_lit.files import writing
+from cifar_lit.files import read_bytes, writing
 from cifar_lit.text import csv_cell
 
 JOURNAL, TABLE = "review.jsonl", "labels-reviewed.csv"  # in the run folder
@@ -45,7 +45,6 @@ class Journal:
     """
 
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
-        self._made: list[Decision] = []
         try:
             self._file = open(path, "a+b", 0, opener=lambda name, flags: os.open(name, flags | _FLAGS, 0o666))  # noqa: SIM115
             status = os.fstat(self._file.fileno())
@@ -56,24 +55,7 @@ class Journal:
             self._file.truncate(data.rfind(b"\n") + 1)
         except OSError as error:
             raise Failure(f"decisions cannot be stored in {path} ({error.strerror}): move it away") from None
-        for number, line in enumerate(data.split(b"\n")[:-1], 1):
-            try:
-                self._repeat(json.loads(line), classes)
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                fault = f"{path}, line {number} is not a decision about these classes"
-                raise Failure(f"{fault}: remove the line, or move the file away to start again") from None
-
-    def _repeat(self, entry: Any, classes: Sequence[str]) -> None:
-        """Repeat a line of the file. Raise an exception if it is invalid."""
-        if entry.keys() == {"undo"}:
-            self._made.pop()
-            return
-        made = Decision(**entry)
-        date.fromisoformat(made.date)
-        has_label = made.action in ("keep", "relabel")
-        if made.action not in ACTIONS or has_label != (made.label in classes) or not _is_cell(made.image):
-            raise ValueError(entry)
-        self._made.append(made)
+        self._made = _replay(path, data, classes)
 
     @property
     def decisions(self) -> dict[str, Decision]:
@@ -106,6 +88,42 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def decided_images(path: Path, classes: Sequence[str]) -> set[str]:
+    """Return the images that a journal keeps, relabels or drops, without changing the file; none without a journal."""
+    try:
+        data = read_bytes(path, MAX_BYTES)
+    except OSError:  # missing or empty
+        return set()
+    latest = {made.image: made.action for made in _replay(path, data, classes)}
+    return {image for image, action in latest.items() if action != "skip"}
+
+
+def _replay(path: Path, data: bytes, classes: Sequence[str]) -> list[Decision]:
+    """Return the decisions of a journal, in order, without an incomplete last line."""
+    made: list[Decision] = []
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            entry = json.loads(line)
+            if entry.keys() == {"undo"}:
+                made.pop()
+            else:
+                made.append(_decision(entry, classes))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            fault = f"{path}, line {number} is not a decision about these classes"
+            raise Failure(f"{fault}: remove the line, or move the file away to start again") from None
+    return made
+
+
+def _decision(entry: Any, classes: Sequence[str]) -> Decision:
+    """Return the decision of a line. Raise an exception if it is invalid."""
+    made = Decision(**entry)
+    date.fromisoformat(made.date)
+    has_label = made.action in ("keep", "relabel")
+    if made.action not in ACTIONS or has_label != (made.label in classes) or not _is_cell(made.image):
+        raise ValueError(entry)
+    return made
 
 
 def _is_cell(name: str) -> bool:
