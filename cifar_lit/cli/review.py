@@ -30,9 +30,10 @@ from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
 from cifar_lit.inference.review.journal import JOURNAL, TABLE, Journal, Labels
 from cifar_lit.inference.review.queue import Queue, most_suspicious
+from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.label_errors import read_array
 from cifar_lit.runs.run_data import run_image_data
-from cifar_lit.runs.run_folder import RunFolder, display_path, weights_file
+from cifar_lit.runs.run_folder import RunFolder, display_path, read_metrics, weights_file
 from cifar_lit.text import counted, note, say
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def review(argv: list[str]) -> None:
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
     labels.check()
+    _note_changes(source, data)
     command = training_command(source, run / TABLE, labels, data)
     with ExitStack() as stack:
         stack.callback(RunFolder(run.parent, run.name, run).release)
@@ -145,6 +147,21 @@ def current_labels(data: ImageData) -> Labels:
         return Labels("path", keys, names, "group" if groups else "", groups)
     names += [images.classes[label] for label in tested.values()]
     return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)])
+
+
+def _note_changes(run: Path, data: ImageData) -> None:
+    """Say if the data are not those of the training. A split drawn by seed changes with the files of a folder."""
+    record = read_metrics(run).get("data")
+    if not isinstance(record, dict):
+        return
+    now = data_record(data)
+    if changed := [name for name in ("images", "labels", "split") if record.get(name) != now[name]]:
+        what = "images" if "images" in changed else " and ".join(changed)  # other images have another split
+        note(
+            f"the {what} of the data changed since {display_path(run)} was trained ({record.get('train')} training "
+            f"images then, {now['train']} now). {TABLE} gets the present split, so its test images may be training "
+            "images of the run"
+        )
 
 
 def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageData, keys: Sequence[str]) -> Queue:

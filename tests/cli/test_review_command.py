@@ -21,6 +21,7 @@ from cifar_lit.inference.load import load
 from cifar_lit.inference.review.journal import Decision, Journal
 from cifar_lit.inference.review.queue import Queue
 from cifar_lit.models.registry import build_net
+from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
 CLASSES = ["cat", "dog", "owl"]
@@ -227,6 +228,36 @@ def test_decisions_about_images_that_were_moved_are_counted() -> None:
     answer = run_command("review", run, "--export", "--data-dir", "pets")
     expected = f"1 decision without effect: this data set has no {image}"
     assert (answer.code, answer.error_lines) == (0, [expected])
+
+
+def test_files_that_were_added_after_the_training_are_noted() -> None:
+    draw_folder(Path("animals"), {"cat": 6, "dog": 6, "owl": 6})
+    run = write_run("runs/folder-1", root="animals", val_size=3)
+    record = data_record(ImageData(**config_of(run)["data"]))
+    (run / "metrics.json").write_text(json.dumps({"data": record}))
+    assert not run_command("review", run, "--export").err
+    draw_folder(Path("animals/cat"), {"new": 4})
+    answer = run_command("review", run, "--export")
+    assert answer.code == 0 and answer.error_lines == [
+        "the images of the data changed since runs/folder-1 was trained (12 training images then, "
+        "15 now). labels-reviewed.csv gets the present split, so its test images may be training images of the run"
+    ]
+    (run / "metrics.json").write_text('{"data": [], "test": {}}')
+    assert not run_command("review", run, "--export").err
+
+
+def test_the_split_of_the_table_does_not_change_with_the_files_of_the_folder() -> None:
+    draw_folder(Path("animals"), {"cat": 20, "dog": 20, "owl": 20})
+    run = write_run("runs/folder-1", root="animals", val_size=12)
+    before = {row["path"]: row["split"] for row in exported(run)}
+    table = shutil.copy(run / "labels-reviewed.csv", "kept.csv")
+    draw_folder(Path("animals/cat"), {"new": 9})
+    assert any(before.get(row["path"], row["split"]) != row["split"] for row in exported(run))
+    data = reviewed(run, root=table)
+    names = [[(data.train_images.names or ())[row] for row in rows] for rows in data.split]
+    assert {name: part for part, rows in zip(("train", "val"), names, strict=True) for name in rows} == {
+        name: part for name, part in before.items() if part != "test"
+    }
 
 
 def test_a_run_of_others_may_not_name_a_table_of_labels_elsewhere() -> None:

@@ -98,7 +98,8 @@ def test_the_table_names_readable_images_once_with_prediction_and_margin(run: Pa
 
 def test_a_pool_is_any_mix_of_files_folders_and_patterns(run: Path, capsys: Capture) -> None:
     assert main(["next", str(run), "pool/more", "pool/more/*.png", "pool/0.png", "missing.png"]) == 0
-    assert "7 of 14 files (1 unreadable, 0 labelled already, 6 repeated) to label: next.csv, next.png" in capsys.readouterr().out
+    expected = "7 of 14 files (1 unreadable, 0 labelled already, 6 repeated) to label: next.csv, next.png"
+    assert expected in capsys.readouterr().out
     assert len(rows_of("next.csv")) == 7
 
 
