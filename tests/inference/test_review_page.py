@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import yaml
 from browser import Open
+from contract.command_line import draw_folder
 from serving import Service, running
 
 from cifar_lit.cli import main
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs.model_file import ModelCard, save_weights
 
 pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 
@@ -168,6 +173,33 @@ def test_the_page_fits_its_window_and_shows_where_the_focus_is(
     opened.page.keyboard.press("Tab")
     assert opened.page.evaluate("document.activeElement.id") == "keep"
     assert opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(
+    tmp_path: Path, open_page: Open, width: int
+) -> None:
+    classes = ["0", "1", "10", "2", *("W" * 150 + letter for letter in "abcdefgh")]
+    draw_folder(tmp_path / "set", dict.fromkeys(classes, 2))
+    torch.manual_seed(0)
+    net = build_net("lenet", channels=3, image_size=16, num_classes=len(classes))
+    run = tmp_path / "run-1"
+    run.mkdir()
+    card = ModelCard("lenet", 1.0, [3, 16, 16], classes, [0.5] * 3, [0.2] * 3)
+    save_weights(run / "model.safetensors", net.state_dict(), card)
+    settings = {"dataset": "folder", "root": str(tmp_path / "set"), "image_size": 16, "val_size": 0}
+    settings["cache_dir"] = str(tmp_path / "cache")
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": settings}))
+    with reviewing(run, "--trust") as review:
+        opened = open_page(review.url, width=width)
+        opened.page.wait_for_selector("#review:not([hidden])")
+        assert opened.overflow == 0
+        for count, digit in enumerate("20", 1):
+            opened.page.keyboard.press(digit)
+            opened.page.locator("[aria-busy=false] #progress", has_text=f"{count} of 12 reviewed").wait_for()
+        opened.page.keyboard.press("5")  # not a class
+        assert [image.get("now") for image in review.images[:3]] == ["2", "0", None]
+        assert opened.errors == []
 
 
 def test_a_killed_review_loses_no_decision(

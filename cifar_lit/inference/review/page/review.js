@@ -6,6 +6,7 @@ let state = null; // what the service says about all images
 let current = null; // number of the image on the page
 
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
+const isDigit = (text) => /^\d$/.test(text);
 const matches = (image) => !find("filter").value || (image.label ?? image.predicted) === find("filter").value;
 
 async function ask(path, body) {
@@ -32,15 +33,19 @@ function element(kind, properties, ...children) {
 const withKey = (text, key) => (key ? [text, " ", element("kbd", {}, key)] : [text]);
 const sharpen = ({ target }) => target.classList.toggle("pixels", target.naturalWidth < 100);
 
-// Up to ten classes have the same keys for all images. Of more classes, the most probable ones have keys.
+// Classes called 0 … 9 have their names as keys. Otherwise up to ten classes have the same keys for all images; of more
+// classes, the most probable ones have keys.
 function listClasses(top) {
+  const digits = state.classes.filter(isDigit);
   const text = find("search").value.trim().toLowerCase();
   const rank = (name) => (name.toLowerCase().startsWith(text) ? 0 : 1);
-  let names = state.classes.length > 10 ? top.map(([name]) => name) : state.classes;
+  let names = state.classes.length > 10 ? [...new Set([...top.map(([name]) => name), ...digits])] : state.classes;
   if (text) names = state.classes.filter((name) => name.toLowerCase().includes(text)).sort((a, b) => rank(a) - rank(b));
-  const keyOf = (place) => (text ? (place ? "" : "Enter") : "1234567890"[place]);
-  const button = (name, place) =>
-    element("button", { onclick: () => decide("relabel", name) }, ...withKey(name, keyOf(place)));
+  const keyOf = (name, place) => (digits.length ? digits.find((digit) => digit === name) : "1234567890"[place]);
+  const button = (name, place) => {
+    const key = text ? (place ? "" : "Enter") : keyOf(name, place);
+    return element("button", { value: key ?? "", onclick: () => decide("relabel", name) }, ...withKey(name, key));
+  };
   find("classes").replaceChildren(...names.slice(0, 50).map(button));
 }
 
@@ -136,7 +141,7 @@ addEventListener("keydown", (event) => {
   else if (control || event.altKey || event.repeat || event.target === find("filter")) return;
   else if (event.key === "/") find("search").focus(), event.preventDefault();
   else if (current === null) button === find("undo") && decide("undo");
-  else if (/^\d$/.test(event.key)) find("classes").children[(Number(event.key) + 9) % 10]?.click();
+  else if (isDigit(event.key)) find("classes").querySelector(`[value="${event.key}"]`)?.click();
   else if (button && !button.hidden) button.click();
 });
 find("picture").onload = sharpen;
