@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +60,8 @@ def review(argv: list[str]) -> None:
     labels.check()
     _note_changes(source, data)
     command = training_command(source, run / TABLE, labels, data)
+    if not os.access(run, os.W_OK):
+        raise Failure(f"{display_path(run)} cannot be written, and decisions are stored there: review a copy of it")
     with ExitStack() as stack:
         stack.callback(RunFolder(run.parent, run.name, run).release)
         journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
@@ -73,7 +75,7 @@ def review(argv: list[str]) -> None:
             if journal.decisions:
                 write()  # a killed review did not
             sock = stack.enter_context(listen("127.0.0.1", settings.port))
-            queue = _queue(settings, run, classifier, data, labels.keys)
+            queue = _queue(settings, run, classifier, data, labels)
             app = ReviewApp(queue, journal, write, {"run": display_path(run), "command": command})
             address = f"http://127.0.0.1:{sock.getsockname()[1]}/{app.token}/"
             count = counted(len(queue.keys), "image")
@@ -135,18 +137,27 @@ def current_labels(data: ImageData) -> Labels:
             raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
         is_reviewed = (settings.labels or "").lower().endswith(SUFFIXES)  # the names are those of the first table
         keys = [*(images.names or ())] if is_reviewed else [str(row) for row in range(len(images))]
-        return Labels("image", keys, names, *(("", []) if folds else ("split", splits)))
+        dates = _earlier_dates(Path(settings.labels or "").expanduser()) if is_reviewed else {}
+        return Labels("image", keys, names, *(("", []) if folds else ("split", splits)), dates)
     train_names, test = images.names or (), load_images("folder", settings, train=False)
     trained = set(train_names)  # without test images, the validation images are the test set
     pairs = zip(test.names or (), test.labels.tolist(), strict=True)
     tested = {name: label for name, label in pairs if name not in trained}
     folder = settings.path.absolute() if settings.path.is_dir() else settings.path.absolute().parent
+    dates = {} if settings.path.is_dir() else _earlier_dates(settings.path)
     keys = [os.path.normpath(folder / name) for name in (*train_names, *tested)]
     if folds and not tested:
         groups = [] if images.groups is None else [str(group) for group in images.groups.tolist()]
-        return Labels("path", keys, names, "group" if groups else "", groups)
+        return Labels("path", keys, names, "group" if groups else "", groups, dates)
     names += [images.classes[label] for label in tested.values()]
-    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)])
+    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)], dates)
+
+
+def _earlier_dates(table: Path) -> dict[str, str]:
+    """Return the dates in a table of an earlier review, by the key of the image."""
+    folder = table.absolute().parent
+    rows = (row for row in read_table(table) if row.reviewed)
+    return {row.path if row.path.isdecimal() else os.path.normpath(folder / row.path): row.reviewed for row in rows}
 
 
 def _note_changes(run: Path, data: ImageData) -> None:
@@ -164,9 +175,12 @@ def _note_changes(run: Path, data: ImageData) -> None:
         )
 
 
-def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageData, keys: Sequence[str]) -> Queue:
-    """Return the images to review, after a pass of the net over them and over the training images."""
-    images = data.train_images
+def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageData, labels: Labels) -> Queue:
+    """Return the images to review, after a pass of the net over them and over the training images.
+
+    Images with a decision of an earlier review come last.
+    """
+    images, keys = data.train_images, labels.keys
     pool = _pool(settings, classifier) if settings.table or settings.pool else None
 
     def embedded(take: Callable[[Tensor], Tensor], count: int, what: str) -> tuple[Tensor, Tensor]:
@@ -186,7 +200,9 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
             fault = f"{file} does not hold {' × '.join(map(str, shape))} numbers, as the data of this run need"
             raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir")
         probabilities = held_out
-    order = most_suspicious(run, images.labels, probabilities)[: settings.limit or None]
+    order = most_suspicious(run, images.labels, probabilities)
+    is_decided = torch.tensor([keys[row] in labels.dates for row in order.tolist()])
+    order = torch.cat([order[~is_decided], order[is_decided]])[: settings.limit or None]
     names = [images.classes[label] for label in images.labels[order].tolist()]
     return Queue([keys[row] for row in order.tolist()], names, probabilities[order], embeddings[order], *train)
 

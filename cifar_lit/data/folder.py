@@ -237,7 +237,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     missing: list[str] = []
     part_of_group: dict[str, str] = {}
     repeated = 0
-    for number, path, label, split, group_name in read_table(table, group):
+    for number, path, label, split, group_name, _ in read_table(table, group):
         part = PARTS.get(split.lower(), "none") if split else ""
         fault = ""
         if part == "none":

@@ -28,7 +28,7 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
     height, width, channels = images.images.shape[1:]
     files: list[torch.Tensor] = []
     parts: dict[str, dict[str, tuple[int, int]]] = {"train": {}, "val": {}}  # place and label by image
-    for number, image, label, split, _ in read_table(table):
+    for number, image, label, split, *_ in read_table(table):
         fault = ""
         if label not in images.classes:
             fault = f"the data set has no class {label[:80]!r}.{nearest(label[:80], images.classes)}"

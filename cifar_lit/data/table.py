@@ -18,6 +18,7 @@ COLUMNS = {  # accepted names, ignoring case, spaces and underscores
     "label": ("label", "class", "category", "target"),
     "split": ("split", "set", "subset"),
     "group": ("group",),
+    "reviewed": ("reviewed",),
 }
 MAX_BYTES = 1 << 29
 MAX_ROWS = 2_000_000  # they take 2 GB of memory
@@ -27,13 +28,14 @@ MAX_COLUMNS = 1000  # further columns are ignored
 
 
 class Row(NamedTuple):
-    """A row of the table. `number` is 1 for the header row; `split` and `group` may be empty."""
+    """A row of the table. `number` is 1 for the header row; `split`, `group` and `reviewed` may be empty."""
 
     number: int
     path: str
     label: str
     split: str
     group: str
+    reviewed: str  # date of a review
 
 
 def read_table(table: Path, group: str | None = None, labelled: bool = True) -> Iterator[Row]:

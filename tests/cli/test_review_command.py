@@ -62,7 +62,7 @@ def queue_of(run: Path, *words: str) -> Queue:
     settings = review._settings([str(run), *words])
     source = Path(settings.run) if (run / "config.yaml").is_file() else review._first_fold(run, False)
     data = ImageData(**config_of(source)["data"])
-    return review._queue(settings, run, load(source), data, review.current_labels(data).keys)
+    return review._queue(settings, run, load(source), data, review.current_labels(data))
 
 
 @pytest.mark.parametrize("layout", ["parts", "classes", "table", "no test"])
@@ -174,7 +174,20 @@ def test_labels_of_a_built_in_set_are_reviewed_twice(run_dir: Path) -> None:
     assert torch.equal(data.train_images.images[data.split[1]], plain.train_images.images[plain.split[1]])
     rows = exported(Path("lightning_logs/small-1"))
     assert {row["image"] for row in rows} == {*map(str, range(200)), black} - {str(second)}
-    assert next(row for row in rows if row["image"] == str(first))["label"] == "star"
+    changed = next(row for row in rows if row["image"] == str(first))
+    assert (changed["label"], changed["original_label"], changed["reviewed"]) == ("star", "star", "2026-11-24")
+
+
+def test_decisions_of_an_earlier_review_keep_their_dates_and_come_last() -> None:
+    draw_folder(Path("animals"), {"cat": 6, "dog": 6, "owl": 6})
+    run = write_run("runs/folder-1", root="animals", val_size=0)
+    first, second, *others = queue_of(run).keys
+    decide(run, (first, "keep", Path(first).parent.name), (second, "skip", None))
+    exported(run)
+    again = write_run("runs/folder-2", root=str(run / "labels-reviewed.csv"), val_size=0)
+    assert queue_of(again).keys == [second, *others, first]
+    dates = {row["path"]: row["reviewed"] for row in exported(again)}
+    assert (dates[first], dates[second]) == ("2026-11-24", "")
 
 
 # ---- wrong inputs
@@ -268,6 +281,11 @@ def test_a_run_of_others_may_not_name_a_table_of_labels_elsewhere() -> None:
     for folder in (run, folds):
         answer = run_command("review", folder)
         assert_refused(answer, 2, "a configuration file sets data.labels to '/elsewhere/labels.csv'", "--trust")
+
+
+def test_a_run_that_cannot_be_written_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(review.os, "access", lambda path, mode: False)  # tests may run as root
+    assert_refused(run_command("review", run_dir, "--export"), 1, "cannot be written", "review a copy of it")
 
 
 def test_a_failed_review_leaves_the_run_unlocked(run_dir: Path) -> None:

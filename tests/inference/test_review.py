@@ -97,6 +97,14 @@ def test_a_decision_that_cannot_be_stored_leaves_no_trace(tmp_path: Path, monkey
     assert [*Journal(tmp_path / "review.jsonl", CLASSES).decisions] == [*journal.decisions] == ["1", "3"]
 
 
+def test_a_decision_is_not_stored_in_a_deleted_journal(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "review.jsonl", CLASSES)
+    (tmp_path / "review.jsonl").unlink()
+    with pytest.raises(OSError, match=r"review\.jsonl was deleted"):
+        journal.decide(made("1", "drop"))
+    assert not journal.decisions
+
+
 def test_a_line_that_fits_only_in_part_leaves_no_trace(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "review.jsonl", CLASSES)
     journal.decide(made("1", "drop"))

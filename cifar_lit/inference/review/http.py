@@ -75,8 +75,11 @@ class ReviewApp(Service):
                 if name == "decide":
                     return JSONResponse(await asyncio.to_thread(self._decide, body))
                 return JSONResponse({"rows": await asyncio.to_thread(self.write)})
-            except (OSError, Failure) as error:
-                raise RequestError(507, f"this was not saved ({error}): free some space, then repeat it") from None
+            except OSError as error:
+                fault = f"the decision was not saved ({error.strerror})"
+                raise RequestError(507, f"{fault}: free some space, or start the review again") from None
+            except Failure as error:
+                raise RequestError(507, str(error)) from None
 
     def _item(self, item: Any) -> int:
         count = len(self.queue.keys)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cifar_lit.errors import Failure
@@ -75,14 +77,16 @@ class Journal:
         return self._made.pop()
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        size = os.fstat(self._file.fileno()).st_size
+        status = os.fstat(self._file.fileno())
+        if not status.st_nlink:
+            raise OSError(errno.ENOENT, f"{self._file.name} was deleted")
         try:
             line = memoryview(json.dumps(entry).encode() + b"\n")
             while line:  # a nearly full disk takes only a part
                 line = line[self._file.write(line) :]
             os.fsync(self._file.fileno())
         except OSError:
-            self._file.truncate(size)  # the next line must not continue an incomplete one
+            self._file.truncate(status.st_size)  # the next line must not continue an incomplete one
             raise
 
     def close(self) -> None:
@@ -139,17 +143,18 @@ class Labels(NamedTuple):
     labels: Sequence[str]
     extra: str  # a further column: `split` to keep train, val and test, or `group`; empty for none
     values: Sequence[str]  # cells of the further column
+    dates: Mapping[str, str] = MappingProxyType({})  # by key: decisions in earlier reviews
 
     def check(self) -> None:
         """Raise Failure for names that a spreadsheet would change or run."""
-        for name in (*self.keys, *dict.fromkeys(self.labels)):
+        for name in (*self.keys, *dict.fromkeys((*self.labels, *self.dates.values()))):
             if not _is_cell(name):
                 raise Failure(f"{name[:200]!r} cannot be written to a table: rename it; after that, train again")
 
     def write(self, path: Path, decisions: Mapping[str, Decision]) -> int:
         """Write the table of reviewed labels without dropped images; return its number of rows.
 
-        Columns: `path` or `image`, `label`, `original_label`, `reviewed` (date, empty if the image was not reviewed)
+        Columns: `path` or `image`, `label`, `original_label`, `reviewed` (date, empty if the image was never reviewed)
         and `extra`. New images have no original label, and are training images.
         """
         known = {*self.keys}
@@ -157,7 +162,7 @@ class Labels(NamedTuple):
         for key, label, value in zip(self.keys, self.labels, self.values or [""] * len(self.keys), strict=True):
             made = decisions.get(key)
             if made is None or made.action == "skip":
-                rows.append([key, label, label, "", value])
+                rows.append([key, label, label, self.dates.get(key, ""), value])
             elif made.label is not None:
                 rows.append([key, made.label, label, made.date, value])
         for made in decisions.values():
