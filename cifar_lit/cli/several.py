@@ -29,7 +29,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text, write_text
 from cifar_lit.runs.compare import read_run
 from cifar_lit.runs.run_folder import CHECKPOINTS, RunFolder, display_path, is_finished, read_json
-from cifar_lit.signals import stop_signals
+from cifar_lit.signals import STOP_SIGNALS, stop_signals
 from cifar_lit.text import say
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -174,12 +174,16 @@ def find_run(logs: Path | None, settings: Mapping[str, Any]) -> Path | None:
 def train_in_processes(words: Sequence[str]) -> None:
     """Run `train` with these arguments in a process group of its own, which gets the stop signals of this process.
 
-    Raise SystemExit with its exit code if it fails: it has printed the reason.
+    Raise Interrupted if a signal stopped it. Raise SystemExit with its exit code if it fails.
+    It has printed the reason.
     """
     with started([sys.executable, "-m", "cifar_lit", "train", *words]) as process:
         for number in stop_signals():
             signal.signal(number, lambda number, frame: process.send_signal(number))
         code = process.wait()
     catch_signals()
+    code = code if code >= 0 else 128 - code
+    if code - 128 in STOP_SIGNALS:
+        raise Interrupted(code - 128)
     if code:
-        raise SystemExit(code if code > 0 else 128 - code)
+        raise SystemExit(code)

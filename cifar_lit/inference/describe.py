@@ -10,7 +10,7 @@ import torch
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.inference.load import READ_AT_ONCE, Classifier
 from cifar_lit.inference.unknown import novelty, reject_scores
-from cifar_lit.runs.calibration import fit_temperature
+from cifar_lit.runs.calibration import MIN_HELD_OUT, fit_temperature
 from cifar_lit.runs.model_file import ModelCard, build_loaded_net
 
 MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the scores
@@ -21,8 +21,8 @@ def model_card(model: Any, data: Any) -> ModelCard:
     h, (mean, std) = model.hparams, data.statistics
     options = dict(h["net_options"] or {})
     shape, classes = h["input_shape"], list(data.classes)
-    # Set in the recipe. A run with validation images fits its own.
-    temperature = None if len(data.split[1]) else h["temperature"]
+    # Set in the recipe. A run with enough validation images fits its own.
+    temperature = None if len(data.split[1]) >= MIN_HELD_OUT else h["temperature"]
     resize = data.settings.resize
     return ModelCard(h["net"], h["width"], shape, classes, mean, std, options, temperature=temperature, resize=resize)
 
@@ -30,11 +30,11 @@ def model_card(model: Any, data: Any) -> ModelCard:
 def describe_model(model: Any, data: Any) -> ModelCard:
     """Return the card of a trained net, with temperature and scores for `--reject` fitted on its validation images.
 
-    Without validation images, the temperature is `model.temperature`. The scores then come from the test images, if
-    they were tested; their labels are not used.
+    With fewer than `MIN_HELD_OUT`, the temperature is `model.temperature`. The scores then come from the test images,
+    if they were tested; their labels are not used.
     """
     card, images = model_card(model, data), data.train_images
-    if not len(data.split[1]):
+    if len(data.split[1]) < MIN_HELD_OUT:
         return replace(card, reject=reject_scores(model.predictions["novelty"]) if model.predictions else None)
     val = spread_rows(data.split[1], MAX_DESCRIBED)
     # Fitted in float32, the precision in which the net will be used.

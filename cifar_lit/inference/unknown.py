@@ -3,8 +3,8 @@
 The score is the energy, -T · logsumexp(logits / T) with T = 1 (W. Liu et al., Energy-based Out-of-distribution
 Detection, NeurIPS 2020). It needs only the logits. docs/lab-notebook.md compares it with other scores.
 
-A model stores the scores that 2 % and 20 % of the held-out images exceed. For other rates, the score is linear in the
-square root of the rate.
+A model stores the scores that 2 % and 20 % of new images are expected to exceed. For other rates, the score is linear
+in the square root of the rate.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
 from cifar_lit.errors import UsageError
@@ -28,7 +29,10 @@ def novelty(logits: Tensor) -> Tensor:
 
 
 def reject_scores(held_out: Tensor) -> list[float] | None:
-    """Return the scores that `STORED_RATES` of the held-out images exceed.
+    """Return the scores that `STORED_RATES` of new images are expected to exceed.
+
+    The k-th highest of N scores is exceeded by k / (N + 1) of new images on average. A rate below that of the highest
+    score is extrapolated.
 
     Args:
         held_out: scores (N,) of images that the net was not trained on. The false-alarm rate of a threshold from
@@ -39,7 +43,9 @@ def reject_scores(held_out: Tensor) -> list[float] | None:
     """
     if len(held_out) < MIN_HELD_OUT or not held_out.isfinite().all():
         return None
-    return [round(float(held_out.double().quantile(1 - rate)), 6) for rate in STORED_RATES]
+    rates = max(STORED_RATES[0], 1 / (len(held_out) + 1)), STORED_RATES[1]
+    scores = np.quantile(held_out.double().numpy(), 1 - np.array(rates), method="weibull").tolist()
+    return [round(threshold(scores, rate, rates), 6) for rate in STORED_RATES]
 
 
 def check_rate(rate: float, scores: Sequence[float] | None = ()) -> float:
@@ -51,7 +57,7 @@ def check_rate(rate: float, scores: Sequence[float] | None = ()) -> float:
     return rate
 
 
-def threshold(scores: Sequence[float], rate: float) -> float:
-    """Return the score above which an image is unknown, for a model's two scores and a valid rate."""
-    low, high = map(math.sqrt, STORED_RATES)
+def threshold(scores: Sequence[float], rate: float, rates: Sequence[float] = STORED_RATES) -> float:
+    """Return the score above which an image is unknown at a valid rate, for two scores and their `rates`."""
+    low, high = map(math.sqrt, rates)
     return scores[0] + (scores[1] - scores[0]) * (math.sqrt(rate) - low) / (high - low)

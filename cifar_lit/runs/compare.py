@@ -156,17 +156,25 @@ def _setting_text(run: RunRecord, name: str) -> str:
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Group the tested runs that have the same recipe and the same settings except for the seed.
+    """Group the tested runs that have the same recipe, the same data and the same settings except for the seed.
 
     Returns:
         For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds` and
-        `accuracies` of the runs, and `mean_interval` of `accuracy` and `train_seconds`.
+        `accuracies` of the runs, and `mean_interval` of `accuracy` and `train_seconds`. If the data of equal settings
+        differ, such as a folder that was changed, `settings` has a number of the data as `data`.
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe")]
+    keys = [(run.recipe, *(_setting_text(run, name) for name in names)) for run in tested]
+    data = list(map(_data_text, tested))
+    by_data = {pair for pair in zip(keys, data, strict=True) if pair[1]}
+    if len(by_data) > len({key for key, _ in by_data}):
+        numbers = {text: str(number) for number, text in enumerate(dict.fromkeys(filter(None, data)), 1)}
+        names.append("data")
+        keys = [(*key, numbers.get(text, "–")) for key, text in zip(keys, data, strict=True)]
     members: dict[tuple[str, ...], list[RunRecord]] = {}
-    for run in tested:
-        members.setdefault((run.recipe, *(_setting_text(run, name) for name in names)), []).append(run)
+    for key, run in zip(keys, tested, strict=True):
+        members.setdefault(key, []).append(run)
     summaries = []
     for (recipe, *texts), group in members.items():
         seconds = [run.metrics["train_seconds"] for run in group if run.metrics.get("train_seconds")]
@@ -253,13 +261,19 @@ def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tup
 
 
 def data_differences(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a line about each further data set that runs were trained on, compared with that of the first run."""
+    """Return a line about each further data set that runs used, compared with that of the first run."""
     by_data: dict[str, RunRecord] = {}
     for run in runs:
-        if isinstance(data := run.metrics.get("data"), dict):
-            by_data.setdefault(json.dumps([data, run.test.get("fingerprint")], sort_keys=True), run)
-    each, what = [*by_data.values()], "were trained on different data"
+        if data := _data_text(run):
+            by_data.setdefault(data, run)
+    each, what = [*by_data.values()], "used different data"
     return [f"{each[0].name} and {run.name} {what}: {_data_difference(each[0], run)}" for run in each[1:]]
+
+
+def _data_text(run: RunRecord) -> str:
+    """Return the `data` entry of metrics.json as text; empty if it is missing."""
+    data = run.metrics.get("data")
+    return json.dumps(data, sort_keys=True) if isinstance(data, dict) else ""
 
 
 def _data_difference(first: RunRecord, second: RunRecord) -> str:
@@ -269,10 +283,10 @@ def _data_difference(first: RunRecord, second: RunRecord) -> str:
     changed = _changed_labels(first, second)
     labels = "labels" if changed is None else f"labels of {changed} images"
     names = {"images": f"images ({counts})"} if data.get("images") != other.get("images") else {}
-    names = names or {"labels": labels, "split": f"split ({counts})"}
+    names = names or {"labels": labels, "split": f"split ({counts})", "classes": "classes"}
     texts = [text for name, text in names.items() if data.get(name) != other.get(name)]
-    same_test = first.test.get("fingerprint") == second.test.get("fingerprint")
-    return ", ".join([*texts, *([] if same_test else ["test set"])])
+    tests = {run.test["fingerprint"] for run in (first, second) if run.test.get("fingerprint")}
+    return ", ".join([*texts, *(["test set"] if len(tests) > 1 else [])])
 
 
 def _changed_labels(first: RunRecord, second: RunRecord) -> int | None:

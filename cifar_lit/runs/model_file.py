@@ -42,7 +42,7 @@ class ModelCard:
     mean: list[float]  # per channel, for pixel values in 0 … 1
     std: list[float]
     options: dict[str, Any] = field(default_factory=dict)  # the net's own settings, as plain values
-    # Scores that 2 % and 20 % of the held-out images exceed (see `inference.unknown`); None without held-out images.
+    # Scores that 2 % and 20 % of new images should exceed (see `inference.unknown`); None without held-out images.
     reject: list[float] | None = None
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
     resize: str = "crop"  # how images with another aspect ratio are resized, one of `decode.RESIZES`

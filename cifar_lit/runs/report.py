@@ -16,7 +16,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
-from cifar_lit.runs.calibration import expected_calibration_error, reliability
+from cifar_lit.runs.calibration import MIN_HELD_OUT, expected_calibration_error, reliability
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.figures import (
     GALLERY_SIZE,
@@ -188,6 +188,7 @@ def render(
         bins=bins,
         error=error,
         calibration=(metrics.get("test") or {}).get("calibration"),
+        fitted=len(data.split[1]) >= MIN_HELD_OUT,
         mean=float(predictions.probability.mean()),
         diagram=reliability_diagram(
             "reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"

@@ -32,7 +32,7 @@ Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 def run_metrics(
     run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, temperature: float | None
 ) -> dict[str, Any]:
-    """Return the contents of metrics.json. temperature: from the model card, None without validation images."""
+    """Return the contents of metrics.json. temperature: from the model card."""
     trainer, settings = model.trainer, run.settings
     clock = run.clock if run.trains else None
     speed = round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None

@@ -81,8 +81,8 @@ class ImageClassifier(pl.LightningModule):
             cores.
         compile: compile the net of captured steps with torch.compile. Without captured steps, this has no effect.
         capture: replay training steps as CUDA graphs unless other code must run within a step.
-        temperature: divisor of the logits in `classify`, `serve` and exported files. Used if the run has no validation
-            images; otherwise it is fitted on them. Losses are without it.
+        temperature: divisor of the logits in `classify`, `serve` and exported files. Used with fewer than 20
+            validation images; otherwise it is fitted on them. Losses are without it.
         tta: test-time augmentation, scored in addition to the plain accuracy: none, mirror, or full (mirror and 1-pixel
             shifts).
         weights: pretrained weights: imagenet, or a file (.safetensors, .pth). Default: random weights.

@@ -80,8 +80,11 @@ class Margins(Callback):
         if self._trainer.is_global_zero:
             self.sums.copy_(saved)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Write the mean margins to the folder that contains the folder of the checkpoints."""
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Write the mean margins to the folder that contains the folder of the checkpoints.
+
+        A fit that resumes after its last step has no `on_train_end`.
+        """
         total, steps = self.gather().double()
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         if trainer.is_global_zero and folder and not trainer.fast_dev_run:  # type: ignore[attr-defined]

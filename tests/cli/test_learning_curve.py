@@ -6,7 +6,11 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from contract.command_line import (
@@ -122,6 +126,35 @@ def test_folders_without_validation_images_and_with_few_images_work() -> None:
     assert "5 training images are less than a batch of 32: lower --batch-size" in answer.err
     assert "1 of 3 classes have fewer than 2 training images (owl)" in answer.err
     assert [row[0] for row in table_rows(answer.out)[-4:]] == ["5", "8", "13", "17"]
+
+
+def test_shares_with_the_same_images_are_one_point() -> None:
+    draw_folder(Path("animals"), {"cat": 15, "dog": 15})
+    rows = [f"animals/{kind}/{row}.png,{kind},{row // 5}" for kind in ("cat", "dog") for row in range(15)]
+    Path("animals.csv").write_text("\n".join(["path,label,patient", *rows]) + "\n")
+    words = (*SMALL, "--dataset", "folder", *NO_SHAPES, "--data-dir", "animals.csv", "--data.group", "patient")
+    answer = run_command(*words, "--data.val_size", "0", "--epochs", "1", "--learning-curve")
+    assert answer.code == 0, answer.err
+    runs = sorted(Path("lightning_logs/small-curve-1").glob("small-*"))
+    sizes = [metrics_of(run)["data"]["train"] for run in runs]
+    points = json.loads(Path("lightning_logs/small-curve-1/learning-curve.json").read_text())["points"]
+    assert [point["images"] for point in points] == sorted({*sizes}) and len(points) < 4
+    assert "gain by twice the images" in (runs[-1] / "report.html").read_text()
+
+
+@pytest.mark.parametrize("code", [130, -signal.SIGTERM, 1])
+def test_a_stopped_curve_on_two_devices_names_the_command_that_continues_it(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def ended(*_: object) -> Iterator[Any]:
+        yield SimpleNamespace(wait=lambda: code)
+
+    monkeypatch.setattr("cifar_lit.cli.several.started", ended)
+    answer = run_command(*CURVE, "--devices", "2")
+    line = "Resume with:\n  cifar-lit train --recipe small.yaml --devices 2 --learning-curve\n"
+    assert answer.code == (code if code > 0 else 128 - code)
+    assert answer.err.endswith(line) == (code != 1)
 
 
 def test_a_stopped_curve_names_the_command_that_continues_it(monkeypatch: pytest.MonkeyPatch) -> None:

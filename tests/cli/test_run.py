@@ -213,6 +213,16 @@ def test_a_run_with_validation_images_fits_its_own_temperature(working_folder: P
     assert fitted not in (None, 0.5) and metrics_of(NEW_RUN)["test"]["calibration"]["temperature"] == fitted
 
 
+def test_a_run_with_few_validation_images_uses_the_temperature_of_its_recipe_and_the_test_images(
+    working_folder: Path,
+) -> None:
+    assert run_command(*ONE_EPOCH, "--model.temperature", "0.5", "--data.val_size", "19").code == 0
+    card = cifar_lit.load(NEW_RUN).card
+    assert card.temperature == metrics_of(NEW_RUN)["test"]["calibration"]["temperature"] == 0.5
+    assert card.reject is not None
+    assert "(T = 0.50, from model.temperature)" in (NEW_RUN / "report.html").read_text()
+
+
 def test_without_validation_images_the_scores_for_reject_come_from_the_test_images(working_folder: Path) -> None:
     assert run_command(*ONE_EPOCH, "--data.val_size", "0").code == 0
     loaded = cifar_lit.load(NEW_RUN)

@@ -41,12 +41,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_run(
-    name: str, correct: Sequence[bool] | None = None, seed: int = 0, fingerprint: str | None = "f1", **model: Any
+    name: str,
+    correct: Sequence[bool] | None = None,
+    seed: int = 0,
+    fingerprint: str | None = "f1",
+    data: Any = None,
+    **model: Any,
 ) -> RunRecord:
     """Create a run of the recipe `small`.
 
     Args:
         correct: whether each test image is classified correctly; None for a run without a test.
+        data: the `data` entry of metrics.json.
         model: further settings of the model.
     """
     path = Path(name)
@@ -61,7 +67,7 @@ def make_run(
         predicted = torch.where(torch.tensor(correct), labels, 1 - labels)
         batch = {"indices": torch.arange(images), "labels": labels, "probabilities": torch.eye(2)[predicted]}
         write_predictions(path / "predictions.csv", ("cat", "dog"), [batch])
-    metrics = {"recipe": "small", "seed": seed, "epochs": 2, "train_seconds": 10.0 + seed, "test": test}
+    metrics = {"recipe": "small", "seed": seed, "epochs": 2, "train_seconds": 10.0 + seed, "test": test, "data": data}
     (path / "metrics.json").write_text(json.dumps({**metrics, "val": {"accuracy": 0.5, "loss": 1.0}}))
     (path / "metrics.csv").write_text(CURVES)
     return read_run(path)
@@ -131,6 +137,19 @@ def test_runs_that_differ_only_in_the_seed_form_a_group() -> None:
     )  # t for 2 degrees of freedom
     assert seeds["train_seconds"]["mean"] == 11.0
     assert (other["accuracy"]["n"], other["accuracy"]["std"]) == (1, None)
+
+
+def test_runs_whose_folder_was_changed_between_them_form_groups_by_data() -> None:
+    data = [{"images": "i", "labels": "l"}, {"images": "i", "labels": "corrected"}]
+    runs = [make_run(f"small-{number}", HALF, number % 2, data=data[number // 2]) for number in range(4)]
+    runs.append(make_run("tested", HALF, 5))  # by `cifar-lit test`, without a data entry
+    assert [(group["settings"], group["runs"]) for group in groups(runs)] == [
+        ({"data": "1"}, ["small-0", "small-1"]),
+        ({"data": "2"}, ["small-2", "small-3"]),
+        ({"data": "–"}, ["tested"]),
+    ]
+    (group,) = groups([*runs[:2], runs[4]])
+    assert (group["settings"], group["accuracy"]["n"]) == ({}, 3)
 
 
 def compared(runs: list[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:

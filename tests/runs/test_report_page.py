@@ -35,7 +35,10 @@ def data_of(classes: list[str], images: int, side: int) -> Any:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (images, side, side, 3), dtype=torch.uint8, generator=generator)
     return SimpleNamespace(
-        classes=classes, class_counts=torch.full((len(classes),), 5), test_images=SimpleNamespace(images=pixels)
+        classes=classes,
+        class_counts=torch.full((len(classes),), 5),
+        test_images=SimpleNamespace(images=pixels),
+        split=(range(80), range(20)),
     )
 
 

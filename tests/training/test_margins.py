@@ -64,6 +64,13 @@ def test_a_resumed_run_writes_the_same_margins(step: int, tmp_path: Path) -> Non
     assert np.array_equal(margins_after(tmp_path / "part", resume=tmp_path / "a.ckpt"), whole, equal_nan=True)
 
 
+def test_a_run_that_was_killed_after_its_last_checkpoint_writes_its_margins_when_resumed(tmp_path: Path) -> None:
+    whole = margins_after(tmp_path)
+    (tmp_path / "margins.npy").unlink()
+    again = margins_after(tmp_path, resume=tmp_path / "checkpoints" / "last.ckpt")
+    assert np.array_equal(again, whole, equal_nan=True)
+
+
 def margins_of_two_ranks(folder: str) -> list[int]:
     """Train on two ranks, whole and resumed within an epoch."""
 
