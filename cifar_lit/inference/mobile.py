@@ -43,9 +43,11 @@ def write_litert(net: LoadedNet, predict: Any, path: Path, metadata: Mapping[str
 
     example = torch.zeros(1, *net.card.input_shape, dtype=torch.uint8)
     try:
-        litert_torch.convert(Named(net, predict).eval(), sample_kwargs={"images": example}).export(str(path))
+        model = litert_torch.convert(Named(net, predict).eval(), sample_kwargs={"images": example})
+        content = model.model_content()  # its `export` aborts the process if the disk is full
     except Exception as error:  # the converter raises many kinds of errors
         raise Failure(f"litert-torch cannot convert this net ({first_line(error)}): use --to onnx") from error
+    path.write_bytes(content)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("labels.txt", "\n".join(net.classes))
         archive.writestr("metadata.json", json.dumps(dict(metadata), ensure_ascii=False))
@@ -84,6 +86,8 @@ def write_coreml(net: LoadedNet, predict: Any, path: Path, metadata: Mapping[str
             written = ct.models.MLModel(str(package), skip_model_load=True).get_spec().description
             archive = shutil.make_archive(f"{folder}/archive", "zip", package.parent)
             shutil.copyfile(archive, path)
+    except OSError:  # a full disk
+        raise
     except Exception as error:
         raise Failure(f"coremltools cannot convert this net ({first_line(error)}): use --to onnx") from error
     (read,) = written.input

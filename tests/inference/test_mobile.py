@@ -67,3 +67,11 @@ def test_a_core_ml_file_has_the_structure_of_its_net(net: LoadedNet, tmp_path: P
     }
     metadata = dict(spec.description.metadata.userDefined)
     assert json.loads(metadata["classes"]) == list(net.classes) and metadata["reject"] == "0.05"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize(("to", "package"), [("litert", "litert_torch"), ("coreml", "coremltools")])
+def test_a_full_disk_raises_an_os_error_without_aborting_the_process(to: str, package: str, net: LoadedNet) -> None:
+    pytest.importorskip(package, reason=f"pip install -e '.[{to}]'")
+    with pytest.raises(OSError, match="No space left on device"):
+        module.write(net, to, Path("/dev/full"), Options())
