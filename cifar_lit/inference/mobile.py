@@ -7,9 +7,11 @@ names, types and shapes of inputs and outputs, and the metadata.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -37,6 +39,20 @@ class Named(nn.Module):
         return dict(zip(OUTPUTS, outputs, strict=False))
 
 
+@contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Suppress what C++ code logs to standard error."""
+    stderr = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+@silent_stderr()
 def write_litert(net: LoadedNet, predict: Any, path: Path, metadata: Mapping[str, str]) -> None:
     """Write a LiteRT file, with the class names and the metadata as its associated files (a zip archive at its end)."""
     import litert_torch
@@ -53,11 +69,14 @@ def write_litert(net: LoadedNet, predict: Any, path: Path, metadata: Mapping[str
         archive.writestr("metadata.json", json.dumps(dict(metadata), ensure_ascii=False))
 
 
+@silent_stderr()
 def open_litert(path: Path) -> Callable[[Tensor], Tensor]:
     """Return a runner from uint8 images (B, C, H, W) to probabilities (B, classes)."""
     from ai_edge_litert.interpreter import Interpreter
 
-    run = Interpreter(str(path), num_threads=torch.get_num_threads()).get_signature_runner()
+    interpreter = Interpreter(str(path), num_threads=torch.get_num_threads())
+    interpreter.allocate_tensors()  # logs; otherwise the first run does
+    run = interpreter.get_signature_runner()
     return lambda images: torch.cat([torch.from_numpy(run(images=one.numpy())[OUTPUTS[0]]) for one in images.split(1)])
 
 

@@ -36,12 +36,16 @@ def test_missing_packages_are_named_with_their_extra(to: str, package: str, monk
         check_request(to, None)
 
 
-def test_a_litert_file_predicts_the_same_as_its_net(net: LoadedNet, tmp_path: Path) -> None:
+def test_a_litert_file_predicts_the_same_as_its_net(
+    net: LoadedNet, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("litert_torch", reason="pip install -e '.[litert]'")
     from ai_edge_litert.interpreter import Interpreter
 
     path = tmp_path / "net.tflite"
+    capfd.readouterr()  # messages of imports
     result, _ = export(net, "litert", path, SAMPLE, Options(reject=0.05))
+    assert capfd.readouterr() == ("", "")
     assert result is not None and (result.agreeing, result.difference < 1e-5) == (9, True)
     run = Interpreter(str(path)).get_signature_runner()
     with torch.no_grad():
