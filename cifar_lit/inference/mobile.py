@@ -7,9 +7,11 @@ names, types and shapes of inputs and outputs, and the metadata.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -37,25 +39,44 @@ class Named(nn.Module):
         return dict(zip(OUTPUTS, outputs, strict=False))
 
 
+@contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Suppress what C++ code logs to standard error."""
+    stderr = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+@silent_stderr()
 def write_litert(net: LoadedNet, predict: Any, path: Path, metadata: Mapping[str, str]) -> None:
     """Write a LiteRT file, with the class names and the metadata as its associated files (a zip archive at its end)."""
     import litert_torch
 
     example = torch.zeros(1, *net.card.input_shape, dtype=torch.uint8)
     try:
-        litert_torch.convert(Named(net, predict).eval(), sample_kwargs={"images": example}).export(str(path))
+        model = litert_torch.convert(Named(net, predict).eval(), sample_kwargs={"images": example})
+        content = model.model_content()  # its `export` aborts the process if the disk is full
     except Exception as error:  # the converter raises many kinds of errors
         raise Failure(f"litert-torch cannot convert this net ({first_line(error)}): use --to onnx") from error
+    path.write_bytes(content)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("labels.txt", "\n".join(net.classes))
         archive.writestr("metadata.json", json.dumps(dict(metadata), ensure_ascii=False))
 
 
+@silent_stderr()
 def open_litert(path: Path) -> Callable[[Tensor], Tensor]:
     """Return a runner from uint8 images (B, C, H, W) to probabilities (B, classes)."""
     from ai_edge_litert.interpreter import Interpreter
 
-    run = Interpreter(str(path), num_threads=torch.get_num_threads()).get_signature_runner()
+    interpreter = Interpreter(str(path), num_threads=torch.get_num_threads())
+    interpreter.allocate_tensors()  # logs; otherwise the first run does
+    run = interpreter.get_signature_runner()
     return lambda images: torch.cat([torch.from_numpy(run(images=one.numpy())[OUTPUTS[0]]) for one in images.split(1)])
 
 
@@ -84,6 +105,8 @@ def write_coreml(net: LoadedNet, predict: Any, path: Path, metadata: Mapping[str
             written = ct.models.MLModel(str(package), skip_model_load=True).get_spec().description
             archive = shutil.make_archive(f"{folder}/archive", "zip", package.parent)
             shutil.copyfile(archive, path)
+    except OSError:  # a full disk
+        raise
     except Exception as error:
         raise Failure(f"coremltools cannot convert this net ({first_line(error)}): use --to onnx") from error
     (read,) = written.input

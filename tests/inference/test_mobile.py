@@ -36,12 +36,16 @@ def test_missing_packages_are_named_with_their_extra(to: str, package: str, monk
         check_request(to, None)
 
 
-def test_a_litert_file_predicts_the_same_as_its_net(net: LoadedNet, tmp_path: Path) -> None:
+def test_a_litert_file_predicts_the_same_as_its_net(
+    net: LoadedNet, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("litert_torch", reason="pip install -e '.[litert]'")
     from ai_edge_litert.interpreter import Interpreter
 
     path = tmp_path / "net.tflite"
+    capfd.readouterr()  # messages of imports
     result, _ = export(net, "litert", path, SAMPLE, Options(reject=0.05))
+    assert capfd.readouterr() == ("", "")
     assert result is not None and (result.agreeing, result.difference < 1e-5) == (9, True)
     run = Interpreter(str(path)).get_signature_runner()
     with torch.no_grad():
@@ -67,3 +71,11 @@ def test_a_core_ml_file_has_the_structure_of_its_net(net: LoadedNet, tmp_path: P
     }
     metadata = dict(spec.description.metadata.userDefined)
     assert json.loads(metadata["classes"]) == list(net.classes) and metadata["reject"] == "0.05"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize(("to", "package"), [("litert", "litert_torch"), ("coreml", "coremltools")])
+def test_a_full_disk_raises_an_os_error_without_aborting_the_process(to: str, package: str, net: LoadedNet) -> None:
+    pytest.importorskip(package, reason=f"pip install -e '.[{to}]'")
+    with pytest.raises(OSError, match="No space left on device"):
+        module.write(net, to, Path("/dev/full"), Options())
