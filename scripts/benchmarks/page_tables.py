@@ -538,12 +538,22 @@ TABLES: dict[str, Table] = {
         intervals=True,
     ),
     "calibration": Table(
-        ("`laptop90`, `--data.val_size 0.1`", "calibration error", "cross-entropy"),
-        file_rows(
-            "temperature-laptop90",
-            {"without temperature": "before", "with temperature": "after"},
-            "calibration error {}",
-            "cross-entropy {}",
+        ("recipe", "temperature", "calibration error", "with temperature", "cross-entropy", "with temperature"),
+        rows_of_files(
+            {
+                "`laptop90`, bfloat16": "temperature-laptop90",
+                "`laptop91`, bfloat16": "temperature-laptop91",
+                "`laptop91`, float32": "temperature-laptop91-float32",
+                "`laptop`, bfloat16": "temperature-laptop",
+                "`laptop`, float32": "temperature-laptop-float32",
+                "`fast94`, float32": "temperature-fast94",
+                "`laptop100`, float32": "temperature-laptop100",
+            },
+            "temperature",
+            "calibration error before",
+            "calibration error after",
+            "cross-entropy before",
+            "cross-entropy after",
         ),
     ),
     "unknown": Table(
