@@ -539,22 +539,32 @@ TABLES: dict[str, Table] = {
     ),
     "calibration": Table(
         ("recipe", "temperature", "calibration error", "with temperature", "cross-entropy", "with temperature"),
-        rows_of_files(
-            {
-                "`laptop90`, bfloat16": "temperature-laptop90",
-                "`laptop91`, bfloat16": "temperature-laptop91",
-                "`laptop91`, float32": "temperature-laptop91-float32",
-                "`laptop`, bfloat16": "temperature-laptop",
-                "`laptop`, float32": "temperature-laptop-float32",
-                "`fast94`, float32": "temperature-fast94",
-                "`laptop100`, float32": "temperature-laptop100",
-            },
-            "temperature",
-            "calibration error before",
-            "calibration error after",
-            "cross-entropy before",
-            "cross-entropy after",
-        ),
+        [
+            *rows_of_files(
+                {
+                    "`laptop90`, bfloat16": "temperature-laptop90",
+                    "`laptop91`, bfloat16": "temperature-laptop91",
+                    "`laptop91`, float32": "temperature-laptop91-float32",
+                    "`laptop`, bfloat16": "temperature-laptop",
+                    "`laptop`, float32": "temperature-laptop-float32",
+                    "`fast94`, float32": "temperature-fast94",
+                    "`laptop100`, float32": "temperature-laptop100",
+                },
+                "temperature",
+                "calibration error before",
+                "calibration error after",
+                "cross-entropy before",
+                "cross-entropy after",
+            ),
+            *rows_of_files(
+                {"`laptop100`, least error": "temperature-laptop100"},
+                "temperature of least error",
+                "calibration error before",
+                "calibration error at it",
+                "cross-entropy before",
+                "cross-entropy at it",
+            ),
+        ],
     ),
     "unknown": Table(
         ("measured", "`laptop90`, `--data.val_size 0.1`", "`finetune` on flowers"),

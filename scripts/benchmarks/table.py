@@ -127,7 +127,7 @@ def _source(template: str, files: Mapping[str, Mapping[str, Any] | None], result
     target = results / (f"{next(iter(files))}.json" if len(files) == 1 else "README.md")
     return textwrap.fill(
         template.format(
-            machines=", and on ".join(sorted(set(map(_machine, measured)), key=len, reverse=True)),
+            machines=", and on ".join(sorted(set(map(_machine, measured)), key=lambda text: (-len(text), text))),
             dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
             link=f"[{target.name if len(files) == 1 else 'results/'}]({_link(target, home)})",
         ),

@@ -31,7 +31,8 @@ def test_temperatures_are_fitted_on_held_out_images_and_a_measurement_resumes(
     assert capsys.readouterr().out.count("small.yaml seed ") == 2
     for run in both["runs"]:
         assert run["held_out"] == 40 and run["tempered_loss"] != run["loss"] and run["temperature"] > 0
-    assert both["headline"]["temperature"]["n"] == 2
+        assert run["least_error_temperature"] in temperature.GRID and 0 <= run["least_error"] <= 1
+    assert both["headline"]["temperature"]["n"] == both["headline"]["temperature of least error"]["n"] == 2
     with pytest.raises(UsageError, match="has another measurement: name another --json file"):
         measured("--runs", "2", "--val-size", "0.2")
 
@@ -39,6 +40,7 @@ def test_temperatures_are_fitted_on_held_out_images_and_a_measurement_resumes(
 def test_a_recipe_is_measured_with_its_own_temperature() -> None:
     (run,) = measured("--runs", "1", "--val-size", "0", "--data.val_size", "0", "--model.temperature", "2")["runs"]
     assert (run["temperature"], run["held_out"]) == (2.0, 0)
+    assert "least_error_temperature" not in run  # nothing is held out
     with pytest.raises(UsageError, match="there is no temperature: use a recipe with"):
         run_module("temperature.py", temperature, ["small.yaml", "--val-size", "0", "--data.val_size", "0"])
 
