@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from cifar_lit.errors import UsageError, nearest
 
@@ -70,9 +73,41 @@ class Machine:
         return "cpu" if accelerator == "auto" else accelerator
 
 
+def core_numbers() -> list[int]:
+    """Return the numbers of the cores that this process may use. macOS always allows all of them."""
+    process = psutil.Process()
+    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
+
+
 def core_count() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use at the same time."""
+    limits = [math.ceil(limit.cores) for limit in cpu_limits()]
+    return max(1, min([len(core_numbers()), *limits]))
+
+
+@dataclass(frozen=True)
+class CpuLimit:
+    """The limit of a container or job on processor time, in cores."""
+
+    cores: float
+    folder: Path
+
+    def used(self) -> float:
+        """Return the seconds of processor time that all processes of the container have used; 0 if unknown."""
+        with suppress(OSError, ValueError):
+            lines = (self.folder / "cpu.stat").read_text(encoding="utf-8").splitlines()
+            return sum(int(line.split()[1]) for line in lines if line.startswith("usage_usec ")) / 1e6
+        return 0.0
+
+
+def cpu_limits() -> Iterator[CpuLimit]:
+    """Yield the limits on the processor time of this container or job."""
+    for controller, folder in _cgroups():
+        with suppress(OSError, ValueError):  # no limit ("max"), or another controller
+            texts = [folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"] if controller else [folder / "cpu.max"]
+            quota, period = " ".join(text.read_text(encoding="utf-8") for text in texts).split()
+            if int(quota) > 0:
+                yield CpuLimit(int(quota) / int(period), folder)
 
 
 def limit_busy_waiting(sleep_at_once: bool = False) -> None:
@@ -95,7 +130,7 @@ def detect_machine() -> Machine:
     import torch
 
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     instructions = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -292,12 +327,7 @@ def free_memory(device: torch.device) -> int | None:
 
         mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
         return int(mem_get_info(device)[0]) if mem_get_info else None
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*sizes, *_free_in_cgroups()], default=None)
+    return min([psutil.virtual_memory().available, *_free_in_cgroups()])
 
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -305,15 +335,19 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def _free_in_cgroups() -> Iterator[int]:
     """Yield the free bytes, including the file cache, below each memory limit of this container or job."""
+    for controller, folder in _cgroups():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
+        with suppress(OSError, ValueError, TypeError):  # no limit, or another controller
+            limit, used = (int((folder / name).read_text()) for name in names)
+            cached = re.findall(r"^(?:in)?active_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+            yield limit - used + sum(map(int, cached))
+
+
+def _cgroups() -> Iterator[tuple[str, Path]]:
+    """Yield the folders of the control groups that hold this process (Linux), with the controllers of version 1."""
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controller, path = line.split(":", 2)
-            names = (
-                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
-            )
             folder = CGROUPS / controller / path.strip("/")
             for group in (folder, *folder.parents):
-                with suppress(OSError, ValueError, TypeError):  # no limit, or another controller
-                    limit, used = (int((group / name).read_text()) for name in names)
-                    cached = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-                    yield limit - used + sum(map(int, cached))
+                yield controller, group

@@ -97,7 +97,7 @@ def train(epochs: int | None = None, **settings: Any) -> Run:
             enable_checkpointing=False,
         )
         trainer.fit(model, data)
-        with Path(folder, "metrics.csv").open() as file:
+        with Path(folder, "metrics.csv").open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         batches: Any = trainer.predict(model, data)
     return Run(data, rows, watch, torch.cat([batch["probabilities"] for batch in batches]).float())

@@ -77,7 +77,7 @@ def run_probe(word: str) -> str:
     """
     command = [sys.executable, "-m", "cifar_lit.cli.check", word]
     none, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, child_environment()
-    process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environment)
+    process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, encoding="utf-8", env=environment)
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+import psutil
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Column, Table
 
@@ -50,7 +49,7 @@ def _list_machine() -> None:
         table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", choices["gpu"][0], f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", choices["mps"][0], "--accelerator mps")
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    ram = psutil.virtual_memory().total / 2**30
     cpu = f"{machine.cpu}, {machine.threads} threads, {'bf16' if machine.bf16 else 'no bf16'} in hardware"
     table.add_row("cpu", cpu, f"{ram:.0f} GiB", choices["cpu"][0], "--accelerator cpu")
     console = for_tables()

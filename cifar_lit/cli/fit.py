@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
-from jsonargparse.typing import PositiveFloat
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -40,9 +40,10 @@ from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.runs.trackers import logger_names
 from cifar_lit.text import counted, is_name, note, say
+from cifar_lit.threads import choose_threads
 from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.async_checkpoint import checkpoint_io
-from cifar_lit.training.callbacks import NoProfiler
+from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
 from cifar_lit.training.checkpoint import (
     check_checkpoint_path,
     latest_valid_checkpoint,
@@ -198,6 +199,8 @@ class TrainingCLI(LightningCLI):
             "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb and mlflow, with commas between"
         )
         parser.add_argument("--logger", type=str, default="tensorboard", help=text)
+        text = "CPU threads of each process; by default those that other programs leave free at the start"
+        parser.add_argument("--threads", type=PositiveInt | None, default=None, help=text)
         text = "end the run if a process sends no heartbeat for this many seconds"
         parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
@@ -241,12 +244,25 @@ class TrainingCLI(LightningCLI):
             raise UsageError("--trainer.sync_batchnorm true needs GPUs, as torch's SyncBatchNorm does: leave it out")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
+        self._choose_threads(devices)
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
         if self.name == "fit" and "batch" not in self.command.auto:
             check_memory(self.settings, self.machine)
         follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
+
+    def _choose_threads(self, processes: int) -> None:
+        """Set the number of threads, which `processes` of this run share. Only a training measures the free cores."""
+        number = self.settings.threads
+        typed = number if self.command.value("threads") else None
+        if self.name != "fit" and typed is None:
+            return
+        if hardware.core_count() <= int(os.environ.get("SLURM_CPUS_PER_TASK", "0")):
+            processes = 1  # SLURM gives each process cores of its own
+        threads, reason = choose_threads(typed, number, processes)
+        self.settings.threads = threads
+        self.notes["threads"] = f"{threads} ({reason})"
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
@@ -282,7 +298,7 @@ class TrainingCLI(LightningCLI):
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run, step = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
-        card = [StartCard(self.run)] if self.run.trains else []
+        card = [StartCard(self.run), SlowdownWarning()] if self.run.trains else []
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(step)
         trainer = super().instantiate_trainer(

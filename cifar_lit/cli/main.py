@@ -49,6 +49,7 @@ flags of fit, train, validate, test and predict
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --rank-timeout 60  end the run if a process sends no heartbeat for this many seconds
+  --threads N        CPU threads of each process (by default those that other programs leave free)
   --logs DIR         folder for run folders (lightning_logs)
   --logger LIST      tensorboard (the default), wandb and mlflow, with commas between; metrics.csv is always written
   --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs

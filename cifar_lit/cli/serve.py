@@ -9,6 +9,8 @@ import socket
 from importlib.util import find_spec
 from pathlib import Path
 
+from jsonargparse.typing import PositiveInt
+
 from cifar_lit import __version__
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
@@ -16,7 +18,7 @@ from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.serve.bodies import Limits
 from cifar_lit.inference.serve.collect import MAX_BYTES, MAX_FILES, Collector
 from cifar_lit.runs.run_folder import display_path, weights_file
-from cifar_lit.text import say
+from cifar_lit.text import counted, say
 
 DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at /.
 
@@ -38,6 +40,7 @@ def serve(argv: list[str]) -> None:
     add("--port", type=int, default=8000, help="port to listen on; 0 for a free one")
     add("--reject", type=float | None, default=None, help="mark images as unknown at this false-alarm rate, up to 0.5")
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add("--threads", type=PositiveInt | None, default=None, help="CPU threads, by default those that are free")
     add("--max-mb", type=float, default=default.body / 1e6, help="largest request body in MB")
     add("--max-pixels", type=int, default=default.pixels, help="largest image in pixels, according to its header")
     add("--max-images", type=int, default=default.images, help="most images per request")
@@ -57,6 +60,8 @@ def serve(argv: list[str]) -> None:
     collector = _collector(*settings.collect_below) if settings.collect_below else None
     if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
         raise Failure(f'serve needs missing packages ({", ".join(missing)}): pip install "cifar-lit[serve]"')
+    import torch
+
     from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
     from cifar_lit.inference.unknown import check_rate
@@ -73,8 +78,9 @@ def serve(argv: list[str]) -> None:
             classifier.reject = check_rate(settings.reject, classifier.card.reject)
 
         def on_ready() -> None:
+            threads = f" with {counted(torch.get_num_threads(), 'thread')}" if device == "cpu" else ""
             size = "×".join(map(str, classifier.card.input_shape))
-            say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
+            say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}{threads}")
             if not local:
                 say(f"any machine on the network can connect to {host}: there is no password and no encryption")
             address = f"[{host}]" if ":" in host else host
@@ -83,7 +89,7 @@ def serve(argv: list[str]) -> None:
                 say(f"uncertain pictures are kept in {display_path(collector.folder)} ({limits_text}): tell your users")
             say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
 
-        run_service(classifier, sock, own_names, limits, __version__, on_ready, collector)
+        run_service(classifier, sock, own_names, limits, __version__, on_ready, collector, settings.threads)
     say("stopped")
 
 

@@ -23,6 +23,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.text import counted, note, say
+from cifar_lit.threads import ProcessorLoad
 from cifar_lit.training.checkpoint import is_last_epoch
 
 # ---- time
@@ -340,6 +341,52 @@ class DivergenceWarning(Callback):
         if trainer.is_global_zero and not trainer.sanity_checking and not math.isfinite(pl_module.score.loss):
             fault = f"the validation loss is not finite after step {trainer.global_step}"
             note(f"{fault}: these weights do not count as the best; lower --lr if this persists")
+
+
+class SlowdownWarning(Callback):
+    """Warn once if steps on the CPU become slow because other programs use its cores.
+
+    The mean time of the steps in `SECONDS` or more is compared with the shortest mean so far.
+    """
+
+    FACTOR = 5.0
+    SECONDS = 0.3
+
+    def __init__(self) -> None:
+        self._load: ProcessorLoad | None = None
+        self._steps = 0
+        self._usual = math.inf  # seconds of a step
+        self._watches = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Watch steps on a CPU. Steps on a GPU return before they are computed."""
+        self._watches = trainer.is_global_zero and pl_module.device.type == "cpu"
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to measure, if no measurement is running."""
+        if self._watches and self._load is None:
+            self._load, self._steps = ProcessorLoad(), 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Compare the mean time of the measured steps with the usual time."""
+        self._steps += 1
+        if self._load is None or self._load.seconds < self.SECONDS:
+            return
+        seconds, free, threads = self._load.seconds / self._steps, self._load.free(), torch.get_num_threads()
+        self._load = None
+        if seconds > self.FACTOR * self._usual and free < threads - 0.25:
+            self._watches = False
+            slow = f"a step takes {seconds / self._usual:.0f} times its usual time"
+            got = f"{counted(threads, 'thread')} of this training get {free:.1f} cores"
+            remedy = "end them"
+            if threads > 1:
+                remedy += f", or stop this training and add --resume --threads {max(1, int(free))}"
+            note(f"{slow}: {got}, because other programs use them. To go on, {remedy}")
+        self._usual = min(self._usual, seconds)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Discard a measurement that a validation interrupts."""
+        self._load = None
 
 
 def check_finite(model: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:

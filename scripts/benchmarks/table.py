@@ -81,7 +81,7 @@ def updated_page(page: Path, results: Path) -> str:
     def block(match: re.Match[str]) -> str:
         return f"{match['start']}\n{_block(match['key'], results, page)}\n\n{match['end']}"
 
-    return BLOCK.sub(block, page.read_text())
+    return BLOCK.sub(block, page.read_text(encoding="utf-8"))
 
 
 def _block(key: str, results: Path, page: Path) -> str:
@@ -169,7 +169,7 @@ def json_files(paths: Iterable[str]) -> list[Path]:
 def read_figures(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; raise UsageError if it is neither a measurement nor the metrics of a run."""
     try:
-        figures = json.loads(file.read_text())
+        figures = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UsageError(f"{display_path(file)} is not valid JSON") from None
     if not isinstance(figures, dict) or not ("bench" in figures or "test" in figures):
