@@ -6,7 +6,8 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.text import note
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,9 @@ MIN_BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, s
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 # Turing GPUs without tensor cores, where float16 convolutions of cuDNN return NaN (pytorch/pytorch#77955).
 NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200|2000)\b")
+# CUDA 13 cannot compile for older GPUs (Maxwell, Pascal, Volta). PyTorch 2.14 had the last builds for CUDA 12.
+OLDEST_CAPABILITY = (7, 5)
+OLDER_BUILDS = "pytorch.org/get-started/previous-versions"
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 
 
@@ -38,11 +43,13 @@ class Machine:
         cpu: name of the CPU.
         threads: number of CPU threads that this process may use.
         bf16: whether the CPU has bfloat16 instructions (AVX512-BF16, AMX). Without them, bfloat16 is slow.
-        gpus: name and memory in bytes of each CUDA or ROCm device.
+        gpus: name and memory in bytes of each CUDA or ROCm device that this torch can use.
         gpu_bf16: whether all GPUs have bfloat16 instructions.
         gpu_fp16: whether all GPUs have tensor cores for float16.
         mps: whether there is an Apple GPU.
         cuda_build: whether this torch was built for GPUs.
+        gpu_numbers: torch's number of each of `gpus`, by default from 0.
+        unusable: a sentence with the remedy about each GPU for which this torch has no code.
     """
 
     cpu: str
@@ -53,16 +60,23 @@ class Machine:
     gpu_fp16: bool = False
     mps: bool = False
     cuda_build: bool = True
+    gpu_numbers: tuple[int, ...] = ()
+    unusable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Number the GPUs from 0 by default."""
+        object.__setattr__(self, "gpu_numbers", self.gpu_numbers or tuple(range(len(self.gpus))))
 
     def __str__(self) -> str:
         if self.gpus:
-            return f"GPUs {', '.join(f'{number} {name}' for number, (name, _) in enumerate(self.gpus))}"
+            names = (f"{number} {name}" for number, (name, _) in zip(self.gpu_numbers, self.gpus, strict=True))
+            return f"GPUs {', '.join(names)}"
         return "an Apple GPU (mps)" if self.mps else f"no GPU, only a CPU with {self.threads} threads"
 
     @property
     def devices(self) -> list[str]:
         """Names of all devices, as torch uses them."""
-        return ["cpu", *(f"cuda:{number}" for number in range(len(self.gpus))), *(["mps"] if self.mps else [])]
+        return ["cpu", *(f"cuda:{number}" for number in self.gpu_numbers), *(["mps"] if self.mps else [])]
 
     def kind(self, accelerator: str) -> str:
         """Resolve an accelerator to gpu (CUDA or ROCm), mps or cpu; return an unavailable accelerator unchanged."""
@@ -134,7 +148,12 @@ def detect_machine() -> Machine:
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     instructions = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `unusable` says the same in one line
+        found = [torch.cuda.get_device_properties(number) for number in range(count)]
+    codes = torch.cuda.get_arch_list() if count and not torch.version.hip else []
+    numbers = [number for number, gpu in enumerate(found) if not codes or has_code(codes, gpu.major, gpu.minor)]
+    gpus = [found[number] for number in numbers]
     # `torch.cuda.is_bf16_supported` looks at one GPU only. ROCm GPUs have no compute capability; they support bfloat16.
     oldest = min((9 if torch.version.hip else gpu.major for gpu in gpus), default=0)
     return Machine(
@@ -146,7 +165,42 @@ def detect_machine() -> Machine:
         gpu_fp16=oldest >= 7 and not any(NO_TENSOR_CORES.search(gpu.name) for gpu in gpus),
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
+        gpu_numbers=tuple(numbers),
+        unusable=tuple(_lacks_code(gpu) for number, gpu in enumerate(found) if number not in numbers),
     )
+
+
+def has_code(codes: Iterable[str], major: int, minor: int) -> bool:
+    """Return whether a GPU of this compute capability can run any code of `torch.cuda.get_arch_list`.
+
+    Machine code (sm_86) runs on GPUs of the same major version and at least this minor version, PTX (compute_90) on all
+    later ones. A suffix restricts code to its own version (sm_90a) or its family (sm_100f).
+    """
+    for code in codes:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code)
+        if match is None:
+            continue
+        built = (int(match[2]), int(match[3]))
+        if match[4] == "a":
+            fits = built == (major, minor)
+        elif match[1] == "sm" or match[4] == "f":
+            fits = built[0] == major and built[1] <= minor
+        else:
+            fits = built <= (major, minor)
+        if fits:
+            return True
+    return False
+
+
+def _lacks_code(gpu: Any) -> str:
+    """Return a sentence about a GPU that this torch cannot use."""
+    import torch
+
+    remedy = "install a newer torch and torchvision"
+    if (gpu.major, gpu.minor) < OLDEST_CAPABILITY:
+        remedy = f"install torch 2.14 and its torchvision for CUDA 12.6, see {OLDER_BUILDS}"
+    card = f"{gpu.name} (sm_{gpu.major}{gpu.minor})"
+    return f"{card} is not used, because torch {torch.__version__} has no code for it: {remedy}"
 
 
 # ---- devices
@@ -168,14 +222,16 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
     machine = machine or detect_machine()
     match = re.fullmatch(rf"({'|'.join(DEVICE_NAMES)})(?::(\d+))?", name)
     if match and not (match[1] in ("auto", "cpu") and match[2]):
-        kind, number = machine.kind(match[1]), int(match[2] or 0)
-        if kind == "gpu" and number < len(machine.gpus):
-            return f"cuda:{number}" if match[2] else "cuda"
+        kind, number = machine.kind(match[1]), int(match[2] or (machine.gpu_numbers or [0])[0])
+        if kind == "gpu" and number in machine.gpu_numbers:
+            return f"cuda:{number}" if match[2] or number else "cuda"
         if kind == "cpu" or (kind == "mps" and machine.mps and not number):
+            note(*machine.unusable)
             return kind
     hint = "" if match else nearest(name, DEVICE_NAMES)
     fault = f"this machine has no device {name!r}: it has {', '.join(machine.devices)}."
-    raise UsageError(f"{fault}{hint} auto selects the fastest.")
+    unusable = "".join(f" {sentence}." for sentence in machine.unusable)
+    raise UsageError(f"{fault}{hint}{unusable} auto selects the fastest.")
 
 
 def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
@@ -194,16 +250,24 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
         raise UsageError(f"there is no accelerator {accelerator!r}.{nearest(accelerator, ACCELERATORS)}{hint}")
     kind = machine.kind(accelerator)
     if (kind in ("gpu", "cuda") and not machine.gpus) or (kind == "mps" and not machine.mps):
+        if machine.unusable and kind != "mps":
+            raise UsageError(f"{'; '.join(machine.unusable)}. Or use --accelerator cpu")
         build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
         reason = ", not Apple's" if kind == "mps" else build
         raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
     parsed = _parse_devices(devices)
-    count = len(machine.gpus)
+    count, numbers = len(machine.gpus), machine.gpu_numbers
     if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
         fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"
         raise UsageError(f"{fault}. Use a number: --devices 2 runs two processes")
-    if kind == "gpu" and parsed != "auto" and (max(parsed) >= count if isinstance(parsed, list) else parsed > count):
-        raise UsageError(f"--devices {devices}: this machine has {machine}. Use --devices {count}, or leave it out")
+    if kind == "gpu" and parsed != "auto":
+        is_missing = not {*parsed} <= {*numbers} if isinstance(parsed, list) else parsed > count
+        if is_missing:
+            raise UsageError(f"--devices {devices}: this machine has {machine}. Use --devices {count}, or leave it out")
+    if machine.unusable and kind == "cpu":
+        return "cpu", parsed  # the Trainer would choose the GPU
+    if machine.unusable and kind == "gpu" and not isinstance(parsed, list):
+        return accelerator, list(numbers if parsed in ("auto", -1) else numbers[:parsed])
     return accelerator, parsed
 
 

@@ -5,6 +5,8 @@ All output goes through `say`, `note` or a table of `cli.console`, so a terminal
 
 from __future__ import annotations
 
+import codecs
+import io
 import re
 import sys
 import unicodedata
@@ -16,6 +18,12 @@ _JOINERS = "\u200c\u200d"  # valid between letters of Persian and Indic scripts,
 # Text that spreadsheets execute as a formula, also after a semicolon (OWASP, CSV Injection).
 _FORMULA = re.compile(r"(^|;)('*[=+\-@＝＋－＠])")
 
+# Characters and names that Windows reserves. A folder is copied from one system to another.
+_NOT_IN_FILE_NAMES = re.compile(r'[<>:"/\\|?*]|[. ]$|^(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)', re.IGNORECASE)
+NOT_A_FILE_NAME = """ on every system: leave out / \\ : ? * " < > | and control characters, and names such as con"""
+# Letters of our messages, for consoles whose encoding lacks them.
+_PLAIN = str.maketrans({"·": "-", "×": "x", "±": "+/-", "…": "...", "→": "->", "–": "-", "≈": "~", "↔": "<->"})
+
 
 def is_name(value: object) -> bool:
     """Return whether a value is a valid name of a class, net or run: text without control characters and surrogates."""
@@ -24,6 +32,11 @@ def is_name(value: object) -> bool:
         and 0 < len(value) <= MAX_NAME
         and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
     )
+
+
+def is_file_name(value: object) -> bool:
+    """Return whether a value is a valid name of a file or folder on every system, Windows included."""
+    return is_name(value) and _NOT_IN_FILE_NAMES.search(str(value)) is None
 
 
 def printable(text: str) -> str:
@@ -76,6 +89,21 @@ def note(*lines: str) -> None:
     for line in lines:
         print(printable(line), file=sys.stderr)
     sys.stderr.flush()
+
+
+def accept_any_encoding() -> None:
+    """Make stdout and stderr write a replacement for characters that the console's code page lacks."""
+    codecs.register_error("cifar-lit", _replacement)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not in notebooks
+            stream.reconfigure(errors="cifar-lit")
+
+
+def _replacement(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_PLAIN)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
 
 def counted(count: int, noun: str) -> str:

@@ -14,7 +14,7 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
 from cifar_lit.plugins import all_imports_allowed, guard_child_processes
 from cifar_lit.signals import STOP_SIGNALS
-from cifar_lit.text import note, say
+from cifar_lit.text import accept_any_encoding, note, say
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
 
@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     argv = sys.argv[1:] if argv is None else argv
     guard_child_processes()
     limit_busy_waiting()
+    accept_any_encoding()
     try:
         return _run(argv, default)
     except BaseException as error:

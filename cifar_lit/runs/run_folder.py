@@ -161,9 +161,9 @@ def owner_of(run: Path) -> str | None:
 
 
 def display_path(path: Path) -> str:
-    """Return a path as the user would type it: relative if it is below the working folder."""
+    """Return a path as the user would type it: relative if it is below the working folder, always with slashes."""
     absolute, here = path.absolute(), Path.cwd()
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
+    return (absolute.relative_to(here) if absolute.is_relative_to(here) else path).as_posix()
 
 
 # ---- Find the run to resume.
