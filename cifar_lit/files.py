@@ -23,7 +23,7 @@ from cifar_lit.errors import Failure, UsageError
 PART = ".cifar-lit-part"  # suffix of temporary files, unique to this program, so that leftovers can be removed
 MAX_TEXT = 8 << 20  # bytes; metrics.json with 100,000 classes has 5 MiB
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-REPLACE_ATTEMPTS = 20  # in 2 s
+REPLACE_ATTEMPTS = 20 if os.name == "nt" else 1  # in 2 s
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
@@ -173,15 +173,13 @@ def lock_file(file: IO[Any]) -> None:
 
 
 def _replace(path: Path, target: Path) -> None:
-    """Rename a file over another one. On Windows, wait for a virus scanner that has opened one of them."""
-    for attempt in range(REPLACE_ATTEMPTS if os.name == "nt" else 1):
-        try:
+    """Rename a file over another one. On Windows, wait for a virus scanner that reads one of them."""
+    for _ in range(REPLACE_ATTEMPTS - 1):
+        with suppress(PermissionError):
             path.replace(target)
             return
-        except PermissionError:
-            if os.name != "nt" or attempt + 1 == REPLACE_ATTEMPTS:
-                raise
         time.sleep(0.1)
+    path.replace(target)
 
 
 def _new_name(path: Path) -> Path:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import note
+
+psutil: Any = None
+with suppress(ImportError):  # a system that psutil does not support
+    import psutil  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
     import torch
@@ -88,9 +90,10 @@ class Machine:
 
 
 def core_numbers() -> list[int]:
-    """Return the numbers of the cores that this process may use. macOS always allows all of them."""
-    process = psutil.Process()
-    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
+    """Return the numbers of the cores that this process may use: all of them on macOS and Windows."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def core_count() -> int:
@@ -391,7 +394,8 @@ def free_memory(device: torch.device) -> int | None:
 
         mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
         return int(mem_get_info(device)[0]) if mem_get_info else None
-    return min([psutil.virtual_memory().available, *_free_in_cgroups()])
+    available = [psutil.virtual_memory().available] if psutil else []
+    return min([*available, *_free_in_cgroups()], default=None)
 
 
 CGROUPS = Path("/sys/fs/cgroup")

@@ -12,10 +12,8 @@ import time
 from functools import cache
 from hashlib import sha256
 
-import psutil
-
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import core_count, core_numbers, cpu_limits
+from cifar_lit.hardware import core_count, core_numbers, cpu_limits, psutil
 
 VARIABLE = "OMP_NUM_THREADS"
 MEASURE_SECONDS = 0.5
@@ -62,8 +60,8 @@ def free_cores() -> int:
     # torchrun sets 1 for each rank. What all ranks share, such as decoding, is not limited by it.
     if number.isdecimal() and not (number == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         return max(1, min(int(number), cores))
-    if cores == 1:
-        return 1
+    if cores == 1 or psutil is None:
+        return cores
     load, block = ProcessorLoad(), bytes(1 << 18)
 
     def compute() -> None:

@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
 
@@ -50,6 +48,8 @@ def kill_group(process: subprocess.Popen[str]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         return
+    import psutil
+
     with suppress(psutil.NoSuchProcess):
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()

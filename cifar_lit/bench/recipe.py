@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from lightning.pytorch.callbacks import Callback
 
@@ -230,6 +229,8 @@ def run_once(
 def peak_memory() -> int:
     """Return the most bytes of memory that this process has had."""
     if sys.platform == "win32" or find_spec("resource") is None:
+        import psutil
+
         memory = psutil.Process().memory_info()
         return int(getattr(memory, "peak_wset", memory.rss))
     import resource

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Column, Table
 
@@ -38,7 +37,7 @@ def list_devices(argv: list[str]) -> None:
 
 
 def _list_machine() -> None:
-    from cifar_lit.hardware import choose_precision, detect_machine
+    from cifar_lit.hardware import choose_precision, detect_machine, psutil
     from cifar_lit.runs.results import versions
 
     machine = detect_machine()
@@ -49,9 +48,9 @@ def _list_machine() -> None:
         table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", choices["gpu"][0], f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", choices["mps"][0], "--accelerator mps")
-    ram = psutil.virtual_memory().total / 2**30
+    ram = f"{psutil.virtual_memory().total / 2**30:.0f} GiB" if psutil else "unknown"
     cpu = f"{machine.cpu}, {machine.threads} threads, {'bf16' if machine.bf16 else 'no bf16'} in hardware"
-    table.add_row("cpu", cpu, f"{ram:.0f} GiB", choices["cpu"][0], "--accelerator cpu")
+    table.add_row("cpu", cpu, ram, choices["cpu"][0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
     for kind, (precision, reason) in choices.items():

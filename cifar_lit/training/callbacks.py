@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cifar_lit.hardware import psutil
 from cifar_lit.text import counted, note, say
 from cifar_lit.threads import ProcessorLoad
 from cifar_lit.training.checkpoint import is_last_epoch
@@ -360,7 +361,7 @@ class SlowdownWarning(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Watch steps on a CPU. Steps on a GPU return before they are computed."""
-        self._watches = trainer.is_global_zero and pl_module.device.type == "cpu"
+        self._watches = trainer.is_global_zero and pl_module.device.type == "cpu" and psutil is not None
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin to measure, if no measurement is running."""
