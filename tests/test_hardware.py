@@ -320,3 +320,12 @@ def test_an_openmp_wait_policy_of_the_user_is_not_overridden(monkeypatch: pytest
     monkeypatch.setattr(os, "environ", variables)
     limit_busy_waiting()
     assert variables == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+
+def test_several_gpus_are_refused_on_windows_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(RECIPE)
+    monkeypatch.setattr(hardware, "detect_machine", lambda: TWO)
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    answer = run_command("fit", *SMALL, "--accelerator", "gpu")
+    assert answer.code == 2 and answer.err.endswith("use --devices 1, or WSL 2\n") and answer.err.count("\n") == 1

@@ -56,7 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, cores: int, free: float, torch_thre
         ((0.0, 0.0), 0.5, None, 1.0),  # what this process uses itself is free for it
         ((0.0, 0.0), 0.0, None, 0.0),
         ((0.5, 0.5), 0.0, (1.5, 0.0), 1.5),  # a container with a limit
-        ((0.3, 0.2), 0.5, (1.5, 0.75), 1.0),  # of which this and other processes use 1.5
+        ((0.3, 0.2), 0.5, (1.5, 0.75), 1.0),  # this and other processes use all of it
         ((0.2, 0.1), 0.0, (8.0, 0.5), 0.6),  # a limit above what is idle
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import sys
@@ -244,6 +245,8 @@ class TrainingCLI(LightningCLI):
             raise UsageError("predict runs on one device: leave --devices out, or give one")
         if trainer.sync_batchnorm and accelerator == "cpu" and devices * trainer.num_nodes > 1:
             raise UsageError("--trainer.sync_batchnorm true needs GPUs, as torch's SyncBatchNorm does: leave it out")
+        if devices > 1 and self.machine.kind(accelerator) == "gpu" and platform.system() == "Windows":
+            raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
         self._choose_threads(devices)
