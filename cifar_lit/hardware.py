@@ -394,8 +394,12 @@ def free_memory(device: torch.device) -> int | None:
 
         mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
         return int(mem_get_info(device)[0]) if mem_get_info else None
-    available = [psutil.virtual_memory().available] if psutil else []
-    return min([*available, *_free_in_cgroups()], default=None)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return int(psutil.virtual_memory().available) if psutil else None
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*sizes, *_free_in_cgroups()], default=None)
 
 
 CGROUPS = Path("/sys/fs/cgroup")
