@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -151,21 +150,14 @@ def read_text(path: Path, most: int = MAX_TEXT) -> str:
 
 
 def lock_file(file: IO[Any]) -> None:
-    """Lock an open file until it is closed; on Linux and macOS also by the child processes that inherit it.
+    """Lock an open file until it is closed; except on Windows, also by the child processes that inherit it.
 
-    Raises:
-        BlockingIOError: another process has locked it.
-        OSError: this file system or this system has no locks.
+    Raise BlockingIOError, or PermissionError on Windows, if another process has locked it.
     """
     if sys.platform == "win32":
         import msvcrt
 
-        try:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        except PermissionError as error:
-            raise BlockingIOError(error.errno, error.strerror) from None
-    elif find_spec("fcntl") is None:
-        raise OSError(errno.ENOLCK, "this system has no file locks")
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
     else:
         import fcntl
 

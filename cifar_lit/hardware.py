@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,6 @@ SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200|2000)\b")
 # CUDA 13 cannot compile for older GPUs (Maxwell, Pascal, Volta). PyTorch 2.14 had the last builds for CUDA 12.
 OLDEST_CAPABILITY = (7, 5)
-OLDER_BUILDS = "pytorch.org/get-started/previous-versions"
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 
 
@@ -50,8 +48,7 @@ class Machine:
         gpu_fp16: whether all GPUs have tensor cores for float16.
         mps: whether there is an Apple GPU.
         cuda_build: whether this torch was built for GPUs.
-        gpu_numbers: torch's number of each of `gpus`, by default from 0.
-        unusable: a sentence with the remedy about each GPU for which this torch has no code.
+        unusable: why the GPUs are not used, with the remedy, if torch has no code for one of them.
     """
 
     cpu: str
@@ -62,23 +59,17 @@ class Machine:
     gpu_fp16: bool = False
     mps: bool = False
     cuda_build: bool = True
-    gpu_numbers: tuple[int, ...] = ()
-    unusable: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Number the GPUs from 0 by default."""
-        object.__setattr__(self, "gpu_numbers", self.gpu_numbers or tuple(range(len(self.gpus))))
+    unusable: str = ""
 
     def __str__(self) -> str:
         if self.gpus:
-            names = (f"{number} {name}" for number, (name, _) in zip(self.gpu_numbers, self.gpus, strict=True))
-            return f"GPUs {', '.join(names)}"
+            return f"GPUs {', '.join(f'{number} {name}' for number, (name, _) in enumerate(self.gpus))}"
         return "an Apple GPU (mps)" if self.mps else f"no GPU, only a CPU with {self.threads} threads"
 
     @property
     def devices(self) -> list[str]:
         """Names of all devices, as torch uses them."""
-        return ["cpu", *(f"cuda:{number}" for number in self.gpu_numbers), *(["mps"] if self.mps else [])]
+        return ["cpu", *(f"cuda:{number}" for number in range(len(self.gpus))), *(["mps"] if self.mps else [])]
 
     def kind(self, accelerator: str) -> str:
         """Resolve an accelerator to gpu (CUDA or ROCm), mps or cpu; return an unavailable accelerator unchanged."""
@@ -89,42 +80,9 @@ class Machine:
         return "cpu" if accelerator == "auto" else accelerator
 
 
-def core_numbers() -> list[int]:
-    """Return the numbers of the cores that this process may use: all of them on macOS and Windows."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 def core_count() -> int:
-    """Return the number of cores that this process may use at the same time."""
-    limits = [math.ceil(limit.cores) for limit in cpu_limits()]
-    return max(1, min([len(core_numbers()), *limits]))
-
-
-@dataclass(frozen=True)
-class CpuLimit:
-    """The limit of a container or job on processor time, in cores."""
-
-    cores: float
-    folder: Path
-
-    def used(self) -> float:
-        """Return the seconds of processor time that all processes of the container have used; 0 if unknown."""
-        with suppress(OSError, ValueError):
-            lines = (self.folder / "cpu.stat").read_text(encoding="utf-8").splitlines()
-            return sum(int(line.split()[1]) for line in lines if line.startswith("usage_usec ")) / 1e6
-        return 0.0
-
-
-def cpu_limits() -> Iterator[CpuLimit]:
-    """Yield the limits on the processor time of this container or job."""
-    for controller, folder in _cgroups():
-        with suppress(OSError, ValueError):  # no limit ("max"), or another controller
-            texts = [folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"] if controller else [folder / "cpu.max"]
-            quota, period = " ".join(text.read_text(encoding="utf-8") for text in texts).split()
-            if int(quota) > 0:
-                yield CpuLimit(int(quota) / int(period), folder)
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def limit_busy_waiting(sleep_at_once: bool = False) -> None:
@@ -153,10 +111,9 @@ def detect_machine() -> Machine:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `unusable` says the same in one line
-        found = [torch.cuda.get_device_properties(number) for number in range(count)]
-    codes = torch.cuda.get_arch_list() if count and not torch.version.hip else []
-    numbers = [number for number, gpu in enumerate(found) if not codes or has_code(codes, gpu.major, gpu.minor)]
-    gpus = [found[number] for number in numbers]
+        gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
+    unusable = "" if torch.version.hip else lacks_code(gpus, torch.cuda.get_arch_list(), torch.__version__)
+    gpus = [] if unusable else gpus
     # `torch.cuda.is_bf16_supported` looks at one GPU only. ROCm GPUs have no compute capability; they support bfloat16.
     oldest = min((9 if torch.version.hip else gpu.major for gpu in gpus), default=0)
     return Machine(
@@ -168,42 +125,41 @@ def detect_machine() -> Machine:
         gpu_fp16=oldest >= 7 and not any(NO_TENSOR_CORES.search(gpu.name) for gpu in gpus),
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
-        gpu_numbers=tuple(numbers),
-        unusable=tuple(_lacks_code(gpu) for number, gpu in enumerate(found) if number not in numbers),
+        unusable=unusable,
     )
 
 
-def has_code(codes: Iterable[str], major: int, minor: int) -> bool:
-    """Return whether a GPU of this compute capability can run any code of `torch.cuda.get_arch_list`.
+def lacks_code(gpus: Sequence[Any], codes: Sequence[str], version: str) -> str:
+    """Return why GPUs are not used: torch has no code for one of them. Empty if all of them can be used.
 
-    Machine code (sm_86) runs on GPUs of the same major version and at least this minor version, PTX (compute_90) on all
-    later ones. A suffix restricts code to its own version (sm_90a) or its family (sm_100f).
+    Args:
+        gpus: torch's properties of each GPU.
+        codes: `torch.cuda.get_arch_list()`; empty if unknown.
+        version: torch's.
     """
-    for code in codes:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", code)
-        if match is None:
-            continue
-        built = (int(match[2]), int(match[3]))
-        if match[4] == "a":
-            fits = built == (major, minor)
-        elif match[1] == "sm" or match[4] == "f":
-            fits = built[0] == major and built[1] <= minor
-        else:
-            fits = built <= (major, minor)
-        if fits:
+    usable = [str(number) for number, gpu in enumerate(gpus) if not codes or _runs(codes, (gpu.major, gpu.minor))]
+    old = next((gpu for number, gpu in enumerate(gpus) if str(number) not in usable), None)
+    if old is None:
+        return ""
+    remedy = "install a newer torch and torchvision"
+    if (old.major, old.minor) < OLDEST_CAPABILITY:
+        remedy = "install torch 2.14 and its torchvision for CUDA 12.6, see pytorch.org/get-started/previous-versions"
+    remedy += f", or use the others: CUDA_VISIBLE_DEVICES={','.join(usable)}" if usable else ""
+    return f"{old.name} (sm_{old.major}{old.minor}) is not used: torch {version} has no code for it; {remedy}"
+
+
+def _runs(codes: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Return whether a GPU runs one of these codes.
+
+    Machine code (sm_86) runs on the same major version from its minor version on, PTX (compute_90) on all later GPUs.
+    A suffix restricts code to its own version (sm_90a) or its major version (compute_100f).
+    """
+    for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(codes)):
+        built = (int(major), int(minor))
+        latest = (built[0], 9) if kind == "sm" or suffix == "f" else (99, 9)
+        if built <= capability <= (built if suffix == "a" else latest):
             return True
     return False
-
-
-def _lacks_code(gpu: Any) -> str:
-    """Return a sentence about a GPU that this torch cannot use."""
-    import torch
-
-    remedy = "install a newer torch and torchvision"
-    if (gpu.major, gpu.minor) < OLDEST_CAPABILITY:
-        remedy = f"install torch 2.14 and its torchvision for CUDA 12.6, see {OLDER_BUILDS}"
-    card = f"{gpu.name} (sm_{gpu.major}{gpu.minor})"
-    return f"{card} is not used, because torch {torch.__version__} has no code for it: {remedy}"
 
 
 # ---- devices
@@ -225,16 +181,15 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
     machine = machine or detect_machine()
     match = re.fullmatch(rf"({'|'.join(DEVICE_NAMES)})(?::(\d+))?", name)
     if match and not (match[1] in ("auto", "cpu") and match[2]):
-        kind, number = machine.kind(match[1]), int(match[2] or (machine.gpu_numbers or [0])[0])
-        if kind == "gpu" and number in machine.gpu_numbers:
-            return f"cuda:{number}" if match[2] or number else "cuda"
+        kind, number = machine.kind(match[1]), int(match[2] or 0)
+        if kind == "gpu" and number < len(machine.gpus):
+            return f"cuda:{number}" if match[2] else "cuda"
         if kind == "cpu" or (kind == "mps" and machine.mps and not number):
-            note(*machine.unusable)
+            note(*filter(None, [machine.unusable]))
             return kind
     hint = "" if match else nearest(name, DEVICE_NAMES)
     fault = f"this machine has no device {name!r}: it has {', '.join(machine.devices)}."
-    unusable = "".join(f" {sentence}." for sentence in machine.unusable)
-    raise UsageError(f"{fault}{hint}{unusable} auto selects the fastest.")
+    raise UsageError(f"{fault}{hint} {machine.unusable or 'auto selects the fastest'}.")
 
 
 def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
@@ -254,24 +209,18 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
     kind = machine.kind(accelerator)
     if (kind in ("gpu", "cuda") and not machine.gpus) or (kind == "mps" and not machine.mps):
         if machine.unusable and kind != "mps":
-            raise UsageError(f"{'; '.join(machine.unusable)}. Or use --accelerator cpu")
+            raise UsageError(f"{machine.unusable}, or use --accelerator cpu")
         build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
         reason = ", not Apple's" if kind == "mps" else build
         raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
     parsed = _parse_devices(devices)
-    count, numbers = len(machine.gpus), machine.gpu_numbers
+    count = len(machine.gpus)
     if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
         fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"
         raise UsageError(f"{fault}. Use a number: --devices 2 runs two processes")
-    if kind == "gpu" and parsed != "auto":
-        is_missing = not {*parsed} <= {*numbers} if isinstance(parsed, list) else parsed > count
-        if is_missing:
-            raise UsageError(f"--devices {devices}: this machine has {machine}. Use --devices {count}, or leave it out")
-    if machine.unusable and kind == "cpu":
-        return "cpu", parsed  # the Trainer would choose the GPU
-    if machine.unusable and kind == "gpu" and not isinstance(parsed, list):
-        return accelerator, list(numbers if parsed in ("auto", -1) else numbers[:parsed])
-    return accelerator, parsed
+    if kind == "gpu" and parsed != "auto" and (max(parsed) >= count if isinstance(parsed, list) else parsed > count):
+        raise UsageError(f"--devices {devices}: this machine has {machine}. Use --devices {count}, or leave it out")
+    return "cpu" if machine.unusable and kind == "cpu" else accelerator, parsed  # the Trainer would choose the GPU
 
 
 def _parse_devices(devices: Any) -> Any:
@@ -407,19 +356,15 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def _free_in_cgroups() -> Iterator[int]:
     """Yield the free bytes, including the file cache, below each memory limit of this container or job."""
-    for controller, folder in _cgroups():
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
-        with suppress(OSError, ValueError, TypeError):  # no limit, or another controller
-            limit, used = (int((folder / name).read_text()) for name in names)
-            cached = re.findall(r"^(?:in)?active_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-            yield limit - used + sum(map(int, cached))
-
-
-def _cgroups() -> Iterator[tuple[str, Path]]:
-    """Yield the folders of the control groups that hold this process (Linux), with the controllers of version 1."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controller, path = line.split(":", 2)
+            names = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
+            )
             folder = CGROUPS / controller / path.strip("/")
             for group in (folder, *folder.parents):
-                yield controller, group
+                with suppress(OSError, ValueError, TypeError):  # no limit, or another controller
+                    limit, used = (int((group / name).read_text()) for name in names)
+                    cached = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+                    yield limit - used + sum(map(int, cached))

@@ -5,7 +5,6 @@ All output goes through `say`, `note` or a table of `cli.console`, so a terminal
 
 from __future__ import annotations
 
-import codecs
 import io
 import re
 import sys
@@ -21,8 +20,6 @@ _FORMULA = re.compile(r"(^|;)('*[=+\-@＝＋－＠])")
 # Characters and names that Windows reserves. A folder is copied from one system to another.
 _NOT_IN_FILE_NAMES = re.compile(r'[<>:"/\\|?*]|[. ]$|^(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)', re.IGNORECASE)
 NOT_A_FILE_NAME = """ on every system: leave out / \\ : ? * " < > | and control characters, and names such as con"""
-# Letters of our messages, for consoles whose encoding lacks them.
-_PLAIN = str.maketrans({"·": "-", "×": "x", "±": "+/-", "…": "...", "→": "->", "–": "-", "≈": "~", "↔": "<->"})
 
 
 def is_name(value: object) -> bool:
@@ -92,18 +89,10 @@ def note(*lines: str) -> None:
 
 
 def accept_any_encoding() -> None:
-    """Make stdout and stderr write a replacement for characters that the console's code page lacks."""
-    codecs.register_error("cifar-lit", _replacement)
+    """Make stdout and stderr escape characters that the console's code page lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not in notebooks
-            stream.reconfigure(errors="cifar-lit")
-
-
-def _replacement(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    text = error.object[error.start : error.end].translate(_PLAIN)
-    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+            stream.reconfigure(errors="backslashreplace")
 
 
 def counted(count: int, noun: str) -> str:

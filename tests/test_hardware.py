@@ -16,7 +16,6 @@ import torch
 from contract.command_line import RECIPE, SMALL, metrics_of, run_command
 
 from cifar_lit import hardware
-from cifar_lit.bench.devices import each_device
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import (
     SPIN_SETTINGS,
@@ -25,7 +24,6 @@ from cifar_lit.hardware import (
     choose_precision,
     count_devices,
     detect_machine,
-    has_code,
     keep_freed_memory,
     limit_busy_waiting,
     probe_bf16,
@@ -196,7 +194,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], codes: list[str
 
 CUDA13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 P100_LINE = (
-    f"Tesla P100-PCIE-16GB (sm_60) is not used, because torch {torch.__version__} has no code for it: "
+    f"Tesla P100-PCIE-16GB (sm_60) is not used: torch {torch.__version__} has no code for it; "
     "install torch 2.14 and its torchvision for CUDA 12.6, see pytorch.org/get-started/previous-versions"
 )
 
@@ -204,34 +202,35 @@ P100_LINE = (
 @pytest.mark.parametrize(
     ("codes", "can", "cannot"),
     [
-        (CUDA13, [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 3), (12, 1), (13, 0)],
-         [(3, 7), (5, 2), (6, 0), (6, 1), (7, 0), (7, 2), (11, 0)]),
-        (["sm_50", "sm_60", "sm_70"], [(5, 2), (6, 1), (7, 5)], [(3, 7), (8, 0)]),
-        (["sm_86"], [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
-        (["compute_70"], [(7, 0), (7, 5), (9, 0), (12, 0)], [(6, 1)]),
-        (["sm_90a", "compute_90a"], [(9, 0)], [(9, 1), (10, 0)]),
-        (["sm_100f"], [(10, 0), (10, 3)], [(11, 0), (9, 0)]),
-        (["compute_100f"], [(10, 3)], [(12, 0)]),
-        (["gfx90a", ""], [], [(9, 0)]),
+        (CUDA13, ["7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.3", "12.1", "13.0"],
+         ["3.7", "5.2", "6.0", "6.1", "7.0", "7.2", "11.0"]),
+        (["sm_50", "sm_60", "sm_70"], ["5.2", "6.1", "7.5"], ["3.7", "8.0"]),
+        (["sm_86"], ["8.6", "8.9"], ["8.0", "9.0"]),
+        (["compute_70"], ["7.0", "7.5", "9.0", "12.0"], ["6.1"]),
+        (["sm_90a", "compute_90a"], ["9.0"], ["9.1", "10.0"]),
+        (["sm_100f"], ["10.0", "10.3"], ["11.0", "9.0"]),
+        (["compute_100f"], ["10.3"], ["12.0"]),
+        ([], ["3.7"], []),  # unknown
     ],
 )  # fmt: skip
 def test_code_runs_on_its_major_version_and_ptx_on_all_later_ones(
-    codes: list[str], can: list[tuple[int, int]], cannot: list[tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch, codes: list[str], can: list[str], cannot: list[str]
 ) -> None:
-    assert [each for each in (*can, *cannot) if has_code(codes, *each)] == can
+    used = [gpu for gpu in (*can, *cannot) if with_gpus(monkeypatch, [f"GPU {gpu}"], codes).gpus]
+    assert used == can
 
 
 def test_a_gpu_without_code_is_replaced_by_the_cpu_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = with_gpus(monkeypatch, ["Tesla P100-PCIE-16GB 6.0"], CUDA13)
-    assert machine.devices == ["cpu"] and machine.unusable == (P100_LINE,)
+    assert machine.devices == ["cpu"] and machine.unusable == P100_LINE
     assert choose_devices(machine, "auto", "auto") == ("cpu", "auto")
     assert choose_devices(machine, "cpu", 2) == ("cpu", 2)
-    assert count_devices(machine, "cpu", "auto") == 1
-    with pytest.raises(UsageError) as refusal:
-        choose_devices(machine, "gpu", "auto")
-    assert str(refusal.value) == f"{P100_LINE}. Or use --accelerator cpu"
+    for accelerator in ("gpu", "cuda"):
+        with pytest.raises(UsageError) as refusal:
+            choose_devices(machine, accelerator, "auto")
+        assert str(refusal.value) == f"{P100_LINE}, or use --accelerator cpu"
     assert capsys.readouterr().err == ""
     assert resolve_device("auto", machine) == "cpu"
     assert capsys.readouterr().err == P100_LINE + "\n"
@@ -241,32 +240,19 @@ def test_a_gpu_without_code_is_replaced_by_the_cpu_unless_it_is_asked_for(
 
 def test_a_gpu_that_is_too_new_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = with_gpus(monkeypatch, ["RTX 5090 12.0"], ["sm_75", "sm_90"])
-    assert machine.unusable[0].endswith("has no code for it: install a newer torch and torchvision")
+    assert machine.unusable.endswith("has no code for it; install a newer torch and torchvision")
 
 
-def test_the_usable_gpus_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = with_gpus(monkeypatch, ["P100 6.0", "T4 7.5", "V100 7.0", "T4 7.5"], CUDA13)
-    assert str(machine) == "GPUs 1 T4, 3 T4" and machine.devices == ["cpu", "cuda:1", "cuda:3"]
-    assert [choose_devices(machine, "auto", word)[1] for word in ("auto", "-1", "1", "2")] == [
-        [1, 3],
-        [1, 3],
-        [1],
-        [1, 3],
-    ]
-    assert choose_devices(machine, "gpu", "3,") == ("gpu", [3])
-    for devices in ("0,", "1,2", "3"):
-        with pytest.raises(UsageError, match=r"this machine has GPUs 1 T4, 3 T4\. Use --devices 2"):
-            choose_devices(machine, "gpu", devices)
-    assert resolve_device("auto", machine) == "cuda:1" and resolve_device("gpu:3", machine) == "cuda:3"
-    with pytest.raises(UsageError):
-        resolve_device("cuda:0", machine)
-    assert each_device(machine).keys() == {"cpu", "gpu 1, T4", "gpu 3, T4"}
+def test_the_line_about_one_of_several_gpus_says_how_to_use_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = with_gpus(monkeypatch, ["T4 7.5", "P100 6.0", "T4 7.5"], CUDA13)
+    assert machine.gpus == () and machine.unusable.endswith("or use the others: CUDA_VISIBLE_DEVICES=0,2")
+    assert machine.unusable.startswith("P100 (sm_60)")
 
 
 def test_devices_and_a_training_say_why_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(RECIPE.replace("  accelerator: cpu\n", ""))
-    machine = Machine("a CPU", 2, bf16=False, unusable=(P100_LINE,))
+    machine = Machine("a CPU", 2, bf16=False, unusable=P100_LINE)
     monkeypatch.setattr(hardware, "detect_machine", lambda: machine)
     listed = run_command("devices")
     assert P100_LINE in listed.lines and "torch finds no GPU" not in listed.out
@@ -275,7 +261,7 @@ def test_devices_and_a_training_say_why_a_gpu_is_not_used(monkeypatch: pytest.Mo
     assert metrics_of(Path("lightning_logs/small-1"))["accelerator"] == "cpu"
     assert run_command("fit", *SMALL, "--epochs", "1", "--accelerator", "cpu").err == ""
     refused = run_command("fit", *SMALL, "--accelerator", "gpu")
-    assert (refused.code, refused.err) == (2, f"cifar-lit: {P100_LINE}. Or use --accelerator cpu\n")
+    assert (refused.code, refused.err) == (2, f"cifar-lit: {P100_LINE}, or use --accelerator cpu\n")
 
 
 # ---- memory

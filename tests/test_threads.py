@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -14,10 +16,10 @@ import torch
 import yaml
 from contract.command_line import RECIPE, SMALL, metrics_of, run_command
 
-from cifar_lit import hardware, threads
+from cifar_lit import threads
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import CpuLimit, core_count, cpu_limits
-from cifar_lit.threads import VARIABLE, ProcessorLoad, choose_threads, free_cores
+from cifar_lit.hardware import core_count
+from cifar_lit.threads import VARIABLE, choose_threads, free_cores
 from cifar_lit.training import callbacks
 from cifar_lit.training.callbacks import SlowdownWarning
 
@@ -34,12 +36,18 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     free_cores.cache_clear()
 
 
-def machine(monkeypatch: pytest.MonkeyPatch, cores: int, free: float, torch_threads: int | None = None) -> list[int]:
-    """Simulate a machine; return a list that becomes torch's numbers of threads."""
+def machine(monkeypatch: pytest.MonkeyPatch, cores: int, share: float, torch_threads: int | None = None) -> list[int]:
+    """Simulate cores and the share of them that threads get. Return a list that becomes torch's numbers of threads."""
     chosen = [torch_threads or cores]
+    now = [0.0]
+
+    def perf_counter() -> float:
+        now[0] += 0.1
+        return now[0]
+
+    clock = SimpleNamespace(perf_counter=perf_counter, process_time=lambda: share * now[0])
+    monkeypatch.setattr(threads, "time", clock)
     monkeypatch.setattr(threads, "core_count", lambda: cores)
-    monkeypatch.setattr(threads, "MEASURE_SECONDS", 0.0)
-    monkeypatch.setattr(ProcessorLoad, "free", lambda self: free)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
     return chosen
@@ -49,92 +57,58 @@ def machine(monkeypatch: pytest.MonkeyPatch, cores: int, free: float, torch_thre
 
 
 @pytest.mark.parametrize(
-    ("idle", "own", "group", "free"),
+    ("cores", "share", "free"),
     [
-        ((0.5, 0.5), 0.0, None, 2.0),
-        ((0.4, 0.1), 0.0, None, 1.0),  # others use one core
-        ((0.0, 0.0), 0.5, None, 1.0),  # what this process uses itself is free for it
-        ((0.0, 0.0), 0.0, None, 0.0),
-        ((0.5, 0.5), 0.0, (1.5, 0.0), 1.5),  # a container with a limit
-        ((0.3, 0.2), 0.5, (1.5, 0.75), 1.0),  # this and other processes use all of it
-        ((0.2, 0.1), 0.0, (8.0, 0.5), 0.6),  # a limit above what is idle
+        (2, 1.95, 2),
+        (2, 1.8, 2),
+        (2, 1.33, 1),
+        (2, 1.0, 1),
+        (2, 0.4, 1),
+        (8, 7.1, 7),
+        (8, 4.0, 4),
+        (4, 4.3, 4),
+        (1, 1.0, 1),
     ],
 )
-def test_free_cores_are_idle_or_used_by_this_process_and_within_the_limit_of_the_container(
-    monkeypatch: pytest.MonkeyPatch,
-    idle: tuple[float, float],
-    own: float,
-    group: tuple[float, float] | None,
-    free: float,
+def test_free_cores_are_the_processor_time_that_a_thread_per_core_gets(
+    monkeypatch: pytest.MonkeyPatch, cores: int, share: float, free: int
 ) -> None:
-    clock = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now and own)
-    monkeypatch.setattr(threads, "time", clock)
-    monkeypatch.setattr(threads, "core_numbers", lambda: [1, 2])
-
-    def cpu_times(percpu: bool) -> list[Any]:
-        return [
-            SimpleNamespace(idle=9 * now),
-            *(SimpleNamespace(idle=now and each / 2, iowait=now and each / 2) for each in idle),
-        ]
-
-    monkeypatch.setattr(psutil, "cpu_times", cpu_times)
-    limits = [SimpleNamespace(cores=group[0], used=lambda: now and group[1])] if group else []
-    monkeypatch.setattr(threads, "cpu_limits", lambda: limits)
-    now = 0.0
-    load = ProcessorLoad()
-    now = 0.5
-    assert load.seconds == 0.5
-    assert load.free() == pytest.approx(free)
+    machine(monkeypatch, cores, share)
+    assert free_cores() == free
 
 
-def test_the_cores_of_this_machine_are_measured() -> None:
-    assert 1 <= free_cores() <= core_count()
-    assert psutil.Process().num_threads() < 200
+def test_the_cores_of_this_machine_are_measured_once() -> None:
+    begin = time.process_time()
+    free = free_cores()
+    assert 1 <= free <= core_count()
+    assert time.process_time() - begin > 0.05  # it has computed
+    begin = time.perf_counter()
+    assert free_cores() == free
+    assert time.perf_counter() - begin < threads.MEASURE_SECONDS / 2
 
 
-@pytest.mark.parametrize(
-    ("files", "limits", "cores"),
-    [
-        ({"job/cpu.max": "150000 100000", "cpu.max": "max 100000"}, [1.5], 2),
-        ({"job/cpu.max": "max 100000"}, [], 4),
-        ({"job/cpu.max": "10000 100000"}, [0.1], 1),
-        ({"cpu,cpuacct/job/cpu.cfs_quota_us": "300000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"}, [3.0], 3),
-        ({"cpu,cpuacct/job/cpu.cfs_quota_us": "-1", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"}, [], 4),
-        ({"job/cpu.max": "nonsense"}, [], 4),
-    ],
-)
-def test_a_container_may_use_the_cores_of_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], limits: list[float], cores: int
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    groups = [("", tmp_path / "job"), ("", tmp_path), ("cpu,cpuacct", tmp_path / "cpu,cpuacct/job")]
-    monkeypatch.setattr(hardware, "_cgroups", lambda: groups)
-    monkeypatch.setattr(hardware, "core_numbers", lambda: [0, 1, 2, 3])
-    assert [limit.cores for limit in cpu_limits()] == limits
-    assert core_count() == cores
-
-
-def test_the_processor_time_of_a_container_is_read(tmp_path: Path) -> None:
-    (tmp_path / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 9\n")
-    assert CpuLimit(1, tmp_path).used() == 2.5
-    assert CpuLimit(1, tmp_path / "version 1").used() == 0
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to a core here")
+def test_another_program_on_the_same_core_is_noticed() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            begin = time.process_time(), time.perf_counter()
+            assert free_cores() == 1
+            share = (time.process_time() - begin[0]) / (time.perf_counter() - begin[1])
+            other.kill()
+        assert share < 0.9
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 # ---- the choice
 
 
-@pytest.mark.parametrize(
-    ("cores", "free", "number"),
-    [(2, 1.9, 2), (2, 1.4, 1), (2, 0.0, 1), (8, 7.6, 8), (8, 3.4, 3), (4, 9.0, 4), (1, 1.0, 1)],
-)
-def test_there_are_as_many_threads_as_free_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, free: float, number: int
-) -> None:
-    chosen = machine(monkeypatch, cores, free)
-    assert choose_threads() == (number, f"{number} of {cores} cores are free")
-    assert chosen[-1] == number
+def test_there_are_as_many_threads_as_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = machine(monkeypatch, 8, 3.4)
+    assert choose_threads() == (3, "3 (3 of 8 cores are free)")
+    assert chosen[-1] == 3 and not os.environ[VARIABLE]
 
 
 def test_ranks_share_the_free_cores_and_their_children_inherit_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +125,17 @@ def test_no_more_threads_than_torch_would_use(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_users_number_precedes_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, 8, 1.0)
-    assert choose_threads(recorded=4) == (4, "4 in the configuration")
-    assert choose_threads(recorded=100_000)[0] == 8
-    assert choose_threads(typed=3, recorded=4, processes=2) == (3, "--threads")
+    assert choose_threads(4) == (4, "4 (set to 4)")
+    assert choose_threads(100_000) == (8, "8 (set to 100000)")
+    assert not os.environ[VARIABLE]
+    assert choose_threads(3, typed=True, processes=2) == (3, "3 (set to 3)")
     assert os.environ[VARIABLE] == "3" and free_cores() == 3  # also for processes that decode
     monkeypatch.setenv(VARIABLE, "5")
-    assert choose_threads(recorded=4) == (3, VARIABLE)  # torch has read the variable when it was imported
-    assert choose_threads(typed=6)[0] == 6
-    with pytest.raises(UsageError, match="--threads 9: this machine has 8 cores"):
-        choose_threads(typed=9)
+    assert choose_threads(4) == (3, f"3 ({VARIABLE})")  # torch has read the variable when it was imported
+    assert choose_threads(6, typed=True)[0] == 6
+    assert choose_threads(8, typed=True)[0] == 8
+    with pytest.raises(UsageError, match="--threads 9: this process may use 8 cores"):
+        choose_threads(9, typed=True)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +172,10 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_training_prints_and_records_its_threads(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProcessorLoad, "free", lambda self: 1.2)
-    monkeypatch.setattr(threads, "core_count", lambda: 2)
+    monkeypatch.setattr(threads, "free_cores", lambda: 1)
     answer = run_command("train", *SMALL, "--epochs", "1", **UNSET)
     assert answer.code == 0, answer.err
-    assert "threads      1 (1 of 2 cores are free)" in answer.lines
+    assert f"threads      1 (1 of {core_count()} cores are free)" in answer.lines
     run = Path("lightning_logs/small-1")
     assert metrics_of(run)["threads"] == 1
     assert yaml.safe_load((run / "config.yaml").read_text())["threads"] == 1
@@ -208,8 +183,7 @@ def test_a_training_prints_and_records_its_threads(small: None, monkeypatch: pyt
 
 def test_evaluation_and_lists_do_not_measure(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_command("train", *SMALL, "--epochs", "1", "--threads", "1").code == 0
-    free_cores.cache_clear()
-    monkeypatch.setattr(threads, "ProcessorLoad", lambda: pytest.fail("measured"))
+    monkeypatch.setattr(threads, "free_cores", lambda: pytest.fail("measured"))
     best = "lightning_logs/small-1/checkpoints/best.ckpt"
     lines = (["--help"], ["recipes"], ["devices"], ["fit", *SMALL, "--print_config"], ["test", "--ckpt_path", best])
     for line in lines:
@@ -221,7 +195,7 @@ def test_threads_of_a_configuration_are_limited_to_the_cores(small: None) -> Non
     assert run_command(*SMALL, "--config", "many.yaml", "--epochs", "1", **UNSET).code == 0
     assert metrics_of(Path("lightning_logs/small-1"))["threads"] == core_count()
     refusal = run_command(*SMALL, "--threads", "1000000")
-    assert refusal.code == 2 and "--threads 1000000: this machine has" in refusal.err
+    assert refusal.code == 2 and "--threads 1000000: this process may use" in refusal.err
     assert run_command(*SMALL, "--threads", "0").code == 2
 
 
@@ -229,22 +203,24 @@ def test_threads_of_a_configuration_are_limited_to_the_cores(small: None) -> Non
 
 
 class Steps:
-    """A training whose steps take a given time on a given number of free cores."""
+    """A training whose steps take a given time and get a given number of cores of a busy or an idle machine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, threads: int, device: str = "cpu") -> None:
-        self.now, self.free = 0.0, float(threads)
+        self.now = self.used = self.busy = 0.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.used)
+        monkeypatch.setattr(callbacks, "time", clock)
+        monkeypatch.setattr(psutil, "cpu_percent", lambda: self.busy)
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        monkeypatch.setattr(callbacks, "ProcessorLoad", lambda: Load(self))
         self.module = SimpleNamespace(device=torch.device(device))
         self.trainer = SimpleNamespace(is_global_zero=True)
         self.callback = SlowdownWarning()
-        self.callback.on_train_start(self.trainer, self.module)  # type: ignore[arg-type]
 
-    def run(self, seconds: float, free: float, count: int = 40) -> None:
-        self.free = free
+    def run(self, seconds: float, cores: float, busy: float = 100, count: int = 40) -> None:
+        self.busy = busy
         for batch in range(count):
             self.callback.on_train_batch_start(self.trainer, self.module, None, batch)  # type: ignore[arg-type]
             self.now += seconds
+            self.used += seconds * cores
             self.callback.on_train_batch_end(self.trainer, self.module, None, None, batch)  # type: ignore[arg-type]
 
     def validate(self, seconds: float) -> None:
@@ -252,48 +228,43 @@ class Steps:
         self.callback.on_validation_start(self.trainer, self.module)  # type: ignore[arg-type]
 
 
-class Load:
-    def __init__(self, steps: Steps) -> None:
-        self._steps, self._start = steps, steps.now
-
-    @property
-    def seconds(self) -> float:
-        return self._steps.now - self._start
-
-    def free(self) -> float:
-        return self._steps.free
-
-
 @pytest.mark.parametrize(
-    ("threads", "free", "remedy"),
-    [(2, 1.1, "or stop this training and add --resume --threads 1"), (1, 0.4, "end them")],
+    ("threads", "cores", "remedy"),
+    [(2, 1.1, "end them, or stop this training and add --resume --threads 1"), (1, 0.4, "1 thread): end them")],
 )
 def test_steps_that_become_slow_because_cores_are_taken_give_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threads: int, free: float, remedy: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threads: int, cores: float, remedy: str
 ) -> None:
     steps = Steps(monkeypatch, threads)
-    steps.run(0.02, threads)
-    steps.run(0.12, free)
-    steps.run(0.5, free)
+    steps.run(0.2, threads, 50)  # the first steps are slow
+    steps.run(0.02, threads, 50)
+    steps.run(0.12, cores)
+    steps.run(5.0, cores)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("a step takes 6 times its usual time") and f"get {free} cores" in line
+    assert line.startswith("a step takes 6 times its usual time") and f"({cores} are left for {threads} " in line
     assert line.endswith(remedy)
 
 
 @pytest.mark.parametrize(
-    ("slow", "free", "device"),
+    ("slow", "cores", "busy", "device"),
     [
-        (0.2, 2.0, "cpu"),  # waits for a disk
-        (0.08, 0.5, "cpu"),  # four times
-        (0.2, 0.5, "meta"),  # computed elsewhere
+        (0.2, 0.3, 40, "cpu"),  # waits for a disk
+        (0.2, 1.9, 100, "cpu"),  # computes more
+        (0.09, 0.5, 100, "cpu"),  # less than five times
+        (0.2, 0.5, 100, "meta"),  # computed elsewhere
     ],
 )
 def test_other_slow_steps_give_no_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], slow: float, free: float, device: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    slow: float,
+    cores: float,
+    busy: float,
+    device: str,
 ) -> None:
     steps = Steps(monkeypatch, 2, device)
     steps.run(0.02, 2.0)
-    steps.run(slow, free)
+    steps.run(slow, cores, busy)
     assert capsys.readouterr().err == ""
 
 

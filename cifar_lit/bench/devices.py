@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def each_device(machine: Machine) -> dict[str, list[str]]:
     """Return the flags that select the CPU and every GPU alone, by the device's name."""
     flags = {"cpu": ["--accelerator", "cpu", "--devices", "1"]}
-    for number, (name, _) in zip(machine.gpu_numbers, machine.gpus, strict=True):
+    for number, (name, _) in enumerate(machine.gpus):
         flags[f"gpu {number}, {name}"] = ["--accelerator", "gpu", "--devices", f"[{number}]"]
     if machine.mps:
         flags["mps"] = ["--accelerator", "mps", "--devices", "1"]

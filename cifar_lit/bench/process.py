@@ -31,9 +31,9 @@ class FinishedTraining(NamedTuple):
 @contextmanager
 def started(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a process in its own group, which Ctrl-C does not reach. The group is killed if the block fails."""
-    settings = {"encoding": "utf-8", "errors": "replace", "env": child_environment(), **settings}
-    settings |= {"process_group": 0, "creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
-    settings.setdefault("stdin", subprocess.DEVNULL)
+    group = {"process_group": 0, "creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}  # 0 on POSIX
+    text = {"encoding": "utf-8", "errors": "replace"}
+    settings = {**group, **text, "env": child_environment(), "stdin": subprocess.DEVNULL, **settings}
     with subprocess.Popen(command, **settings) as process:
         try:
             yield process

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -228,11 +227,10 @@ def run_once(
 
 def peak_memory() -> int:
     """Return the most bytes of memory that this process has had."""
-    if sys.platform == "win32" or find_spec("resource") is None:
+    if sys.platform == "win32":
         import psutil
 
-        memory = psutil.Process().memory_info()
-        return int(getattr(memory, "peak_wset", memory.rss))
+        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # bytes

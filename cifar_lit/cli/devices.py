@@ -44,7 +44,7 @@ def _list_machine() -> None:
     kinds = [*(["gpu"] if machine.gpus else []), *(["mps"] if machine.mps else []), "cpu"]
     choices = {kind: choose_precision(machine, kind) for kind in kinds}
     table = Table("accelerator", "device", "memory", "precision", "flags")
-    for number, (name, memory) in zip(machine.gpu_numbers, machine.gpus, strict=True):
+    for number, (name, memory) in enumerate(machine.gpus):
         table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", choices["gpu"][0], f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", choices["mps"][0], "--accelerator mps")
@@ -56,9 +56,9 @@ def _list_machine() -> None:
     for kind, (precision, reason) in choices.items():
         console.print(f"{kind}: {precision} by default ({reason})")
     console.print("--devices 2 uses two GPUs, or two processes on the CPU (DDP)")
-    for sentence in machine.unusable:
-        console.print(sentence)
-    if not machine.gpus and not machine.unusable:
+    if machine.unusable:
+        console.print(machine.unusable)
+    elif not machine.gpus:
         reason = (
             "none is visible (CUDA_VISIBLE_DEVICES can hide them)" if machine.cuda_build else "this build is CPU-only"
         )

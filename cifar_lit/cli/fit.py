@@ -234,8 +234,8 @@ class TrainingCLI(LightningCLI):
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
         accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
-        if self.first and trainer.accelerator == "auto":
-            note(*self.machine.unusable)
+        if self.first and trainer.accelerator == "auto" and self.machine.unusable:
+            note(self.machine.unusable)
         trainer.accelerator = accelerator
         if self.name == "predict" and trainer.devices == "auto":
             trainer.devices = 1
@@ -248,23 +248,16 @@ class TrainingCLI(LightningCLI):
             raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
-        self._choose_threads(devices)
+        typed = self.command.value("threads") is not None
+        if self.name == "fit" or typed:
+            # SLURM may give each process cores of its own.
+            alone = hardware.core_count() <= int(os.environ.get("SLURM_CPUS_PER_TASK", "0"))
+            choice = choose_threads(self.settings.threads, typed, 1 if alone else devices)
+            self.settings.threads, self.notes["threads"] = choice
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
         follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
-
-    def _choose_threads(self, processes: int) -> None:
-        """Set the number of threads, which `processes` of this run share. Only a training measures the free cores."""
-        number = self.settings.threads
-        typed = number if self.command.value("threads") else None
-        if self.name != "fit" and typed is None:
-            return
-        if hardware.core_count() <= int(os.environ.get("SLURM_CPUS_PER_TASK", "0")):
-            processes = 1  # SLURM gives each process cores of its own
-        threads, reason = choose_threads(typed, number, processes)
-        self.settings.threads = threads
-        self.notes["threads"] = f"{threads} ({reason})"
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""

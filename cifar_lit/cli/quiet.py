@@ -19,8 +19,8 @@ def hold_signals() -> None:
 
     Call this before the slow imports: with a short --time, the signal arrives early.
     """
-    if by_slurm(os.environ):
-        _mask_requeue("SIG_BLOCK")
+    if sys.platform != "win32" and by_slurm(os.environ):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def catch_signals() -> None:
@@ -35,13 +35,8 @@ def catch_signals() -> None:
     requeue = REQUEUE if by_slurm(os.environ) else None
     for number in filter(None, (*stop_signals(), requeue)):
         signal.signal(number, stop)
-    if requeue:
-        _mask_requeue("SIG_UNBLOCK")
-
-
-def _mask_requeue(how: str) -> None:
-    if sys.platform != "win32" and REQUEUE:
-        signal.pthread_sigmask(getattr(signal, how), {REQUEUE})
+    if sys.platform != "win32" and requeue:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {requeue})
 
 
 def quieten() -> None:

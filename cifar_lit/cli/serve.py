@@ -18,7 +18,7 @@ from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.serve.bodies import Limits
 from cifar_lit.inference.serve.collect import MAX_BYTES, MAX_FILES, Collector
 from cifar_lit.runs.run_folder import display_path, weights_file
-from cifar_lit.text import counted, say
+from cifar_lit.text import say
 
 DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at /.
 
@@ -60,8 +60,6 @@ def serve(argv: list[str]) -> None:
     collector = _collector(*settings.collect_below) if settings.collect_below else None
     if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
         raise Failure(f'serve needs missing packages ({", ".join(missing)}): pip install "cifar-lit[serve]"')
-    import torch
-
     from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
     from cifar_lit.inference.unknown import check_rate
@@ -78,9 +76,8 @@ def serve(argv: list[str]) -> None:
             classifier.reject = check_rate(settings.reject, classifier.card.reject)
 
         def on_ready() -> None:
-            threads = f" with {counted(torch.get_num_threads(), 'thread')}" if device == "cpu" else ""
             size = "×".join(map(str, classifier.card.input_shape))
-            say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}{threads}")
+            say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
             if not local:
                 say(f"any machine on the network can connect to {host}: there is no password and no encryption")
             address = f"[{host}]" if ":" in host else host

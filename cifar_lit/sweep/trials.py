@@ -196,7 +196,7 @@ class Worker:
         with (folder / LOCK_FILE).open("ab") as file:  # the training inherits the open file, and thus the lock
             try:
                 lock_file(file)
-            except BlockingIOError:  # the training of a lost worker is writing its checkpoint
+            except (BlockingIOError, PermissionError):  # the training of a lost worker is writing its checkpoint
                 self._give_back(trial._trial_id)
                 time.sleep(POLL)
                 return

@@ -23,7 +23,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.hardware import psutil
 from cifar_lit.text import counted, note, say
-from cifar_lit.threads import ProcessorLoad
 from cifar_lit.training.checkpoint import is_last_epoch
 
 # ---- time
@@ -331,49 +330,38 @@ class DivergenceWarning(Callback):
 
 
 class SlowdownWarning(Callback):
-    """Warn once if steps on the CPU become slow because other programs use its cores.
-
-    The mean time of the steps in `SECONDS` or more is compared with the shortest mean so far.
-    """
+    """Warn once if steps on the CPU take `FACTOR` times as long as before because other programs use its cores."""
 
     FACTOR = 5.0
-    SECONDS = 0.3
+    SECONDS = 0.3  # the time of a step is the mean over at least this time
 
     def __init__(self) -> None:
-        self._load: ProcessorLoad | None = None
-        self._steps = 0
-        self._usual = math.inf  # seconds of a step
-        self._watches = False
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Watch steps on a CPU. Steps on a GPU return before they are computed."""
-        self._watches = trainer.is_global_zero and pl_module.device.type == "cpu" and psutil is not None
+        self._usual, self._steps = math.inf, 0  # the shortest time of a step so far, and the steps of a measurement
+        self._begin: tuple[float, float] | None = None  # wall-clock and processor time at the begin of a measurement
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to measure, if no measurement is running."""
-        if self._watches and self._load is None:
-            self._load, self._steps = ProcessorLoad(), 0
+        """Begin to measure. A GPU computes a step after it has ended here."""
+        if self._begin is None and trainer.is_global_zero and pl_module.device.type == "cpu" and psutil:
+            self._begin, self._steps = (time.perf_counter(), time.process_time()), 0
+            psutil.cpu_percent()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compare the mean time of the measured steps with the usual time."""
+        """Compare the time of a step with the usual time."""
         self._steps += 1
-        if self._load is None or self._load.seconds < self.SECONDS:
+        if self._begin is None or (seconds := time.perf_counter() - self._begin[0]) < self.SECONDS:
             return
-        seconds, free, threads = self._load.seconds / self._steps, self._load.free(), torch.get_num_threads()
-        self._load = None
-        if seconds > self.FACTOR * self._usual and free < threads - 0.25:
-            self._watches = False
-            slow = f"a step takes {seconds / self._usual:.0f} times its usual time"
-            got = f"{counted(threads, 'thread')} of this training get {free:.1f} cores"
-            remedy = "end them"
-            if threads > 1:
-                remedy += f", or stop this training and add --resume --threads {max(1, int(free))}"
-            note(f"{slow}: {got}, because other programs use them. To go on, {remedy}")
-        self._usual = min(self._usual, seconds)
+        cores, threads = (time.process_time() - self._begin[1]) / seconds, torch.get_num_threads()
+        step, self._begin = seconds / self._steps, None
+        if step > self.FACTOR * self._usual and cores < threads - 0.25 and psutil.cpu_percent() > 90:
+            fewer = f", or stop this training and add --resume --threads {max(1, int(cores))}" if threads > 1 else ""
+            slow = f"a step takes {step / self._usual:.0f} times its usual time, because other programs use the cores"
+            note(f"{slow} ({cores:.1f} are left for {counted(threads, 'thread')}): end them{fewer}")
+            self.SECONDS = math.inf  # no further warning
+        self._usual = min(self._usual, step)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Discard a measurement that a validation interrupts."""
-        self._load = None
+        self._begin = None
 
 
 def check_finite(model: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:
