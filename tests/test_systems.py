@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -93,9 +94,16 @@ def test_files_are_synced_through_a_writable_descriptor(monkeypatch: pytest.Monk
 
 
 def test_text_files_have_the_same_bytes_on_every_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "linesep", "\r\n")
+    """Without `newline`, Windows would write a carriage return too."""
+    write, newlines = Path.write_text, []
+
+    def write_and_record(path: Path, text: str, **settings: Any) -> int:
+        newlines.append(settings.get("newline"))
+        return write(path, text, **settings)
+
+    monkeypatch.setattr(Path, "write_text", write_and_record)
     write_text(Path("a.txt"), "é\n")
-    assert Path("a.txt").read_bytes() == "é\n".encode()
+    assert Path("a.txt").read_bytes() == "é\n".encode() and newlines == ["\n"]
 
 
 @pytest.mark.parametrize("attempts", [1, 3, 4, 20])

@@ -238,6 +238,7 @@ def test_steps_that_become_slow_because_cores_are_taken_give_one_line(
     steps = Steps(monkeypatch, threads)
     steps.run(0.2, threads, 50)  # the first steps are slow
     steps.run(0.02, threads, 50)
+    steps.run(0.06, cores)
     steps.run(0.12, cores)
     steps.run(5.0, cores)
     (line,) = capsys.readouterr().err.splitlines()
