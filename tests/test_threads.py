@@ -19,6 +19,7 @@ from contract.command_line import RECIPE, SMALL, metrics_of, run_command
 from cifar_lit import threads
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import core_count
+from cifar_lit.runs.compare import RunRecord, groups
 from cifar_lit.threads import VARIABLE, choose_threads, free_cores
 from cifar_lit.training import callbacks
 from cifar_lit.training.callbacks import SlowdownWarning
@@ -197,6 +198,16 @@ def test_threads_of_a_configuration_are_limited_to_the_cores(small: None) -> Non
     refusal = run_command(*SMALL, "--threads", "1000000")
     assert refusal.code == 2 and "--threads 1000000: this process may use" in refusal.err
     assert run_command(*SMALL, "--threads", "0").code == 2
+
+
+def test_runs_that_had_other_threads_belong_to_one_group() -> None:
+    runs = []
+    for seed, number in enumerate((1, 2, None)):
+        settings = {"seed_everything": seed, **({"threads": number} if number else {})}
+        metrics = {"recipe": "small", "seed": seed, "test": {"accuracy": 0.5}}
+        runs.append(RunRecord(Path(str(seed)), str(seed), settings, metrics))
+    (group,) = groups(runs)
+    assert group["runs"] == ["0", "1", "2"]
 
 
 # ---- slow steps

@@ -156,7 +156,7 @@ def _setting_text(run: RunRecord, name: str) -> str:
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Group the tested runs that have the same recipe, the same data and the same settings except for the seed.
+    """Group the tested runs that have the same recipe, data and settings, except for the seed and the threads.
 
     Returns:
         For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds` and
@@ -164,7 +164,7 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         differ, such as a folder that was changed, `settings` has a number of the data as `data`.
     """
     tested = [run for run in runs if run.test]
-    names = [name for name in differing(tested) if name not in (SEED, "recipe")]
+    names = [name for name in differing(tested) if name not in (SEED, "recipe", "threads")]
     keys = [(run.recipe, *(_setting_text(run, name) for name in names)) for run in tested]
     data = list(map(_data_text, tested))
     by_data = {pair for pair in zip(keys, data, strict=True) if pair[1]}
