@@ -328,6 +328,7 @@ class Programs:
                 yield next((line for line in process.stdout if "http://" in line), "")
             finally:
                 process.terminate()
+                process.communicate()  # a closed pipe would be an error of the program
 
     def page(self, width: int, height: int) -> Page:
         """Return a new window of the browser, in pixels."""
@@ -361,13 +362,13 @@ def draw_terminal(programs: Programs) -> None:
 
 
 def draw_report(programs: Programs) -> None:
-    """The first two sections of a report."""
+    """The summary and the first four curves of a report."""
     programs.quickstart()
     page = programs.page(1000, 1200)
     page.goto((programs.folder / "lightning_logs/quickstart-1/report.html").as_uri())
-    box = page.locator("#curves").bounding_box()
+    box = page.locator("#curves figure").nth(3).bounding_box()
     assert box is not None
-    area = {"x": 0, "y": 0, "width": 1000, "height": box["y"] + box["height"]}
+    area = {"x": 0, "y": 0, "width": 1000, "height": box["y"] + box["height"] + 10}
     save_page(page.screenshot(clip=area, full_page=True), RESULTS / "report.png")  # type: ignore[arg-type]
 
 
@@ -412,7 +413,7 @@ def draw_tensorboard(programs: Programs) -> None:
     """The curves of three runs."""
     with tensorboard(programs) as address:
         page = programs.page(1500, 780)
-        page.goto(f"{address}?smoothing=0#scalars&_smoothingWeight=0&tagFilter=(train%7Cval)%2F%7Clr")
+        page.goto(f"{address}?smoothing=0#scalars&_smoothingWeight=0&tagFilter=(train%7Cval)%2F(loss%7Caccuracy)%7Clr")
         page.get_by_text("val/loss").first.wait_for()
         page.wait_for_timeout(3000)  # curves are loaded and drawn one after another
         save_page(page.screenshot(), RESULTS / "tensorboard.png")
@@ -421,7 +422,7 @@ def draw_tensorboard(programs: Programs) -> None:
 def draw_hparams(programs: Programs) -> None:
     """Settings and results of three runs in a table."""
     with tensorboard(programs) as address:
-        page = programs.page(1500, 420)
+        page = programs.page(1700, 420)
         page.goto(f"{address}#hparams")
         page.get_by_text("test/accuracy").first.wait_for()
         page.wait_for_timeout(2000)
@@ -432,12 +433,11 @@ def write_wrong_labels(root: Path, folder: Path) -> None:
     """Write images of CIFAR-10 into class folders, a part of them into that of the next class."""
     data = ImageData("cifar10", root=str(root), val_size=0)
     for label, name in enumerate(data.classes):
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
         rows = (data.train_images.labels == label).nonzero()[:REVIEWED, 0].tolist()
         for number, row in enumerate(rows):
             wrong = number % WRONG == WRONG - 1
             place = data.classes[(label + 1) % len(data.classes)] if wrong else name
-            (folder / place).mkdir(exist_ok=True)
             Image.fromarray(data.train_images.images[row].numpy()).save(folder / place / f"{row:05}.png")
 
 
@@ -466,8 +466,9 @@ def draw_review(programs: Programs) -> None:
     """A review: three labels corrected, a class searched, the table written."""
     images = programs.folder / "photos"
     write_wrong_labels(programs.data_dir, images)
-    train = ("train", "--recipe", "finetune", "--data-dir", "photos", "--folds", "5", "--data.image_size", "128")
-    programs.run(sys.executable, "-m", "cifar_lit", *train)
+    train = ("train", "--recipe", "finetune", "--data-dir", "photos", "--folds", "5")
+    fast = ("--data.image_size", "128", "--model.unfreeze", "false")
+    programs.run(sys.executable, "-m", "cifar_lit", *train, *fast)
     words = ("cifar_lit", "review", "lightning_logs/finetune-folds-1", "--port", "0", "--limit", "100")
     with programs.service(*words) as line:
         page = programs.page(*REVIEW_WINDOW)
