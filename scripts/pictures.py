@@ -432,8 +432,9 @@ def draw_hparams(programs: Programs) -> None:
 def write_wrong_labels(root: Path, folder: Path) -> None:
     """Write images of CIFAR-10 into class folders, a part of them into that of the next class."""
     data = ImageData("cifar10", root=str(root), val_size=0)
+    for name in data.classes:
+        (folder / name).mkdir(parents=True)
     for label, name in enumerate(data.classes):
-        (folder / name).mkdir(parents=True, exist_ok=True)
         rows = (data.train_images.labels == label).nonzero()[:REVIEWED, 0].tolist()
         for number, row in enumerate(rows):
             wrong = number % WRONG == WRONG - 1
