@@ -21,6 +21,7 @@ from cifar_lit.bench.devices import rows_of
 from cifar_lit.bench.process import child_environment, without_places
 from cifar_lit.bench.report import spread, write_figures
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import Machine
 
 
 def run_bench(argv: list[str]) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(
     core = "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
     info.write_text(f"processor\t: 0\n{core}\nprocessor\t: 1\n{core}")
     assert report.exact_cpu("AMD EPYC") == "AMD EPYC (family 26, model 2)"
+    monkeypatch.setattr(report, "detect_machine", lambda: Machine("AMD EPYC", 2, True))
+    assert report.environment()["cpu"] == "AMD EPYC (family 26, model 2)"
     assert report.exact_cpu("Intel(R) Xeon(R) Processor @ 2.80GHz").endswith("@ 2.80GHz (family 26, model 2)")
     assert report.exact_cpu("AMD EPYC 9755 128-Core Processor") == "AMD EPYC 9755 128-Core Processor"
 
