@@ -395,9 +395,10 @@ def tensorboard(programs: Programs) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", "lightning_logs", "--port", str(port)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     address = f"http://127.0.0.1:{port}/"
-    with subprocess.Popen([*command, "--host", "127.0.0.1"], cwd=programs.folder, **quiet) as process:
+    with subprocess.Popen(
+        [*command, "--host", "127.0.0.1"], cwd=programs.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         try:
             for _ in range(120):
                 with suppress(OSError):

@@ -269,6 +269,14 @@ def test_an_infinite_loss_ends_the_training() -> None:
         fitted(model, shapes_data())
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_detect_anomaly_names_the_operation_instead_of_the_loss() -> None:
+    model: Any = classifier()
+    model.net[-1].bias.data.fill_(math.inf)
+    with pytest.raises(RuntimeError, match=r"'LogSoftmaxBackward0' returned nan values"):
+        fitted(model, shapes_data(), detect_anomaly=True)
+
+
 # Tensors that may overflow in the last update of an epoch, after a finite loss.
 OVERFLOWS: dict[str, Callable[[pl.Trainer, Any], torch.Tensor]] = {
     "weights": lambda _, model: next(model.net.parameters()).data,
