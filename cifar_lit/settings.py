@@ -48,7 +48,7 @@ def saved_settings(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `given` that differ from those of a run; raise UsageError if one must not change."""
-    changed = {name: given[name] for name, value in saved.items() if name in given and given[name] != value}
+    changed = {name: given[name] for name in saved if name in given and not _are_equal(saved[name], given[name])}
     for name, value in changed.items():
         if name in MAY_CHANGE:
             continue
@@ -58,9 +58,14 @@ def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict
             cause = _depends_on_length(saved)
             if not cause:
                 continue
-            remedy = f"{cause} spans the whole training: leave it out, or train a new run from these weights"
+            remedy = f"{cause} depends on the length, so leave it out, or train a new run from these weights"
         raise UsageError(f"{fault}: {remedy}")
     return changed
+
+
+def _are_equal(old: Any, new: Any) -> bool:
+    """Return whether two values are equal. One number stands for a list of it, as in `data.mean`."""
+    return old == new or (isinstance(old, list) and old == [new] * len(old))
 
 
 def _is_later(old: Any, new: Any) -> bool:

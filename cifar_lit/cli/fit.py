@@ -32,13 +32,21 @@ from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
-from cifar_lit.errors import UsageError, check_choice, nearest
+from cifar_lit.errors import Failure, UsageError, check_choice, nearest
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import check_net, net_spec
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run import Run
-from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, is_finished, run_of
+from cifar_lit.runs.run_folder import (
+    RunFolder,
+    check_unfinished,
+    display_path,
+    find_resumable,
+    is_finished,
+    read_metrics,
+    run_of,
+)
 from cifar_lit.runs.trackers import logger_names
 from cifar_lit.settings import changed_settings
 from cifar_lit.text import counted, is_name, note, say
@@ -135,9 +143,11 @@ class TrainingCLI(LightningCLI):
                 parser_kwargs={**kwargs, "prog": "cifar-lit", self.name: dict(kwargs)},
                 args=arguments(command, base, self.name),
             )
-        except BaseException:
+        except BaseException as error:
             if self.folder:
                 self.folder.release()
+            if isinstance(error.__cause__, UsageError | Failure):  # raised while the parser linked model and data
+                raise error.__cause__ from None
             raise
 
     # ---- where settings come from
@@ -156,8 +166,7 @@ class TrainingCLI(LightningCLI):
         run = run_of(checkpoint)
         if run is None:
             raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
-        if is_finished(run, needs_test) and (epochs := command.value("trainer.max_epochs")):
-            raise UsageError(self._longer_run(run, epochs))
+        self._check_no_more_epochs(run, needs_test)
         check_unfinished(run, needs_test)
         # A command repeated from the shell history may name the run's recipe, and have --auto-batch or --auto-lr.
         if command.recipe:
@@ -173,12 +182,17 @@ class TrainingCLI(LightningCLI):
         command.auto = set()
         return checkpoint
 
-    def _longer_run(self, run: Path, epochs: str) -> str:
-        """Return the error for a finished run that is to have more epochs: the command that trains its weights on."""
+    def _check_no_more_epochs(self, run: Path, needs_test: bool) -> None:
+        """Raise UsageError if a finished run is to have more epochs. The message has the command that trains it on."""
+        epochs = self.command.value("trainer.max_epochs") or ""
+        more = int(epochs) - (read_metrics(run).get("epochs") or 0) if epochs.isdecimal() else 0
+        if more <= 0 or not is_finished(run, needs_test):
+            return
         config, weights = (shlex.quote(display_path(run / name)) for name in ("config.yaml", "model.safetensors"))
         start = program(sys.argv[0], self.command.name)
-        command = f"{start} --config {config} --model.weights {weights} --model.head_views 0 --epochs {epochs}"
-        return f"{display_path(run)} is finished. To train it for {epochs} epochs more, start a new run: {command}"
+        command = f"{start} --config {config} --model.weights {weights} --model.head_views 0 --epochs {more}"
+        name, count = display_path(run), counted(more, "more epoch")
+        raise UsageError(f"{name} is finished. To train its weights for {count}, start a new run: {command}")
 
     def _base_settings(self) -> Path | None:
         """Return the file of the settings with the lowest precedence: of the run to resume or score, or of a recipe."""

@@ -27,7 +27,7 @@ from cifar_lit.data.preprocessing import Preprocessing
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
-from cifar_lit.data.split_record import check_split, recorded_rows, split_record
+from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 
@@ -390,7 +390,8 @@ class ImageData(pl.LightningDataModule):
             self._build_parts()
             if self.trainer:
                 self.setup("fit")
-        check_split(self.parts, record)
+        if self.record["digest"] != record.get("digest"):
+            raise UsageError(split_fault(self.parts, rows))
 
     @property
     def _all_settings(self) -> dict[str, Any]:

@@ -311,7 +311,7 @@ def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
     if not parts:
         return listing
     if added:
-        note_once(f"{root}: {counted(added, 'image')} were added since this run began; they are not used in it")
+        note_once(f"{root}: this run does not use {counted(added, 'image')} added since it began")
     return Listing(parts, listing.groups)
 
 

@@ -18,8 +18,7 @@ import torch
 
 from cifar_lit.data.image_set import ImageSet, image_key
 from cifar_lit.data.split_images import SplitImages
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.text import counted
+from cifar_lit.errors import Failure
 
 HASHED_BYTES = 1024  # from the middle of each image
 MAX_HASHED = 4 << 30  # bytes of all images; larger data sets, which exceed many memories, are identified by path only
@@ -87,15 +86,12 @@ def recorded_rows(record: Mapping[str, Any]) -> list[Row] | None:
     return rows
 
 
-def check_split(parts: SplitImages, record: Mapping[str, Any]) -> None:
-    """Raise UsageError if the images and their sides differ from a record; the message names the images."""
-    rows = split_rows(parts)
-    if sha256(json.dumps(rows).encode()).hexdigest() == record.get("digest"):
-        return
-    saved = recorded_rows(record)
+def split_fault(parts: SplitImages, saved: list[Row] | None) -> str:
+    """Return how the images and their sides differ from the rows of a record. None: rows without names."""
     if saved is None:
         fault = f"the images of {parts.dataset}, or their order, differ from those that this run was trained on"
-        raise UsageError(f"{fault}: use the same images, or start a new run")
+        return f"{fault}: use the same images, or start a new run"
+    rows = split_rows(parts)
     names = {name for name, _, _ in rows}
     contents = {(name, code) for name, _, code in rows}
     places = set(rows)
@@ -107,8 +103,8 @@ def check_split(parts: SplitImages, record: Mapping[str, Any]) -> None:
         "are in another order": names,
     }
     fault, images = next(pair for pair in faults.items() if pair[1])
-    text = f"{counted(len(images), 'image')} of this run {fault}: {_listed(images)}"
-    raise UsageError(f"{text}. Restore the images and their table as they were, or start a new run")
+    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {_listed(images)}"
+    return f"{text}. Restore the images and their table as they were, or start a new run"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -388,7 +388,7 @@ class ImageClassifier(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the running metrics and score of a resumed fit. Raise UsageError for settings that must not differ."""
+        """Restore the running metrics and score of a resumed fit. Raise UsageError for settings that must be equal."""
         if self._trainer is None or self.trainer.state.fn != "fit":
             return
         if self.trainer.precision == "64-true":
