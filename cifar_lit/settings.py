@@ -18,8 +18,9 @@ MAY_CHANGE = {
     "trainer.max_time", "model.patience", "model.teacher", "model.channels_last", "model.compile", "model.capture",
     "data.root", "data.url", "data.cache_dir", "data.placement", "data.workers", "data.eval_batch_size",
 }  # fmt: skip
-# May be raised if nothing depends on the length of the training, see `_depends_on_length`.
-ENDS = ("trainer.max_epochs", "trainer.max_steps")
+# May be raised if nothing depends on the length of the training. A later `max_steps` would not be exact: Lightning
+# counts the epoch in which a training reaches it as complete.
+END = "trainer.max_epochs"
 
 
 def plain_settings(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict
             continue
         fault = f"{name} was {json.dumps(saved[name])[:200]} in this run, not {json.dumps(value)[:200]}"
         remedy = "leave it out to resume the run, or start a new one"
-        if name in ENDS and _is_later(saved[name], value):
+        if name == END and _is_later(saved[name], value):
             cause = _depends_on_length(saved)
             if not cause:
                 continue
@@ -73,11 +74,11 @@ def _is_later(old: Any, new: Any) -> bool:
 
 
 def _depends_on_length(settings: Mapping[str, Any]) -> str | None:
-    """Return the first setting whose effect depends on the number of epochs or steps, None if there is none."""
+    """Return the first setting whose effect depends on the number of epochs, None if there is none."""
     if settings.get("model.schedule", "constant") != "constant":
         return f"model.schedule {settings['model.schedule']}"
     patience = settings.get("model.patience")
     if isinstance(patience, float) and 0 < patience < 1:
         return f"model.patience {patience:g}"
-    shares = ("model.swa_from", "data.skip_easy", "data.resolutions")
+    shares = ("data.skip_easy", "data.resolutions")
     return next((name for name in shares if settings.get(name)), None)
