@@ -47,7 +47,7 @@ def test_other_processes_resume_from_the_same_checkpoint(unfinished: Path, monke
     monkeypatch.setenv(RESUMED_CHECKPOINT, "")
     checkpoints, command = unfinished / "checkpoints", parse("train", ["--resume", str(unfinished)])
     cut_short(checkpoints / "last.ckpt")
-    path, contents = validate_resume(checkpoints / "last.ckpt", command, first=True)
+    path, _ = validate_resume(checkpoints / "last.ckpt", command, first=True)
     assert path == checkpoints / "best.ckpt"
     shutil.copy(path, checkpoints / "last.ckpt")  # intact again, as on a file system with delayed visibility
     assert Path(os.environ[RESUMED_CHECKPOINT]) == path
