@@ -13,7 +13,7 @@ MAY_CHANGE = {
     "ckpt_path", "weights_only", "logs", "logger", "checkpoint_every", "rank_timeout", "threads",
     "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.precision",
     "trainer.plugins", "trainer.sync_batchnorm", "trainer.benchmark", "trainer.deterministic",
-    "trainer.logger", "trainer.log_every_n_steps", "trainer.profiler", "trainer.default_root_dir",
+    "trainer.logger", "trainer.log_every_n_steps", "trainer.profiler", "trainer.default_root_dir", "trainer.detect_anomaly",
     "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.num_sanity_val_steps",
     "trainer.max_time", "model.patience", "model.teacher", "model.channels_last", "model.compile", "model.capture",
     "data.root", "data.url", "data.cache_dir", "data.placement", "data.workers", "data.eval_batch_size",

@@ -359,7 +359,10 @@ class ImageData(pl.LightningDataModule):
             return
         saved = saved_settings(state_dict)
         changed_settings(saved, self.given)
+        loaded = self.parts
         self._keep_split(state_dict)
+        if self.trainer and self.parts is not loaded:
+            self.setup("fit")
         changed_settings(saved, self._all_settings)
         if "position" in state_dict:
             self._resumed = state_dict
@@ -388,8 +391,6 @@ class ImageData(pl.LightningDataModule):
         if rows is not None and (self._record is None or self._record["digest"] != record.get("digest")):
             self.settings = replace(self.settings, only=frozenset(name for name, _, _ in rows))
             self._build_parts()
-            if self.trainer:
-                self.setup("fit")
         if self.record["digest"] != record.get("digest"):
             raise UsageError(split_fault(self.parts, rows))
 

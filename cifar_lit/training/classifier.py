@@ -163,6 +163,7 @@ class ImageClassifier(pl.LightningModule):
         self.running = RunningMetrics(self.device)  # this device's training steps
         self.rows = TrainingRows(self)
         self._collector = PredictionCollector()
+        self.trained_with: dict[str, Any] = {}  # settings of the current fit
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
