@@ -13,8 +13,9 @@ MAY_CHANGE = {
     "ckpt_path", "weights_only", "logs", "logger", "checkpoint_every", "rank_timeout", "threads",
     "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.precision",
     "trainer.plugins", "trainer.sync_batchnorm", "trainer.benchmark", "trainer.deterministic",
-    "trainer.logger", "trainer.log_every_n_steps", "trainer.profiler", "trainer.default_root_dir", "trainer.detect_anomaly",
-    "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.num_sanity_val_steps",
+    "trainer.logger", "trainer.log_every_n_steps", "trainer.profiler", "trainer.default_root_dir",
+    "trainer.detect_anomaly", "trainer.enable_progress_bar", "trainer.enable_model_summary",
+    "trainer.num_sanity_val_steps",
     "trainer.max_time", "model.patience", "model.teacher", "model.channels_last", "model.compile", "model.capture",
     "data.root", "data.url", "data.cache_dir", "data.placement", "data.workers", "data.eval_batch_size",
 }  # fmt: skip
@@ -31,8 +32,7 @@ def plain_settings(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(value: Any) -> str:
-    name: str = getattr(value, "__qualname__", type(value).__qualname__)
-    return name
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def saved_settings(state: Mapping[str, Any]) -> dict[str, Any]:
