@@ -52,11 +52,11 @@ def split_rows(parts: SplitImages) -> list[Row]:
     elif images.names is not None:
         with suppress(Exception):  # the function of a user may have no test images
             sets.append((parts.test_images, ["test"] * len(parts.test_images)))
-    rows: list[Row] = []
+    record = [(image_key(name), "skipped", 0) for name in images.skipped]
     for image_set, set_sides in sets:
         names = image_set.names or [str(row) for row in range(len(image_set))]
-        rows += zip(map(image_key, names), set_sides, image_hashes(image_set), strict=True)
-    return rows + [(image_key(name), "skipped", 0) for name in images.skipped]
+        record += zip(map(image_key, names), set_sides, image_hashes(image_set), strict=True)
+    return record
 
 
 def image_hashes(images: ImageSet) -> list[int]:

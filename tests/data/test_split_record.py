@@ -116,13 +116,15 @@ def test_an_added_validation_folder_is_left_out(photos: Path) -> None:
 
 
 def test_unreadable_images_that_were_skipped_stay_skipped(photos: Path) -> None:
-    damage(photos / "bee/01.png")
+    damaged = sides(own_data(photos))["test"][:2]  # the draw of test images counts them
+    for name in damaged:
+        damage(photos / name)
     data = own_data(photos, skip_bad=True)
     before, state = sides(data), data.state_dict()
     save_photo(photos / "bee/99.png", 99)
     (resumed := own_data(photos, skip_bad=True)).load_state_dict(state)
     assert sides(resumed) == before
-    assert not any("bee/01.png" in names for names in before.values())
+    assert not {name for names in before.values() for name in names} & set(damaged)
 
 
 def test_the_test_images_are_those_of_the_start_although_the_test_comes_last(photos: Path) -> None:
@@ -144,7 +146,7 @@ def rename_all(root: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "removed": (lambda root: [(root / f"bee/{n:02}.png").unlink() for n in (1, 3)], r"missing \(2 of 60\): bee/01.png"),
+    "removed": (lambda root: (root / "bee/01.png").unlink(), r"missing \(1 of 60\): bee/01.png"),
     "moved": (lambda root: (root / "bee/01.png").rename(root / "ant/01.png"), r"missing \(1 of 60\): bee/01.png"),
     "replaced": (lambda root: save_photo(root / "bee/01.png", 99), r"have changed \(1 of 60\): bee/01.png"),
     "renamed": (rename_all, r"have changed \(30 of 60\): bee/01.png, bee/03.png, bee/05.png"),
