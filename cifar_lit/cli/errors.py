@@ -46,7 +46,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "cifar-lit: stopped" + (f". Resume with:\n  {hint}" if hint else ""), getattr(error, "exit_code", 1)
     if kind == "NotFiniteLoss":
         target = "a checkpoint" if "weight" in text else "the weights"
-        text += f"; stopped before it reached {target}. Checkpoints are intact: lower --lr, or try --precision 32-true"
+        remedy = "start again with a lower --lr, or resume with --precision 32-true"
+        text += f"; stopped before it reached {target}. Checkpoints are intact: {remedy}"
     elif is_out_of_memory(error):
         text = (
             "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch, or choose a smaller --net"
