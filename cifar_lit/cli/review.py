@@ -28,7 +28,7 @@ from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
-from cifar_lit.inference.review.journal import JOURNAL, TABLE, Journal, Labels
+from cifar_lit.inference.review.journal import JOURNAL, TABLE, Journal, Labels, is_cell
 from cifar_lit.inference.review.queue import Queue, most_suspicious
 from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.label_errors import read_array
@@ -38,12 +38,14 @@ from cifar_lit.text import counted, note, say
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.data.image_set import ImageSet
 
 DESCRIPTION = """Review the labels of a run's training and validation images in the browser, the most suspicious first.
 
 RUN is a run folder, or the folder of a cross-validation (train --folds). Every decision is stored at once in
 review.jsonl in this folder. labels-reviewed.csv there has the resulting labels, for a new training. It is written at
-the start, at the end, and when the page asks for it. The images and tables of the run are not changed."""
+the start, at the end, and when the page asks for it, and adds the images that the run's folder got since. The images
+and tables of the run are not changed."""
 
 
 def review(argv: list[str]) -> None:
@@ -58,13 +60,18 @@ def review(argv: list[str]) -> None:
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
     labels.check()
-    _note_changes(source, data)
     command = training_command(source, run / TABLE, labels, data)
     if not os.access(run, os.W_OK):
         raise Failure(f"{display_path(run)} cannot be written, and decisions are stored there: review a copy of it")
     with ExitStack() as stack:
         stack.callback(RunFolder(run.parent, run.name, run).release)
         journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
+        if labels.extra == "split" and labels.column == "path" and (run / TABLE).is_file():
+            labels, added = labels.with_split_of(run / TABLE, journal.decisions)
+            if added:
+                note(f"{counted(added, 'image')} added to {display_path(run / TABLE)}, which keeps its split")
+        else:
+            _note_changes(source, data)
 
         def write() -> int:
             return labels.write(run / TABLE, journal.decisions)
@@ -76,7 +83,8 @@ def review(argv: list[str]) -> None:
                 write()  # a killed review did not
             sock = stack.enter_context(listen("127.0.0.1", settings.port))
             queue = _queue(settings, run, classifier, data, labels)
-            app = ReviewApp(queue, journal, write, {"run": display_path(run), "command": command})
+            about = {"run": display_path(run), "command": command, "open": labels.column == "path"}
+            app = ReviewApp(queue, journal, write, about)
             address = f"http://127.0.0.1:{sock.getsockname()[1]}/{app.token}/"
             count = counted(len(queue.keys), "image")
             app.run(sock, LIMITS, lambda: say(f"{count} to review at {address} · stop with Ctrl-C"))
@@ -150,7 +158,16 @@ def current_labels(data: ImageData) -> Labels:
         groups = [] if images.groups is None else [str(group) for group in images.groups.tolist()]
         return Labels("path", keys, names, "group" if groups else "", groups, dates)
     names += [images.classes[label] for label in tested.values()]
-    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)], dates)
+    test_groups = zip(_groups(test), test.names or (), strict=True)
+    groups = [*_groups(images), *(group for group, name in test_groups if name in tested)]
+    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)], dates, groups)
+
+
+def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
+    """Return the group of each image, or of its near-duplicates. Numbers of different sets are unrelated."""
+    if images.groups is None:
+        return [None] * len(images)
+    return [(id(images), group) for group in images.groups.tolist()]
 
 
 def _earlier_dates(table: Path) -> dict[str, str]:
@@ -216,8 +233,10 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:
         raise UsageError(f"--pool {place} is not a folder: name a folder of images, or a table with --table")
-    images = [ImageFile(path) for path in dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files)]
-    Labels("path", [image.path for image in images], [], "", []).check()
+    paths = list(dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files))
+    if odd := [path for path in paths if not is_cell(path)]:
+        note(f"left out {counted(len(odd), 'image')} with names that a table cannot hold, such as {odd[0][:200]}")
+    images = [ImageFile(path) for path in paths if is_cell(path)]
     results = list(classify_files(classifier, images[: settings.limit or None]))
     rows = [row for chunk, _ in results for row in chunk]
     if bad := [f"{row.path} ({row.error})" for row in rows if row.error]:
