@@ -66,8 +66,8 @@ def review(argv: list[str]) -> None:
     with ExitStack() as stack:
         stack.callback(RunFolder(run.parent, run.name, run).release)
         journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
-        if labels.extra == "split" and labels.column == "path" and (run / TABLE).is_file():
-            labels, added = labels.with_split_of(run / TABLE, journal.decisions)
+        if merged := labels.with_split_of(run / TABLE, journal.decisions):
+            labels, added = merged
             if added:
                 note(f"{counted(added, 'image')} added to {display_path(run / TABLE)}, which keeps its split")
         else:

@@ -179,14 +179,18 @@ class Labels(NamedTuple):
             if not is_cell(name):
                 raise Failure(f"{name[:200]!r} cannot be written to a table: rename it; after that, train again")
 
-    def with_split_of(self, table: Path, decisions: Collection[str]) -> tuple[Labels, int]:
-        """Return the labels with the split of an earlier table of this run, and the number of images that it lacks.
+    def with_split_of(self, table: Path, decisions: Collection[str]) -> tuple[Labels, int] | None:
+        """Return the labels with the split of an earlier table, and how many images it lacks; None if it has none.
 
         A split drawn from a folder changes with its files, so the table keeps its own. An image added since is on the
         side of its group, else on that of the present split. A dropped image that is kept now is trained on.
         """
+        if self.extra != "split" or not table.is_file():
+            return None
         earlier = {row.path: row.split for row in read_table(table) if row.split in SPLITS}
         sides = [earlier.get(key, "") for key in self.keys]
+        if not any(sides):  # the images were moved
+            return None
         groups = self.groups or [None] * len(sides)
         by_group = {group: side for group, side in zip(groups, sides, strict=True) if side}
         by_group.pop(None, None)
