@@ -80,7 +80,7 @@ def test_an_added_class_is_read_again_and_stays_after_an_undo(tmp_path: Path) ->
     assert again.decisions == {"1": made("1", "relabel", "Kingfisher, blue")}
     before = file.read_bytes()
     for name in ("=1+1", " cat", "", "a\u202eb", "a\nb", "\ud800", "x" * 301, 7, None, float("nan")):
-        with pytest.raises(ValueError):  # noqa: PT011 (the message is the service's)
+        with pytest.raises(ValueError):
             journal.add_class(name)  # type: ignore[arg-type]
     assert file.read_bytes() == before
 
@@ -159,9 +159,11 @@ def test_a_decision_that_cannot_be_stored_leaves_no_trace(tmp_path: Path, monkey
 
 def test_a_decision_is_not_stored_in_a_deleted_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "review.jsonl", CLASSES)
-    (tmp_path / "review.jsonl").unlink()
-    with pytest.raises(OSError, match=r"review\.jsonl was deleted"):
-        journal.decide(made("1", "drop"))
+    (tmp_path / "review.jsonl").rename(tmp_path / "review.jsonl~")
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"review\.jsonl was deleted or replaced"):
+            journal.decide(made("1", "drop"))
+        (tmp_path / "review.jsonl").touch()  # an editor replaces the file, and keeps the old one under another name
     assert not journal.decisions
 
 
@@ -218,7 +220,8 @@ def test_images_added_since_an_earlier_table_move_no_image_to_another_side(tmp_p
     sides = ["test", "train", "test", "val", "val", "train", "test", "val"]
     groups = [1, 2, 3, 4, 5, 2, 3, None]
     now = Labels("path", keys, ["cat"] * 8, "split", sides, groups=groups)
-    assert (merged := now.with_split_of(table, {"d"}))
+    merged = now.with_split_of(table, {"d"})
+    assert merged is not None
     kept, added = merged
     assert dict(zip(keys, kept.values, strict=True)) == {
         "a": "train", "b": "val", "c": "test", "d": "train",  # as before; the dropped image has no side any more
@@ -226,7 +229,8 @@ def test_images_added_since_an_earlier_table_move_no_image_to_another_side(tmp_p
     }  # fmt: skip
     assert added == 4
     table.write_text("path,label,split\na,cat,=1+1\nb,cat,train\n")
-    assert (merged := now._replace(groups=()).with_split_of(table, set()))
+    merged = now._replace(groups=()).with_split_of(table, set())
+    assert merged is not None
     assert dict(zip(keys, merged[0].values, strict=True)) == {**dict(zip(keys, sides, strict=True)), "b": "train"}
     table.write_text("path,label,split\nelsewhere/a,cat,train\n")
     assert now.with_split_of(table, set()) is None  # the images were moved

@@ -80,6 +80,7 @@ def test_requests_without_the_token_from_other_sites_and_invalid_decisions_are_r
         ({"item": 30, "action": "keep"}, 404, "there is no image 30: the last one is 29"),
         ({"item": -1, "action": "keep"}, 404, "there is no image -1"),
         ({"item": True, "action": "keep"}, 404, "there is no image True"),
+        ({"item": "\ud800", "action": "keep"}, 404, "there is no image \\ud800"),
         ({"item": 0, "action": "burn"}, 422, "'burn' is no decision: use keep, relabel, drop, skip or undo"),
         ([], 422, "'None' is no decision"),
         ("{", 400, "the decision is not valid JSON"),

@@ -52,6 +52,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
+        self._path = path
         try:
             self._file = open(path, "a+b", 0, opener=lambda name, flags: os.open(name, flags | _FLAGS, 0o666))  # noqa: SIM115
             status = os.fstat(self._file.fileno())
@@ -90,11 +91,11 @@ class Journal:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         status = os.fstat(self._file.fileno())
-        if not status.st_nlink:
-            raise OSError(errno.ENOENT, f"{self._file.name} was deleted")
+        if not self._path.is_file() or not os.path.samestat(status, self._path.stat()):
+            raise OSError(errno.ENOENT, f"{self._path} was deleted or replaced")
         line = memoryview(json.dumps(entry).encode() + b"\n")
         if status.st_size + len(line) > MAX_BYTES:  # it could not be read again
-            raise OSError(errno.EFBIG, f"{self._file.name} is full")
+            raise OSError(errno.EFBIG, f"{self._path} is full")
         try:
             while line:  # a nearly full disk takes only a part
                 line = line[self._file.write(line) :]
