@@ -233,10 +233,8 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:
         raise UsageError(f"--pool {place} is not a folder: name a folder of images, or a table with --table")
-    paths = list(dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files))
-    if odd := [path for path in paths if not is_cell(path)]:
-        note(f"left out {counted(len(odd), 'image')} with names that a table cannot hold, such as {odd[0][:200]}")
-    images = [ImageFile(path) for path in paths if is_cell(path)]
+    paths = dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files)
+    images = with_plain_names([ImageFile(path) for path in paths])
     results = list(classify_files(classifier, images[: settings.limit or None]))
     rows = [row for chunk, _ in results for row in chunk]
     if bad := [f"{row.path} ({row.error})" for row in rows if row.error]:
@@ -245,6 +243,14 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
         raise UsageError(f"there are no readable images in {place}: use JPEG, PNG, WebP, BMP or GIF")
     pixels = torch.cat([pixels for _, pixels in results]).permute(0, 2, 3, 1)
     return [row.path for row in rows if row.path and not row.error], pixels
+
+
+def with_plain_names(files: list[ImageFile]) -> list[ImageFile]:
+    """Return the files whose absolute paths a table can hold. A note counts the others."""
+    odd = {file.path for file in files if not is_cell(str(Path(file.path).absolute()))}
+    if odd:
+        note(f"left out {counted(len(odd), 'file')} with names that a table cannot hold, such as {min(odd)[:200]}")
+    return [file for file in files if file.path not in odd]
 
 
 def training_command(source: Path, table: Path, labels: Labels, data: ImageData) -> str:

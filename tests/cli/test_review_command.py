@@ -149,7 +149,7 @@ def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on(capsys: pytest.
     run = write_run("runs/folder-1", root="animals", val_size=0)
     first, last = (str(Path(f"pool/new/{number}.png").absolute()) for number in (0, 2))
     assert queue_of(run, "--pool", "pool").keys == [first, last]
-    assert "left out 3 images with names that a table cannot hold, such as " in capsys.readouterr().err
+    assert "left out 3 files with names that a table cannot hold, such as " in capsys.readouterr().err
     queue = queue_of(run, "--table", "next.csv")
     assert (queue.keys, queue.labels) == ([last, first], [None, None])
     decide(run, (first, "relabel", "owl"), (last, "drop", None), new=True)

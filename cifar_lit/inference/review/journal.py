@@ -110,11 +110,14 @@ class Journal:
 
 
 def decided_images(path: Path, classes: Sequence[str]) -> set[str]:
-    """Return the images that a journal keeps, relabels or drops, without changing the file; none without a journal."""
+    """Return the images that a journal keeps, relabels or drops, without changing the file; none without a journal.
+
+    Raise Failure if it cannot be read.
+    """
     try:
-        data = read_bytes(path, MAX_BYTES)
-    except OSError:  # missing or empty
-        return set()
+        data = read_bytes(path, MAX_BYTES) if path.exists() and path.stat().st_size else b""
+    except OSError as error:
+        raise Failure(f"{path} cannot be read: {error.strerror}") from None
     latest = {made.image: made.action for made in _replay(path, data, classes)[0]}
     return {image for image, action in latest.items() if action != "skip"}
 
