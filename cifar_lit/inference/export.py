@@ -386,8 +386,11 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     result.metadata_props.add(key="quantized", value=calibration)
     result.metadata_props.add(key="layers_in_float", value=json.dumps(in_float))
     result.ir_version = model.ir_version
-    del result.opset_import[:]  # onnxruntime lists all operator sets that it knows, and refuses later ones
-    result.opset_import.extend(model.opset_import)
+    # onnxruntime lists all operator sets that it knows, and an earlier one refuses those that it does not know.
+    domains = {node.domain for node in result.graph.node}
+    used = [each for each in result.opset_import if each.domain in domains]
+    del result.opset_import[:]
+    result.opset_import.extend(used)
     result.producer_name = model.producer_name
     say(f"{counted(len(layers), 'layer')} in int8 · in float: {', '.join(in_float) or 'none'}")
     return result
