@@ -224,7 +224,7 @@ def test_images_added_since_an_earlier_table_move_no_image_to_another_side(tmp_p
     assert merged is not None
     kept, added = merged
     assert dict(zip(keys, kept.values, strict=True)) == {
-        "a": "train", "b": "val", "c": "test", "d": "train",  # as before; the dropped image has no side any more
+        "a": "train", "b": "val", "c": "test", "d": "train",  # unchanged; the dropped image has no side any more
         "e": "val", "f": "test", "g": "val", "h": "val",  # f is a near-duplicate of c, g of b
     }  # fmt: skip
     assert added == 4

@@ -94,7 +94,7 @@ def test_a_whole_row_without_a_newline_at_its_end_is_kept(run: RunFolder) -> Non
     for step in (5, 12):
         first.log_metrics({"train/loss": step / 4}, step)
     file = run.path / "metrics.csv"
-    file.write_bytes(file.read_bytes().rstrip())  # as by an editor
+    file.write_bytes(file.read_bytes().rstrip())  # an editor may do this
     CurveFile(run, resumed_step=12).log_metrics({"train/loss": 1.0}, 15)
     assert [row["step"] for row in read_rows(file)] == ["5", "12", "15"]
     file.write_text('step,path\n1,"a,b"\n2,"c,d"')
