@@ -66,15 +66,17 @@ def review(argv: list[str]) -> None:
     with ExitStack() as stack:
         stack.callback(RunFolder(run.parent, run.name, run).release)
         journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
-        if merged := labels.with_split_of(run / TABLE, journal.decisions):
+        table = run / TABLE
+        earlier = {row.path: row.split for row in read_table(table)} if table.is_file() else {}
+        if merged := labels.with_split_of(earlier, journal.decisions):
             labels, added = merged
             if added:
-                note(f"{counted(added, 'image')} added to {display_path(run / TABLE)}, which keeps its split")
+                note(f"{counted(added, 'image')} added to {display_path(table)}, which keeps its split")
         else:
             _note_changes(source, data)
 
         def write() -> int:
-            return labels.write(run / TABLE, journal.decisions)
+            return labels.write(table, journal.decisions)
 
         if not settings.export:
             from cifar_lit.inference.review.http import LIMITS, ReviewApp
@@ -91,7 +93,7 @@ def review(argv: list[str]) -> None:
         strange = {made.image for made in journal.decisions.values() if not made.new}.difference(labels.keys)
         if strange:
             note(f"{counted(len(strange), 'decision')} without effect: this data set has no {min(strange)}")
-        text = f"{counted(len(journal.decisions), 'decision')} · {write():,} rows in {display_path(run / TABLE)}"
+        text = f"{counted(len(journal.decisions), 'decision')} · {write():,} rows in {display_path(table)}"
     say(text, f"train with them: {command}")
 
 

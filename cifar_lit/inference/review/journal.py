@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure
 from cifar_lit.files import read_bytes, writing
 from cifar_lit.text import csv_cell, is_name
@@ -183,17 +182,17 @@ class Labels(NamedTuple):
             if not is_cell(name):
                 raise Failure(f"{name[:200]!r} cannot be written to a table: rename it; after that, train again")
 
-    def with_split_of(self, table: Path, decisions: Collection[str]) -> tuple[Labels, int] | None:
+    def with_split_of(self, earlier: Mapping[str, str], decisions: Collection[str]) -> tuple[Labels, int] | None:
         """Return the labels with the split of an earlier table, and how many images it lacks; None if it has none.
+
+        earlier: splits by key, as text from the table. decisions: keys of all images with a decision.
 
         A split drawn from a folder changes with its files, so the table keeps its own. An image added since is on the
         side of its group, else on that of the present split. A dropped image that is kept now is trained on.
         """
-        if self.extra != "split" or not table.is_file():
-            return None
-        earlier = {row.path: row.split for row in read_table(table) if row.split in SPLITS}
         sides = [earlier.get(key, "") for key in self.keys]
-        if not any(sides):  # the images were moved
+        sides = [side if side in SPLITS else "" for side in sides]
+        if self.extra != "split" or not any(sides):  # without any, the images were moved
             return None
         groups = self.groups or [None] * len(sides)
         by_group = {group: side for group, side in zip(groups, sides, strict=True) if side}
