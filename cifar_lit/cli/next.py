@@ -91,7 +91,7 @@ def _labelled_images(model: Path, card: ModelCard, data_dir: str | None) -> tupl
         table = Path(data.settings.labels or data.settings.path).expanduser()
         for images in data.parts():
             labelled.update(digests(images))
-        for folder in {model.parent, table.parent}:
+        for folder in dict.fromkeys((table.parent, model.parent)):
             reviewed |= decided_images(folder / JOURNAL, card.classes)
     except (UsageError, Failure) as error:
         note(f"images with a label may be selected again: {error}")

@@ -161,8 +161,8 @@ def current_labels(data: ImageData) -> Labels:
         return Labels("path", keys, names, "group" if groups else "", groups, dates)
     names += [images.classes[label] for label in tested.values()]
     test_groups = zip(_groups(test), test.names or (), strict=True)
-    groups = [*_groups(images), *(group for group, name in test_groups if name in tested)]
-    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)], dates, groups)
+    all_groups = [*_groups(images), *(group for group, name in test_groups if name in tested)]
+    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)], dates, all_groups)
 
 
 def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
