@@ -214,6 +214,9 @@ def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(
         opened.page.locator("#classes button", has_text="Great heron").click()  # listed from now on, without a search
         opened.page.locator("[aria-busy=false] #progress", has_text="4 of 12 reviewed").wait_for()
         assert [image.get("now") for image in review.images[2:4]] == ["Great heron"] * 2
+        opened.page.reload()
+        opened.page.locator("#classes button", has_text="Great heron").wait_for()
+        assert opened.page.locator("#filter option", has_text="Great heron").count() == 0  # no image has this label yet
         assert opened.errors == []
         for name, text in (("great Heron", "there is a class 'Great heron'"), ("=1+1", "cannot be called '=1+1'")):
             answer = review.post("decide", {"item": 5, "action": "relabel", "label": name, "create": True})
