@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 
 from cifar_lit import hardware
 from cifar_lit.cli import trust
-from cifar_lit.cli.errors import long_flags, parsed
+from cifar_lit.cli.errors import PARSER_SETTINGS, long_flags, parsed
 from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
@@ -118,7 +118,6 @@ class TrainingCLI(LightningCLI):
         self.checkpoint = self._resumed_checkpoint()
         base = self._base_settings()
         trust.guard(command, base)
-        kwargs = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
             ImageClassifier,
             ImageData,
@@ -127,7 +126,7 @@ class TrainingCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            parser_kwargs={**kwargs, "prog": "cifar-lit", self.name: dict(kwargs)},
+            parser_kwargs={**PARSER_SETTINGS, "prog": "cifar-lit", self.name: dict(PARSER_SETTINGS)},
             args=arguments(command, base, self.name),
         )
 

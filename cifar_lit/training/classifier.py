@@ -212,7 +212,7 @@ class ImageClassifier(pl.LightningModule):
             self.running.update(loss.detach(), logits, labels)
         if not self._reads_losses:
             self.running.watch(loss.detach())
-        elif not math.isfinite(value := loss.item()):
+        elif not torch.is_anomaly_enabled() and not math.isfinite(value := loss.item()):
             where = f"at step {self.global_step} of epoch {self.current_epoch}"
             raise NotFiniteLoss(f"the loss is {value} {where}")
         return loss if weight == 1.0 else loss * weight
