@@ -385,7 +385,6 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     calibration = f"int8 weights and activations, calibrated on {len(images.images)} training images"
     result.metadata_props.add(key="quantized", value=calibration)
     result.metadata_props.add(key="layers_in_float", value=json.dumps(in_float))
-    result.ir_version = model.ir_version
     # onnxruntime lists all operator sets that it knows, and an earlier one refuses those that it does not know.
     domains = {node.domain for node in result.graph.node}
     used = [each for each in result.opset_import if each.domain in domains]
