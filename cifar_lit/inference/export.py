@@ -48,6 +48,7 @@ PACKAGES |= {to: (target.packages, to) for to, target in MOBILE.items()}
 FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first opset with a Gelu operator; supported by onnxruntime 1.17 and later
+IR_VERSION = 9  # the file format that belongs to this opset; onnxruntime 1.17 reads no later one
 CHECKED_BATCHES = (1, 7)  # besides the batch size of `classify`
 MAX_DIFFERENCE = 1e-4  # between probabilities in float32; rounding errors of deep nets are 100 times smaller
 MIN_AGREEMENT = 0.95  # int8: fraction of equal predictions
@@ -325,6 +326,7 @@ def onnx_model(net: LoadedNet, reject: float | None = None) -> ModelProto:
     for part in (*model.graph.node, *model.graph.initializer, *model.functions, model.graph, model):
         del part.metadata_props[:]
         part.doc_string = ""
+    model.ir_version = IR_VERSION  # it lacks only what was removed above, and types that no net here uses
     model.producer_name = "cifar-lit"
     for name, text in metadata(net, reject).items():
         model.metadata_props.add(key=name, value=text)
@@ -383,6 +385,11 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     calibration = f"int8 weights and activations, calibrated on {len(images.images)} training images"
     result.metadata_props.add(key="quantized", value=calibration)
     result.metadata_props.add(key="layers_in_float", value=json.dumps(in_float))
+    # onnxruntime lists all operator sets that it knows, and an earlier one refuses those that it does not know.
+    domains = {node.domain for node in result.graph.node}
+    used = [each for each in result.opset_import if each.domain in domains]
+    del result.opset_import[:]
+    result.opset_import.extend(used)
     result.producer_name = model.producer_name
     say(f"{counted(len(layers), 'layer')} in int8 · in float: {', '.join(in_float) or 'none'}")
     return result

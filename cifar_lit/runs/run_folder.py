@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -366,12 +367,16 @@ def _is_bounded(value: Any) -> bool:
 def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
     """Return the rows of a CSV file with a header, without empty cells; none if it cannot be read.
 
-    An unterminated last line is skipped: it is still being written, or was cut short by a kill or a full disk.
+    An unterminated last line with fewer cells than the header is skipped: it is still being written, or was cut short
+    by a kill or a full disk. An editor may leave out the last newline of a whole line.
     columns: names of the columns to return, all by default.
     """
     try:
         lines = io.StringIO(read_text(file, MAX_TABLE), newline="")
-        rows = csv.DictReader(line for line in lines if line.endswith("\n"))
+        header = next(lines, "")
+        count = len(next(csv.reader([header]), ()))
+        whole = (line for line in lines if line.endswith("\n") or len(next(csv.reader([line]), ())) == count)
+        rows = csv.DictReader(chain([header], whole))
         return [
             {name: value for name, value in row.items() if name and value and (columns is None or name in columns)}
             for row in rows

@@ -89,6 +89,7 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
         torch.export.load(path, extra_files=extra)
         assert_describes(json.loads(extra[module.METADATA_FILE]), net)
     else:
+        assert onnx.load(path).ir_version == 9  # onnxruntime 1.17 and its web build read no later format
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         (images,), (probabilities,) = session.get_inputs(), session.get_outputs()
         shape = ["batch", channels, *side]
@@ -117,7 +118,9 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
     assert int8.accuracy[0] == plain.accuracy[0] == plain.accuracy[1] > 0.3
     sizes = [(tmp_path / f"{name}.onnx").stat().st_size for name in ("int8", "float")]
     assert sizes[0] < 0.55 * sizes[1]  # a quarter, plus the names of nodes and classes
-    metadata = {entry.key: entry.value for entry in onnx.load(tmp_path / "int8.onnx").metadata_props}
+    stored = onnx.load(tmp_path / "int8.onnx")
+    assert (stored.ir_version, [(each.domain, each.version) for each in stored.opset_import]) == (9, [("", 20)])
+    metadata = {entry.key: entry.value for entry in stored.metadata_props}
     assert metadata["format"] == module.FORMAT
     assert "calibrated on 200 training images" in metadata["quantized"]
     dark = torch.zeros(64, 3, 16, 16, dtype=torch.uint8)  # a range calibrated on black images clips all others
