@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import unicodedata
+from collections.abc import Iterable
 
 MAX_NAME = 300  # characters of a class or a net
 # Invisible characters that `str.isprintable` accepts: fillers and variation selectors, except those of emoji.
@@ -76,6 +77,18 @@ def note(*lines: str) -> None:
     for line in lines:
         print(printable(line), file=sys.stderr)
     sys.stderr.flush()
+
+
+def nfc(text: str) -> str:
+    """Return text in Unicode's composed form. macOS writes names with separate accents."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first three names, and the number of further names."""
+    texts = list(names)
+    more = f" and {len(texts) - 3:,} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 def counted(count: int, noun: str) -> str:

@@ -12,7 +12,9 @@ from own_images import damage, open_set, save, values
 
 from cifar_lit.data import table as table_module
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.folder import draw_test, files_of, list_table, scan
+from cifar_lit.data.folder import draw_test, files_of
+from cifar_lit.data.layout import scan
+from cifar_lit.data.listed_files import list_table
 from cifar_lit.errors import Failure, UsageError
 
 NAMES = ("cat/0.png", "cat/1.png", "cat/2.png", "dog/3.png", "dog/4.png", "dog/5.png")
@@ -138,9 +140,9 @@ CAT, DOG = "cat/0.png,cat", "dog/3.png,dog"
 @pytest.mark.parametrize(
     ("name", "rows", "text"),
     [
-        ("a.csv", ["file,kind", CAT], "no column called label or class or category or target, only file, kind: "),
-        ("a.csv", [CAT, DOG], "no column called path .*, only cat/0.png, cat: its first row must name"),
-        ("a.jsonl", ['{"path": "cat/0.png"}'], "no column called label .*, only path"),
+        ("a.csv", ["file,kind,age", CAT + ",1"], r"no column for the label \(label, class, .*, only file, kind, age: "),
+        ("a.csv", ["kind,age", CAT, DOG], r"no column for the path \(path, file, .*, only kind, age: its first row"),
+        ("a.jsonl", ['{"path": "cat/0.png"}'], "no column for the label .*, only path"),
         (
             "a.jsonl",
             ['{"path": "cat/0.png", "label": "cat"}', '{"path": "dog/3.png", "label": "dog", "Split": "test"}'],
@@ -151,7 +153,7 @@ CAT, DOG = "cat/0.png,cat", "dog/3.png,dog"
         ("a.csv", [HEAD, CAT, "cat/1.png,cat"], r"one class only \(cat\)"),
         ("a.csv", [HEAD, f"{CAT},train", ",dog,train"], "row 3 has no path"),
         ("a.csv", [HEAD, f"{CAT},train", "dog/3.png"], "row 3 has no label"),
-        ("a.csv", [HEAD, f"{CAT},tset"], "row 2: split 'tset' is none of train, val, .* Did you mean test?"),
+        ("a.csv", [HEAD, f"{CAT},tset"], "row 2: split 'tset' is none of train, .* Did you mean test?"),
         ("a.csv", [HEAD, f"{CAT},train", f"{DOG},"], "row 3: some rows have a split, others none"),
         ("a.csv", [HEAD, f"{CAT},train", "cat/0.png,dog,train"], "row 3: cat/0.png has the label 'dog', and 'cat' in"),
         ("a.csv", [HEAD, f"{CAT},train", f"{CAT},test"], "row 3: cat/0.png has the split 'test', and 'train'"),
@@ -185,7 +187,7 @@ def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: li
             b"path,label\n" + b"x" * (table_module.MAX_LINE + 1),
             "not a text file: a line is longer than 1,048,576 characters",
         ),
-        ("a.csv", b"a," * 400_000, "no column called path"),
+        ("a.csv", b"a," * 400_000, "no column for the path"),
         (
             "a.csv",
             b'path,label\n"cat/0.png,cat\n' + b"dog/3.png,dog\n" * 10_000,

@@ -15,6 +15,7 @@ from small_nets import write_net
 
 import cifar_lit
 from cifar_lit.cli import main
+from cifar_lit.data import decode
 
 COLUMNS = ["index", "label", "probability", "class_2", "probability_2", "class_3", "probability_3",
            "path", "novelty", "unknown", "error"]  # fmt: skip
@@ -135,11 +136,12 @@ def test_stdin_lists_are_read_link_cycles_are_skipped_and_missing_files_are_rows
     ]  # fmt: skip
 
 
-def test_a_heic_file_is_a_row_with_a_remedy(run: Path, capsys: Capture) -> None:
+def test_a_heic_file_is_a_row_with_a_remedy(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "HAS_HEIF", False)
     Path("phone").mkdir()
     Path("phone/1.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     code, out, _ = classify(capsys, run, "--csv", "phone")
-    assert (code, rows(out)[0]["error"]) == (1, "it is a HEIC: save it as JPEG or PNG")
+    assert (code, rows(out)[0]["error"]) == (1, f"it is a HEIC: {decode.HEIC_REMEDY}")
 
 
 # ---- pictures
