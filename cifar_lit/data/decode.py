@@ -26,7 +26,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_lit.errors import Failure
-from cifar_lit.files import read_bytes
+from cifar_lit.files import file_size, read_bytes
 from cifar_lit.hardware import core_count
 from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
 from cifar_lit.text import printable
@@ -42,7 +42,8 @@ SUFFIXES = (
     *(HEIC_SUFFIXES if HAS_HEIF else ()),
 )  # fmt: skip
 DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats with 16-bit grey
-MAX_MEASURED = 1000  # images, to find the levels of all
+MIN_DEEP_COLOUR = 16  # of 255; the brightest colour of a picture with 16 bits
+MAX_MEASURED = 300  # images, to find the levels of all
 UNREAD_SUFFIXES = (  # images that are not read, but can be converted
     *(() if HAS_HEIF else HEIC_SUFFIXES), ".jp2", ".j2k", ".jpx", ".jxl", ".jxr", ".dng", ".cr2", ".cr3", ".nef",
     ".arw", ".orf", ".raf", ".rw2", ".psd", ".tga", ".pcx", ".svg", ".eps", ".pdf", ".exr", ".hdr", ".dcm", ".ico",
@@ -170,8 +171,12 @@ def decode(
         limit = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_UNPACKED_PIXELS
         if image.width * image.height > limit:
             raise OSError(f"more than {limit:,} pixels to unpack: save it smaller")
+        is_deep_colour = not image.mode.startswith("I") and ";16" in str(image.tile[:1])
         with silent_stderr() if image.format == "TIFF" else nullcontext():  # libtiff prints its errors
             image.load()
+        # Pillow keeps the upper 8 of 16 bits of colours.
+        if is_deep_colour and max(high for _, high in image.convert("RGB").getextrema()) < MIN_DEEP_COLOUR:
+            raise OSError("16-bit colours that use 12 bits or fewer: magick mogrify -evaluate multiply 16 FILES")
         return _upright(image, size, channels, resize, levels)
 
 
@@ -237,6 +242,11 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
     lows, highs = [], []
     for path in paths[:: len(paths) // MAX_MEASURED + 1]:
         with suppress(DecodeError), _decode_errors(path):
+            file_size(path)  # raises an error for pipes
+            with open(path, "rb") as file:  # noqa: PTH123
+                head = file.read(26)
+            if head.startswith(b"\x89PNG") and head[24:26] != b"\x10\0":  # 16 bits, grey
+                continue
             image = _open(_read(path))
             if image.mode.startswith("I") and image.width * image.height <= MAX_UNPACKED_PIXELS:
                 with silent_stderr():
@@ -553,7 +563,7 @@ def _as_mode(image: Image.Image, mode: str, levels: Levels | None) -> Image.Imag
     elif image.mode == "F":
         grey = np.array(image)
         if not (np.isfinite(grey).all() and grey.min() >= 0 and grey.max() <= 1):
-            raise ValueError("floating pixels must lie in 0 … 1")
+            raise ValueError("floating pixels must lie in 0 … 1: scale them, or save them with 16 bits")
         image = Image.fromarray((grey * 255).round().astype(np.uint8))
     elif image.mode in _CONVERTED_FIRST:
         image = image.convert(_CONVERTED_FIRST[image.mode])

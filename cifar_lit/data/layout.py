@@ -251,6 +251,9 @@ class _Reader:
         if empty := [name for name, files in tree.items() if not files]:
             others = [name for name in self.ignored if not {*name.split("/")}.isdisjoint(empty)]
             remedy = remedy_for(others) or " Add some or remove the folder."
+            if len(folders) - len(empty) == 1:
+                used = next(name for name in folders if name not in empty)
+                remedy = f"{remedy_for(others)} Did you mean --data-dir {folders[used][0]}?"
             raise UsageError(f"no {KINDS} image in {path} for class {listed(empty)}.{remedy}")
         return tree
 

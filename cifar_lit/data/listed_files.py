@@ -48,7 +48,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     folder = str(table.parent)
     listed_rows = list(read_table(table, group))
     found = find_files(table, [row.path for row in listed_rows])
-    if found.fault or len(found.missing) == len(listed_rows):
+    if found.fault or len(found.missing) == len({row.path for row in listed_rows}):
         raise UsageError(f"{table}: {found.fault or _why_missing(found.missing, folder)}")
     if found.missing and not skip_bad:
         raise UsageError(

@@ -111,7 +111,7 @@ def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
     if table.suffix.lower() == ".txt" and not re.search("[,;\t]", first):
         yield 0, ["path", "label"]
         for number, line in enumerate(chain([first], lines), 1):
-            yield number, line.rsplit(maxsplit=1)
+            yield number, line.strip().rsplit(maxsplit=1)
         return
     delimiter = "\t" if table.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
     reader = csv.reader(chain([first], lines), delimiter=delimiter)

@@ -66,8 +66,8 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
             if not names:
                 yield ImageFile(path, "no file matches this pattern")
         else:
-            names = [as_on_disk(path)]
-        for name in names:
+            names = [path]
+        for name in map(as_on_disk, names):
             if os.path.isdir(name):  # noqa: PTH112
                 yield from _files_below(name)
             else:

@@ -35,7 +35,8 @@ class Distillation(Callback):
         self._card, self._net = teacher.card, teacher.net.net
         own, given = ([f"{images.input_shape[0]} channels", *map(nfc, images.classes)] for images in (self._card, data))
         if own != given:
-            fault = f"other classes ({', '.join(own)[:100]}) than these ({', '.join(given)[:100]})"
+            texts = [f"{names[0]}, {len(names) - 1} classes: {', '.join(names[1:])}"[:100] for names in (own, given)]
+            fault = f"other classes ({texts[0]}) than these ({texts[1]})"
             raise UsageError(f"model.teacher was trained on {fault}: use another")
         self._data, self._weight, self._temperature = data, weight, temperature
         self._hash = digest([self._card, *self._net.state_dict().values()])

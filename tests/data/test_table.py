@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -232,6 +234,97 @@ def test_a_table_with_too_many_rows_is_refused(pets: Path, monkeypatch: pytest.M
     table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in NAMES])
     with pytest.raises(UsageError, match="more than 5 rows"):
         open_set(table)
+
+
+# ---- columns and paths that other programs write
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("a.csv", ["id,breed", *[f"{Path(name).stem},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["image_id,choice", *[f"{Path(name).name},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["id,img,labels", *[f"{9 - place},{name},{name[:3]}" for place, name in enumerate(NAMES)]]),
+        ("a.csv", ["File-Name,label", *[rf"{name[:3]}\{name[4:]},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["path,label", *[rf".\{name[:3]}\{name[4:]},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["path,label", *[f"./{name[:3]}//{name[4:]},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["path,label", *[f"pets/{name},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["path,label", *[f"{name.upper()},{name[:3]}" for name in NAMES]]),
+        ("a.csv", [f"{name},{name[:3]}" for name in NAMES]),
+        ("a.txt", [f"{name} {name[:3]}" for name in NAMES]),
+        ("train_list.TXT", [f"{name}\t{name[:3]}" for name in NAMES]),
+        ("a.txt", ["path,label", *[f"{name},{name[:3]}" for name in NAMES]]),
+    ],
+)
+def test_usual_columns_paths_and_lists_are_understood(pets: Path, name: str, rows: list[str]) -> None:
+    train, test = (open_set(write(pets / name, *rows), part) for part in (True, False))
+    assert train.classes == ("cat", "dog")
+    assert sorted(zip([*train.names, *test.names], [*train.labels.tolist(), *test.labels.tolist()], strict=True)) == [
+        (name, int(name[:3] == "dog")) for name in NAMES
+    ]
+
+
+def test_a_list_may_have_blanks_in_paths(pets: Path) -> None:
+    save(pets / "my cat/0 1.png", 7)
+    rows = ["my cat/0 1.png 0", "", "  dog/3.png   1", "cat/0.png 0", "dog/4.png 1"]
+    listing = list_table(write(pets / "list.txt", *rows), None, False)
+    assert {name: [file.path for file in files] for name, files in listing.parts["all"].items()} == {
+        "0": ["cat/0.png", "my cat/0 1.png"], "1": ["dog/3.png", "dog/4.png"],
+    }  # fmt: skip
+
+
+def test_names_that_fit_several_files_are_refused_unless_one_folder_has_all(pets: Path) -> None:
+    for folder, numbers in (("train", range(4)), ("test", range(2))):
+        for number in numbers:
+            save(pets / folder / f"{number}.jpg", number + 10 * (folder == "test"))
+    table = write(pets / "train.csv", "id,label", *[f"{number}.jpg,{'ab'[number % 2]}" for number in range(4)])
+    names = [file.path for files in list_table(table, None, False).parts["all"].values() for file in files]
+    assert sorted(names) == [f"train/{number}.jpg" for number in range(4)]
+    write(table, "id,label", "0.jpg,a", "1.jpg,b")
+    with pytest.raises(UsageError, match=r"0\.jpg may be \S+/0.jpg or \S+/0.jpg: write the paths relative to .*pets/"):
+        list_table(table, None, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("https://example.org/{}.png", r"none of its 2 images exists \(https://.*: these are addresses; download"),
+        (r"C:\photos\{}.png", "the paths are absolute; write them relative to .*pets/"),
+        ("x{}.png", "paths are relative to .*pets/, and no image below it has one of these names"),
+    ],
+)
+def test_a_table_of_missing_files_only_is_refused_with_the_reason(pets: Path, path: str, text: str) -> None:
+    table = write(pets / "a.csv", "path,label", f"{path.format(0)},cat", f"{path.format(3)},dog")
+    for skip_bad in (False, True):
+        with pytest.raises(UsageError, match=text) as refusal:
+            open_set(table, skip_bad=skip_bad)
+        assert "skip_bad" not in str(refusal.value)
+
+
+def test_other_images_are_not_searched_for_a_missing_one(pets: Path) -> None:
+    save(pets / "old/9.png")
+    table = write(pets / "a.csv", "path,label", "9.png,cat", *[f"{name},{name[:3]}" for name in NAMES])
+    with pytest.raises(UsageError, match=r"1 of 7 images of .* do not exist: 9\.png"):
+        open_set(table)
+
+
+@pytest.mark.parametrize("spelling", ["./{}", "{}/../{}", "pets/{}", "absolute"])
+def test_one_file_in_two_spellings_is_one_image(pets: Path, spelling: str) -> None:
+    other = {"{}/../{}": "cat/../cat/0.png", "absolute": str(pets / "cat/0.png")}.get(spelling, "")
+    rows = ["cat/0.png,cat,train", "dog/3.png,dog,train", f"{other or spelling.format('cat/0.png')},cat,test"]
+    with pytest.raises(UsageError, match=r"row 4: cat/0\.png has the split 'test', and 'train' in a row above"):
+        open_set(write(pets / "a.csv", "path,label,split", *rows))
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_accents_may_have_another_form_than_the_files(pets: Path, forms: tuple[str, str]) -> None:
+    on_disk, in_table = (partial(unicodedata.normalize, form) for form in forms)
+    names = ["Käse/é.png", "Käse/0.png", "Brot/ü.png", "Brot/1.png"]
+    for number, name in enumerate(names):
+        save(pets / on_disk(name), 50 + number)
+    rows = [in_table(f"{name},{name.split('/')[0]},train") for name in names] + [f"{NAMES[0]},{on_disk('Käse')},test"]
+    train = open_set(write(pets / "a.csv", "path,label,split", *rows, f"{NAMES[1]},Brot,test"))
+    assert train.classes == ("Brot", "K\xe4se") and train.images[:, 0, 0, 0].tolist() == [53, 52, 51, 50]
 
 
 # ---- groups

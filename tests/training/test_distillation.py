@@ -154,6 +154,11 @@ def test_unsuitable_teachers_are_refused() -> None:
             shapes_data(),
             r"other classes \(1 channels, .*\) than these \(3 channels",
         ),
+        (
+            teacher(classes=["circle, square", *teacher().classes[2:], "other"]),
+            shapes_data(),
+            r"\(3 channels, 10 classes: circle, square, .*\(3 channels, 10 classes: circle, square",
+        ),
         ("lightning_logs/x", shapes_data(), r"give cifar_lit.load\('lightning_logs/x'\)"),
     ):
         with pytest.raises(UsageError, match=fault):
