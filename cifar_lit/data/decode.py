@@ -497,7 +497,7 @@ def _check_complete(data: bytes, file_format: str | None) -> None:
     elif file_format == "PNG":
         is_cut = b"IEND" not in data
     else:
-        is_cut = file_format == "WEBP" and data.endswith(bytes(32))
+        is_cut = file_format in ("WEBP", "AVIF", "HEIF") and data.endswith(bytes(32))
     if is_cut:
         raise OSError("cut short")
 
