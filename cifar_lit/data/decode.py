@@ -41,8 +41,8 @@ SUFFIXES = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pnm", ".avif",
     *(HEIC_SUFFIXES if HAS_HEIF else ()),
 )  # fmt: skip
-DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # of formats with 16-bit grey
-MIN_DEEP_COLOUR = 16  # of 255; the brightest colour of a picture with 16 bits
+DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit grey
+MIN_DEEP_COLOUR = 16  # smallest maximum of the upper bytes of a picture with 16-bit colours
 MAX_MEASURED = 300  # images, to find the levels of all
 UNREAD_SUFFIXES = (  # images that are not read, but can be converted
     *(() if HAS_HEIF else HEIC_SUFFIXES), ".jp2", ".j2k", ".jpx", ".jxl", ".jxr", ".dng", ".cr2", ".cr3", ".nef",
@@ -62,8 +62,8 @@ MAX_PARTS = 10_000  # chunks of a PNG or WebP, or blocks before a GIF's image, p
 MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow unpacks in Python
 MAX_SLOW = 1 << 22  # pixels of a PPM whose values Pillow converts in Python
 MAX_PPM_HEADER = 4096  # bytes, which Pillow reads one at a time
-MAX_TAGS = 1_000  # of a TIFF, in all of its directories
-MAX_TILES = 20_000  # or strips of a TIFF
+MAX_TAGS = 1_000  # TIFF tags, in all of its directories
+MAX_TILES = 20_000  # TIFF tiles or strips
 MAX_FILL = 10_000  # bytes between the segments before a JPEG's first scan, which Pillow reads one at a time
 # A segment with a length, or the end of the image. C8 and F0 to FD have no length in Pillow, and libjpeg refuses them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
@@ -87,7 +87,7 @@ _UPRIGHT = {  # by EXIF orientation
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
-_SIGNATURES = (  # of JPEG, PNG, BMP, GIF and TIFF
+_SIGNATURES = (  # JPEG, PNG, BMP, GIF and TIFF
     b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
 )  # fmt: skip
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"hevm", b"mif1", b"msf1")

@@ -14,7 +14,7 @@ from cifar_lit.data.table import read_table
 from cifar_lit.data.walk import as_on_disk
 from cifar_lit.errors import UsageError, nearest
 
-MAX_DIGITS = 12  # of a row
+MAX_DIGITS = 12  # digits of a row number
 
 
 def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
