@@ -218,8 +218,8 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
     """Return the readable files of a table or folder of images to label, and their pixels, uint8 (M, H, W, C)."""
     place = Path(settings.table or settings.pool).expanduser()
     if settings.table:
-        rows = [row.path for row in read_table(place, labelled=False)]
-        files = [str(place.parent / path) for path in find_files(place, rows).paths]
+        listed = [row.path for row in read_table(place, labelled=False)]
+        files = [str(place.parent / path) for path in find_files(place, listed).paths]
     elif place.is_dir():
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:

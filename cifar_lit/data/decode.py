@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from cifar_lit.errors import Failure
 from cifar_lit.files import file_size, read_bytes
@@ -175,7 +175,7 @@ def decode(
         with silent_stderr() if image.format == "TIFF" else nullcontext():  # libtiff prints its errors
             image.load()
         # Pillow keeps the upper 8 of 16 bits of colours.
-        if is_deep_colour and max(high for _, high in image.convert("RGB").getextrema()) < MIN_DEEP_COLOUR:
+        if is_deep_colour and np.asarray(image.convert("RGB")).max() < MIN_DEEP_COLOUR:
             raise OSError("16-bit colours that use 12 bits or fewer: magick mogrify -evaluate multiply 16 FILES")
         return _upright(image, size, channels, resize, levels)
 
@@ -219,10 +219,10 @@ def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bo
     """Decode many files. With `all_of_size`, nothing is resized, and an image of another size raises SizesDiffer."""
     pixels: list[bytes] = []
     bad: dict[int, str] = {}
-    size, *settings = preparation
+    size, channels, resize, levels = preparation
     for position, path in enumerate(paths):
         try:
-            image = decode(path, None if all_of_size else size, *settings)
+            image = decode(path, None if all_of_size else size, channels, resize, levels)
         except DecodeError as error:
             bad[position] = error.reason
             continue
@@ -317,7 +317,7 @@ def remedy_for(names: Iterable[str]) -> str:
     counts = Counter(os.path.splitext(name)[1].lower() for name in names)  # noqa: PTH122
     found = [(count, suffix) for suffix, count in counts.most_common() if suffix in UNREAD_SUFFIXES]
     if not found:
-        return ""
+        return f" {counts['']:,} without a suffix: rename them, such as 1.jpg" if counts[""] else ""
     what = ", ".join(f"{count:,} {suffix}" for count, suffix in found)
     command = f"magick mogrify -format jpg '*{found[0][1]}'"
     if found[0][1] in HEIC_SUFFIXES:
@@ -329,14 +329,14 @@ def _read(source: str | Path | BinaryIO) -> bytes:
     return read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes) -> ImageFile.ImageFile:
     """Open an image without unpacking it. Raise OSError for other formats, and for files crafted to take long."""
     if not data:
         raise OSError("the file is empty")
     for signature, kind in _OTHER_FORMATS.items():
         if data.startswith(signature) or data.startswith(signature, 4):
             raise OSError(f"it is {kind}: save it as JPEG or PNG")
-    formats = FORMATS
+    formats: tuple[str, ...] = FORMATS
     if _is_heif(data):
         if not _register_heif():
             raise OSError(f"it is a HEIC: {HEIC_REMEDY}")
@@ -349,7 +349,7 @@ def _open(data: bytes) -> Image.Image:
     if next(islice(_parts(data), MAX_PARTS + len(data) // 1000, None), None) is not None:
         raise OSError("too many parts for an image: save it again")
     try:
-        image: Image.Image = Image.open(io.BytesIO(data), formats=formats)
+        image = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
         if data[:4] in (b"II*\0", b"MM\0*") or data[4:8] == b"ftyp":
             raise OSError("damaged or cut short") from None

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -76,13 +76,15 @@ def part_of(name: str) -> tuple[str, str] | None:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of a folder's name in lower case; trainImages has two."""
-    return re.findall(r"[^\W_]+", re.sub("(?<=[a-z])(?=[A-Z])", " ", nfc(name)).lower())
+    """Return the words of a folder's name in lower case, without numbers; trainImages2 has two."""
+    return re.findall(r"[^\W\d_]+", re.sub("(?<=[a-z])(?=[A-Z])", " ", nfc(name)).lower())
 
 
 def _names_no_class(name: str) -> bool:
     """Return whether a folder's name says nothing about its images, such as "images", "unknown" or "seg_test"."""
-    return part_of(name) is not None or all(_WORD.fullmatch(word) or word in UNLABELLED for word in _words(name))
+    words = _words(name)
+    is_general = bool(words) and all(_WORD.fullmatch(word) or word in UNLABELLED for word in words)
+    return is_general or part_of(name) is not None
 
 
 def scan(root: Path) -> Listing:
@@ -91,7 +93,7 @@ def scan(root: Path) -> Listing:
         wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
         raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
     reader = _Reader(str(root))
-    top = reader.unwrapped(str(root), any_name=True)
+    top = reader.unwrapped(str(root), lambda name: part_of(name) in PLAIN_PARTS)
     if parts := reader.find_parts(top):
         trees = reader.read_parts(parts)
         reader.stray += map(reader.name, reader.contents(top)[1])
@@ -125,21 +127,17 @@ class _Reader:
                 images.append(entry.path)
         return folders, images
 
-    def unwrapped(self, path: str, any_name: bool = False) -> str:
+    def unwrapped(self, path: str, stop: Callable[[str], bool] = lambda name: False) -> str:
         """Follow folders that hold nothing but one folder of folders, such as train/train/ or archive/dataset/.
 
-        Args:
-            path: the outer folder.
-            any_name: whether the inner folder may have any name except that of a part.
+        stop: whether an inner folder of this name is a part or a class.
         """
         for _ in range(MAX_WRAPPERS):
             folders, images = self.contents(path)
             if len(folders) != 1 or len(images) > 1:
                 return path
             ((name, (inner, *_)),) = folders.items()
-            is_repeated = name.lower() == nfc(Path(path).name).lower()
-            follows = part_of(name) not in PLAIN_PARTS if any_name else is_repeated or _names_no_class(name)
-            if not follows or not _inner_folders(inner):
+            if stop(name) or not _inner_folders(inner):
                 return path
             self.stray += map(self.name, images)
             path = inner
@@ -159,7 +157,7 @@ class _Reader:
         names = groups[words]
         used = [name for part in names.values() for name in part]
         others = [name for name in folders if name not in used]
-        leading = (names.get("train") or names.get("test") or [None])[0]
+        leading = next((names[part][0] for part in ("train", "test") if part in names), None)
         # Classes may be called train and test. Then they hold images, not folders.
         if leading is None or ((others or words) and not _inner_folders(folders[leading][0])):
             return {}
@@ -192,16 +190,16 @@ class _Reader:
             lists = [entry.path for entry in files if entry.name.lower().endswith((*TABLES, ".json"))]
             if lists:
                 what += f" (as in Tiny ImageNet, {lists[0]} may list them: move each image into a folder of its class)"
-            use = f"predict them after the training: cifar-lit classify RUN {path}"
+            use = f"; predict them after the training: cifar-lit classify RUN {path}" if count else ""
             if len(trees) == 1:
                 drawn = f"--data-dir {parts['train']} draws the test images from the training images"
-                raise UsageError(f"{what}, so it cannot be the test set. {drawn}; {use}")
-            note_once(f"{what} and is not used; {use}")
+                raise UsageError(f"{what}, so it cannot be the test set. {drawn}{use}")
+            note_once(f"{what} and is not used{use}")
         return trees
 
     def held_out_tree(self, part: str, path: str, train: Tree) -> Tree | None:
         """Return the files of val or test by the classes of `train`; None if there are no folders of classes."""
-        inner = self.unwrapped(path)
+        inner = self.unwrapped(path, train.__contains__)
         folders, images = self.contents(inner)
         extra = [name for name in folders if name not in train]
         if len(extra) == len(folders) and all(map(_names_no_class, folders)):

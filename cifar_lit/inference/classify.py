@@ -79,8 +79,8 @@ def _matches(pattern: str) -> set[str]:
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" not in parts:
         named = {part for part in parts if not PATTERN.search(part)}  # a folder is not skipped if the pattern names it
-        matches = glob.glob(pattern)  # noqa: PTH207
-        return {path for path in matches if not any(map(is_skipped, {*Path(path).parts} - named))}
+        found = glob.glob(pattern)  # noqa: PTH207
+        return {path for path in found if not any(map(is_skipped, {*Path(path).parts} - named))}
     place = parts.index("**")
     below = "/".join(part for part in parts[place + 1 :] if part) or "*"
     matches: set[str] = set()

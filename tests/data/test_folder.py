@@ -93,6 +93,9 @@ def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
     (root / "train/fox/photo.jp2").touch()
     with pytest.raises(UsageError, match=r"no JPEG, .* for class fox\. 1 \.jp2: convert them first"):
         scan(root)
+    (root / "train/fox/photo.jp2").rename(root / "train/fox/photo")
+    with pytest.raises(UsageError, match=r"for class fox\. 1 without a suffix: rename them, such as 1\.jpg"):
+        scan(root)
 
 
 @pytest.mark.parametrize("has_heif", [True, False])

@@ -40,6 +40,7 @@ PARTED = {"train": {"cat": 2, "dog": 2}, "test": {"cat": 2, "dog": 2}}
     [
         ("Training", ("train", "")), ("TEST", ("test", "")), ("Valid", ("val", "")), ("dev_set", ("val", "")),
         ("train_images", ("train", "")), ("testImages", ("test", "")), ("trainset", ("train", "")),
+        ("2_train2017", ("train", "")),
         ("seg_train", ("train", "seg")), ("test-multiple_fruits", ("test", "multiple fruits")),
         ("测试集", ("test", "")),
         ("trains", None), ("latest", None), ("cat", None), ("invalid", None), ("train_test", None),
@@ -54,7 +55,7 @@ def test_names_of_folders_that_mean_a_part(name: str, expected: tuple[str, str] 
     [
         ("Training", "Testing"), ("seg_train/seg_train", "seg_test/seg_test"), ("TRAIN", "TEST"),
         ("train_set", "test_images"), ("dataset/train", "dataset/test"), ("a/b/Train/train", "a/b/Test/images"),
-        ("asl_alphabet_train/asl_alphabet_train", "asl_alphabet_test"),
+        ("train/animals", "test/animals"), ("asl_alphabet_train/asl_alphabet_train", "asl_alphabet_test"),
     ],
 )  # fmt: skip
 def test_usual_names_and_wrappers_of_parts_are_read(root: Path, train: str, test: str) -> None:
@@ -95,6 +96,7 @@ def test_classes_may_have_the_names_of_parts_or_folders_of_their_own(root: Path)
             ["train/cat", "train/dog", "test/images"],
             r"test has 2 images .*--data-dir \S*set/train draws .*: cifar-lit classify RUN \S*set/test",
         ),
+        (["train/1", "train/2", "test/3"], "only test/ has 3; a class needs training images"),
         (["train/cat", "train/dog", "test"], r"test has 2 images without a folder for each class"),
     ],
 )  # fmt: skip
@@ -146,6 +148,11 @@ def test_a_class_may_be_missing_from_a_held_out_part(root: Path, part: str, caps
     assert images.classes == ("0", "90", "180") and images.labels.tolist() == [0, 0, 1, 1]
     kind = {"test": "test", "val": "validation"}[part]
     assert f"{root}: no {kind} images of class 180, so the scores leave it out\n" in capsys.readouterr().err
+
+
+def test_folders_within_the_only_class_of_a_test_part_are_no_classes(root: Path) -> None:
+    fill(root, "train/cat", "train/dog", "test/cat/2023", "test/cat/2024")
+    assert counts(scan(root))["test"] == {"cat": 4, "dog": 0}
 
 
 def test_stray_images_are_reported_and_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
