@@ -57,12 +57,12 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
             "To leave them out: --data.skip_bad true"
         )
     rows: dict[str, tuple[str, str, str]] = {}  # label, part and group by path
-    same_files: dict[str, str] = {}  # path by the composed absolute path
+    same_files: dict[str, str] = {}  # path by the absolute path
     part_of_group: dict[str, str] = {}
     repeated = 0
     for row, path in zip(listed_rows, found.paths, strict=True):
         part = PARTS.get(row.split.lower(), "none") if row.split else ""
-        path = same_files.setdefault(nfc(os.path.normpath(os.path.join(folder, path))), path)  # noqa: PTH118
+        path = same_files.setdefault(os.path.abspath(os.path.join(folder, path)), path)  # noqa: PTH100, PTH118
         fault = ""
         if part == "none":
             fault = f"split {row.split[:80]!r} is none of {', '.join(PARTS)}.{nearest(row.split[:80], PARTS)}"

@@ -75,8 +75,8 @@ def test_a_wrapper_around_class_folders_is_followed_and_named(root: Path, capsys
 
 
 def test_classes_may_have_the_names_of_parts_or_folders_of_their_own(root: Path) -> None:
-    fill(root, "test_station", "train_station", "valid", "cat/2023", "cat/2024", "dog/indoor", "dog/images")
-    assert [*scan(root).parts["all"]] == ["cat", "dog", "test_station", "train_station", "valid"]
+    fill(root, "test_station", "train_station", "valid", "cat/2023", "cat/2024", "dog/indoor", "dog/images", "fox/cat")
+    assert [*scan(root).parts["all"]] == ["cat", "dog", "fox", "test_station", "train_station", "valid"]
 
 
 @pytest.mark.parametrize(
