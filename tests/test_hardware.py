@@ -224,6 +224,7 @@ def test_an_openmp_wait_policy_of_the_user_is_not_overridden(monkeypatch: pytest
     assert variables == {"OMP_WAIT_POLICY": "ACTIVE"}
 
 
+@pytest.mark.usefixtures("working_folder")
 @pytest.mark.parametrize(
     ("line", "files", "free"),
     [

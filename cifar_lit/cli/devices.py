@@ -8,15 +8,14 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
-from cifar_lit.cli.errors import parsed
+from cifar_lit.cli.errors import PARSER_SETTINGS, parsed
 from cifar_lit.errors import UsageError
 
 
 def list_devices(argv: list[str]) -> None:
     """List the devices with their flags; with --net, the parameters of a net; with --check, train on each device."""
     description = "List the devices of this machine with the flags that select them, or the parameters of a net."
-    prog = "cifar-lit devices"
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    parser = ArgumentParser(prog="cifar-lit devices", description=description, **PARSER_SETTINGS)
     add = parser.add_argument
     add("--net", type=str | None, default=None, help="list the parameters of this net")
     add("--width", type=float, default=1.0, help="width multiplier of the net")

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
 from cifar_lit.data.decode import MISSING
-from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_set import ImageSet, image_key
 from cifar_lit.data.image_size import parse_image_size
-from cifar_lit.data.layout import Tree, scan
+from cifar_lit.data.layout import Listing, Tree, scan
 from cifar_lit.data.listed_files import list_table
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.data.table import SUFFIXES as TABLES
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.text import listed, nfc
+from cifar_lit.text import counted, listed, nfc
 
 
 def folder(settings: SourceSettings, train: bool) -> ImageSet:
@@ -55,6 +56,8 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.group is not None and not is_table:
         raise UsageError(f"data.group names a column of a table, but {root} is not a table: list the images in a table")
     listing = list_table(root, settings.group, settings.skip_bad) if is_table else scan(root)
+    if settings.only is not None:
+        listing = keep_only(listing, settings.only, root)
     where = f"of {root}" if is_table else f"below {root}"
     classes = tuple(next(iter(listing.parts.values())))
     if settings.num_classes not in (None, len(classes)):
@@ -111,7 +114,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     paths = [file.path for file in files_of({part: parts[part] for part in used}) if file.path not in bad]
     groups = group_files(paths, listing.groups, duplicates)
     group_rows = None if groups is None else torch.from_numpy(groups)
-    return ImageSet(pixels, used_labels, classes, val_rows, True, group_rows, paths, levels)
+    return ImageSet(pixels, used_labels, classes, val_rows, True, group_rows, paths, levels, skipped=[*bad])
 
 
 def files_of(parts: Mapping[str, Tree]) -> list[File]:
@@ -161,6 +164,24 @@ def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where:
     else:
         count = f"{sum(map(len, duplicates)):,} of {len(part_of):,} images {where}"
         note_once(f"{count} are {kind} of each other: they are kept on one side of a split")
+
+
+def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
+    """Return a listing without the images, classes and parts that were added since a training began, and report them.
+
+    only: keys of the images that the training began with. If none of them is left, the listing is returned unchanged.
+    """
+    parts: dict[str, Tree] = {}
+    for part, tree in listing.parts.items():
+        parts[part] = {name: [file for file in files if image_key(file.path) in only] for name, files in tree.items()}
+    trained = [name for name, files in next(iter(parts.values())).items() if files]
+    parts = {part: {name: tree[name] for name in trained} for part, tree in parts.items() if any(tree.values())}
+    added = len(files_of(listing.parts)) - len(files_of(parts))
+    if not parts:
+        return listing
+    if added:
+        note_once(f"{root}: this run does not use {counted(added, 'image')} added since it began")
+    return Listing(parts, listing.groups)
 
 
 def _with_reasons(bad: Mapping[str, str]) -> str:

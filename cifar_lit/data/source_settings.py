@@ -22,7 +22,10 @@ def parse_levels(levels: Sequence[int] | None) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning."""
+    """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning.
+
+    only: keys (see `image_key`) of the images that a resumed training began with. Later ones are left out.
+    """
 
     root: str | None = None
     url: str | None = None
@@ -38,6 +41,7 @@ class SourceSettings:
     resize: str = "crop"
     group: str | None = None
     levels: tuple[int, int] | None = None
+    only: frozenset[str] | None = None
 
     @property
     def path(self) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 from cifar_lit.data.table import SUFFIXES, read_table
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metrics, read_rows
+from cifar_lit.runs.run_folder import LOCK, changes_text, display_path, read_curves, read_metrics, read_rows
 from cifar_lit.stats import McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.text import natural_key, printable
 
@@ -33,7 +33,7 @@ class RunRecord:
     name: str  # path relative to the working folder
     settings: dict[str, Any] = field(default_factory=dict)  # config.yaml by dotted name, without `PLACES`
     metrics: dict[str, Any] = field(default_factory=dict)  # metrics.json
-    note: str = ""  # why results are missing
+    note: str = ""  # why results are missing, and settings that changed when it was resumed
 
     @property
     def test(self) -> dict[str, Any]:
@@ -113,6 +113,7 @@ def read_run(path: Path) -> RunRecord:
     record = RunRecord(path, display_path(path), settings, read_metrics(path))
     if record.metrics:
         note = "its config.yaml is missing or damaged" if not settings else "" if record.test else "no test"
+        note = "; ".join(filter(None, (note, changes_text(record.metrics))))
     elif (path / "metrics.json").exists():
         note = "damaged: metrics.json cannot be read"
     elif (path / "folds.json").is_file():

@@ -54,6 +54,7 @@ def run_metrics(
         "test_seconds": None if run.clock.test_seconds is None else round(run.clock.test_seconds, 3),
         "val": {**val.values, "interval": accuracy_interval(val)} if val else None,
         "test": None,
+        "changes": run.changes,
         "versions": versions(),
     }
     if test:
