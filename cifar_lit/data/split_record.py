@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from cifar_lit.data.image_set import ImageSet, image_key
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import Failure
+from cifar_lit.text import listed
 
 HASHED_BYTES = 1024  # from the middle of each image
 MAX_HASHED = 4 << 30  # bytes of all images; larger data sets, which exceed many memories, are identified by path only
@@ -103,11 +104,5 @@ def split_fault(parts: SplitImages, saved: list[Row] | None) -> str:
         "are in another order": names,
     }
     fault, images = next(pair for pair in faults.items() if pair[1])
-    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {_listed(images)}"
+    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {listed(name[:200] for name in dict.fromkeys(images))}"
     return f"{text}. Restore the images and their table as they were, or start a new run"
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return ", ".join(name[:200] for name in names[:3]) + more
