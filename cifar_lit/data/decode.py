@@ -26,7 +26,7 @@ from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from cifar_lit.errors import Failure
-from cifar_lit.files import file_size, read_bytes
+from cifar_lit.files import read_bytes
 from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
 from cifar_lit.text import printable
 from cifar_lit.threads import free_cores
@@ -56,7 +56,6 @@ MAX_SCANNED_PIXELS = 1 << 31  # scans × pixels
 MAX_BUFFERED_PIXELS = 1 << 26
 MAX_SEGMENTS = 400  # in a JPEG, at most 64 KiB each; Pillow's time for EXIF grows with the square of their number
 MAX_WEBP_BYTES = 4 * MAX_WEBP_PIXELS  # libwebp keeps a record of each chunk, also of empty ones
-MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow unpacks in Python
 MAX_SLOW = 1 << 22  # pixels of a PPM whose values Pillow converts in Python
 MAX_TAG_BYTES = 1 << 21  # in a TIFF
 MAX_TILES = 20_000  # TIFF tiles or strips
@@ -84,19 +83,16 @@ _UPRIGHT = {  # by EXIF orientation
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
-# JPEG, PNG, BMP, GIF, TIFF, PPM, WebP, AVIF and HEIC.
-_SIGNATURE = re.compile(
+SIGNATURE = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|BM|GIF8[79]a|II[*+]\0|MM\0[*+]|P[1-6f]\s|RIFF....WEBP|....ftyp(?:avi|he|mif|msf)",
     re.DOTALL,
-)
+)  # how files of `KINDS` begin
 _TIFF_COMPRESSION, _TILE_WIDTH, _TILE_HEIGHT = 259, 322, 323  # tags
 _TIFF_COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32773, 32946)  # none, fax, LZW, JPEG, Deflate and PackBits
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 T = TypeVar("T")
 Levels = tuple[int, int]  # grey values that become black and white
-
-
 Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; reasons of the unreadable by position
 
 
@@ -235,23 +231,16 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
     lows, highs = [], []
     for path in paths[:: len(paths) // MAX_MEASURED + 1]:
         with suppress(DecodeError), _decode_errors(path):
-            file_size(path)  # raises an error for pipes
-            with open(path, "rb") as file:  # noqa: PTH123
-                head = file.read(26)
-            if head.startswith(b"\x89PNG") and head[24:26] != b"\x10\0":  # 16 bits, grey
-                continue
             image = _open(_read(path))
             if image.mode.startswith("I") and image.width * image.height <= MAX_UNPACKED_PIXELS:
                 with silent_stderr():
-                    values = np.array(image).ravel()
-                cut = len(values) // 1000
-                values.partition((cut, len(values) - 1 - cut))
-                lows.append(int(values[cut]))
-                highs.append(int(values[-1 - cut]))
+                    values = np.asarray(image)
+                lows.append(np.percentile(values, 0.1, method="lower"))
+                highs.append(np.percentile(values, 99.9, method="higher"))
     if not lows:
         return None
-    cut = len(lows) // 50
-    low, high = sorted(lows)[cut], sorted(highs)[-1 - cut]
+    low = int(np.percentile(lows, 2, method="lower"))
+    high = int(np.percentile(highs, 98, method="higher"))
     is_full = low >= 0 and high <= 65535 and high - low >= 32768
     return None if is_full or low >= high else (low, high)
 
@@ -351,7 +340,8 @@ def _open(data: bytes) -> ImageFile.ImageFile:
         if data.startswith(signature) or data.startswith(signature, 4):
             raise OSError(f"it is {kind}: save it as JPEG or PNG")
     formats: tuple[str, ...] = FORMATS
-    if _is_heif(data):
+    # AVIF has the same container, and Pillow reads it.
+    if data[4:8] == b"ftyp" and data[8:10] in (b"he", b"mi", b"ms") and b"avif" not in data[8:64]:
         if not HAS_HEIF:
             raise OSError(f"it is a HEIC: {HEIC_REMEDY}")
         pi_heif = import_module("pi_heif")
@@ -363,45 +353,33 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     limit = 2 * len(data) + MAX_SURPLUS
     is_tiff = data.startswith((b"II", b"MM"))
     file = _Reader(data, MAX_TAG_BYTES if is_tiff else limit)
-    # Pillow unpacks a run-length encoded BMP byte by byte, see `MAX_RLE`.
-    source = io.BytesIO(data) if data.startswith(b"BM") else file
     try:
-        image = Image.open(source, formats=formats)
+        image = Image.open(file, formats=formats)
     except UnidentifiedImageError:
         file.check()
         if is_tiff or data[4:8] == b"ftyp":
             raise OSError("damaged or cut short") from None
         raise
     file.left = limit
-    _check_cost(image, len(data), scans)
+    _check_cost(image, scans)
     return image
 
 
-def _check_cost(image: ImageFile.ImageFile, file_bytes: int, scans: int) -> None:
+def _check_cost(image: ImageFile.ImageFile, scans: int) -> None:
     """Raise OSError for an image that would take much more time or memory than its pixels."""
     pixels = image.width * image.height
     if image.format == "PPM" and image.tile[0][0] != "raw" and pixels > MAX_SLOW:
         raise OSError(f"a PPM of text or unusual values with more than {MAX_SLOW:,} pixels: save it as PNG")
     if scans > 1 and (pixels > MAX_BUFFERED_PIXELS or scans * pixels > MAX_SCANNED_PIXELS):
         raise OSError(f"{scans} scans of {pixels:,} pixels: save it as a baseline JPEG, or smaller")
-    if image.format == "BMP" and image.info.get("compression") in (1, 2) and pixels + file_bytes > MAX_RLE:
-        raise OSError("a large run-length encoded BMP: save it as PNG")
+    if image.format == "BMP" and image.info.get("compression") in (1, 2):  # Pillow unpacks it byte by byte
+        raise OSError("a run-length encoded BMP: save it as PNG")
     if isinstance(image, TiffImageFile):
         tags = image.tag_v2
         if tags.get(_TIFF_COMPRESSION, 1) not in _TIFF_COMPRESSIONS:
             raise OSError("a TIFF of a rare compression: save it as PNG")
         if len(image.tile) > MAX_TILES or tags.get(_TILE_WIDTH, 1) * tags.get(_TILE_HEIGHT, 1) > MAX_UNPACKED_PIXELS:
             raise OSError("a TIFF of many or huge tiles: save it again")
-
-
-def has_known_signature(data: bytes) -> bool:
-    """Return whether data begin like an image of one of `KINDS`."""
-    return _SIGNATURE.match(data) is not None
-
-
-def _is_heif(data: bytes) -> bool:
-    """Return whether data are a HEIC. AVIF has the same container, and Pillow reads it."""
-    return data[4:8] == b"ftyp" and data[8:10] in (b"he", b"mi", b"ms") and b"avif" not in data[8:64]
 
 
 @contextmanager
@@ -419,11 +397,13 @@ def silent_stderr() -> Iterator[None]:
 
 
 def _count_scans(data: bytes) -> int:
-    """Return the number of scans of a JPEG. Raise OSError for more scans or segments than a photo has."""
+    """Return the number of scans of a JPEG. Raise OSError if it is cut, or has too many scans or segments."""
     offset, segments, scans = 2, 0, 0
     while True:
         match = _JPEG_MARKER.search(data, offset)
-        if match is None or match[0] == b"\xff\xd9":
+        if match is None:
+            raise OSError("cut short")
+        if match[0] == b"\xff\xd9":  # may not be last: phones append a video
             return scans
         offset = match.end() + max(int.from_bytes(data[match.end() : match.end() + 2], "big"), 2)
         segments += 1
@@ -438,13 +418,7 @@ def _check_complete(data: bytes, file_format: str | None) -> None:
 
     Pillow itself refuses a file that is too short.
     """
-    if file_format in ("JPEG", "MPO"):
-        offset = 2  # skip the segments before the first scan, because an embedded preview has its own end marker
-        while data[offset : offset + 1] == b"\xff" and data[offset + 1 : offset + 2] != b"\xda":
-            length = int.from_bytes(data[offset + 2 : offset + 4], "big")
-            offset += 1 if data[offset + 1 : offset + 2] == b"\xff" else 2 + length
-        is_cut = data.find(b"\xff\xd9", offset) < 0  # the end marker may not be last: phones append a video
-    elif file_format == "PNG":
+    if file_format == "PNG":
         is_cut = b"IEND" not in data
     else:
         is_cut = file_format in ("WEBP", "AVIF", "HEIF") and data.endswith(bytes(32))

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from cifar_lit.data.cache import File
+from cifar_lit.data.cache import File, file_at
 from cifar_lit.data.decode import KINDS, SUFFIXES, remedy_for
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.table import SUFFIXES as TABLES
-from cifar_lit.data.walk import by_name, is_folder, skipped_text, visible_entries, walk
+from cifar_lit.data.walk import is_folder, skipped_text, visible_entries, walk
 from cifar_lit.errors import Failure, UsageError, nearest
-from cifar_lit.text import counted, listed, nfc
+from cifar_lit.text import counted, listed, natural_key, nfc
 
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
 MAX_WRAPPERS = 20  # folders within each other, because a link may lead to a folder above
@@ -27,7 +26,6 @@ PARTS = {
     "train": "train", "training": "train", "trainset": "train", "val": "val", "valid": "val", "validation": "val",
     "dev": "val", "test": "test", "testing": "test", "testset": "test",
 }  # fmt: skip
-FILLERS = ("set", "data", "dataset", "images", "imgs", "photos", "folder")  # words that say nothing in "train_images"
 
 Tree = dict[str, list[File]]  # the sorted files of each class, in label order
 
@@ -56,15 +54,10 @@ def sort_classes(names: Iterable[str]) -> list[str]:
     return classes
 
 
-def part_of(name: str) -> tuple[str, str] | None:
-    """Return the part that a folder's name means, and the other words of the name; None if it names no part.
-
-    "Training" and "train_images" are ("train", ""), "seg_test" is ("test", "seg").
-    """
-    words = [word for word in re.split(r"[\W_]+", name.lower()) if word not in FILLERS]
-    parts = [PARTS[word] for word in words if word in PARTS]
-    others = [word for word in words if word not in PARTS]
-    return (parts[0], " ".join(others)) if len(parts) == 1 else None
+def part_of(name: str) -> str | None:
+    """Return the part that a folder's name means: "Training", "train_images" and "seg_train" are train."""
+    parts = [PARTS[word] for word in re.split(r"[\W_]+", name.lower()) if word in PARTS]
+    return parts[0] if len(parts) == 1 else None
 
 
 def scan(root: Path) -> Listing:
@@ -100,7 +93,8 @@ class _Reader:
         """Return the folders in a folder by their composed names, and the paths of the images in it."""
         folders: dict[str, list[str]] = {}  # a composed and a decomposed spelling are one folder
         images = []
-        for entry in sorted(visible_entries(path, _unreadable, self.skipped), key=by_name):
+        entries = visible_entries(path, _unreadable, self.skipped)
+        for entry in sorted(entries, key=lambda entry: natural_key(entry.name)):
             if is_folder(entry):
                 folders.setdefault(nfc(entry.name), []).append(entry.path)
             elif entry.name.lower().endswith(SUFFIXES):
@@ -127,21 +121,19 @@ class _Reader:
     def find_parts(self, top: str) -> dict[str, str]:
         """Return the part folders in `top` by their parts: train, then val and test. Empty if it has class folders."""
         folders, _ = self.contents(top)
-        groups: dict[str, dict[str, str]] = {"": {}}  # folders by part, for each set of other words
-        for name, (path, *_) in folders.items():
-            if key := part_of(name):
-                part, words = key
-                groups.setdefault(words, {}).setdefault(part, path)
-        complete = [words for words, parts in groups.items() if "train" in parts and len(parts) > 1]
-        words = min(complete, default="", key=len)
-        parts = groups[words]
+        parts: dict[str, str] = {}
+        for name in sorted(folders, key=len):  # "test" rather than "test-multiple_fruits"
+            if part := part_of(name):
+                parts.setdefault(part, folders[name][0])
         others = [name for name, (path, *_) in folders.items() if path not in parts.values()]
         leading = parts.get("train") or parts.get("test")
         # Classes may be called train and test. Then they hold images, not folders.
-        if leading is None or ((others or words) and not _inner_folders(leading)):
+        if leading is None or (others and not _inner_folders(leading)):
             return {}
-        if not complete:
+        if "train" not in parts or len(parts) == 1:
             name = Path(leading).name
+            if name.lower() not in PARTS:
+                return {}
             missing = "test" if "train" in parts else "train"
             alone = f"to train and test on the images of {name}/ alone: --data-dir {leading}"
             raise UsageError(f"{top} has {name}/ but no {missing}/<class>/…: expected {LAYOUT}; {alone}")
@@ -194,7 +186,9 @@ class _Reader:
     def tree(self, path: str) -> Tree:
         """Return the files of the class folders in `path`, which all have images."""
         folders, images = self.contents(path)
-        tables = [*_tables(path), *_tables(self.root)]
+        # A .txt may be anything.
+        entries = visible_entries(self.root, _unreadable)
+        tables = sorted(entry.path for entry in entries if entry.name.lower().endswith(TABLES[:-1]))
         hint = f" Did you mean --data-dir {tables[0]}?" if tables else ""
         if images and len(folders) < 2:
             names = [Path(image).name for image in images]
@@ -220,16 +214,17 @@ class _Reader:
 
     def check_not_parts(self, path: str, folders: Mapping[str, list[str]]) -> None:
         """Raise UsageError if all class folders hold the same folders: then they are the parts."""
+        if not all(_inner_folders(paths[0]) for paths in folders.values()):
+            return
         inner = [_inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
         every = set().union(*inner)
-        if not all(inner) or len(every) < 2 or sum(map(len, inner)) < SAME_FOLDERS * len(every) * len(inner):
+        shared = sum(map(len, inner)) / (len(every) * len(inner))
+        if len(every) < 2 or shared < SAME_FOLDERS:
             return
-        sizes = {name: sum(1 for _ in walk(paths[0], _unreadable)) for name, paths in folders.items()}
-        train, test, *_ = sorted(sizes, key=lambda name: -sizes[name])
         raise UsageError(
             f"the folders {listed(f'{name}/' for name in folders)} in {path} hold the same folders "
-            f"({listed(sorted(every))}), as parts do: rename {train}/ to train/ and {test}/ to test/. "
-            "If they are classes, list the images in a table with the columns path and label"
+            f"({listed(sorted(every))}), as parts do: rename the one with the training images to train/, and the one "
+            "with the test images to test/. If they are classes, list the images in a table with path and label"
         )
 
     def files(self, paths: Iterable[str]) -> list[File]:
@@ -244,17 +239,9 @@ class _Reader:
             if is_folder(entry):
                 continue
             name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
-            if not entry.name.lower().endswith(SUFFIXES):
-                self.ignored.append(name)
-                continue
-            try:
-                status = os.stat(entry.path)  # noqa: PTH116 (faster than Path for many files)
-            except OSError:  # a broken link: decoding reports it as missing
-                yield File(name, 0, 0)
-                continue
-            if stat.S_ISREG(status.st_mode):
-                yield File(name, status.st_size, status.st_mtime_ns)
-            else:  # reading a pipe or a device may never end
+            if entry.name.lower().endswith(SUFFIXES):
+                yield file_at(entry.path, name)
+            else:
                 self.ignored.append(name)
 
     def note(self, top: str) -> None:
@@ -269,12 +256,6 @@ class _Reader:
         if self.ignored:
             what = f"{len(self.ignored):,} files are not {KINDS} and are ignored: {listed(self.ignored)}."
             note_once(f"{self.root}: {what}{remedy_for(self.ignored)}")
-
-
-def _tables(folder: str) -> list[str]:
-    """Return the paths of the tables in a folder, without .txt files: they may be anything."""
-    paths = [entry.path for entry in visible_entries(folder, _unreadable)]
-    return sorted(path for path in paths if path.lower().endswith(TABLES[:-1]))
 
 
 def _inner_folders(path: str) -> set[str]:

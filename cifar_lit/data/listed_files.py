@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-from cifar_lit.data.cache import File
+from cifar_lit.data.cache import file_at
 from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.layout import PARTS, Listing, Tree, sort_classes
@@ -81,22 +81,14 @@ def _listing(table: Path, rows: dict[str, tuple[str, str, str]]) -> Listing:
     parts: dict[str, Tree] = {
         part or "all": {name: [] for name in classes} for part in ("train", "val", "test", "") if part in used
     }
-    for file in sorted(_files(table.parent, rows), key=lambda file: (nfc(file.path), file)):
+    files = [file_at(os.path.join(table.parent, path), path) for path in rows]  # noqa: PTH118
+    for file in sorted(files, key=lambda file: (nfc(file.path), file)):
         label, part, _ = rows[file.path]
         parts[part or "all"][label].append(file)
     untrained = [name for name, members in next(iter(parts.values())).items() if not members]
     if untrained:
         raise UsageError(f"{table} has no training images of class {listed(untrained)}: add some, or remove the class")
     return Listing(parts, {path: name for path, (_, _, name) in rows.items() if name})
-
-
-def _files(folder: Path, paths: Iterable[str]) -> Iterator[File]:
-    for path in paths:
-        try:
-            status = os.stat(os.path.join(folder, path))  # noqa: PTH116, PTH118 (faster than Path for many files)
-            yield File(path, status.st_size, status.st_mtime_ns)
-        except OSError:
-            yield File(path, 0, 0)  # decoding reports it as missing
 
 
 # ---- From paths in a table to files.

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from cifar_lit.data.image_set import ImageSet, image_key
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import Failure
-from cifar_lit.text import listed
+from cifar_lit.text import listed, nfc
 
 HASHED_BYTES = 1024  # from the middle of each image
 MAX_HASHED = 4 << 30  # bytes of all images; larger data sets, which exceed many memories, are identified by path only
@@ -53,10 +53,10 @@ def split_rows(parts: SplitImages) -> list[Row]:
     elif images.names is not None:
         with suppress(Exception):  # the function of a user may have no test images
             sets.append((parts.test_images, ["test"] * len(parts.test_images)))
-    record = [(image_key(name), "skipped", 0) for name in images.skipped]
+    record = [(nfc(name), "skipped", 0) for name in images.skipped]
     for image_set, set_sides in sets:
         names = image_set.names or [str(row) for row in range(len(image_set))]
-        record += zip(map(image_key, names), set_sides, image_hashes(image_set), strict=True)
+        record += zip(map(nfc, names), set_sides, image_hashes(image_set), strict=True)
     return record
 
 
@@ -104,5 +104,6 @@ def split_fault(parts: SplitImages, saved: list[Row] | None) -> str:
         "are in another order": names,
     }
     fault, images = next(pair for pair in faults.items() if pair[1])
-    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {listed(name[:200] for name in dict.fromkeys(images))}"
+    names = dict.fromkeys(name[:200] for name in images)
+    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {listed(names)}"
     return f"{text}. Restore the images and their table as they were, or start a new run"

@@ -43,11 +43,6 @@ def visible_entries(folder: str, on_error: OnError, skipped: list[str] | None = 
         on_error(error)
 
 
-def by_name(entry: os.DirEntry[str]) -> object:
-    """Return a sort key for the natural order of entries."""
-    return natural_key(entry.name)
-
-
 def walk(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
     """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
 
@@ -64,7 +59,8 @@ def walk(folder: str, on_error: OnError, skipped: list[str] | None = None) -> It
             if (status.st_dev, status.st_ino) in visited:
                 return False
             visited.add((status.st_dev, status.st_ino))
-        stack.extend(sorted(visible_entries(path, on_error, skipped), key=by_name, reverse=True))
+        entries = visible_entries(path, on_error, skipped)
+        stack.extend(sorted(entries, key=lambda entry: natural_key(entry.name), reverse=True))
         return True
 
     enter(folder)
