@@ -189,13 +189,15 @@ def test_data_after_the_end_of_a_jpeg_is_ignored() -> None:
 def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
-    (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG", exif=exif)[:-200])
+    data = encoded(blocks(16, 32), "JPEG", exif=exif)
+    (tmp_path / "a.jpg").write_bytes(data[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
     reasons = {"a.jpg": "cut short", "b.jpg": "not a JPEG, PNG", "c.jpg": "missing: there is no such file"}
     for name, reason in reasons.items():
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
         assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    (tmp_path / "a.jpg").write_bytes(data[:-200] + data[-2:])
     assert image_size(tmp_path / "a.jpg") == (32, 16)
     with pytest.raises(DecodeError, match="not a JPEG, PNG"):
         image_size(tmp_path / "b.jpg")

@@ -153,7 +153,7 @@ def odd_files() -> list[OddFile]:
         OddFile("zeros.png", "only zero bytes", bytes(5000), UNKNOWN),
         OddFile("behind-rubbish.jpg", "garbage before a JPEG", b"rubbish!" + jpeg(), UNKNOWN),
         OddFile("half.jpg", "JPEG cut in half", cut(jpeg()), CUT),
-        OddFile("beginning.jpg", "first 20 bytes of a JPEG", jpeg()[:20], UNKNOWN),
+        OddFile("beginning.jpg", "first 20 bytes of a JPEG", jpeg()[:20], CUT),
         OddFile("half-progressive.jpg", "progressive JPEG cut in half", cut(jpeg(progressive=True), 0.7), CUT),
         *halves,
         OddFile(
