@@ -19,7 +19,8 @@ from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 
 MAX_HEADER = 1 << 16  # bytes before the numbers of a NumPy file, 128 in those of a run
 COMPARED = 1000  # test images whose pixels are compared with those of the most similar training image
-MAX_DIFFERENCE = 0.4  # of the standard deviation of the pixels; 1 % of CIFAR-10's test images are as near to another
+# Share of the standard deviation of the pixels. In CIFAR-10, 1 % of the test images are as near to a training image.
+MAX_DIFFERENCE = 0.4
 AT_ONCE = 256  # images compared with all training images in one step
 
 

@@ -173,7 +173,8 @@ def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> No
         run.settings["seed_everything"] = False
     (other,) = groups(unseeded)
     assert other["accuracy"]["n"] == 3 and repeat_line(other) == ""
-    assert seed_pairs([other, other], {}) == []  # without a seed, nothing is paired
+    (mixed,) = groups([unseeded[0], make_run("b-3", HALF, 7)])
+    assert seed_pairs([mixed, mixed], {}) == []  # they share one seed, and runs without a seed are not paired
 
 
 def test_the_recipe_is_no_setting_of_a_group() -> None:
@@ -275,6 +276,7 @@ def test_a_damaged_run_does_not_stop_the_comparison_of_its_group() -> None:
 def test_the_number_of_seeds_is_that_of_a_paired_t_test_with_80_percent_power(ratio: float, seeds: int) -> None:
     pair = SeedPairs(0, 1, {"std": 0.002}, None)
     assert pair.seeds_for(0.002 * ratio) == pytest.approx(seeds, abs=1 + seeds // 50)
+    assert pair.seeds_for(0.2) == 3  # a verdict needs as many
 
 
 def test_curves_have_a_line_per_run_and_a_legend_entry_per_label(monkeypatch: pytest.MonkeyPatch) -> None:
