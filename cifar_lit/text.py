@@ -5,6 +5,7 @@ All output goes through `say`, `note` or a table of `cli.console`, so a terminal
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import unicodedata
@@ -16,6 +17,10 @@ _JOINERS = "\u200c\u200d"  # valid between letters of Persian and Indic scripts,
 # Text that spreadsheets execute as a formula, also after a semicolon (OWASP, CSV Injection).
 _FORMULA = re.compile(r"(^|;)('*[=+\-@＝＋－＠])")
 
+# Characters and names that Windows reserves. A folder is copied from one system to another.
+_NOT_IN_FILE_NAMES = re.compile(r'[<>:"/\\|?*]|[. ]$|^(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)', re.IGNORECASE)
+NOT_A_FILE_NAME = """ on every system: leave out / \\ : ? * " < > | and control characters, and names such as con"""
+
 
 def is_name(value: object) -> bool:
     """Return whether a value is a valid name of a class, net or run: text without control characters and surrogates."""
@@ -24,6 +29,11 @@ def is_name(value: object) -> bool:
         and 0 < len(value) <= MAX_NAME
         and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
     )
+
+
+def is_file_name(value: object) -> bool:
+    """Return whether a value is a valid name of a file or folder on every system, Windows included."""
+    return is_name(value) and _NOT_IN_FILE_NAMES.search(str(value)) is None
 
 
 def printable(text: str) -> str:
@@ -76,6 +86,13 @@ def note(*lines: str) -> None:
     for line in lines:
         print(printable(line), file=sys.stderr)
     sys.stderr.flush()
+
+
+def accept_any_encoding() -> None:
+    """Make stdout and stderr escape characters that the console's code page lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not in notebooks
+            stream.reconfigure(errors="backslashreplace")
 
 
 def counted(count: int, noun: str) -> str:

@@ -25,9 +25,9 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from cifar_lit.errors import Failure
 from cifar_lit.files import read_bytes
-from cifar_lit.hardware import core_count
 from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
 from cifar_lit.text import natural_key, printable
+from cifar_lit.threads import free_cores
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 # Images in folders. Files with other suffixes are ignored.
@@ -230,10 +230,10 @@ def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bo
 def decode_chunks(
     chunks: Sequence[Sequence[str]], preparation: Preparation, all_cores: bool, all_of_size: bool = False
 ) -> Iterator[Pixels]:
-    """Yield the result of `decode_files` for each chunk of paths, in order. `all_cores`: use a process per core."""
+    """Yield the result of `decode_files` for each chunk of paths, in order. `all_cores`: a process per free core."""
     work = partial(decode_files, preparation=preparation, all_of_size=all_of_size)
-    cores = core_count()
-    if not all_cores or cores == 1:
+    cores = free_cores() if all_cores else 1
+    if cores == 1:
         yield from map(work, chunks)
         return
     workers = min(cores, len(chunks), 32)

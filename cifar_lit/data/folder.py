@@ -16,7 +16,7 @@ import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
 from cifar_lit.data.decode import HEIC_SUFFIXES, MISSING, SUFFIXES, is_folder, visible_entries, walk
-from cifar_lit.data.image_set import ImageSet, check_class_names
+from cifar_lit.data.image_set import ImageSet, check_class_names, image_key
 from cifar_lit.data.image_size import parse_image_size
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.source_settings import SourceSettings
@@ -24,6 +24,7 @@ from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.data.table import SUFFIXES as TABLES
 from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure, UsageError, nearest
+from cifar_lit.text import counted
 
 KINDS = "JPEG, PNG, WebP, BMP or GIF"
 HEIC_REMEDY = "convert HEIC photos to JPEG first, such as with `magick mogrify -format jpg *.heic`"
@@ -80,6 +81,8 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.group is not None and not is_table:
         raise UsageError(f"data.group names a column of a table, but {root} is not a table: list the images in a table")
     listing = list_table(root, settings.group, settings.skip_bad) if is_table else scan(root)
+    if settings.only is not None:
+        listing = keep_only(listing, settings.only, root)
     where = f"of {root}" if is_table else f"below {root}"
     classes = tuple(next(iter(listing.parts.values())))
     if settings.num_classes not in (None, len(classes)):
@@ -131,7 +134,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     paths = [file.path for file in files_of({part: parts[part] for part in used}) if file.path not in bad]
     groups = group_files(paths, listing.groups, duplicates)
     group_rows = None if groups is None else torch.from_numpy(groups)
-    return ImageSet(pixels, used_labels, classes, val_rows, mapped=True, groups=group_rows, names=paths)
+    return ImageSet(pixels, used_labels, classes, val_rows, mapped=True, groups=group_rows, names=paths, skipped=[*bad])
 
 
 def files_of(parts: Mapping[str, Tree]) -> list[File]:
@@ -292,6 +295,24 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     if untrained:
         raise UsageError(f"{table} has no training images of class {_listed(untrained)}: add some, or remove the class")
     return Listing(parts, {path: name for path, (_, _, name) in rows.items() if name})
+
+
+def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
+    """Return a listing without the images, classes and parts that were added since a training began, and report them.
+
+    only: keys of the images that the training began with. If none of them is left, the listing is returned unchanged.
+    """
+    parts: dict[str, Tree] = {}
+    for part, tree in listing.parts.items():
+        parts[part] = {name: [file for file in files if image_key(file.path) in only] for name, files in tree.items()}
+    trained = [name for name, files in next(iter(parts.values())).items() if files]
+    parts = {part: {name: tree[name] for name in trained} for part, tree in parts.items() if any(tree.values())}
+    added = len(files_of(listing.parts)) - len(files_of(parts))
+    if not parts:
+        return listing
+    if added:
+        note_once(f"{root}: this run does not use {counted(added, 'image')} added since it began")
+    return Listing(parts, listing.groups)
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:

@@ -11,7 +11,10 @@ from cifar_lit.data.image_size import ImageSize
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning."""
+    """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning.
+
+    only: keys (see `image_key`) of the images that a resumed training began with. Later ones are left out.
+    """
 
     root: str | None = None
     url: str | None = None
@@ -26,6 +29,7 @@ class SourceSettings:
     labels: str | None = None
     resize: str = "crop"
     group: str | None = None
+    only: frozenset[str] | None = None
 
     @property
     def path(self) -> Path:

@@ -162,9 +162,9 @@ def owner_of(run: Path) -> str | None:
 
 
 def display_path(path: Path) -> str:
-    """Return a path as the user would type it: relative if it is below the working folder."""
+    """Return a path as the user would type it: relative if it is below the working folder, always with slashes."""
     absolute, here = path.absolute(), Path.cwd()
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
+    return (absolute.relative_to(here) if absolute.is_relative_to(here) else path).as_posix()
 
 
 # ---- Find the run to resume.
@@ -319,6 +319,7 @@ def _is_valid(metrics: Mapping[str, Any]) -> bool:
         accuracies = [part["accuracy"] for part in (test, val) if part.get("accuracy") is not None]
         accuracies += [score["accuracy"] for score in tta_scores]
         texts = [test.get("fingerprint") or "", *(score["views"] for score in tta_scores)]
+        changes_in(metrics.get("changes"))
         return (
             all(isinstance(number, int | float) for number in numbers)
             and all(0 <= accuracy <= 1 for accuracy in accuracies)
@@ -328,6 +329,23 @@ def _is_valid(metrics: Mapping[str, Any]) -> bool:
         )
     except (AttributeError, KeyError, TypeError):
         return False
+
+
+def changes_in(changes: Any) -> list[dict[str, Any]]:
+    """Return the changes of a resumed run, see `runs.run.Run`; raise TypeError or KeyError for other values."""
+    for change in changes or []:
+        if not isinstance(change["step"], int) or not isinstance(change["settings"], dict):
+            raise TypeError("a change has a step and settings")
+    return list(changes or [])
+
+
+def changes_text(metrics: Mapping[str, Any]) -> str:
+    """Return the settings that changed when a run was resumed, such as `from step 60: trainer.devices 2`, or ''."""
+    lines = []
+    for change in changes_in(metrics.get("changes")):
+        settings = ", ".join(f"{name} {value}" for name, value in change["settings"].items())
+        lines.append(f"from step {change['step']}: {settings or 'as at the start'}")
+    return "; ".join(lines)
 
 
 def read_json(file: Path) -> dict[str, Any]:
