@@ -26,6 +26,11 @@ def is_name(value: object) -> bool:
     )
 
 
+def is_file_name(value: object) -> bool:
+    """Return whether a value is a valid name of a class, net or run that names a file or folder on any system."""
+    return is_name(value) and value not in (".", "..") and not set("/\\") & set(str(value))
+
+
 def printable(text: str) -> str:
     """Return text on one line, with escapes for control, invisible and direction-changing characters."""
     if text.isascii() and text.isprintable():

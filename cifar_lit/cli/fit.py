@@ -39,7 +39,7 @@ from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.runs.trackers import logger_names
-from cifar_lit.text import counted, is_name, note, say
+from cifar_lit.text import counted, is_file_name, note, say
 from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.async_checkpoint import checkpoint_io
 from cifar_lit.training.callbacks import NoProfiler
@@ -388,7 +388,7 @@ def check_settings(settings: Any) -> None:
     """Raise UsageError for settings that have the right types but are invalid, before data are loaded."""
     if settings.checkpoint_every is not None:
         regular_checkpoint(settings.checkpoint_every)
-    if (recipe := settings.recipe) is not None and (not is_name(recipe) or Path(recipe).name != recipe):
+    if (recipe := settings.recipe) is not None and not is_file_name(recipe):
         raise UsageError(f"recipe: {recipe!r} cannot name a folder: leave out slashes and control characters")
     strategy = str(settings.trainer.strategy)
     if sharded := re.search(r"fsdp|deepspeed|model_?parallel", strategy, re.IGNORECASE):

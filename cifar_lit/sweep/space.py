@@ -19,7 +19,7 @@ from optuna.samplers import BruteForceSampler
 from cifar_lit.cli.flags import OWN, SHORT
 from cifar_lit.errors import UsageError, check_choice, first_line, nearest
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.text import is_name
+from cifar_lit.text import is_file_name
 
 KEYS = ("name", "recipe", "settings", "search", "objective", "sampler", "pruner", "trials", "time", "seed")
 KINDS = ("range", "log", "choice")
@@ -134,7 +134,7 @@ def read_sweep(file: Path) -> SweepFile:
         if value != math.inf and not (type(value) is int and least <= value < 1 << 31):
             raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
     name, recipe = str(content.get("name") or file.stem), str(content["recipe"])
-    if not is_name(name) or Path(name).name != name:
+    if not is_file_name(name):
         raise UsageError(f"name: {name!r} cannot name a folder: leave out slashes and control characters")
     return SweepFile(name, recipe, settings, parameters, objectives, sampler, pruner, trials, seconds, seed)
 

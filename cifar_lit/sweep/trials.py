@@ -30,6 +30,7 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import DISK_FULL
 from cifar_lit.hardware import core_count
 from cifar_lit.runs.run_folder import CHECKPOINTS, display_path, is_finished, read_curves, read_metrics
+from cifar_lit.sweep.check import SETTINGS, write_settings
 from cifar_lit.sweep.database import GRACE, HEARTBEAT
 from cifar_lit.text import natural_key
 from cifar_lit.training.orderly_stop import Interrupted
@@ -78,7 +79,8 @@ class Job:
         storage: database of the study.
         folder: the folders of the trials are this path, a dash and the number.
         count: number of trials, which may be infinite.
-        arguments: returns the arguments of `fit` for a trial, without its folder and devices.
+        settings: returns the settings of a trial from the sweep file, by dotted name.
+        flags: returns the flags of `fit` for a trial, without its folder and devices.
         objectives: names of the metrics.
         report: called with each finished trial.
         workers: further arguments of `fit` for each worker.
@@ -89,7 +91,8 @@ class Job:
     storage: RDBStorage
     folder: Path
     count: float
-    arguments: Callable[[Trial], Sequence[str]]
+    settings: Callable[[Trial], Mapping[str, Any]]
+    flags: Callable[[Trial], Sequence[str]]
     objectives: Sequence[str]
     report: Callable[[FrozenTrial], None]
     workers: Sequence[Sequence[str]]
@@ -206,7 +209,8 @@ class Worker:
                 pass
             name = f"{HOST} {secrets.token_hex(8)}"
             trial.set_user_attr("worker", name)
-            words = [*self.job.arguments(trial), *self.words, f"--logs={folder}"]
+            config = write_settings(folder / SETTINGS, self.job.settings(trial))
+            words = [*self.job.flags(trial), "--config", config, *self.words, f"--logs={folder}"]
             run = run_in(folder)
             state: int | str = 0  # unchanged if a worker was lost after the training, before it recorded the result
             if run is None or not is_finished(run, needs_test=False):

@@ -40,15 +40,16 @@ SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.crop": {"range": [0, 2]}}
 
 # Stands for a training: accuracy 1 - |lr - 0.05| after three epochs, worse by 0.5 for the first trials' rivals.
 FAKE = """
-import json, os, signal, sys, time
+import json, os, signal, sys, time, yaml
 from pathlib import Path
+settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 words = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv if word.startswith("--"))
 seed = int(words.get("seed_everything", 3))
 run = Path(words["logs"]) / "small-1"
 run.mkdir()
 (run / "config.yaml").write_text("seed_everything: %d" % seed)
 signal.signal(signal.SIGTERM, lambda *_: ((run / "stopped").touch(), sys.exit(143)))
-lr = float(words.get("model.lr", 0.04))
+lr = settings.get("model", {}).get("lr", 0.04)
 if "fail" in os.environ.get("FAKE", "") and (os.environ["FAKE"] == "fail" or lr > 0.05):
     sys.exit("cifar-lit: the loss is not finite")
 accuracy = 1 - abs(lr - 0.05)
@@ -78,6 +79,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def write(file: str = "lr.yaml", **more: Any) -> None:
     content = {"recipe": "small.yaml", "search": SPACE, "objective": "val/accuracy", "trials": 4, **more}
     Path(file).write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+
+
+def settings_of(line: list[str]) -> dict[str, Any]:
+    """Return the settings of the sweep file that a training gets, besides its flags."""
+    return yaml.safe_load(Path(line[line.index("--config") + 1]).read_text())
 
 
 def sweep(*words: str, **variables: str) -> Answer:
@@ -141,17 +147,9 @@ def test_choices_may_be_lists_and_conditions_leave_settings_out(fake: list[list[
     write(search=search, sampler="grid", trials=None)
     answer = sweep("--confirm", "0")
     assert answer.code == 0, answer.err
-    lines = sorted(" ".join(sorted(word for word in line if word.startswith(("--model", "--data")))) for line in fake)
-    expected = [
-        f"--data.mean=[{mean}, {mean}, {mean}] {rest}"
-        for mean in (0.4, 0.5)
-        for rest in (
-            "--model.momentum=0.5 --model.optimizer=sgd",
-            "--model.momentum=0.9 --model.optimizer=sgd",
-            "--model.optimizer=adamw",
-        )
-    ]
-    assert lines == sorted(expected)
+    models = ({"optimizer": "adamw"}, *({"momentum": momentum, "optimizer": "sgd"} for momentum in (0.5, 0.9)))
+    expected = [{"data": {"mean": [mean] * 3}, "model": model} for mean in (0.4, 0.5) for model in models]
+    assert sorted(str(settings_of(line)) for line in fake) == sorted(map(str, expected))
     best = yaml.safe_load((FOLDER / "best.yaml").read_text())
     assert best["data"]["mean"] in search["data.mean"]["choice"]
 
@@ -293,7 +291,10 @@ def job(tmp_path: Path) -> Job:
     """Return a job of one trial without a command."""
     storage = open_storage(database_url(None, tmp_path))
     study = optuna.create_study(storage=storage)
-    return Job(study, storage, tmp_path / "trial", 1, lambda trial: [], ["val/accuracy"], print, [[]], Control(60, 0))
+    return Job(
+        study, storage, tmp_path / "trial", 1, lambda trial: {}, lambda trial: [], ["val/accuracy"], print, [[]],
+        Control(60, 0),
+    )  # fmt: skip
 
 
 def test_a_trial_beyond_the_number_of_trials_is_left_for_a_longer_sweep(
@@ -354,8 +355,8 @@ def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
     ("more", "line"),
     [
         ({"trails": 4}, "unknown key 'trails'. Did you mean trials?"),
-        ({"search": {"model.lrr": {"log": [0.1, 0.2]}}}, "there is no flag --model.lrr. Did you mean --model.lr?"),
-        ({"settings": {"model.nett": "lenet"}}, "there is no flag --model.nett. Did you mean --model.net?"),
+        ({"search": {"model.lrr": {"log": [0.1, 0.2]}}}, "no setting is called model.lrr. Did you mean model.lr?"),
+        ({"settings": {"model.nett": "lenet"}}, "no setting is called model.nett. Did you mean model.net?"),
         ({"search": {"model.lr": {"range": [0.5, 0.1]}}}, "search: model.lr"),
         ({"search": {"model.lr": {"log": [0, 0.1]}}}, "search: model.lr"),
         ({"search": {"model.lr": {"range": [0, 1], "step": 3}}}, "search: model.lr"),
@@ -382,7 +383,20 @@ def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
         ({"recipe": "small"}, "no recipe is called 'small'"),
         ({"name": "../up"}, "cannot name a folder"),
         ({"search": {"model.net": {"choice": ["lenet", "os.system"]}}}, "names os.system, whose code would run"),
-        ({"settings": {"data.root": "/"}}, "no file may choose a folder to write to"),
+        ({"name": ".."}, "cannot name a folder"),
+        ({"settings": {"data.cache_dir": "/"}}, "sets data.cache_dir to '/', which no file may choose"),
+        (
+            {"search": {"data.cache_dir": {"choice": ["x", "/"]}}},
+            "sets data.cache_dir to '/', which no file may choose",
+        ),
+        *(
+            ({key: {"trainer.callbacks": value}}, "a text that would be read as a list or as settings")
+            for key, value in (
+                ("settings", "[{class_path: evil.Evil}]"),
+                ("search", {"choice": ["- class_path: evil.Evil"]}),
+                ("search", {"choice": [1], "if": {"model.net": "{a: b}"}}),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
