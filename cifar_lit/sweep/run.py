@@ -31,7 +31,7 @@ from cifar_lit.cli.flags import recipe_path
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import display_path
+from cifar_lit.runs.run_folder import check_links, display_path
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.sweep.check import check_sweep, devices_of_workers, nested
 from cifar_lit.sweep.database import database_url, open_storage, storage_errors
@@ -57,8 +57,9 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
     if base.data.val_size == 0:
         fixed.append(f"--data.val_size={VAL_SIZE}")
     folder = options.logs.expanduser() / file.name
-    if (folder / "config.yaml").exists():
-        raise UsageError(f"{folder} is a run: give the sweep another name (name: …)")
+    if (folder / "config.yaml").exists() or folder.is_symlink():
+        raise UsageError(f"{folder} is a run or a symlink: give the sweep another name (name: …)")
+    check_links(folder)
     url = database_url(options.storage, folder)
     grid = file.grid() if file.sampler == "grid" else []
     if options.storage is None:

@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from cifar_lit.bench.process import as_error, child_environment, started
 from cifar_lit.errors import Failure
-from cifar_lit.files import DISK_FULL
+from cifar_lit.files import DISK_FULL, open_inside
 from cifar_lit.hardware import core_count
 from cifar_lit.runs.run_folder import CHECKPOINTS, display_path, is_finished, read_curves, read_metrics
 from cifar_lit.sweep.check import SETTINGS, write_settings
@@ -171,7 +171,7 @@ class Worker:
 
     def _is_free(self, number: int) -> bool:
         """Return whether the worker of a trial and its training have ended, by the lock of a file in its folder."""
-        with suppress(OSError), (self.job.folder_of(number) / LOCK_FILE).open("r+b") as file:
+        with suppress(OSError), open_inside(self.job.folder_of(number) / LOCK_FILE, "r+b") as file:
             fcntl.flock(file, LOCK)
             return True
         return False
@@ -198,7 +198,7 @@ class Worker:
         self.job.storage.record_heartbeat(trial._trial_id)
         folder = self.job.folder_of(trial.number)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOCK_FILE).open("ab") as file:  # the training inherits the open file, and thus the lock
+        with open_inside(folder / LOCK_FILE, "ab") as file:  # the training inherits the open file, and thus the lock
             try:
                 fcntl.flock(file, LOCK)
             except BlockingIOError:  # the training of a lost worker is writing its checkpoint
@@ -231,8 +231,8 @@ class Worker:
         reported = set(self.job.storage.get_trial(trial._trial_id).intermediate_values)
         ending, next_beat = "", 0.0
         with (
-            (folder / "output.txt").open("a") as out,
-            (folder / "errors.txt").open("w") as errors,
+            open_inside(folder / "output.txt", "a") as out,
+            open_inside(folder / "errors.txt", "w") as errors,
             started(command, stdout=out, stderr=errors, **settings) as process,
         ):
             while True:

@@ -186,7 +186,7 @@ def test_a_run_with_a_symlink_that_leaves_its_folder_is_not_resumed(
     checkpoint = find_resumable(Path("logs"), name)
     (run / place).unlink(missing_ok=True)
     (run / place).symlink_to(tmp_path / "logs/fast-10")  # a missing target
-    with pytest.raises(Failure, match=f"^logs/fast-1/{place} is a symlink pointing outside its run folder"):
+    with pytest.raises(Failure, match=f"^logs/fast-1/{place} is a symlink pointing outside its folder"):
         find_resumable(Path("logs"), name)
     (run / place).unlink()
     run.rename("elsewhere")
