@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BruteForceSampler
 
 from cifar_lit.cli.flags import OWN, SHORT
 from cifar_lit.errors import UsageError, check_choice, first_line, nearest
@@ -29,7 +30,9 @@ DIRECTIONS = ("maximize", "minimize")
 MINIMISED = re.compile("loss|seconds|error|parameters")  # in the name of an objective
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SPLIT = ("data.val_size", "data.split_seed", "data.folds", "data.fold")
-MAX_GRID = 1000
+MAX_GRID = 1000  # trials
+MAX_COMBINATIONS = 10_000
+MAX_PARAMETERS = 100
 
 
 class Parameter(NamedTuple):
@@ -46,6 +49,24 @@ class Parameter(NamedTuple):
         if isinstance(self.space, CategoricalDistribution):
             return self.choices
         return self.space.low, self.space.high
+
+    def applies(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the setting is searched, given the values of those that it depends on."""
+        return all(key in values and values[key] in allowed for key, allowed in self.when.items())
+
+    def values(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each value of a grid, and how Optuna stores it."""
+        if isinstance(self.space, CategoricalDistribution):
+            yield from zip(self.choices, self.space.choices, strict=True)
+            return
+        if self.space.step is None:
+            raise UsageError(
+                f"sampler grid: use choice, or range with a step, for every setting ({self.name} has none)"
+            )
+        low, high, step = (Decimal(str(number)) for number in (self.space.low, self.space.high, self.space.step))
+        kind = type(self.space.low)
+        for index in range(int((high - low) / step) + 1):
+            yield (kind(low + index * step),) * 2
 
 
 @dataclass(frozen=True)
@@ -66,8 +87,9 @@ class SweepFile:
     def suggest(self, trial: Any) -> dict[str, Any]:
         """Return the searched settings of an Optuna trial."""
         values: dict[str, Any] = {}
-        for name, space, choices, when in self.parameters:
-            if not all(key in values and values[key] in allowed for key, allowed in when.items()):
+        for parameter in self.parameters:
+            name, space, choices, _ = parameter
+            if not parameter.applies(values):
                 continue
             if isinstance(space, CategoricalDistribution):
                 values[name] = choices[space.choices.index(trial.suggest_categorical(name, space.choices))]
@@ -78,13 +100,26 @@ class SweepFile:
 
     def grid(self) -> list[dict[str, Any]]:
         """Return the parameters of all combinations in random order, at most `MAX_GRID`."""
-        study = optuna.create_study(sampler=BruteForceSampler(self.seed))
-        try:
-            study.optimize(lambda trial: len(self.suggest(trial)), n_trials=int(min(self.trials, MAX_GRID)))
-        except ValueError as error:
-            reason = "use choice, or range with a step, for every setting"
-            raise UsageError(f"sampler grid: {reason} ({first_line(error)})") from None
-        return [trial.params for trial in study.trials]
+        combinations = list(islice(self._combinations(self.parameters, {}, {}), MAX_COMBINATIONS + 1))
+        if len(combinations) > MAX_COMBINATIONS:
+            raise UsageError(f"sampler grid: there are more than {MAX_COMBINATIONS:,} combinations: use tpe or random")
+        random.Random(self.seed).shuffle(combinations)
+        return combinations[: int(min(self.trials, MAX_GRID))]
+
+    def _combinations(
+        self, parameters: Sequence[Parameter], settings: dict[str, Any], stored: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the parameters of all combinations, given the values of those before `parameters`."""
+        if not parameters:
+            yield stored
+            return
+        parameter, *others = parameters
+        if not parameter.applies(settings):
+            yield from self._combinations(others, settings, stored)
+            return
+        for value, stored_value in parameter.values():
+            name = parameter.name
+            yield from self._combinations(others, {**settings, name: value}, {**stored, name: stored_value})
 
     def corners(self) -> Iterator[dict[str, Any]]:
         """Yield settings that together contain each bound and each choice."""
@@ -104,6 +139,8 @@ def read_sweep(file: Path) -> SweepFile:
     settings, search, objective = content.get("settings") or {}, content["search"], content["objective"]
     if not isinstance(settings, dict) or not isinstance(search, dict):
         raise UsageError(f"{file}: settings and search hold settings by dotted name, such as model.lr")
+    if len(search) > MAX_PARAMETERS:
+        raise UsageError(f"{file}: search has more than {MAX_PARAMETERS} settings")
     settings = {SHORT.get(str(name), str(name)): value for name, value in settings.items()}
     parameters = _sorted([_parameter(SHORT.get(str(name), str(name)), entry) for name, entry in search.items()])
     for name in (parameter.name for parameter in parameters):

@@ -6,10 +6,12 @@ import csv
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from contract.command_line import (
 from cifar_lit.bench.process import started
 from cifar_lit.cli.flags import parse
 from cifar_lit.cli.sweep import DESCRIPTION
+from cifar_lit.errors import UsageError
+from cifar_lit.files import open_inside
 from cifar_lit.sweep.space import read_sweep
 
 optuna = pytest.importorskip("optuna")
@@ -404,6 +408,86 @@ def test_a_wrong_file_is_one_line_before_any_trial(more: dict[str, Any], line: s
     write(**more)
     assert_refused(sweep(), 2, line)
     assert not fake and not Path("lightning_logs").exists()
+
+
+def test_a_grid_is_all_allowed_combinations_in_an_order_of_the_seed_and_has_a_limit() -> None:
+    search = {
+        "model.optimizer": {"choice": ["sgd", "adamw"]},
+        "model.momentum": {"range": [0.1, 0.3], "step": 0.1, "if": {"model.optimizer": "sgd"}},
+        "data.crop": {"range": [1, 5], "step": 2},
+    }
+
+    def grid(**more: Any) -> list[dict[str, Any]]:
+        write(search=search, sampler="grid", trials=None, **more)
+        return read_sweep(Path("lr.yaml")).grid()
+
+    sgd = [{"data.crop": crop, "model.momentum": value} for crop in (1, 3, 5) for value in (0.1, 0.2, 0.3)]
+    expected = [{"model.optimizer": "sgd", **each} for each in sgd]
+    expected += [{"model.optimizer": "adamw", "data.crop": crop} for crop in (1, 3, 5)]
+    in_order = [sorted(each.items()) for each in grid()]
+    assert sorted(map(str, in_order)) == sorted(str(sorted(each.items())) for each in expected)
+    assert grid() == grid() != grid(seed=1)
+    search["data.seed"] = {"range": [0, 60_000_000]}
+    with pytest.raises(UsageError, match="more than 10,000 combinations"):
+        grid()
+
+
+@pytest.mark.parametrize("name", ["trial-000", "trial-000/errors.txt", "trial-000/.worker", "sweep.db", "best.yaml"])
+def test_a_link_in_a_sweeps_folder_is_not_followed(name: str, fake: list[list[str]], tmp_path: Path) -> None:
+    write(trials=1)
+    (FOLDER / name).parent.mkdir(parents=True)
+    target = tmp_path / "outside"
+    target.write_text("mine")
+    (FOLDER / name).symlink_to(target)
+    assert_refused(sweep("--confirm", "0"), 1, f"{FOLDER / name} is a symlink pointing outside")
+    assert target.read_text() == "mine" and not fake
+
+
+def test_a_sweep_is_not_put_into_a_link_or_a_pipe(fake: list[list[str]], tmp_path: Path) -> None:
+    write(trials=1)
+    FOLDER.parent.mkdir()
+    FOLDER.symlink_to(tmp_path / "outside")
+    assert_refused(sweep("--confirm", "0"), 2, "is a run or a symlink: give the sweep another name")
+    FOLDER.unlink()
+    (FOLDER / "trial-000").mkdir(parents=True)
+    os.mkfifo(FOLDER / "sweep.db")
+    assert_refused(sweep("--confirm", "0"), 1, "it is a symlink or no regular file")
+    (FOLDER / "sweep.db").unlink()
+    (FOLDER / "trial-000").rmdir()
+    inside = FOLDER / "trial-000/errors.txt"
+    inside.parent.mkdir()
+    inside.symlink_to("../../lr/notes.txt")
+    with pytest.raises(OSError, match="it is a symlink"):
+        open_inside(inside, "w")
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        ("CREATE VIEW studies AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n", "views"),
+        ("CREATE TRIGGER endless AFTER INSERT ON t BEGIN SELECT 1; END", "views or triggers"),
+        ("CREATE INDEX trials ON t (x)", "already an index named trials"),
+    ],
+)
+def test_a_database_that_never_answers_is_refused(
+    statement: str, line: str, fake: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cifar_lit.sweep.database.time.sleep", lambda seconds: None)
+    write(trials=1)
+    FOLDER.mkdir(parents=True)
+    with closing(sqlite3.connect(FOLDER / "sweep.db")) as database:
+        database.executescript(f"CREATE TABLE t (x); {statement};")
+    assert_refused(sweep("--confirm", "0"), 1, "sweep.db", line)
+    assert not fake
+
+
+def test_the_page_shows_no_characters_that_change_its_text(fake: list[list[str]]) -> None:
+    write(trials=2, sampler="grid", search={"data.cache_dir": {"choice": ["a\x1b[2J", "$\\frac\u202e"]}})
+    answer = sweep("--confirm", "0")
+    assert answer.code == 0, answer.err
+    page = (FOLDER / "sweep.html").read_text()
+    assert "\\x1b" in page and "\\u202e" in page
+    assert not {"\x1b", "\u202e"} & {*page}
 
 
 @pytest.mark.parametrize(
