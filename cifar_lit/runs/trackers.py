@@ -33,7 +33,6 @@ from cifar_lit.text import note, say
 VARIABLES = {
     "WANDB_PROJECT": "cifar-lit", "WANDB_CONSOLE": "off", "WANDB_SILENT": "true", "WANDB_INIT_TIMEOUT": "30",
     "WANDB_FINISH_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT_RAISES": "true",
-    "WANDB_DISABLE_GIT": "true",  # git runs programs that the .git/config of the working folder names
     "MLFLOW_EXPERIMENT_NAME": "cifar-lit", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
     "MLFLOW_LOGGING_LEVEL": "ERROR", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }  # fmt: skip
@@ -103,12 +102,12 @@ class _MLflow:
 
     def _check_place(self, database: Path, expected: str) -> None:
         """Raise Failure if a database of the working folder makes MLflow write files elsewhere."""
-        place = self.client.get_run(self.id).info.artifact_uri
-        if place != expected:
+        place, folder = self.client.get_run(self.id).info.artifact_uri, database.parent / "mlartifacts"
+        if place != expected or folder.is_symlink():
             raise Failure(
                 f"{display_path(database)} sends files to {place}: name it with MLFLOW_TRACKING_URI to allow it"
             )
-        check_links(database.parent / "mlartifacts")
+        check_links(folder)
 
     def log(self, metrics: dict[str, float], step: int, row: int) -> None:
         if new := {name: value for name, value in metrics.items() if step > self.steps.get(name, -1)}:
