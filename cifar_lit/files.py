@@ -21,7 +21,10 @@ from cifar_lit.errors import Failure, UsageError
 PART = ".cifar-lit-part"  # suffix of temporary files, unique to this program, so that leftovers can be removed
 MAX_TEXT = 8 << 20  # bytes; metrics.json with 100,000 classes has 5 MiB
 MAX_DATABASE = 256 << 20  # bytes; a sweep of 1,000 trials and 100 epochs has 10 MiB
-CODE = "type = 'view' OR sql LIKE '%VIRTUAL%' OR (type = 'trigger' AND tbl_name != 'secrets')"  # MLflow has that one
+# Views, triggers (MLflow has one) and functions that make a large text from a small one.
+CODE = "type = 'view' OR (type = 'trigger' AND tbl_name != 'secrets') OR " + " OR ".join(
+    f"sql LIKE '%{word}%'" for word in ("virtual", "blob(", "hex(", "printf(", "format(", "replace(")
+)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -163,15 +166,16 @@ def read_text(path: Path, most: int = MAX_TEXT) -> str:
 
 
 def check_database(path: Path) -> None:
-    """Raise Failure unless an SQLite file is missing or consists of plain tables: a view or a trigger may never end."""
+    """Raise Failure unless an SQLite file is missing or has plain tables only: a view or a trigger may never end."""
     if not os.path.lexists(path):
         return
     try:
         check_regular(path)
-        file_size(path, MAX_DATABASE)
+        if path.stat().st_size:  # SQLite creates an empty file before its first table
+            file_size(path, MAX_DATABASE)
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as database:
             has_code = database.execute(f"SELECT count(*) FROM sqlite_master WHERE {CODE}").fetchone()[0]
-            fault = "it has views or triggers" if has_code else None
+            fault = "it has views, triggers or functions" if has_code else None
     except (OSError, sqlite3.Error) as error:
         fault = getattr(error, "strerror", None) or str(error)
     if fault:

@@ -29,7 +29,7 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import program
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import read_text
+from cifar_lit.files import DISK_FULL, read_text
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import check_links, display_path
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
@@ -95,6 +95,11 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
         shown = [word.replace(options.storage or hidden, hidden) for word in argv]
         interruption.resume = f"{program(sys.argv[0], 'sweep')} {shlex.join(shown)}"
         raise
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        reason = f"cannot write {error.filename or folder}: {error.strerror}"
+        raise Failure(f"{reason}. Move it away, then repeat the command: the sweep continues.") from error
     say(*sentences, f"results {display_path(folder)}/sweep.html")
     say(f"next: cifar-lit train --recipe {shlex.join([display_path(folder / 'best.yaml'), *words])}")
 

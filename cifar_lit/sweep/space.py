@@ -166,10 +166,12 @@ def read_sweep(file: Path) -> SweepFile:
     if duration is not None and not match:
         raise UsageError(f"time must be a duration such as 90m or 2h, not {duration}")
     seconds = float(match[1]) * UNITS[match[2]] if match else math.inf
-    trials, seed = content.get("trials", math.inf if match or sampler == "grid" else 40), content.get("seed", 0)
-    for key, value, least in (("trials", trials, 1), ("seed", seed, 0)):
-        if value != math.inf and not (type(value) is int and least <= value < 1 << 31):
+    for key, least in (("trials", 1), ("seed", 0)):
+        value = content.get(key, least)
+        if not (type(value) is int and least <= value < 1 << 31):
             raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
+    trials = content.get("trials", math.inf if match or sampler == "grid" else 40)
+    seed = content.get("seed", 0)
     name, recipe = str(content.get("name") or file.stem), str(content["recipe"])
     if not is_file_name(name):
         raise UsageError(f"name: {name!r} cannot name a folder: leave out slashes and control characters")

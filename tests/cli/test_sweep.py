@@ -384,6 +384,7 @@ def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
         ({"sampler": "grid"}, "sampler grid: use choice, or range with a step"),
         ({"time": "soon"}, "time must be a duration"),
         ({"trials": 0}, "trials must be a whole number"),
+        ({"seed": float("inf")}, "seed must be a whole number"),
         ({"recipe": "small"}, "no recipe is called 'small'"),
         ({"name": "../up"}, "cannot name a folder"),
         ({"search": {"model.net": {"choice": ["lenet", "os.system"]}}}, "names os.system, whose code would run"),
@@ -465,7 +466,8 @@ def test_a_sweep_is_not_put_into_a_link_or_a_pipe(fake: list[list[str]], tmp_pat
     ("statement", "line"),
     [
         ("CREATE VIEW studies AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n", "views"),
-        ("CREATE TRIGGER endless AFTER INSERT ON t BEGIN SELECT 1; END", "views or triggers"),
+        ("CREATE TRIGGER endless AFTER INSERT ON t BEGIN SELECT 1; END", "views, triggers or functions"),
+        ("CREATE TABLE studies (study_id INTEGER, x AS (hex(zeroblob(400000000))))", "views, triggers or functions"),
         ("CREATE INDEX trials ON t (x)", "already an index named trials"),
     ],
 )
