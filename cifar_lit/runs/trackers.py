@@ -80,7 +80,7 @@ class _MLflow:
 
         logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # it warns of a new experiment
         logs, experiment = run.parent.absolute(), os.environ["MLFLOW_EXPERIMENT_NAME"]
-        own, uri = logs / "mlflow.db", os.environ.get("MLFLOW_TRACKING_URI")
+        own, uri = logs / "mlflow.db", os.environ.get("MLFLOW_TRACKING_URI", "")
         is_own = not uri
         if is_own:
             check_database(own)

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
-from itertools import islice
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FixedTrial
 
 from cifar_lit.cli.flags import OWN, SHORT
 from cifar_lit.errors import UsageError, check_choice, first_line, nearest
@@ -50,23 +51,19 @@ class Parameter(NamedTuple):
             return self.choices
         return self.space.low, self.space.high
 
-    def applies(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the setting is searched, given the values of those that it depends on."""
-        return all(key in values and values[key] in allowed for key, allowed in self.when.items())
-
-    def values(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each value of a grid, and how Optuna stores it."""
+    @property
+    def size(self) -> float:
+        """Return the number of values, which may be infinite."""
         if isinstance(self.space, CategoricalDistribution):
-            yield from zip(self.choices, self.space.choices, strict=True)
-            return
-        if self.space.step is None:
-            raise UsageError(
-                f"sampler grid: use choice, or range with a step, for every setting ({self.name} has none)"
-            )
+            return len(self.choices)
+        return math.inf if self.space.step is None else (self.space.high - self.space.low) / self.space.step + 1
+
+    def values(self) -> list[Any]:
+        """Return all values of a finite space, as Optuna stores them."""
+        if isinstance(self.space, CategoricalDistribution):
+            return list(self.space.choices)
         low, high, step = (Decimal(str(number)) for number in (self.space.low, self.space.high, self.space.step))
-        kind = type(self.space.low)
-        for index in range(int((high - low) / step) + 1):
-            yield (kind(low + index * step),) * 2
+        return [type(self.space.low)(low + index * step) for index in range(int((high - low) / step) + 1)]
 
 
 @dataclass(frozen=True)
@@ -87,9 +84,8 @@ class SweepFile:
     def suggest(self, trial: Any) -> dict[str, Any]:
         """Return the searched settings of an Optuna trial."""
         values: dict[str, Any] = {}
-        for parameter in self.parameters:
-            name, space, choices, _ = parameter
-            if not parameter.applies(values):
+        for name, space, choices, when in self.parameters:
+            if not all(key in values and values[key] in allowed for key, allowed in when.items()):
                 continue
             if isinstance(space, CategoricalDistribution):
                 values[name] = choices[space.choices.index(trial.suggest_categorical(name, space.choices))]
@@ -100,26 +96,18 @@ class SweepFile:
 
     def grid(self) -> list[dict[str, Any]]:
         """Return the parameters of all combinations in random order, at most `MAX_GRID`."""
-        combinations = list(islice(self._combinations(self.parameters, {}, {}), MAX_COMBINATIONS + 1))
-        if len(combinations) > MAX_COMBINATIONS:
-            raise UsageError(f"sampler grid: there are more than {MAX_COMBINATIONS:,} combinations: use tpe or random")
-        random.Random(self.seed).shuffle(combinations)
-        return combinations[: int(min(self.trials, MAX_GRID))]
-
-    def _combinations(
-        self, parameters: Sequence[Parameter], settings: dict[str, Any], stored: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the parameters of all combinations, given the values of those before `parameters`."""
-        if not parameters:
-            yield stored
-            return
-        parameter, *others = parameters
-        if not parameter.applies(settings):
-            yield from self._combinations(others, settings, stored)
-            return
-        for value, stored_value in parameter.values():
-            name = parameter.name
-            yield from self._combinations(others, {**settings, name: value}, {**stored, name: stored_value})
+        if math.prod(parameter.size for parameter in self.parameters) > MAX_COMBINATIONS:
+            limit = f"and at most {MAX_COMBINATIONS:,} combinations"
+            raise UsageError(f"sampler grid: use choice, or range with a step, for every setting, {limit}")
+        combinations = {}
+        for values in product(*(parameter.values() for parameter in self.parameters)):
+            names = (parameter.name for parameter in self.parameters)
+            trial = FixedTrial(dict(zip(names, values, strict=True)))
+            self.suggest(trial)
+            combinations[str(trial.params)] = trial.params  # equal ones differ in settings that a condition leaves out
+        in_order = list(combinations.values())
+        random.Random(self.seed).shuffle(in_order)
+        return in_order[: int(min(self.trials, MAX_GRID))]
 
     def corners(self) -> Iterator[dict[str, Any]]:
         """Yield settings that together contain each bound and each choice."""
