@@ -29,7 +29,8 @@ _TAGS = {
 }
 _INTEGER = "tag:yaml.org,2002:int"
 _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader of jsonargparse
-_TEXT = re.compile(r"\{[\w/:.%]+\}|\w+:")  # a file name of ModelCheckpoint ({epoch}), a drive of Windows (D:)
+# A file name of ModelCheckpoint ({epoch}), a name in brackets ([old]), a drive of Windows (D:).
+_TEXT = re.compile(r"\{[\w/:.%]+\}|\[[\w/ -]+\]|\w+:")
 
 
 def plain_values(file: Path) -> Any:
@@ -93,15 +94,17 @@ def _count(file: Path, node: yaml.Node, counts: dict[int, int], depth: int) -> i
 def _fault_of_text(text: str) -> str | None:
     """Return what is wrong with the text of a value, quoted or not; None if nothing is."""
     if re.search("[\0\ud800-\udfff]", text):
-        return "a character that no text can hold"
-    if len(text) > MAX_LENGTH:
-        return f"a text of more than {MAX_LENGTH:,} characters"
+        return "invalid Unicode or a NUL character"
+    if re.fullmatch(r"[-+]?[0-9_]{65,}", text.strip()):  # Python does not convert thousands of digits
+        return "an integer of more than 64 bits"
     try:
         integer = yaml.SafeLoader("").construct_yaml_int(yaml.ScalarNode(_INTEGER, text.strip()))
     except (ValueError, IndexError):
         integer = 0
     if abs(integer) >= MAX_INTEGER:
         return "an integer of more than 64 bits"
+    if len(text) > MAX_LENGTH:
+        return f"a text of more than {MAX_LENGTH:,} characters"
     if _TEXT.fullmatch(text):
         return None
     try:

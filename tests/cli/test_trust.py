@@ -95,8 +95,8 @@ def test_a_custom_net_or_data_set_is_imported_only_if_typed_or_trusted(working_f
         ("'[&a [x, x], *a, *a]'", "a text that would be read as a list or as settings"),
         ("'99999999999999999999'", "an integer of more than 64 bits"),
         (f"'{'[' * 5000}'", "a text of more than 4,096 characters"),
-        ('"a\\0b"', "a character that no text can hold"),
-        ('"a\\ud800b"', "a character that no text can hold"),
+        ('"a\\0b"', "invalid Unicode or a NUL character"),
+        ('"a\\ud800b"', "invalid Unicode or a NUL character"),
     ],
     ids=range(9),
 )
@@ -107,7 +107,16 @@ def test_a_text_in_a_file_is_not_parsed_a_second_time(tmp_path: Path, text: str,
 
 
 def test_names_with_brackets_and_colons_are_text(tmp_path: Path) -> None:
-    texts = ["{epoch}", "{epoch:02d}-{val/loss:.2f}", "D:", "http://host:8080/a", "[a] b", "9" * 18, "1e-3"]
+    texts = [
+        "{epoch}",
+        "{epoch:02d}-{val/loss:.2f}",
+        "D:",
+        "http://host:8080/a",
+        "[a] b",
+        "[old/a b]",
+        "9" * 18,
+        "1e-3",
+    ]
     (tmp_path / "own.yaml").write_text(json.dumps({"a": texts}))
     assert plain_values(tmp_path / "own.yaml") == {"a": texts}
 
@@ -137,7 +146,7 @@ def test_settings_in_quotes_are_refused_in_every_file_of_a_command(
 
 def test_the_parser_does_not_read_a_file_that_is_called_like_a_configuration(working_folder: Path) -> None:
     (working_folder / "own.yaml").write_text("seed_everything: 5")
-    (working_folder / "{seed_everything: 5}\n").write_text("model: {lr: 7.0}")
+    (working_folder / "\n{seed_everything: 5}\n").write_text("model: {lr: 7.0}")
     (working_folder / "seed_everything: 5").write_text("model: {lr: 7.0}")
     answer = run_command("fit", "--recipe", "small.yaml", "--config", "own.yaml", "--print_config")
     settings = yaml.safe_load(answer.out)
