@@ -11,6 +11,8 @@ import os
 import secrets
 import sqlite3
 import stat
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -26,6 +28,7 @@ CODE = "type = 'view' OR (type = 'trigger' AND tbl_name != 'secrets') OR " + " O
     f"sql LIKE '%{word}%'" for word in ("virtual", "blob(", "hex(", "printf(", "format(", "replace(")
 )
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+REPLACE_ATTEMPTS = 20 if os.name == "nt" else 1  # in 2 s
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
@@ -75,11 +78,11 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
         yield partial
         if partial.stat().st_mode != mode:
             partial.chmod(mode)
-        with partial.open("rb") as file:
+        with partial.open("r+b") as file:  # Windows cannot sync a file that is open for reading
             os.fsync(file.fileno())
         if previous is not None and path.exists():
             _keep(path, previous)
-        partial.replace(path)
+        _replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if not isinstance(error, Exception) or isinstance(error, (Failure, UsageError)):
@@ -119,7 +122,7 @@ def writing(path: Path, remedy: str, parents: bool = False) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic_write(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 def check_regular(path: Path) -> None:
@@ -180,6 +183,31 @@ def check_database(path: Path) -> None:
         fault = getattr(error, "strerror", None) or str(error)
     if fault:
         raise Failure(f"the database {path} is not read: {fault}. Move it away.")
+
+
+def lock_file(file: IO[Any]) -> None:
+    """Lock an open file until it is closed; except on Windows, also by the child processes that inherit it.
+
+    Raise BlockingIOError, or PermissionError on Windows, if another process has locked it.
+    """
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _replace(path: Path, target: Path) -> None:
+    """Rename a file over another one. On Windows, wait for a virus scanner that reads one of them."""
+    for _ in range(REPLACE_ATTEMPTS - 1):
+        with suppress(PermissionError):
+            path.replace(target)
+            return
+        time.sleep(0.1)
+    path.replace(target)
 
 
 def _new_name(path: Path) -> Path:

@@ -7,7 +7,6 @@ import gc
 import hashlib
 import json
 import os
-import resource
 import shlex
 import sys
 import tempfile
@@ -200,7 +199,7 @@ def run_once(
     with nullcontext(logs) if logs else tempfile.TemporaryDirectory(prefix="cifar-lit-bench-") as name:
         folder = Path(name).expanduser()
         before = set(folder.glob("*"))
-        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             argv = ["--recipe", recipe, *flags, "--seed", str(seed), "--logs", str(folder)]
             TrainingCLI(parse("train", argv), *callbacks)
         age = process_age() if cold else None
@@ -210,8 +209,7 @@ def run_once(
     if metrics is None:
         raise Failure(f"{recipe} with seed {seed} ended without a test: leave out flags that shorten a run")
     gc.collect()  # net and Trainer refer to each other and would keep device memory
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = peak_memory()
     on_gpu = torch.cuda.is_available() and metrics["accelerator"] == "gpu"
     return {
         "seed": seed,
@@ -227,11 +225,25 @@ def run_once(
     }
 
 
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has had."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def process_age() -> float | None:
     """Return the seconds since the start of this process, None on systems other than Linux."""
+    if sys.platform != "linux":
+        return None
     try:
         # Field 22 of proc(5)'s stat: clock ticks since boot. Field 2 may contain spaces and ends with a bracket.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return None

@@ -31,6 +31,7 @@ _SHORT = {
     "seed": ("seed_everything", "1"),
     "checkpoint-every": ("checkpoint_every", "10m"),
     "rank-timeout": ("rank_timeout", "60"),
+    "threads": ("threads", "2"),
 }
 _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5", "seeds": "0-4"} | {
     **{name: value for name, (_, value) in _SHORT.items()},
@@ -63,6 +64,7 @@ _SYNONYMS = {
     "data.batch_size": "b bs per-device-train-batch-size",
     "data.eval_batch_size": "test-batch-size val-batch-size",
     "data.workers": "j",
+    "threads": "num-threads omp-num-threads",
     "data.val_size": "val-split validation-split val-ratio",
     "data.image_size": "img input-size resolution crop-size",
     "data.augment": "aug transforms",

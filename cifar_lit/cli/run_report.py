@@ -74,6 +74,7 @@ def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> di
         if h["weights"] and not run.folder.resumed
         else "",
         "devices": f"{trainer.world_size} × {device}",
+        "threads": notes.get("threads", "") if device == "cpu" else "",
         "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
         **_step_rows(trainer, h, data),
         "resumes": f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"

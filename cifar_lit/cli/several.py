@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from cifar_lit.bench.process import started
+from cifar_lit.bench.process import ask_to_stop, started
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import TrainingCLI, program
 from cifar_lit.cli.flags import ONE_DEVICE, Command, recipe_path
@@ -178,7 +178,7 @@ def train_in_processes(words: Sequence[str]) -> None:
     """
     with started([sys.executable, "-m", "cifar_lit", "train", *words]) as process:
         for number in stop_signals():
-            signal.signal(number, lambda number, frame: process.send_signal(number))
+            signal.signal(number, lambda number, frame: ask_to_stop(process, number))
         code = process.wait()
     catch_signals()
     code = code if code >= 0 else 128 - code

@@ -14,7 +14,7 @@ from typing import Any
 from cifar_lit.data.table import SUFFIXES, read_table
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import LOCK, display_path, read_curves, read_metrics, read_rows
+from cifar_lit.runs.run_folder import LOCK, changes_text, display_path, read_curves, read_metrics, read_rows
 from cifar_lit.stats import McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.text import natural_key, printable
 
@@ -33,7 +33,7 @@ class RunRecord:
     name: str  # path relative to the working folder
     settings: dict[str, Any] = field(default_factory=dict)  # config.yaml by dotted name, without `PLACES`
     metrics: dict[str, Any] = field(default_factory=dict)  # metrics.json
-    note: str = ""  # why results are missing
+    note: str = ""  # why results are missing, and settings that changed when it was resumed
 
     @property
     def test(self) -> dict[str, Any]:
@@ -113,6 +113,7 @@ def read_run(path: Path) -> RunRecord:
     record = RunRecord(path, display_path(path), settings, read_metrics(path))
     if record.metrics:
         note = "its config.yaml is missing or damaged" if not settings else "" if record.test else "no test"
+        note = "; ".join(filter(None, (note, changes_text(record.metrics))))
     elif (path / "metrics.json").exists():
         note = "damaged: metrics.json cannot be read"
     elif (path / "folds.json").is_file():
@@ -156,7 +157,7 @@ def _setting_text(run: RunRecord, name: str) -> str:
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Group the tested runs that have the same recipe, the same data and the same settings except for the seed.
+    """Group the tested runs that have the same recipe, data and settings, except for the seed and the threads.
 
     Returns:
         For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds` and
@@ -164,7 +165,7 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         differ, such as a folder that was changed, `settings` has a number of the data as `data`.
     """
     tested = [run for run in runs if run.test]
-    names = [name for name in differing(tested) if name not in (SEED, "recipe")]
+    names = [name for name in differing(tested) if name not in (SEED, "recipe", "threads")]
     keys = [(run.recipe, *(_setting_text(run, name) for name in names)) for run in tested]
     data = list(map(_data_text, tested))
     by_data = {pair for pair in zip(keys, data, strict=True) if pair[1]}

@@ -30,7 +30,7 @@ from cifar_lit.runs.figures import (
 from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, read_array, suspect_labels
 from cifar_lit.runs.learning_curve import curve_of, draw
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
-from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
+from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics
 from cifar_lit.stats import wilson_interval
 from cifar_lit.text import note, printable_lines
 
@@ -211,6 +211,8 @@ def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [
         (label, form.format(metrics[name])) for name, (label, form) in FACTS.items() if metrics.get(name) is not None
     ]
+    if changes := changes_text(metrics):
+        facts.append(("changed when resumed", changes))
     for part in ("test", "val"):
         for name, value in (metrics.get(part) or {}).items():
             in_headline = name == "images" or (part, name) == ("test", "accuracy")

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,9 @@ def owner_of(run: Path) -> str | None:
 
 
 def display_path(path: Path) -> str:
-    """Return a path as the user would type it: relative if it is below the working folder."""
+    """Return a path as the user would type it: relative if it is below the working folder, always with slashes."""
     absolute, here = path.absolute(), Path.cwd()
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(path)
+    return (absolute.relative_to(here) if absolute.is_relative_to(here) else path).as_posix()
 
 
 # ---- Find the run to resume.
@@ -328,6 +329,7 @@ def _is_valid(metrics: Mapping[str, Any]) -> bool:
         accuracies = [part["accuracy"] for part in (test, val) if part.get("accuracy") is not None]
         accuracies += [score["accuracy"] for score in tta_scores]
         texts = [test.get("fingerprint") or "", *(score["views"] for score in tta_scores)]
+        changes_in(metrics.get("changes"))
         return (
             all(isinstance(number, int | float) for number in numbers)
             and all(0 <= accuracy <= 1 for accuracy in accuracies)
@@ -337,6 +339,23 @@ def _is_valid(metrics: Mapping[str, Any]) -> bool:
         )
     except (AttributeError, KeyError, TypeError):
         return False
+
+
+def changes_in(changes: Any) -> list[dict[str, Any]]:
+    """Return the changes of a resumed run, see `runs.run.Run`; raise TypeError or KeyError for other values."""
+    for change in changes or []:
+        if not isinstance(change["step"], int) or not isinstance(change["settings"], dict):
+            raise TypeError("a change has a step and settings")
+    return list(changes or [])
+
+
+def changes_text(metrics: Mapping[str, Any]) -> str:
+    """Return the settings that changed when a run was resumed, such as `from step 60: trainer.devices 2`, or ''."""
+    lines = []
+    for change in changes_in(metrics.get("changes")):
+        settings = ", ".join(f"{name} {value}" for name, value in change["settings"].items())
+        lines.append(f"from step {change['step']}: {settings or 'as at the start'}")
+    return "; ".join(lines)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -358,12 +377,16 @@ def _is_bounded(value: Any) -> bool:
 def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
     """Return the rows of a CSV file with a header, without empty cells; none if it cannot be read.
 
-    An unterminated last line is skipped: it is still being written, or was cut short by a kill or a full disk.
+    An unterminated last line with fewer cells than the header is skipped: it is still being written, or was cut short
+    by a kill or a full disk. An editor may leave out the last newline of a whole line.
     columns: names of the columns to return, all by default.
     """
     try:
         lines = io.StringIO(read_text(file, MAX_TABLE), newline="")
-        rows = csv.DictReader(line for line in lines if line.endswith("\n"))
+        header = next(lines, "")
+        count = len(next(csv.reader([header]), ()))
+        whole = (line for line in lines if line.endswith("\n") or len(next(csv.reader([line]), ())) == count)
+        rows = csv.DictReader(chain([header], whole))
         return [
             {name: value for name, value in row.items() if name and value and (columns is None or name in columns)}
             for row in rows

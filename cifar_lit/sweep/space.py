@@ -21,7 +21,7 @@ from optuna.trial import FixedTrial
 from cifar_lit.cli.flags import OWN, SHORT
 from cifar_lit.errors import UsageError, check_choice, first_line, nearest
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.text import is_file_name
+from cifar_lit.text import NOT_A_FILE_NAME, is_file_name
 
 KEYS = ("name", "recipe", "settings", "search", "objective", "sampler", "pruner", "trials", "time", "seed")
 KINDS = ("range", "log", "choice")
@@ -162,7 +162,7 @@ def read_sweep(file: Path) -> SweepFile:
     seed = content.get("seed", 0)
     name, recipe = str(content.get("name") or file.stem), str(content["recipe"])
     if not is_file_name(name):
-        raise UsageError(f"name: {name!r} cannot name a folder: leave out slashes and control characters")
+        raise UsageError(f"name: {name!r} cannot name a folder{NOT_A_FILE_NAME}")
     return SweepFile(name, recipe, settings, parameters, objectives, sampler, pruner, trials, seconds, seed)
 
 

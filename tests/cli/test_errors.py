@@ -31,7 +31,10 @@ OTHER_BUILD = "torch and torchvision are of different builds: uninstall both, th
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
 RESUMABLE = Interrupted(signal.SIGINT)
 RESUMABLE.resume = "python scripts/train.py --resume lightning_logs/small-1"
-NOT_FINITE = "stopped before it reached the weights. Checkpoints are intact: lower --lr, or try --precision 32-true"
+NOT_FINITE = (
+    "stopped before it reached the weights. Checkpoints are intact: start again with a lower --lr, or resume with "
+    "--precision 32-true"
+)
 
 
 @pytest.mark.parametrize(

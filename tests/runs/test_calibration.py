@@ -34,9 +34,12 @@ def test_a_bin_includes_its_upper_end() -> None:
 
 
 def test_the_calibration_error_equals_that_of_torchmetrics_with_fifteen_bins() -> None:
-    logits, labels = make_logits(3000, scale=0.4)
-    expected = multiclass_calibration_error(logits.softmax(1), labels, 5, n_bins=15)
-    assert error_of(logits.softmax(1), labels) == pytest.approx(float(expected), abs=1e-6)
+    logits, labels = make_logits(3000)
+    # Over- and underconfident images share bins, whose errors then depend on the number of bins.
+    mixed = logits * torch.tensor([0.2, 4.0]).repeat(1500)[:, None]
+    errors = {bins: float(multiclass_calibration_error(mixed.softmax(1), labels, 5, n_bins=bins)) for bins in (10, 15)}
+    assert abs(errors[10] - errors[15]) > 1e-3
+    assert error_of(mixed.softmax(1), labels) == pytest.approx(errors[15], abs=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])

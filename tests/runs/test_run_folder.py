@@ -242,6 +242,6 @@ def test_metrics_with_invalid_values_are_empty(tmp_path: Path, damage: dict[str,
 def test_a_group_folder_with_a_link_to_outside_is_not_continued(tmp_path: Path) -> None:
     (tmp_path / "logs/small-seeds-1").mkdir(parents=True)
     (tmp_path / "logs/small-seeds-1/.owner").symlink_to(tmp_path / "outside")
-    with pytest.raises(Failure, match="small-seeds-1/.owner is a symlink pointing outside"):
+    with pytest.raises(Failure, match=r"small-seeds-1/\.owner is a symlink pointing outside"):
         RunFolder(tmp_path / "logs", "small-seeds", tmp_path / "logs/small-seeds-1")
     assert not (tmp_path / "outside").exists()
