@@ -26,8 +26,10 @@ from cifar_lit.training.optimizers import REST_MOMENTUM, check_settings, configu
 from cifar_lit.training.predictions import PredictionCollector
 from cifar_lit.training.resume import check_restored_state, check_resumable, override_optimizer_settings
 from cifar_lit.training.rows import TrainingRows, log_values
+from cifar_lit.training.worker_processes import build_before_workers
 
 DEFAULT_SHAPE = (3, 32, 32)
+build_before_workers()
 
 # Function of (losses (B,), logits (B, classes), training batch) that returns the losses to train on. Optional features
 # add hooks to a fit.
@@ -194,6 +196,15 @@ class ImageClassifier(pl.LightningModule):
         self.views = Evaluation(num_classes)
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
 
+    def build_for(self, data: Any) -> None:
+        """Build net and metrics for a datamodule, unless they are built. Raise UsageError without `class_count`."""
+        if self.hparams["num_classes"] is not None:
+            return
+        if not hasattr(data, "class_count"):
+            raise UsageError("the number of classes is unknown: use ImageClassifier(num_classes=…)")
+        shape = self.hparams["input_shape"] or getattr(data, "input_shape", None) or DEFAULT_SHAPE
+        self._build(list(shape), data.class_count)
+
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (B, classes) for normalised float images (B, C, H, W), in the dtype of the weights."""
         return self.net(images.type(self.dtype))
@@ -240,12 +251,7 @@ class ImageClassifier(pl.LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Build the net from the datamodule unless it is built. Return the callbacks of the optional features."""
-        if self.hparams["num_classes"] is None:
-            data = self.trainer.datamodule  # type: ignore[attr-defined]
-            if not hasattr(data, "class_count"):
-                raise UsageError("the number of classes is unknown: use ImageClassifier(num_classes=…)")
-            shape = self.hparams["input_shape"] or getattr(data, "input_shape", None) or DEFAULT_SHAPE
-            self._build(list(shape), data.class_count)
+        self.build_for(self.trainer.datamodule)  # type: ignore[attr-defined]
         self.loss_hooks = []
         return feature_callbacks(self, self.trainer)
 
@@ -376,6 +382,8 @@ class ImageClassifier(pl.LightningModule):
         """Save the running metrics and the last score. Raise NotFiniteLoss for values that are not finite."""
         self.rows.before_checkpoint()
         check_finite(self, checkpoint)
+        if self._trainer is None:  # The fit ran in worker processes. Only its weights have come back.
+            return
         checkpoint["cifar_lit"] = {
             "device_sums": self.rows.unlogged_sums(),
             "epoch_sums": list(self.running.epoch),
