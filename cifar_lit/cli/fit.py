@@ -404,8 +404,8 @@ def check_settings(settings: Any) -> None:
     model = settings.model.as_dict()
     check_model(model)
     check_net(model["net"], model["net_options"] or {})
-    if is_import_path(model["optimizer"]):
-        import_callable(model["optimizer"])
+    for name in filter(is_import_path, (model["optimizer"], model["schedule"])):
+        import_callable(name)
     check_choice("model.monitor", model["monitor"], value_names(TOP + 1, model["metrics"] or {}))
     if settings.model.class_weights != "none" and data.sampling != "none":
         both = f"model.class_weights {settings.model.class_weights} and data.sampling {data.sampling}"

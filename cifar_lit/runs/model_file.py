@@ -23,7 +23,7 @@ from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.models.pretrained import TIMM
 from cifar_lit.models.registry import MAX_WIDTH, build_net, net_spec
 from cifar_lit.models.state import with_versions
-from cifar_lit.plugins import UntrustedName, is_import_path
+from cifar_lit.plugins import UntrustedName, check_allowed, is_import_path
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name
 
@@ -136,6 +136,7 @@ def load_model_file(path: str | Path) -> LoadedNet:
             if metadata.get("format") != FORMAT:
                 raise InvalidFileError(f"it holds no {FORMAT!r} model")
             card = ModelCard(**card_values(metadata["card"]))
+            check_allowed(card.net)
             if card.net.startswith(TIMM) or is_import_path(card.net):
                 net_spec(card.net)  # raises UsageError for a missing package: the file is not damaged
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no dict
