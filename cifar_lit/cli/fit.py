@@ -32,10 +32,11 @@ from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import UsageError, check_choice, nearest
-from cifar_lit.models.pretrained import preprocessing
+from cifar_lit.models.pretrained import Preprocessing, preprocessing
 from cifar_lit.models.registry import check_net, net_spec
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
+from cifar_lit.runs.model_file import read_card
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
 from cifar_lit.runs.trackers import logger_names
@@ -415,8 +416,14 @@ def check_settings(settings: Any) -> None:
 
 
 def follow_pretraining(net: str, weights: str | None, data: Any) -> None:
-    """Set mean, std and image size to those of a pretrained net, where the settings `data` leave them open."""
-    if not weights or not (pretraining := preprocessing(net)):
+    """Set mean, std and image size to those of the pretraining, where the settings `data` leave them open."""
+    if not weights:
+        return
+    card = read_card(weights)  # of a run
+    pretraining = preprocessing(net)
+    if card:
+        pretraining = Preprocessing(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
+    if not pretraining:
         return
     source = SOURCES.get(data.dataset)
     grey = 1 in (data.channels, source.fixed.get("channels") if source else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -113,6 +114,16 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def read_card(path: str | Path) -> ModelCard | None:
+    """Return the card of a run folder or a `model.safetensors`, None for other or invalid files."""
+    with suppress(UsageError, InvalidFileError, SafetensorError, OSError, KeyError):
+        with safe_open(weights_file(path), framework="pt") as opened:
+            metadata = opened.metadata() or {}
+        if metadata.get("format") == FORMAT:
+            return ModelCard(**card_values(metadata["card"]))
+    return None
 
 
 def load_model_file(path: str | Path) -> LoadedNet:
