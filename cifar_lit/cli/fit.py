@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,9 @@ class TrainingCLI(LightningCLI):
                 raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
             check_checkpoint_path(Path(self.settings.ckpt_path).expanduser())
         if self.name == "fit":
-            logger_names(self.settings.logger)
+            names, logs = logger_names(self.settings.logger), str(Path(self.settings.logs).expanduser().absolute())
+            if "mlflow" in names and re.search("[?%]", logs) and not os.environ.get("MLFLOW_TRACKING_URI"):
+                raise UsageError(f"MLflow cannot keep its database in {logs}: choose --logs without ? and %")
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
         accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
@@ -366,7 +369,7 @@ def set_save_dir(command: Command) -> None:
 
 
 def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
-    """Raise UsageError if one of Lightning's callbacks monitors a value that the training does not log.
+    """Raise UsageError if one of Lightning's callbacks monitors a value that the training does not log, or occurs twice.
 
     Args:
         callbacks: configured callbacks. If one is from another package, nothing is checked: it may log any value.
@@ -375,6 +378,11 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
     if not all(type(each).__module__.startswith("lightning.") for each in callbacks):
         return
     logs_rates = any(isinstance(each, LearningRateMonitor) for each in callbacks)
+    keys = Counter(each.state_key for each in callbacks if type(each).state_dict is not Callback.state_dict)
+    if (key := max(keys, key=keys.__getitem__, default="")) and keys[key] > 1:
+        raise UsageError(
+            f"a checkpoint cannot tell two callbacks {key} apart: remove one, or change its monitor or mode"
+        )
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         logged = [*names, "epoch", "step"] if isinstance(callback, ModelCheckpoint) else names
@@ -397,7 +405,11 @@ def check_settings(settings: Any) -> None:
         raise UsageError(f"--trainer.strategy {sharded[0]} {reason}")
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
         raise UsageError(f"--trainer.strategy {strategy} is for notebooks: use --trainer.strategy ddp")
+    if settings.trainer.barebones:
+        raise UsageError("--trainer.barebones true leaves out what a run records: remove it, or use cifar-lit bench")
     epochs, data = settings.trainer.max_epochs, settings.data
+    if epochs == -1 and (settings.trainer.max_time or settings.trainer.max_steps > 0):
+        epochs = None
     numbers = {"--epochs": epochs, "--batch-size": data.batch_size, "data.eval_batch_size": data.eval_batch_size}
     for flag, number in numbers.items():
         if number is not None and number < 1:

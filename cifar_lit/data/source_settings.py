@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.image_size import ImageSize
+from cifar_lit.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,4 +36,9 @@ class SourceSettings:
     @property
     def cache_path(self) -> Path:
         """The folder of decoded images, and of features computed from them."""
-        return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
+        try:
+            return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
+        except RuntimeError:  # neither HOME nor an entry in the list of users
+            raise UsageError(
+                "this user has no home folder to cache images in: name one with --data.cache_dir"
+            ) from None

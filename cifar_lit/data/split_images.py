@@ -101,14 +101,14 @@ class SplitImages:
         return torch.bincount(images.labels[self.split[0]], minlength=len(images.classes))
 
     def warn_of_few_images(self, batch_size: int) -> None:
-        """Warn about classes with fewer than two training images, a share below a batch, and a small validation set."""
+        """Warn about classes with fewer than two training images, a large batch, and a small validation set."""
         classes = self.train_images.classes
         few = [name for name, count in zip(classes, self.class_counts.tolist(), strict=True) if count <= 1]
         if few:
             names = ", ".join(few[:3]) + (f" and {len(few) - 3:,} more" if len(few) > 3 else "")
             note_once(f"{len(few):,} of {len(classes):,} classes have fewer than 2 training images ({names}): add more")
         count = len(self.split[0])
-        if self.train_share < 1 and count < batch_size:
+        if count < batch_size:
             note_once(f"{counted(count, 'training image')} are less than a batch of {batch_size}: lower --batch-size")
         count = len(self.split[1])
         if 0 < count < FEW_VALIDATION_IMAGES:
