@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,3 +222,46 @@ def test_an_openmp_wait_policy_of_the_user_is_not_overridden(monkeypatch: pytest
     monkeypatch.setattr(os, "environ", variables)
     limit_busy_waiting()
     assert variables == {"OMP_WAIT_POLICY": "ACTIVE"}
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "free"),
+    [
+        (
+            "0::/job",
+            {"job/memory.max": "5000", "job/memory.current": "3000", "job/memory.stat": "inactive_file 400"},
+            2400,
+        ),
+        (
+            "0::/job",  # the system reclaims all of its file cache before a process runs out of memory
+            {
+                "job/memory.max": "5000",
+                "job/memory.current": "3000",
+                "job/memory.stat": "inactive_file 400\nactive_file 300\n",
+            },
+            2700,
+        ),
+        ("0::/job/step", {"job/memory.max": "5000", "job/memory.current": "3000", "job/memory.stat": ""}, 2000),
+        ("0::/job", {"job/memory.max": "max", "job/memory.current": "3000", "job/memory.stat": ""}, None),
+        (
+            "4:memory:/",
+            {
+                "memory/memory.limit_in_bytes": "5000",
+                "memory/memory.usage_in_bytes": "1000",
+                "memory/memory.stat": "cache 3\ninactive_file 1000\n",
+            },
+            5000,
+        ),
+    ],
+)
+def test_the_memory_limits_of_containers_and_jobs_count(
+    line: str, files: dict[str, str], free: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        Path("groups", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("groups", name).write_text(text)
+    read = Path.read_text
+    own: dict[Path, Any] = {Path("/proc/self/cgroup"): line, Path("/proc/meminfo"): "MemAvailable: 900 kB\n"}
+    monkeypatch.setattr(hardware, "CGROUPS", Path("groups").absolute())
+    monkeypatch.setattr(Path, "read_text", lambda path, *args, **more: own.get(path) or read(path, *args, **more))
+    assert hardware.free_memory(torch.device("cpu")) == (900 * 1024 if free is None else free)

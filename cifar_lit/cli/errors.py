@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterable
 from traceback import walk_tb
@@ -46,8 +45,6 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if kind == "NotFiniteLoss":
         target = "a checkpoint" if "weight" in text else "the weights"
         text += f"; stopped before it reached {target}. Checkpoints are intact: lower --lr, or try --precision 32-true"
-        if file := getattr(error, "file", None):
-            text += f". See the step with: cifar-lit replay {shlex.quote(str(file))}"
     elif is_out_of_memory(error):
         text = (
             "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch, or choose a smaller --net"

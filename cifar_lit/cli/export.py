@@ -43,8 +43,6 @@ def export(argv: list[str]) -> None:
     add("--to", type=str, required=True, help="onnx, torch-export, safetensors, litert or coreml")
     add("--out", type=str | None, default=None, help="file to write (default: beside model.safetensors)")
     add("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")
-    drop = "leave layers in float until int8 costs at most this accuracy on training images, such as 0.01"
-    add("--max-drop", type=float | None, default=None, help=drop)
     reject = "add an output `unknown` for this false-alarm rate, up to 0.5"
     add("--reject", type=float | None, default=None, help=reject)
     add("--data-dir", type=str | None, default=None, help="folder of the run's images, if they were moved")
@@ -59,7 +57,7 @@ def export(argv: list[str]) -> None:
     from cifar_lit.runs.model_file import load_model_file
     from cifar_lit.runs.run_data import RunData
 
-    check_request(settings.to, settings.quantize, settings.reject, settings.max_drop)
+    check_request(settings.to, settings.quantize, settings.reject)
     net = load_model_file(settings.run)
     if settings.reject is not None:
         check_rate(settings.reject, net.card.reject)
@@ -74,7 +72,7 @@ def export(argv: list[str]) -> None:
     calibration = data.load(train=True, count=CALIBRATION_IMAGES) if settings.quantize else None
     sample = data.load_or_draw(settings.images)
     say(f"checking on {sample.what}")
-    options = Options(calibration, settings.reject, settings.max_drop)
+    options = Options(calibration, settings.reject)
     result, seconds = export_net(net, settings.to, path, sample, options)
 
     right_aligned = partial(Column, justify="right")

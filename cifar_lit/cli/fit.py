@@ -24,7 +24,6 @@ from cifar_lit.cli import trust
 from cifar_lit.cli.errors import long_flags, parsed
 from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.launch import logs_of
-from cifar_lit.cli.memory import check_memory
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
 from cifar_lit.cli.tuner import RATES, device_of, search
 from cifar_lit.data.datamodule import ImageData
@@ -248,16 +247,12 @@ class TrainingCLI(LightningCLI):
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
-        if self.name == "fit" and "batch" not in self.command.auto:
-            check_memory(self.settings, self.machine)
         follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
         auto, trainer = self.command.auto, self.settings.trainer
-        if self.name == "fit" and "batch" not in auto:
-            check_memory(self.settings, self.machine, self.datamodule.input_shape, len(self.datamodule.split[0]))
         if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
             load_into(self.model)  # a failure leaves no run folder
         if self.name == "fit" and (teacher := self.settings.model.teacher):

@@ -6,7 +6,6 @@ This module does not import torch, so that an invalid command line fails at once
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,6 @@ _SHORT = {
 }
 _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5", "seeds": "0-4"} | {
     **{name: value for name, (_, value) in _SHORT.items()},
-    "time-limit": "10m",
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
 # Flags for several trainings by one command, with the function for each.
@@ -43,7 +41,7 @@ SEVERAL = {
 }
 # Not for LightningCLI.
 OWN = (
-    "recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", "time-limit", *SEVERAL, "debug",
+    "recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", *SEVERAL, "debug",
 )  # fmt: skip
 # Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
 # The setting has a value if the flag implies one.
@@ -103,10 +101,8 @@ class Command:
         auto: "batch" to find a batch size, "lr" to find a learning rate before the training.
         flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
         several: the flags for several trainings with their values as typed, "" for a flag without a value.
-        time_limit: the value of --time-limit as typed, None without a limit.
         job: record of the scheduler's job, stored in the folder of a new run.
         words: the arguments as typed, without those for several trainings.
-        started: time of creation, in seconds of `time.monotonic`.
     """
 
     name: str
@@ -118,10 +114,8 @@ class Command:
     auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
     several: dict[str, str] = field(default_factory=dict)
-    time_limit: str | None = None
     job: str | None = None
     words: list[str] = field(default_factory=list, compare=False)
-    started: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def asks_only(self) -> bool:

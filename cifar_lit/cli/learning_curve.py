@@ -1,4 +1,4 @@
-"""`train --learning-curve`: train on 25, 50, 75 and 100 % of the training images, and estimate what more images give.
+"""`train --learning-curve`: train on 25, 50, 75 and 100 % of the training images.
 
 All trainings have the same settings, epochs, validation and test images. So fewer images mean fewer steps.
 """
@@ -17,7 +17,7 @@ from cifar_lit.cli.flags import Command
 from cifar_lit.cli.several import check_several, group_folder, train_each
 from cifar_lit.errors import Failure
 from cifar_lit.files import atomic_write, write_text
-from cifar_lit.runs.learning_curve import FILE, PICTURE, draw, overall, read_points
+from cifar_lit.runs.learning_curve import FILE, PICTURE, draw, read_points
 from cifar_lit.runs.run_folder import display_path, read_metrics
 from cifar_lit.text import say
 
@@ -42,10 +42,7 @@ def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str
     if len(points) < len({metrics["data"]["train"] for metrics in runs.values()}):  # shares of few groups may be equal
         reason = "its images have changed between the trainings"
         raise Failure(f"{display_path(path)} has no curve: {reason}. Remove the folder, and start again")
-    twice = 2 * points[-1]["images"]
-    law = overall(points, [twice])
-    (expected,) = law.pop("accuracy")
-    results = {"runs": [*runs], "points": points, "law": law, "twice": {"images": twice, "accuracy": expected}}
+    results = {"runs": [*runs], "points": points}
     write_text(path / FILE, json.dumps({**record, **results}, indent=2, ensure_ascii=False) + "\n")
     with atomic_write(path / PICTURE) as partial:
         draw(points, partial)
@@ -57,8 +54,4 @@ def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str
         numbers = f"{point['images']:,}", f"{point['accuracy']:.4f}", "{:.4f} … {:.4f}".format(*point["interval"])
         table.add_row(*numbers, *(f"{point['per_class'][name]:.4f}" for name in worst))
     for_tables().print(table)
-    say(
-        "error = a + b·n^-c: a {:.3f} ({:.3f} … {:.3f}), c {:.2f} ({:.2f} … {:.2f})".format(*law["a"], *law["c"]),
-        f"expected with {twice:,} images: accuracy " + "{:.4f}, 95 % interval {:.4f} … {:.4f}".format(*expected),
-        f"results {display_path(path)}",
-    )
+    say(f"results {display_path(path)}")

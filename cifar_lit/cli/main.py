@@ -30,7 +30,6 @@ commands
   classify   predict the classes of image files; python scripts/classify.py is the same
   next       select the images of an unlabelled pool to label next
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
-  replay     repeat and inspect the step that ended a training with a loss that is not finite
   review     correct labels in the browser, the most suspicious first
   compare    compare the settings and accuracies of runs, with a significance test
   export     export a net to ONNX, torch-export or safetensors, and check the file
@@ -45,7 +44,6 @@ flags of fit, train, validate, test and predict
   --data-dir PATH    folder for downloaded archives, or the folder of your own images
   --net NAME         net, such as resnet18; --lr X, --batch-size N (total over all devices)
   --auto-batch       find the largest batch size that fits; --auto-lr finds a learning rate
-  --time-limit 10m   choose recipe and epochs so that the training ends after 10 minutes (90s, 2h)
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --rank-timeout 60  end the run if a process sends no heartbeat for this many seconds
@@ -57,7 +55,7 @@ flags of fit, train, validate, test and predict
   --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only)
   --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let configuration files and runs name any class and any path: their code can run;
-                     also for classify, report, replay, review, export and serve
+                     also for classify, report, review, export and serve
   --debug            show tracebacks
 
 Every Trainer, model and data setting is a flag too (--trainer.x, --model.x, --data.x):
@@ -74,7 +72,6 @@ OWN = {
     "classify": "cifar_lit.cli.classify:classify",
     "next": "cifar_lit.cli.next:select_next",
     "report": "cifar_lit.cli.report:report",
-    "replay": "cifar_lit.cli.replay:replay",
     "review": "cifar_lit.cli.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
@@ -176,10 +173,6 @@ def _train(command: flags.Command, argv: list[str]) -> None:
     if command.several and not command.asks_only:
         module, _, function = flags.SEVERAL[next(iter(command.several))].partition(":")
         getattr(import_module(module), function)(command)
-    elif command.time_limit is not None:
-        from cifar_lit.cli.time_limit import train_in_time
-
-        train_in_time(command)
     else:
         from cifar_lit.cli.fit import TrainingCLI
 

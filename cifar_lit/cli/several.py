@@ -47,7 +47,6 @@ def check_several(command: Command, flag: str, resume_remedy: str, setting: str 
         f"and {' and '.join(others)} are different sets of trainings: leave one of them out": others,
         f"sets {setting}: leave it out": setting and command.value(setting) is not None,
         resume_remedy: command.resume is not None,
-        "has no time limit: leave --time-limit out": command.time_limit is not None,
         "trains on one machine: leave --nodes out": command.value("trainer.num_nodes") not in (None, "1"),
         "starts its trainings itself: use --devices N without torchrun or srun": launched,
     }

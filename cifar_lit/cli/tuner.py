@@ -8,19 +8,18 @@ thousandfold. It also uses the loss of the current batch: for small batches, noi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from cifar_lit.cli.errors import is_out_of_memory
-from cifar_lit.cli.memory import PEAK, saved_bytes
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
@@ -34,6 +33,7 @@ from cifar_lit.training.whitening import images_to_whiten
 
 SIZES = [2**power for power in range(4, 13)]  # above 4,096, images/s no longer rises and accuracy falls
 RATES = ("lr", "bias_lr", "head_lr", "input_lr")  # model settings that the range test scales by one factor
+PEAK = 2.0  # times the bytes saved for the backward pass: a high estimate of the peak
 RESERVE = 0.1  # fraction of the free memory left for other use
 MIN_EPOCH_STEPS = 20  # steps per epoch that the batch size must allow
 MIN_STEPS, MAX_STEPS = 60, 300  # steps of the range test
@@ -112,6 +112,22 @@ def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[
     if not fitting:
         raise Failure(f"{SIZES[0]} images do not fit into {trial.device.type} memory: choose a smaller --net")
     return fitting[-1]
+
+
+def saved_bytes(net: nn.Module, shape: Sequence[int], size: int) -> int:
+    """Return the bytes that autograd saves for the backward pass of `size` images, without weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in net.parameters()}
+    saved: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage  # kept, so that its address is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        F.cross_entropy(net(torch.zeros(size, *shape)), torch.zeros(size, dtype=torch.int64))
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def bytes_on_device(data: ImageData, free: int) -> int:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.errors import Failure, UsageError, check_choice, first_line
 from cifar_lit.files import writing
-from cifar_lit.inference.int8_search import layers_in_float
 from cifar_lit.inference.load import batch_size_of
 from cifar_lit.inference.mobile import MOBILE
 from cifar_lit.inference.unknown import check_rate, novelty, threshold
@@ -60,15 +59,13 @@ TIMED_RUNS, TIMED_SECONDS = 10, 1.0  # the fastest run counts; no further run st
 Runner = Callable[[Tensor], Tensor]
 
 
-def check_request(to: str, quantize: str | None, reject: float | None = None, max_drop: float | None = None) -> None:
+def check_request(to: str, quantize: str | None, reject: float | None = None) -> None:
     """Raise UsageError for an unknown format or invalid options, Failure if packages are missing."""
     check_choice("--to", to, SUFFIXES)
     if quantize not in (None, "int8"):
         raise UsageError(f"--quantize must be int8, not {quantize!r}")
     if quantize is not None and to != "onnx":
         raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
-    if max_drop is not None and (quantize is None or not 0 <= max_drop < 1):
-        raise UsageError(f"--max-drop {max_drop:g}: give an accuracy from 0 to below 1, together with --quantize int8")
     if reject is not None:
         check_rate(reject)
         if to == "safetensors":
@@ -99,7 +96,6 @@ class Options(NamedTuple):
 
     calibration: RunImages | None = None  # training images for int8 ONNX; None for float
     reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
-    max_drop: float | None = None  # int8: largest fall of the accuracy on the calibration images
 
 
 def export(
@@ -229,7 +225,7 @@ def write(net: LoadedNet, to: str, path: Path, options: Options) -> None:
         path.write_bytes(content.getbuffer())
     elif to == "onnx":
         model = onnx_model(net, options.reject)
-        model = quantised(model, options.calibration, options.max_drop) if options.calibration else model
+        model = quantised(model, options.calibration) if options.calibration else model
         path.write_bytes(model.SerializeToString())
     else:
         with silenced():
@@ -343,15 +339,15 @@ CALIBRATION_BATCH = 64
 MAX_FLOAT_FRACTION = 0.05  # the first and the last layer stay in float if they hold less of all weights
 
 
-def quantised(model: ModelProto, images: RunImages, max_drop: float | None = None) -> ModelProto:
+def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     """Return a float model with quantise and dequantise operators around its layers (QDQ), and its metadata.
 
     The range of an activation is its minimum and maximum over training images. Percentiles and entropy gave no better
     accuracy on CIFAR-10 (JPEG). Weights have a scale per channel. Activations are signed, so that 8-bit products
     overflow on no processor. Rounding costs most accuracy in the first and the last layer, so these stay in float if
-    they hold few weights. With `max_drop`, more layers stay in float until the accuracy on the images holds.
+    they hold few weights.
 
-    Raise Failure if there is nothing to quantise, onnxruntime cannot, or `max_drop` is exceeded.
+    Raise Failure if there is nothing to quantise, or onnxruntime cannot.
     """
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
@@ -363,32 +359,20 @@ def quantised(model: ModelProto, images: RunImages, max_drop: float | None = Non
         cache = {"calibration_cache_path": ranges}  # not in old versions of onnxruntime
         cache = cache if cache.keys() <= signature(quantize_static).parameters.keys() else {}
 
-        def quantise(int8: Sequence[str]) -> None:
-            batches = ({"images": batch.contiguous().numpy()} for batch in images.images.split(CALIBRATION_BATCH))
-            reader = SimpleNamespace(get_next=lambda: next(batches, None))
-            quantize_static(
-                prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
-                activation_type=QuantType.QInt8, weight_type=QuantType.QInt8, op_types_to_quantize=list(LAYERS),
-                nodes_to_exclude=[name for name in [*layers, *in_float] if name not in int8], **cache,
-            )  # fmt: skip
-
-        def run(int8: Sequence[str], step: int) -> Tensor:
-            quantise(int8)
-            return torch.cat([*map(open_file(Path(ready), "onnx"), images.images[::step].split(CALIBRATION_BATCH))])
-
+        batches = ({"images": batch.contiguous().numpy()} for batch in images.images.split(CALIBRATION_BATCH))
+        reader = SimpleNamespace(get_next=lambda: next(batches, None))
         try:
             with silenced():
                 # Fold operators into the layers. The exporter has already inferred the shapes.
                 quant_pre_process(plain, prepared, skip_symbolic_shape=True)
                 layers, in_float = _layers(onnx.load(prepared))
-                if layers and max_drop is not None and images.labels is not None:
-                    in_float += layers_in_float(run, layers, images.labels, max_drop)
-                    layers = [name for name in layers if name not in in_float]
                 if layers:
-                    quantise(layers)
+                    quantize_static(
+                        prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
+                        activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
+                        op_types_to_quantize=list(LAYERS), nodes_to_exclude=in_float, **cache,
+                    )  # fmt: skip
                     result: ModelProto = onnx.load(ready)
-        except Failure:
-            raise
         except Exception as error:
             text = f"onnxruntime cannot quantise this net ({first_line(error)}): leave --quantize out"
             raise Failure(text) from error

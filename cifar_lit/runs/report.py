@@ -28,7 +28,7 @@ from cifar_lit.runs.figures import (
     reliability_diagram,
 )
 from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, read_array, suspect_labels
-from cifar_lit.runs.learning_curve import curve_of, draw, fit_law, overall
+from cifar_lit.runs.learning_curve import curve_of, draw
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import display_path, read_curves, read_metrics
 from cifar_lit.stats import wilson_interval
@@ -155,11 +155,6 @@ def render(
     correct = int(predictions.hits.sum())
     needs = _class_needs(matrix, classes, data.class_counts.tolist())
     points = curve_of(run, metrics)
-    twice = 2 * points[-1]["images"] if points else 0
-    for row in needs:
-        accuracies = [point["per_class"][row["name"]] for point in points if row["name"] in point["per_class"]]
-        if accuracies and row["tested"] and len(accuracies) == len(points):
-            row["gain"] = fit_law([point["images"] for point in points], accuracies, row["tested"])["gain"]
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
                        finalize=_printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
@@ -183,8 +178,6 @@ def render(
         needs=needs,
         wide=WIDE,
         curve=draw(points) if points else None,
-        twice=twice,
-        law=overall(points, [twice]) if points else None,
         bins=bins,
         error=error,
         calibration=(metrics.get("test") or {}).get("calibration"),

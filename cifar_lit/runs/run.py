@@ -18,7 +18,6 @@ from cifar_lit.runs.run_folder import RunFolder, stamp_start
 from cifar_lit.runs.trackers import TRACKERS, TrackerLogger, logger_names
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, regular_checkpoint
-from cifar_lit.training.not_finite import ReplayFile
 from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
 
 
@@ -55,7 +54,6 @@ class Run(Callback):
         callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else []), self.clock]
         if self.trains:
             callbacks += [EpochLines(self.clock), RandomState(), DivergenceWarning()]
-            callbacks.append(ReplayFile(self.folder, self.config))
             callbacks += [self.best, self.last] if validates else [self.last]
             if interval := self.settings.get("checkpoint_every"):
                 callbacks.append(regular_checkpoint(interval))

@@ -51,7 +51,7 @@ def check_sweep(file: SweepFile, fixed: Sequence[str], words: Sequence[str], tru
         words: those of them that the user typed.
     """
     typed = flags.parse("fit", [*words])
-    others = typed.several or typed.time_limit or typed.resume is not None
+    others = typed.several or typed.resume is not None
     if typed.recipe or typed.configs or others:
         raise UsageError(
             "sweep takes its recipe from the file and starts `fit`: leave the flags of other trainings out"

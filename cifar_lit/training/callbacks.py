@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -296,20 +295,7 @@ def fitting(parts: list[str], width: int) -> str:
 
 
 class NotFiniteLoss(RuntimeError):
-    """The training loss became NaN or infinite; raised before it reaches a checkpoint.
-
-    Args:
-        text: what is not finite, and where.
-        step: number of the failed optimizer step.
-
-    Attributes:
-        file: the file for `cifar-lit replay`, None if it could not be written.
-    """
-
-    def __init__(self, text: str, step: int) -> None:
-        super().__init__(text)
-        self.step = step
-        self.file: Path | None = None
+    """The training loss became NaN or infinite; raised before it reaches a checkpoint."""
 
 
 class DivergenceWarning(Callback):
@@ -358,6 +344,4 @@ def check_finite(model: pl.LightningModule, checkpoint: Mapping[str, Any]) -> No
     for name, tensor in tensors:
         if not bool(tensor.isfinite().all()):
             where = f"at step {model.global_step} of epoch {model.current_epoch}"
-            raise NotFiniteLoss(
-                f"the weight {name.removeprefix('net.')} is no longer finite {where}", model.global_step - 1
-            )
+            raise NotFiniteLoss(f"the weight {name.removeprefix('net.')} is no longer finite {where}")

@@ -87,8 +87,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
         final_lr: final learning rate, as a fraction of lr.
         ema_decay: decay per step of a moving average of the weights, which is validated and saved. 0 disables it.
-        swa_from: stochastic weight averaging: validate and save the mean of the weights at the ends of the epochs from
-            this share of the training on. 0 disables it.
         channels_last: keep convolution weights in channels_last memory format, which is faster on CPUs and tensor
             cores.
         compile: compile the net of captured steps with torch.compile. Without captured steps, this has no effect.
@@ -105,8 +103,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers. Default:
             lr.
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
-        stochastic_depth: probability of skipping the last residual branch of a net for a training image. That of the
-            other branches falls linearly towards the input.
         teacher: also train on the predictions of this trained net: a run folder or model.safetensors on the command
             line, the result of `cifar_lit.load` in Python. It sees the same images, at its size and normalisation.
         teacher_weight: share of the teacher in the loss, 0 … 1.
@@ -147,7 +143,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         warmup_epochs: float = 0.0,
         final_lr: float = 0.0,
         ema_decay: float = 0.0,
-        swa_from: float = 0.0,
         channels_last: bool = True,
         compile: bool = False,
         capture: bool = False,
@@ -159,7 +154,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         frozen: float = 0.0,
         input_lr: float | None = None,
         fixed_norms: bool = False,
-        stochastic_depth: float = 0.0,
         teacher: str | Any = None,
         teacher_weight: float = 0.9,
         teacher_temperature: float = 4.0,
@@ -248,7 +242,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             self.running.watch(loss.detach())
         elif not math.isfinite(value := loss.item()):
             where = f"at step {self.global_step} of epoch {self.current_epoch}"
-            raise NotFiniteLoss(f"the loss is {value} {where}", self.global_step)
+            raise NotFiniteLoss(f"the loss is {value} {where}")
         return loss if weight == 1.0 else loss * weight
 
     # Lightning inspects this signature at every step. Cached, and with `callbacks.NoProfiler`, `lenet` trains in 0.81

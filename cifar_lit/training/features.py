@@ -20,8 +20,6 @@ from cifar_lit.training.early_stopping import EarlyStop
 from cifar_lit.training.finetune import FixedNorms, HeadFit, PretrainedWeights
 from cifar_lit.training.margins import Margins
 from cifar_lit.training.rows import LateRows
-from cifar_lit.training.stochastic_depth import StochasticDepth
-from cifar_lit.training.swa import EpochAverage
 from cifar_lit.training.weight_average import WeightAverage
 from cifar_lit.training.whitening import Whitening
 
@@ -35,8 +33,6 @@ def check_features(h: Mapping[str, Any]) -> None:
         )
     if h["margins"] and not h["unfreeze"]:
         raise UsageError("model.margins needs training steps: set model.unfreeze true, or model.margins false")
-    if h["swa_from"] and h["ema_decay"]:
-        raise UsageError("model.swa_from and model.ema_decay both average the weights: set one of them to 0")
     if h["frozen"] and not h["weights"]:
         raise UsageError("model.frozen needs pretrained layers: set model.weights, or leave it at 0")
 
@@ -49,8 +45,6 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(PretrainedWeights(h["weights"]))
     if h["ema_decay"]:
         callbacks.append(WeightAverage(h["ema_decay"]))
-    if h["swa_from"]:
-        callbacks.append(EpochAverage(h["swa_from"], updates_norms=not h["fixed_norms"]))
     if h["class_weights"] != "none":
         callbacks.append(ClassWeights(h["class_weights"]))
     if model.teacher and trainer.state.fn == "fit":
@@ -60,8 +54,6 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(Margins())
     if h["fixed_norms"]:
         callbacks.append(FixedNorms())
-    if h["stochastic_depth"]:
-        callbacks.append(StochasticDepth(model, h["stochastic_depth"]))
     if isinstance(model.net, WhitenedNet):
         callbacks.append(Whitening())
     if h["weights"] and h["head_views"]:

@@ -112,7 +112,7 @@ GROUP_SETTINGS = tuple(signature(parameter_groups).parameters)[1:]
 # A check of the value of each setting, and the message for an invalid value. null is always valid.
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(
-        ("momentum", "rest_momentum", "label_smoothing", "stochastic_depth"),
+        ("momentum", "rest_momentum", "label_smoothing"),
         (lambda value: 0 <= value < 1, "must be 0 or more and below 1"),
     ),
     **dict.fromkeys(
@@ -123,7 +123,6 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
     "frozen": (lambda value: 0 <= value < 1, "is a share of the net's parameters, from 0 to below 1"),
     "ema_decay": (lambda value: 0 <= value < 1, "must be 0 for none or below 1"),
-    "swa_from": (lambda value: 0 <= value < 1, "is a share of the epochs, below 1, or 0 for none"),
     "teacher_weight": (lambda value: 0 <= value <= 1, "is a share of the loss, 0 … 1"),
     "teacher_temperature": (lambda value: 0 < value < math.inf, "must be above 0"),
     "temperature": (lambda value: 0.05 <= value <= 20, "must be from 0.05 to 20, or null"),

@@ -169,7 +169,7 @@ class TrainingRows:
     def _check(self, sums: Tensor, start: int, epoch: int) -> None:
         if sums[:, 3].any():
             step = start + int(sums[:, 4].min()) // self._model.trainer.accumulate_grad_batches
-            raise NotFiniteLoss(f"the loss is not finite at step {step} of epoch {epoch}", step)
+            raise NotFiniteLoss(f"the loss is not finite at step {step} of epoch {epoch}")
 
 
 # ---- accelerators

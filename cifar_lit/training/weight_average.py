@@ -6,16 +6,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from cifar_lit.models.state import with_versions
 
 
-class AverageOfFit(WeightAveraging):
-    """Lightning's average of the weights, removed after the fit.
+class WeightAverage(EMAWeightAveraging):
+    """Lightning's moving average, which includes the running statistics of norms. It is removed after the fit.
 
     If it remained, a test by the same Trainer would score the average, or the *current* weights of a checkpoint.
     """
+
+    def __init__(self, decay: float) -> None:
+        super().__init__(decay=decay, use_buffers=True)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Create the average on the device of the fit, to which the module is moved later."""
@@ -38,18 +41,10 @@ class AverageOfFit(WeightAveraging):
         self._average_model = None
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Restore average and current weights when a fit is resumed. An average of another kind becomes current."""
-        is_own = self.state_key in checkpoint.get("callbacks", {})
-        if trainer.state.fn == "fit" and "averaging_state" in checkpoint and is_own:
+        """Restore average and current weights when a fit is resumed."""
+        if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
             self.on_fit_start(trainer, pl_module)
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
-
-
-class WeightAverage(AverageOfFit, EMAWeightAveraging):
-    """Lightning's moving average. It includes the running statistics of norms."""
-
-    def __init__(self, decay: float) -> None:
-        super().__init__(decay=decay, use_buffers=True)
 
     def start_from(self, pl_module: pl.LightningModule) -> None:
         """Set the average to the current weights, before the first step."""

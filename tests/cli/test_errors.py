@@ -46,7 +46,7 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints are intact: low
         (KeyboardInterrupt(), "stopped", 130),
         (Interrupted(signal.SIGTERM), "stopped", 143),
         (RESUMABLE, f"stopped. Resume with:\n  {RESUMABLE.resume}", 130),
-        (NotFiniteLoss("the loss is nan at step 7", 7), f"the loss is nan at step 7; {NOT_FINITE}", 1),
+        (NotFiniteLoss("the loss is nan at step 7"), f"the loss is nan at step 7; {NOT_FINITE}", 1),
         (torch.OutOfMemoryError("CUDA out of memory."), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1),
         *((RuntimeError(f"… {text} …"), f"{OUT_OF_MEMORY}, or choose a smaller --net", 1) for text in NO_MEMORY),
         (NO_SPACE, DISK_FULL.format("metrics.csv", "start again"), 1),

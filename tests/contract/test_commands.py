@@ -24,7 +24,6 @@ OTHERS = (
     "report",
     "review",
     "serve",
-    "replay",
 )
 COMMANDS = (*TRAINER_COMMANDS, *OTHERS)
 
@@ -63,9 +62,7 @@ def test_help_names_every_command_and_short_flag() -> None:
     answer = run_command("--help", default="fit")
     assert answer.code == 0
     assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", answer.out, re.MULTILINE)] == []
-    flags = (
-        "recipe devices accelerator nodes precision epochs logs checkpoint-every auto-batch auto-lr time-limit lr debug"
-    )
+    flags = "recipe devices accelerator nodes precision epochs logs checkpoint-every auto-batch auto-lr lr debug"
     flags += " dataset data-dir batch-size net seed resume rank-timeout trust"
     assert [flag for flag in flags.split() if not re.search(rf"--{flag}\b", answer.out)] == []
 

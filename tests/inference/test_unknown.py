@@ -132,8 +132,6 @@ def test_a_rate_outside_of_its_range_is_refused(stored: Path, rate: float) -> No
         (export_command, "RUN --to onnx --reject 0.6", "not 0.6"),
         (export_command, "OLD --to onnx --reject 0.1", "cannot reject images"),
         (export_command, "RUN --to safetensors --out a.safetensors --reject 0.1", "leave it out"),
-        (export_command, "RUN --to onnx --max-drop 0.01", "together with --quantize int8"),
-        (export_command, "RUN --to onnx --quantize int8 --max-drop 1", "from 0 to below 1"),
         (export_command, "RUN --to litert --quantize int8", "use it with --to onnx"),
     ],
 )

@@ -40,11 +40,6 @@ def _signals_given_back() -> Iterator[None]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "averaged": {"schedule": "one_cycle", "weight_decay": 1e-3, "nesterov": True, "ema_decay": 0.9},
-    "averaged over epochs": {"schedule": "cosine", "swa_from": 0.5},  # the second and the third epoch
-    "random depth": {
-        **{"net": "whitened", "net_options": {"widths": [8, 12], "residual": True}},
-        **{"schedule": "cosine", "stochastic_depth": 0.5},
-    },
     "adamw, by the epoch": {"optimizer": "adamw", "lr": 0.01, "schedule": "cosine", "schedule_every": "epoch"},
     "smaller images first": {"schedule": "triangular", "resolutions": {8: 0.4, 12: 0.3}},  # an epoch each
     "augmented": {
@@ -140,9 +135,6 @@ def press(*numbers: int) -> Callable[..., None]:
     [
         ("sgd", 1),
         ("averaged", 20),
-        ("averaged over epochs", 10),
-        ("averaged over epochs", 16),
-        ("random depth", 10),
         ("adamw, by the epoch", 6),
         ("smaller images first", 9),
         ("augmented", 9),
