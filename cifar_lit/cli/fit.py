@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -364,7 +363,7 @@ def set_save_dir(command: Command) -> None:
 
 
 def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
-    """Raise UsageError if one of Lightning's callbacks monitors a value that the training does not log, or occurs twice.
+    """Raise UsageError if a callback of Lightning monitors a value that the training does not log, or occurs twice.
 
     Args:
         callbacks: configured callbacks. If one is from another package, nothing is checked: it may log any value.
@@ -373,11 +372,10 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
     if not all(type(each).__module__.startswith("lightning.") for each in callbacks):
         return
     logs_rates = any(isinstance(each, LearningRateMonitor) for each in callbacks)
-    keys = Counter(each.state_key for each in callbacks if type(each).state_dict is not Callback.state_dict)
-    if (key := max(keys, key=keys.__getitem__, default="")) and keys[key] > 1:
-        raise UsageError(
-            f"a checkpoint cannot tell two callbacks {key} apart: remove one, or change its monitor or mode"
-        )
+    keys = [each.state_key for each in callbacks if type(each).state_dict is not Callback.state_dict]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UsageError(f"a checkpoint cannot tell two callbacks {key} apart: remove one, or change its monitor")
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         logged = [*names, "epoch", "step"] if isinstance(callback, ModelCheckpoint) else names

@@ -39,6 +39,5 @@ class SourceSettings:
         try:
             return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
         except RuntimeError:  # neither HOME nor an entry in the list of users
-            raise UsageError(
-                "this user has no home folder to cache images in: name one with --data.cache_dir"
-            ) from None
+            remedy = "name one with --data.cache_dir"
+            raise UsageError(f"this user has no home folder to cache images in: {remedy}") from None

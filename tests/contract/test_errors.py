@@ -138,7 +138,7 @@ def files(working_folder: Path) -> Path:
     """The working folder with the files named in INVALID."""
     for name, text in {
         "key.yaml": "trainer:\n  max_epoch: 3\n",
-        "stops.yaml": "trainer: {callbacks: [&stop {class_path: EarlyStopping, init_args: {monitor: val/loss}}, *stop]}",
+        "stops.yaml": "trainer: {callbacks: [&one {class_path: EarlyStopping, init_args: {monitor: val/loss}}, *one]}",
         "top.yaml": "trainr:\n  max_epochs: 3\n",
         "epochs.yaml": "epochs: 3\n",
         "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",
