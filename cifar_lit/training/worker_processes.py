@@ -21,7 +21,7 @@ def build_before_workers() -> None:
 
     @wraps(launch)
     def launch_with_net(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        model = getattr(trainer, "lightning_module", None)
+        model: Any = getattr(trainer, "lightning_module", None)
         if not hasattr(model, "build_for"):
             return launch(self, function, *args, trainer=trainer, **kwargs)
         data = [value for value in (*args, *kwargs.values()) if isinstance(value, LightningDataModule)]

@@ -89,6 +89,17 @@ def test_a_block_whose_shape_changes_activates_the_input_of_its_shortcut() -> No
             assert block(-x.abs()).shape == shortcut.shape
 
 
+def test_wide_resnets_drop_units_in_training_and_start_with_the_variance_of_their_outputs() -> None:
+    torch.manual_seed(0)
+    block, plain = WideBlock(4, 4, 1, 0.5), WideBlock(4, 4, 1, 0.0)
+    x = torch.randn(2, 4, 6, 6)
+    assert not torch.equal(block(x), block(x)) and torch.equal(plain(x), plain(x))
+    assert torch.equal(block.eval()(x), block(x))
+    first = build("wide_resnet", options={"depth": 10, "widen": 4})[1].branch[0]
+    std = float(first.weight.std())
+    assert first.weight.shape[:2] == (64, 16) and std == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
