@@ -85,7 +85,8 @@ def test_pretrained_weights_are_loaded_except_a_head_for_other_classes(file: str
 )
 def test_weights_are_found_in_containers_and_under_prefixes(containers: list[str], prefix: str, tmp_path: Path) -> None:
     first, other = shapenet(), shapenet()
-    contents: dict[str, Any] = {f"{prefix}{name}": value for name, value in first.state_dict().items()}
+    contents: dict[str, Any] = {f"old.{name}": torch.zeros(3) for name in list(first.state_dict())[:2]}
+    contents |= {f"{prefix}{name}": value for name, value in first.state_dict().items()}
     contents["queue"] = torch.zeros(3)
     for name in reversed(containers):
         average = {f"{prefix}{key}": torch.zeros_like(value) for key, value in first.state_dict().items()}

@@ -22,10 +22,10 @@ def test_trained_weights_come_back_from_the_workers(tmp_path: Path) -> None:
     model, data = unbuilt(weights=str(tmp_path / "net"), head_views=0), shapes_data()
     fit = trainer(**FORKED, max_epochs=1)
     fit.fit(model, data)
-    [scores] = trainer().validate(model, data, verbose=False)
-    assert scores["val/loss"] == pytest.approx(float(fit.callback_metrics["val/loss"]), abs=1e-5)
     trained = weights(model)
     fit.save_checkpoint(tmp_path / "last.ckpt")
+    [scores] = trainer().validate(model, data, verbose=False)
+    assert scores["val/loss"] == pytest.approx(float(fit.callback_metrics["val/loss"]), abs=1e-5)
     assert same(weights(ImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt")), trained)
 
     model.hparams["lr"] = 1e-12
@@ -34,11 +34,20 @@ def test_trained_weights_come_back_from_the_workers(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, trained[name])
 
 
+def check_threads() -> None:
+    assert torch.get_num_threads() == 1, "a fork has none of the OpenMP threads of its parent, and would wait for them"
+
+
 @pytest.mark.parametrize("act", ["validate", "test", "predict"])
-def test_other_stages_also_build_the_net_before_the_workers_start(act: str) -> None:
-    model = unbuilt()
-    torch.nn.Conv2d(3, 64, 3)(torch.rand(64, 3, 32, 32))  # starts OpenMP's threads, which a fork does not have
-    getattr(trainer(**FORKED), act)(model, shapes_data())
+def test_other_stages_also_build_the_net_before_the_workers_start(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, threads = unbuilt(), torch.get_num_threads()
+    monkeypatch.setattr(model, "setup", lambda stage: check_threads())
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # else Lightning may choose one itself
+    try:
+        torch.set_num_threads(2)
+        getattr(trainer(**FORKED), act)(model, shapes_data())
+    finally:
+        torch.set_num_threads(threads)
     assert model.hparams["num_classes"] == 10 and any(True for _ in model.net.parameters())
 
 
