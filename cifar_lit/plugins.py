@@ -37,7 +37,7 @@ MAX_SOURCE = 1 << 18  # bytes of a Python file to parse for its names
 IN_PYTHON = "if you trust the file, pass the name yourself, or use load(…, trust=True)"
 _EVERY_NAME = "*"
 _allowed: set[str] = set()
-_remedies: list[str] = []  # of the active `only_allowed_imports`
+_remedies: list[str] = []  # one for each active `only_allowed_imports`
 
 
 def allow_imports(paths: Iterable[str]) -> None:

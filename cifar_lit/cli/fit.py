@@ -424,7 +424,7 @@ def follow_pretraining(net: str, weights: str | None, data: Any) -> None:
     """Set mean, std and image size to those of the pretraining, where the settings `data` leave them open."""
     if not weights:
         return
-    card = read_card(weights)  # of a run
+    card = read_card(weights)  # None unless a run wrote them
     pretraining = preprocessing(net)
     if card:
         pretraining = Preprocessing(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))

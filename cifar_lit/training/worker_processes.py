@@ -30,7 +30,7 @@ def build_before_workers() -> None:
             function = partial(_in_one_thread, function)
         result = launch(self, function, *args, trainer=trainer, **kwargs)
         if trainer.state.fn == "fit":
-            model.is_pretrained = True  # as in the workers: a second fit continues with the trained weights
+            model.is_pretrained = True  # A second fit continues with the trained weights.
         return result
 
     _MultiProcessingLauncher.launch = launch_with_net  # type: ignore[method-assign]
