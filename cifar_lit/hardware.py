@@ -5,13 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.text import note
+
+psutil: Any = None
+with suppress(ImportError):  # a system that psutil does not support
+    import psutil  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +30,8 @@ MIN_BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, s
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
 # Turing GPUs without tensor cores, where float16 convolutions of cuDNN return NaN (pytorch/pytorch#77955).
 NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200|2000)\b")
+# CUDA 13 cannot compile for older GPUs (Maxwell, Pascal, Volta). PyTorch 2.14 had the last builds for CUDA 12.
+OLDEST_CAPABILITY = (7, 5)
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 
 
@@ -35,11 +43,12 @@ class Machine:
         cpu: name of the CPU.
         threads: number of CPU threads that this process may use.
         bf16: whether the CPU has bfloat16 instructions (AVX512-BF16, AMX). Without them, bfloat16 is slow.
-        gpus: name and memory in bytes of each CUDA or ROCm device.
+        gpus: name and memory in bytes of each CUDA or ROCm device that this torch can use.
         gpu_bf16: whether all GPUs have bfloat16 instructions.
         gpu_fp16: whether all GPUs have tensor cores for float16.
         mps: whether there is an Apple GPU.
         cuda_build: whether this torch was built for GPUs.
+        unusable: why the GPUs are not used, with the remedy, if torch has no code for one of them.
     """
 
     cpu: str
@@ -50,6 +59,7 @@ class Machine:
     gpu_fp16: bool = False
     mps: bool = False
     cuda_build: bool = True
+    unusable: str = ""
 
     def __str__(self) -> str:
         if self.gpus:
@@ -95,11 +105,15 @@ def detect_machine() -> Machine:
     import torch
 
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     instructions = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `unusable` says the same in one line
+        gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
+    unusable = "" if torch.version.hip else lacks_code(gpus, torch.cuda.get_arch_list(), torch.__version__)
+    gpus = [] if unusable else gpus
     # `torch.cuda.is_bf16_supported` looks at one GPU only. ROCm GPUs have no compute capability; they support bfloat16.
     oldest = min((9 if torch.version.hip else gpu.major for gpu in gpus), default=0)
     return Machine(
@@ -111,7 +125,41 @@ def detect_machine() -> Machine:
         gpu_fp16=oldest >= 7 and not any(NO_TENSOR_CORES.search(gpu.name) for gpu in gpus),
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
+        unusable=unusable,
     )
+
+
+def lacks_code(gpus: Sequence[Any], codes: Sequence[str], version: str) -> str:
+    """Return why GPUs are not used: torch has no code for one of them. Empty if all of them can be used.
+
+    Args:
+        gpus: torch's properties of each GPU.
+        codes: `torch.cuda.get_arch_list()`; empty if unknown.
+        version: torch's.
+    """
+    usable = [str(number) for number, gpu in enumerate(gpus) if not codes or _runs(codes, (gpu.major, gpu.minor))]
+    old = next((gpu for number, gpu in enumerate(gpus) if str(number) not in usable), None)
+    if old is None:
+        return ""
+    remedy = "install a newer torch and torchvision"
+    if (old.major, old.minor) < OLDEST_CAPABILITY:
+        remedy = "install torch 2.14 and its torchvision for CUDA 12.6, see pytorch.org/get-started/previous-versions"
+    remedy += f", or use the others: CUDA_VISIBLE_DEVICES={','.join(usable)}" if usable else ""
+    return f"{old.name} (sm_{old.major}{old.minor}) is not used: torch {version} has no code for it; {remedy}"
+
+
+def _runs(codes: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Return whether a GPU runs one of these codes.
+
+    Machine code (sm_86) runs on the same major version from its minor version on, PTX (compute_90) on all later GPUs.
+    A suffix restricts code to its own version (sm_90a) or its major version (compute_100f).
+    """
+    for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(codes)):
+        built = (int(major), int(minor))
+        latest = (built[0], 9) if kind == "sm" or suffix == "f" else (99, 9)
+        if built <= capability <= (built if suffix == "a" else latest):
+            return True
+    return False
 
 
 # ---- devices
@@ -137,10 +185,11 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
         if kind == "gpu" and number < len(machine.gpus):
             return f"cuda:{number}" if match[2] else "cuda"
         if kind == "cpu" or (kind == "mps" and machine.mps and not number):
+            note(*filter(None, [machine.unusable]))
             return kind
     hint = "" if match else nearest(name, DEVICE_NAMES)
     fault = f"this machine has no device {name!r}: it has {', '.join(machine.devices)}."
-    raise UsageError(f"{fault}{hint} auto selects the fastest.")
+    raise UsageError(f"{fault}{hint} {machine.unusable or 'auto selects the fastest'}.")
 
 
 def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
@@ -159,6 +208,8 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
         raise UsageError(f"there is no accelerator {accelerator!r}.{nearest(accelerator, ACCELERATORS)}{hint}")
     kind = machine.kind(accelerator)
     if (kind in ("gpu", "cuda") and not machine.gpus) or (kind == "mps" and not machine.mps):
+        if machine.unusable and kind != "mps":
+            raise UsageError(f"{machine.unusable}, or use --accelerator cpu")
         build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
         reason = ", not Apple's" if kind == "mps" else build
         raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
@@ -169,7 +220,7 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
         raise UsageError(f"{fault}. Use a number: --devices 2 runs two processes")
     if kind == "gpu" and parsed != "auto" and (max(parsed) >= count if isinstance(parsed, list) else parsed > count):
         raise UsageError(f"--devices {devices}: this machine has {machine}. Use --devices {count}, or leave it out")
-    return accelerator, parsed
+    return "cpu" if machine.unusable and kind == "cpu" else accelerator, parsed  # the Trainer would choose the GPU
 
 
 def _parse_devices(devices: Any) -> Any:
@@ -293,9 +344,9 @@ def free_memory(device: torch.device) -> int | None:
         mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
         return int(mem_get_info(device)[0]) if mem_get_info else None
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return int(psutil.virtual_memory().available) if psutil else None
     sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return min([*sizes, *_free_in_cgroups()], default=None)
 
@@ -306,7 +357,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 def _free_in_cgroups() -> Iterator[int]:
     """Yield the free bytes, including the file cache, below each memory limit of this container or job."""
     with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controller, path = line.split(":", 2)
             names = (
                 ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")

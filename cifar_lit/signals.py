@@ -1,16 +1,22 @@
-"""The signals that ask the program to stop: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal or a lost ssh session."""
+"""The signals that ask the program to stop: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal or a lost ssh session.
+
+Windows has Ctrl-Break (SIGBREAK) instead of SIGTERM and SIGHUP, and cannot block signals.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import stat
-from collections.abc import Container
-from contextlib import suppress
+import sys
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 
 HANGUP: int | None = getattr(signal, "SIGHUP", None)  # not on Windows
-STOP_SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, *([HANGUP] if HANGUP else []))
+BREAK: int | None = getattr(signal, "SIGBREAK", None)  # only on Windows
+REQUEUE: int | None = getattr(signal, "SIGUSR1", None)  # from SLURM; not on Windows
+STOP_SIGNALS: tuple[int, ...] = tuple(filter(None, (signal.SIGINT, signal.SIGTERM, HANGUP, BREAK)))
 
 
 def stop_signals() -> list[int]:
@@ -50,8 +56,18 @@ def start_resource_tracker() -> None:
     Call this before processes are spawned. Otherwise, a closed terminal ends the tracker while they run, with warnings.
     """
     if HANGUP:
-        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {HANGUP})
-        try:
+        with signals_blocked({HANGUP}):
             resource_tracker.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+
+
+@contextmanager
+def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
+    """Block signals in this thread, and in processes while they start."""
+    if sys.platform == "win32" or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,9 +5,12 @@ All output goes through `say`, `note` or a table of `cli.console`, so a terminal
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import unicodedata
+from collections.abc import Iterable
+from typing import Any
 
 MAX_NAME = 300  # characters of a class or a net
 # Invisible characters that `str.isprintable` accepts: fillers and variation selectors, except those of emoji.
@@ -15,6 +18,10 @@ _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\uf
 _JOINERS = "\u200c\u200d"  # valid between letters of Persian and Indic scripts, and in emoji
 # Text that spreadsheets execute as a formula, also after a semicolon (OWASP, CSV Injection).
 _FORMULA = re.compile(r"(^|;)('*[=+\-@＝＋－＠])")
+
+# Characters and names that Windows reserves. A folder is copied from one system to another.
+_NOT_IN_FILE_NAMES = re.compile(r'[<>:"/\\|?*]|[. ]$|^(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)', re.IGNORECASE)
+NOT_A_FILE_NAME = """ on every system: leave out / \\ : ? * " < > | and control characters, and names such as con"""
 
 
 def is_name(value: object) -> bool:
@@ -26,12 +33,23 @@ def is_name(value: object) -> bool:
     )
 
 
+def is_file_name(value: object) -> bool:
+    """Return whether a value is a valid name of a file or folder on every system, Windows included."""
+    return is_name(value) and _NOT_IN_FILE_NAMES.search(str(value)) is None
+
+
 def printable(text: str) -> str:
     """Return text on one line, with escapes for control, invisible and direction-changing characters."""
     if text.isascii() and text.isprintable():
         return text
     letters = enumerate(text)
     return "".join(char if _is_visible(text, i) else char.encode("unicode_escape").decode() for i, char in letters)
+
+
+def printable_lines(value: Any) -> Any:
+    """Return a value for a page: text with `printable` lines. Other values, and HTML of our own, stay as they are."""
+    is_text = type(value) is str  # not Markup
+    return "\n".join(map(printable, value.split("\n"))) if is_text else value
 
 
 def _is_visible(text: str, index: int) -> bool:
@@ -76,6 +94,25 @@ def note(*lines: str) -> None:
     for line in lines:
         print(printable(line), file=sys.stderr)
     sys.stderr.flush()
+
+
+def accept_any_encoding() -> None:
+    """Make stdout and stderr escape characters that the console's code page lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not in notebooks
+            stream.reconfigure(errors="backslashreplace")
+
+
+def nfc(text: str) -> str:
+    """Return text in Unicode's composed form. macOS writes names with separate accents."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first three names, and the number of further names."""
+    texts = list(names)
+    more = f" and {len(texts) - 3:,} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 def counted(count: int, noun: str) -> str:

@@ -49,7 +49,7 @@ html_show_sphinx = False
 
 def prepare_source(app: Sphinx, docname: str, source: list[str]) -> None:
     """Fill in the generated parts of a page, and add the table of contents to the index."""
-    source[0] = generated.filled_in(source[0])
+    source[0] = generated.filled_in(source[0], site=True)
     if docname == app.config.root_doc:
         source[0] += "\n".join(toctree(title, pages) for title, pages in generated.sections(source[0]).items())
 

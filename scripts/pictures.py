@@ -1,16 +1,30 @@
-"""Draw the pictures of README.md and docs/first-steps.md: `python scripts/pictures.py`.
+"""Draw the pictures of README.md, docs/ and results/ from trainings: `python scripts/pictures.py [NAME …]`.
 
-Trains the quickstart recipe, once as it is and once on few images (about two minutes on two CPU cores), and writes PNG
-files to docs/pictures. Nothing is downloaded.
+`drawn` (of README.md and docs/first-steps.md) trains the quickstart recipe, once as it is and once on few images.
+`terminal`, `report`, `serve`, `tensorboard` and `hparams` train it with three settings, `review` fine-tunes on images
+of CIFAR-10 with wrong labels. Without names, all are drawn, in about ten minutes on two CPU cores. Pages are opened in
+Chromium, driven by playwright. Nothing is downloaded if `--data-dir` has CIFAR-10.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
+import html
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.request import urlopen
 
 import lightning as L
 import matplotlib.pyplot as plt
@@ -22,18 +36,28 @@ from lightning.pytorch.loggers import CSVLogger
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
 from torch import Tensor
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.cli.flags import recipe_path
 
-FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "pictures"
+RESULTS = ROOT / "results" / "pictures"
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"
 WIDTH = 8.4  # inches
 SMALL = 8  # points
 WATCHED = 28  # a test image
 WATCHED_STEPS = (0, 141, 282, 564)  # untrained, and after epochs 1, 2 and 4
 FEW_IMAGES, MANY_EPOCHS = 600, 40
+RUNS: tuple[tuple[str, ...], ...] = ((), ("--lr", "0.005"), ("--net", "lenet"))  # flags of quickstart-1, -2 and -3
+COLOURS = 200  # at most, in a picture of a page
+REVIEWED = 200  # images of each class, of which one in WRONG has another label
+WRONG = 20
+REVIEW_KEYS = ("", "p", "p", "p", "/")  # one frame after each key; the last one searches a class
+REVIEW_WINDOW = (900, 850)  # pixels
+FRAME_WIDTH, GAP, COLUMNS = 480, 8, 3
 
 
 class Watch(Callback):
@@ -97,7 +121,7 @@ def train(epochs: int | None = None, **settings: Any) -> Run:
             enable_checkpointing=False,
         )
         trainer.fit(model, data)
-        with Path(folder, "metrics.csv").open() as file:
+        with Path(folder, "metrics.csv").open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         batches: Any = trainer.predict(model, data)
     return Run(data, rows, watch, torch.cat([batch["probabilities"] for batch in batches]).float())
@@ -106,10 +130,10 @@ def train(epochs: int | None = None, **settings: Any) -> Run:
 # ---- Parts of pictures
 
 
-def show(axes: Axes, image: Tensor, title: str = "") -> None:
-    """Draw uint8 (H, W, C) without axes."""
+def show(axes: Axes, image: Tensor, title: str = "", size: float = SMALL) -> None:
+    """Draw uint8 (H, W, C) without axes. size: points of the title."""
     axes.imshow(image.numpy())
-    axes.set_title(title, fontsize=SMALL)
+    axes.set_title(title, fontsize=size)
     axes.axis("off")
 
 
@@ -132,7 +156,9 @@ def mistakes(run: Run, count: int) -> list[tuple[Tensor, str]]:
     probabilities, predicted = run.probabilities.max(1)
     wrong = (predicted != images.labels).nonzero()[:, 0]
     rows = wrong[probabilities[wrong].argsort(descending=True)][:count].tolist()
-    return [(images.images[row], f"{names[images.labels[row]]}\nnot {names[predicted[row]]}") for row in rows]
+    return [
+        (images.images[row], f"true {names[images.labels[row]]}\npredicted {names[predicted[row]]}") for row in rows
+    ]
 
 
 def save(figure: Figure, name: str) -> None:
@@ -158,7 +184,7 @@ def draw_first_run(run: Run) -> None:
     left.suptitle("18,000 drawn images", fontsize=SMALL + 1)
     plot_curves(middle.subplots(), run, "accuracy", "accuracy in four epochs")
     for axes, (image, caption) in zip(right.subplots(2, 3).flat, mistakes(run, 6), strict=True):
-        show(axes, image, caption)
+        show(axes, image, caption, SMALL - 2.5)
     right.suptitle("mistakes", fontsize=SMALL + 1)
     save(figure, "first-run.png")
 
@@ -261,9 +287,212 @@ def draw_mistakes(run: Run) -> None:
     save(figure, "mistakes.png")
 
 
-def main() -> None:
-    """Train, and draw all pictures."""
-    FOLDER.mkdir(exist_ok=True)
+# ---- Pictures of pages, from trainings in a temporary folder
+
+
+class Programs:
+    """A folder with trainings, and a browser to look at them.
+
+    Args:
+        folder: working folder of the programs.
+        browser: Chromium. In it, pages have no scrollbars.
+        data_dir: folder with CIFAR-10.
+    """
+
+    def __init__(self, folder: Path, browser: Browser, data_dir: Path) -> None:
+        self.folder, self.browser, self.data_dir = folder, browser, data_dir
+        self._output = ""
+
+    def run(self, *words: str) -> str:
+        """Return the output of a program. A failure shows its errors."""
+        answer = subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=self.folder, env=_environment())
+        if answer.returncode:
+            raise SystemExit(f"{' '.join(words)} failed with exit code {answer.returncode}:\n{answer.stdout}")
+        return answer.stdout
+
+    def quickstart(self) -> str:
+        """Train quickstart-1, -2 and -3 unless they exist. Return the output of the first."""
+        if not self._output:
+            command = (sys.executable, str(ROOT / "scripts" / "train.py"), "--recipe", "quickstart")
+            outputs = [self.run(*command, *flags) for flags in RUNS]
+            self._output = outputs[0]
+        return self._output
+
+    @contextmanager
+    def service(self, *words: str) -> Iterator[str]:
+        """Start a command that serves a page. Yield the line with its address."""
+        command = [sys.executable, "-m", *words]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=self.folder, env=_environment()
+        ) as process:
+            assert process.stdout is not None
+            try:
+                yield next((line for line in process.stdout if "http://" in line), "")
+            finally:
+                process.terminate()
+                process.communicate()  # a closed pipe would be an error of the program
+
+    def page(self, width: int, height: int) -> Page:
+        """Return a new window of the browser, in pixels."""
+        return self.browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"COLUMNS": "96", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def address_in(line: str) -> str:
+    """Return the address in a line of output."""
+    return next(word.rstrip(".,") for word in line.split() if word.startswith("http://"))
+
+
+def save_page(pixels: bytes, path: Path) -> None:
+    """Write a screenshot as a PNG of few colours."""
+    picture = Image.open(BytesIO(pixels)).convert("RGB")
+    picture.quantize(COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+
+def draw_terminal(programs: Programs) -> None:
+    """What a training prints."""
+    text = f"$ python scripts/train.py --recipe quickstart\n{programs.quickstart()}"
+    page = programs.page(1200, 900)
+    style = "margin: 0; padding: 16px 20px; width: max-content; color: #fff; background: #000"
+    # With the font's own line height, the lines of boxes touch.
+    page.set_content(f'<pre style="{style}; font: 15px DejaVu Sans Mono">{html.escape(text.strip())}</pre>')
+    save_page(page.locator("pre").screenshot(), RESULTS / "terminal.png")
+
+
+def draw_report(programs: Programs) -> None:
+    """The summary and the first four curves of a report."""
+    programs.quickstart()
+    page = programs.page(1000, 1200)
+    page.goto((programs.folder / "lightning_logs/quickstart-1/report.html").as_uri())
+    box = page.locator("#curves figure").nth(3).bounding_box()
+    assert box is not None
+    area = {"x": 0, "y": 0, "width": 1000, "height": box["y"] + box["height"] + 10}
+    save_page(page.screenshot(clip=area, full_page=True), RESULTS / "report.png")  # type: ignore[arg-type]
+
+
+def draw_serve(programs: Programs) -> None:
+    """The page of `serve` with a prediction."""
+    programs.quickstart()
+    data = ImageData("shapes", count=50, image_size=256)
+    row = int((data.test_images.labels == data.classes.index("heart")).nonzero()[0])
+    Image.fromarray(data.test_images.images[row].numpy()).save(programs.folder / "heart.png")
+    with programs.service("cifar_lit", "serve", "lightning_logs/quickstart-1", "--port", "0") as line:
+        page = programs.page(1000, 760)
+        page.goto(address_in(line))
+        page.set_input_files("input[type=file]", programs.folder / "heart.png")
+        page.wait_for_selector("#answer:not([hidden])")
+        page.wait_for_timeout(600)  # the animation of the bars
+        save_page(page.screenshot(full_page=True), RESULTS / "serve.png")
+
+
+@contextmanager
+def tensorboard(programs: Programs) -> Iterator[str]:
+    """Start TensorBoard. Yield its address."""
+    programs.quickstart()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", "lightning_logs", "--port", str(port)]
+    address = f"http://127.0.0.1:{port}/"
+    with subprocess.Popen(
+        [*command, "--host", "127.0.0.1"], cwd=programs.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            for _ in range(120):
+                with suppress(OSError):
+                    urlopen(f"{address}data/runs").close()
+                    break
+                time.sleep(0.5)
+            yield address
+        finally:
+            process.terminate()
+
+
+def draw_tensorboard(programs: Programs) -> None:
+    """The curves of three runs."""
+    with tensorboard(programs) as address:
+        page = programs.page(1500, 780)
+        page.goto(f"{address}?smoothing=0#scalars&_smoothingWeight=0&tagFilter=(train%7Cval)%2F(loss%7Caccuracy)%7Clr")
+        page.get_by_text("val/loss").first.wait_for()
+        page.wait_for_timeout(3000)  # curves are loaded and drawn one after another
+        save_page(page.screenshot(), RESULTS / "tensorboard.png")
+
+
+def draw_hparams(programs: Programs) -> None:
+    """Settings and results of three runs in a table."""
+    with tensorboard(programs) as address:
+        page = programs.page(1700, 420)
+        page.goto(f"{address}#hparams")
+        page.get_by_text("test/accuracy").first.wait_for()
+        page.wait_for_timeout(2000)
+        save_page(page.screenshot(), RESULTS / "hparams.png")
+
+
+def write_wrong_labels(root: Path, folder: Path) -> None:
+    """Write images of CIFAR-10 into class folders, a part of them into that of the next class."""
+    data = ImageData("cifar10", root=str(root), val_size=0)
+    for name in data.classes:
+        (folder / name).mkdir(parents=True)
+    for label, name in enumerate(data.classes):
+        rows = (data.train_images.labels == label).nonzero()[:REVIEWED, 0].tolist()
+        for number, row in enumerate(rows):
+            wrong = number % WRONG == WRONG - 1
+            place = data.classes[(label + 1) % len(data.classes)] if wrong else name
+            Image.fromarray(data.train_images.images[row].numpy()).save(folder / place / f"{row:05}.png")
+
+
+def review_frames(page: Page) -> Iterator[bytes]:
+    """Press the keys of a review, and yield a picture of the page after each."""
+    for key in REVIEW_KEYS:
+        if key:
+            page.keyboard.press(key)
+        if key == "/":
+            page.keyboard.type("do")
+        page.wait_for_selector("[aria-busy=false]")
+        page.wait_for_timeout(300)
+        yield page.screenshot()
+    page.keyboard.press("Escape")
+    page.select_option("#filter", index=1)
+    page.evaluate("document.activeElement.blur()")
+    while page.locator("#review").is_visible():
+        page.keyboard.press("k")
+        page.wait_for_timeout(100)
+    page.get_by_role("button", name="Write").click()
+    page.locator("#written", has_text="rows").wait_for()
+    yield page.screenshot()
+
+
+def draw_review(programs: Programs) -> None:
+    """A review: three labels corrected, a class searched, the table written."""
+    images = programs.folder / "photos"
+    write_wrong_labels(programs.data_dir, images)
+    train = ("train", "--recipe", "finetune", "--data-dir", "photos", "--folds", "5")
+    fast = ("--data.image_size", "128", "--model.unfreeze", "false")
+    programs.run(sys.executable, "-m", "cifar_lit", *train, *fast)
+    words = ("cifar_lit", "review", "lightning_logs/finetune-folds-1", "--port", "0", "--limit", "100")
+    with programs.service(*words) as line:
+        page = programs.page(*REVIEW_WINDOW)
+        page.goto(address_in(line))
+        page.wait_for_selector("#review:not([hidden])")
+        frames = [Image.open(BytesIO(pixels)).convert("RGB") for pixels in review_frames(page)]
+    width, height = FRAME_WIDTH, round(REVIEW_WINDOW[1] * FRAME_WIDTH / REVIEW_WINDOW[0])
+    rows = -(-len(frames) // COLUMNS)
+    sheet = Image.new("RGB", (COLUMNS * (width + GAP) + GAP, rows * (height + GAP) + GAP), "#8a93a6")
+    for number, frame in enumerate(frames):
+        row, column = divmod(number, COLUMNS)
+        small = frame.resize((width, height), Image.Resampling.LANCZOS)
+        sheet.paste(small, (column * (width + GAP) + GAP, row * (height + GAP) + GAP))
+    pixels = BytesIO()
+    sheet.save(pixels, "PNG")
+    save_page(pixels.getvalue(), FOLDER / "review.png")
+
+
+def draw_drawn() -> None:
+    """The pictures of README.md and docs/first-steps.md."""
     run = train()
     few = train(epochs=MANY_EPOCHS, count=FEW_IMAGES)
     draw_first_run(run)
@@ -274,6 +503,38 @@ def main() -> None:
     draw_curves({"quickstart": run, f"{FEW_IMAGES} images, {MANY_EPOCHS} epochs": few}, "curves.png")
     draw_confusion(run)
     draw_mistakes(run)
+
+
+PAGES = {
+    "terminal": draw_terminal,
+    "report": draw_report,
+    "serve": draw_serve,
+    "tensorboard": draw_tensorboard,
+    "hparams": draw_hparams,
+    "review": draw_review,
+}
+
+
+def main() -> None:
+    """Draw the pictures that are named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"drawn, {', '.join(PAGES)}; all without a name")
+    parser.add_argument("--data-dir", type=Path, default=ROOT / "data", help="folder with CIFAR-10, for review")
+    options = parser.parse_args()
+    names = options.names or ["drawn", *PAGES]
+    if unknown := set(names) - {"drawn", *PAGES}:
+        parser.error(f"no picture is called {', '.join(sorted(unknown))}: use drawn, {', '.join(PAGES)}")
+    if "drawn" in names:
+        draw_drawn()
+    pages = [name for name in PAGES if name in names]
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    flags = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    with TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+        programs = Programs(Path(folder), browser, options.data_dir.absolute())
+        for name in pages:
+            PAGES[name](programs)
+        browser.close()
 
 
 if __name__ == "__main__":

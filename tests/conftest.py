@@ -25,6 +25,8 @@ import pytest
 from browser import browser, open_page
 from contract.command_line import RECIPE, SMALL, Training, run_command
 
+from cifar_lit.signals import HANGUP
+
 __all__ = ["browser", "open_page"]
 
 TESTS = Path(__file__).parent
@@ -39,7 +41,7 @@ def pytest_configure() -> None:
 
     A process inherits SIG_IGN from its parent, but a function as handler is reset to the default.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in filter(None, (signal.SIGINT, HANGUP)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, _ignore)
 

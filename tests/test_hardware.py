@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract.command_line import RECIPE, SMALL, metrics_of, run_command
 
 from cifar_lit import hardware
 from cifar_lit.errors import UsageError
@@ -168,16 +169,99 @@ def test_this_machine_is_detected_and_auto_names_one_of_its_devices() -> None:
 def test_the_least_capable_gpu_decides_about_bfloat16_and_float16(
     names: list[str], hip: str | None, bf16: bool, fp16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    machine = with_gpus(monkeypatch, names, ["sm_60", "sm_70", "sm_75", "sm_80", "sm_90"])
+    assert (machine.gpu_bf16, machine.gpu_fp16) == (bf16, fp16)
+
+
+# ---- GPUs without code in this torch
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, names: list[str], codes: list[str]) -> Machine:
+    """Return the detected machine with GPUs such as "Tesla T4 7.5" and a torch with these codes."""
+
     def properties(number: int) -> SimpleNamespace:
         name, _, capability = names[number].rpartition(" ")
-        return SimpleNamespace(name=name, major=int(capability[0]), total_memory=1 << 30)
+        major, minor = map(int, capability.split("."))
+        return SimpleNamespace(name=name, major=major, minor=minor, total_memory=1 << 30)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    machine = detect_machine()
-    assert (machine.gpu_bf16, machine.gpu_fp16) == (bf16, fp16)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: codes)
+    return detect_machine()
+
+
+CUDA13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+P100_LINE = (
+    f"Tesla P100-PCIE-16GB (sm_60) is not used: torch {torch.__version__} has no code for it; "
+    "install torch 2.14 and its torchvision for CUDA 12.6, see pytorch.org/get-started/previous-versions"
+)
+
+
+@pytest.mark.parametrize(
+    ("codes", "can", "cannot"),
+    [
+        (CUDA13, ["7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.3", "12.1", "13.0"],
+         ["3.7", "5.2", "6.0", "6.1", "7.0", "7.2", "11.0"]),
+        (["sm_50", "sm_60", "sm_70"], ["5.2", "6.1", "7.5"], ["3.7", "8.0"]),
+        (["sm_86"], ["8.6", "8.9"], ["8.0", "9.0"]),
+        (["compute_70"], ["7.0", "7.5", "9.0", "12.0"], ["6.1"]),
+        (["sm_90a", "compute_90a"], ["9.0"], ["9.1", "10.0"]),
+        (["sm_100f"], ["10.0", "10.3"], ["11.0", "9.0"]),
+        (["compute_100f"], ["10.3"], ["12.0"]),
+        ([], ["3.7"], []),  # unknown
+    ],
+)  # fmt: skip
+def test_code_runs_on_its_major_version_and_ptx_on_all_later_ones(
+    monkeypatch: pytest.MonkeyPatch, codes: list[str], can: list[str], cannot: list[str]
+) -> None:
+    used = [gpu for gpu in (*can, *cannot) if with_gpus(monkeypatch, [f"GPU {gpu}"], codes).gpus]
+    assert used == can
+
+
+def test_a_gpu_without_code_is_replaced_by_the_cpu_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = with_gpus(monkeypatch, ["Tesla P100-PCIE-16GB 6.0"], CUDA13)
+    assert machine.devices == ["cpu"] and machine.unusable == P100_LINE
+    assert choose_devices(machine, "auto", "auto") == ("cpu", "auto")
+    assert choose_devices(machine, "cpu", 2) == ("cpu", 2)
+    for accelerator in ("gpu", "cuda"):
+        with pytest.raises(UsageError) as refusal:
+            choose_devices(machine, accelerator, "auto")
+        assert str(refusal.value) == f"{P100_LINE}, or use --accelerator cpu"
+    assert capsys.readouterr().err == ""
+    assert resolve_device("auto", machine) == "cpu"
+    assert capsys.readouterr().err == P100_LINE + "\n"
+    with pytest.raises(UsageError, match="Tesla P100-PCIE-16GB"):
+        resolve_device("cuda", machine)
+
+
+def test_a_gpu_that_is_too_new_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = with_gpus(monkeypatch, ["RTX 5090 12.0"], ["sm_75", "sm_90"])
+    assert machine.unusable.endswith("has no code for it; install a newer torch and torchvision")
+
+
+def test_the_line_about_one_of_several_gpus_says_how_to_use_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = with_gpus(monkeypatch, ["T4 7.5", "P100 6.0", "T4 7.5"], CUDA13)
+    assert machine.gpus == () and machine.unusable.endswith("or use the others: CUDA_VISIBLE_DEVICES=0,2")
+    assert machine.unusable.startswith("P100 (sm_60)")
+
+
+def test_devices_and_a_training_say_why_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(RECIPE.replace("  accelerator: cpu\n", ""))
+    machine = Machine("a CPU", 2, bf16=False, unusable=P100_LINE)
+    monkeypatch.setattr(hardware, "detect_machine", lambda: machine)
+    listed = run_command("devices")
+    assert P100_LINE in listed.lines and "torch finds no GPU" not in listed.out
+    trained = run_command("fit", *SMALL, "--epochs", "1")
+    assert (trained.code, trained.err) == (0, P100_LINE + "\n")
+    assert metrics_of(Path("lightning_logs/small-1"))["accelerator"] == "cpu"
+    assert run_command("fit", *SMALL, "--epochs", "1", "--accelerator", "cpu").err == ""
+    refused = run_command("fit", *SMALL, "--accelerator", "gpu")
+    assert (refused.code, refused.err) == (2, f"cifar-lit: {P100_LINE}, or use --accelerator cpu\n")
 
 
 # ---- memory
@@ -224,6 +308,7 @@ def test_an_openmp_wait_policy_of_the_user_is_not_overridden(monkeypatch: pytest
     assert variables == {"OMP_WAIT_POLICY": "ACTIVE"}
 
 
+@pytest.mark.usefixtures("working_folder")
 @pytest.mark.parametrize(
     ("line", "files", "free"),
     [
@@ -265,3 +350,12 @@ def test_the_memory_limits_of_containers_and_jobs_count(
     monkeypatch.setattr(hardware, "CGROUPS", Path("groups").absolute())
     monkeypatch.setattr(Path, "read_text", lambda path, *args, **more: own.get(path) or read(path, *args, **more))
     assert hardware.free_memory(torch.device("cpu")) == (900 * 1024 if free is None else free)
+
+
+def test_several_gpus_are_refused_on_windows_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(RECIPE)
+    monkeypatch.setattr(hardware, "detect_machine", lambda: TWO)
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    answer = run_command("fit", *SMALL, "--accelerator", "gpu")
+    assert answer.code == 2 and answer.err.endswith("use --devices 1, or WSL 2\n") and answer.err.count("\n") == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from cifar_lit.cli.errors import OneDefault
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import say
 
@@ -36,6 +37,10 @@ def bench(argv: list[str]) -> None:
     run_module(f"cifar-lit bench {name}", import_module(f"cifar_lit.bench.{name}"), arguments)
 
 
+class BenchHelp(OneDefault, argparse.ArgumentDefaultsHelpFormatter):
+    """Help of argparse with one default for each flag."""
+
+
 class BenchParser(argparse.ArgumentParser):
     """argparse's parser, because jsonargparse's cannot leave unknown flags for the trainings."""
 
@@ -46,8 +51,7 @@ class BenchParser(argparse.ArgumentParser):
 
 def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
     """Parse the flags of a measurement and run it. If it has `settings.flags`, these get the unknown flags."""
-    help_format = argparse.ArgumentDefaultsHelpFormatter
-    parser = BenchParser(prog=prog, description=module.WHAT, allow_abbrev=False, formatter_class=help_format)
+    parser = BenchParser(prog=prog, description=module.WHAT, allow_abbrev=False, formatter_class=BenchHelp)
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     module.add_arguments(parser)
     settings, unknown = parser.parse_known_args(argv)

@@ -31,14 +31,33 @@ class FinishedTraining(NamedTuple):
 @contextmanager
 def started(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a process in its own group, which Ctrl-C does not reach. The group is killed if the block fails."""
-    settings = {"text": True, "env": child_environment(), "stdin": subprocess.DEVNULL, "process_group": 0, **settings}
+    group = {"process_group": 0, "creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}  # 0 on POSIX
+    text = {"encoding": "utf-8", "errors": "replace"}
+    settings = {**group, **text, "env": child_environment(), "stdin": subprocess.DEVNULL, **settings}
     with subprocess.Popen(command, **settings) as process:
         try:
             yield process
         except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
             raise
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """Kill a process of `started` and all that it has started."""
+    if sys.platform != "win32" and hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+
+
+def ask_to_stop(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> None:
+    """Send a stop signal. On Windows only Ctrl-Break reaches a process group and lets it write a checkpoint."""
+    process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", number))
 
 
 def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: None) -> FinishedTraining:
@@ -49,7 +68,10 @@ def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: Non
     """
     if any(word.partition("=")[0] == "--logs" for word in argv):
         raise UsageError("run folders are deleted after the measurement: leave --logs out")
-    with tempfile.TemporaryDirectory() as logs, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+    ):
         before = time.perf_counter()
         lines = []
         command = [sys.executable, "-m", "cifar_lit", "train", *argv, "--logs", logs]
@@ -75,10 +97,10 @@ def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:
 
 
 def child_environment() -> dict[str, str]:
-    """Return environment variables for a child process: this package is importable, and output is not buffered."""
+    """Return environment variables for a child: this package is importable, output is UTF-8 and not buffered."""
     root = str(Path(cifar_lit.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
 
 def without_places(argv: Sequence[str]) -> list[str]:

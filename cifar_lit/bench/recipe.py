@@ -7,7 +7,6 @@ import gc
 import hashlib
 import json
 import os
-import resource
 import shlex
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from cifar_lit.cli.flags import OWN, SHORT, check_one_device, parse, recipe_path
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import Failure, UsageError, nearest
 from cifar_lit.runs.run_folder import display_path, read_metrics
-from cifar_lit.stats import mean_interval
+from cifar_lit.stats import SHARE, limits_text, mean_interval
 from cifar_lit.text import say
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -200,7 +199,7 @@ def run_once(
     with nullcontext(logs) if logs else tempfile.TemporaryDirectory(prefix="cifar-lit-bench-") as name:
         folder = Path(name).expanduser()
         before = set(folder.glob("*"))
-        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             argv = ["--recipe", recipe, *flags, "--seed", str(seed), "--logs", str(folder)]
             TrainingCLI(parse("train", argv), *callbacks)
         age = process_age() if cold else None
@@ -210,8 +209,7 @@ def run_once(
     if metrics is None:
         raise Failure(f"{recipe} with seed {seed} ended without a test: leave out flags that shorten a run")
     gc.collect()  # net and Trainer refer to each other and would keep device memory
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = peak_memory()
     on_gpu = torch.cuda.is_available() and metrics["accelerator"] == "gpu"
     return {
         "seed": seed,
@@ -227,11 +225,25 @@ def run_once(
     }
 
 
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has had."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def process_age() -> float | None:
     """Return the seconds since the start of this process, None on systems other than Linux."""
+    if sys.platform != "linux":
+        return None
     try:
         # Field 22 of proc(5)'s stat: clock ticks since boot. Field 2 may contain spaces and ends with a bracket.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return None
@@ -239,7 +251,7 @@ def process_age() -> float | None:
 
 def accuracy_of(runs: Runs) -> dict[str, Any]:
     """Return mean, standard deviation and interval of the accuracy over seeds."""
-    return mean_interval([runs[seed]["accuracy"] for seed in sorted(runs)])
+    return mean_interval([runs[seed]["accuracy"] for seed in sorted(runs)], SHARE)
 
 
 def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -268,7 +280,8 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def mean_text(fractions: Sequence[float]) -> str:
     """Return the mean with standard deviation, n and interval: `91.69 ± 0.17 % (n = 20; 91.61 … 91.77)`."""
-    mean = mean_interval(fractions)
+    mean = mean_interval(fractions, SHARE)
     deviation = "" if mean["std"] is None else f" ± {100 * mean['std']:.2f}"
-    interval = f"; {100 * mean['low']:.2f} … {100 * mean['high']:.2f}" if mean["n"] >= FEW else ""
+    limits = limits_text(mean, ".2f", 0.01) if mean["n"] >= FEW else ""
+    interval = f"; {limits}" if limits else ""
     return f"{100 * mean['mean']:.2f}{deviation} % (n = {mean['n']}{interval})"

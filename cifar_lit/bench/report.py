@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,12 +65,21 @@ def environment() -> dict[str, Any]:
     gpu = ", ".join(names) if names else "Apple GPU" if machine.mps else None
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "cpu": machine.cpu,
+        "cpu": exact_cpu(machine.cpu),
         "bf16": machine.bf16,
         "threads": torch.get_num_threads(),
         "gpu": f"{len(machine.gpus)} × {gpu}" if len(machine.gpus) > 1 else gpu,
         "versions": versions(),
     }
+
+
+def exact_cpu(name: str) -> str:
+    """Return the name of the CPU, with family and model if it has no number: a virtual machine may hide the product."""
+    info = Path("/proc/cpuinfo")
+    if re.search(r"\d", name.partition("@")[0]) or not info.is_file():
+        return name
+    numbers = re.findall(r"^(?:cpu )?(family|model)\s*: (\d+)$", info.read_text(encoding="utf-8"), re.MULTILINE)[:2]
+    return f"{name} ({', '.join(map(' '.join, numbers))})" if numbers else name
 
 
 def machine_text(environment: Mapping[str, Any], accelerator: str | None = None) -> str:

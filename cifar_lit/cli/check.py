@@ -77,7 +77,7 @@ def run_probe(word: str) -> str:
     """
     command = [sys.executable, "-m", "cifar_lit.cli.check", word]
     none, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, child_environment()
-    process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environment)
+    process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, encoding="utf-8", env=environment)
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -95,6 +95,7 @@ def check(accelerator: str) -> None:
     """Print a line for each device; raise UsageError for a missing accelerator, Failure if a device cannot train."""
     machine = Machine(**json.loads(run_probe("machine")))
     prefix = "" if accelerator == "auto" else resolve_device(accelerator, machine)
+    say(*filter(None, [machine.unusable]))
     failed = []
     for device in machine.devices:
         if device.startswith(prefix):

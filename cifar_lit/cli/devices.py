@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
-from cifar_lit.cli.errors import parsed
+from cifar_lit.cli.errors import PARSER_SETTINGS, parsed
 from cifar_lit.errors import UsageError
 
 
 def list_devices(argv: list[str]) -> None:
     """List the devices with their flags; with --net, the parameters of a net; with --check, train on each device."""
     description = "List the devices of this machine with the flags that select them, or the parameters of a net."
-    prog = "cifar-lit devices"
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    parser = ArgumentParser(prog="cifar-lit devices", description=description, **PARSER_SETTINGS)
     add = parser.add_argument
     add("--net", type=str | None, default=None, help="list the parameters of this net")
     add("--width", type=float, default=1.0, help="width multiplier of the net")
@@ -39,7 +36,7 @@ def list_devices(argv: list[str]) -> None:
 
 
 def _list_machine() -> None:
-    from cifar_lit.hardware import choose_precision, detect_machine
+    from cifar_lit.hardware import choose_precision, detect_machine, psutil
     from cifar_lit.runs.results import versions
 
     machine = detect_machine()
@@ -50,15 +47,17 @@ def _list_machine() -> None:
         table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", choices["gpu"][0], f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", choices["mps"][0], "--accelerator mps")
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    ram = f"{psutil.virtual_memory().total / 2**30:.0f} GiB" if psutil else "unknown"
     cpu = f"{machine.cpu}, {machine.threads} threads, {'bf16' if machine.bf16 else 'no bf16'} in hardware"
-    table.add_row("cpu", cpu, f"{ram:.0f} GiB", choices["cpu"][0], "--accelerator cpu")
+    table.add_row("cpu", cpu, ram, choices["cpu"][0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
     for kind, (precision, reason) in choices.items():
         console.print(f"{kind}: {precision} by default ({reason})")
     console.print("--devices 2 uses two GPUs, or two processes on the CPU (DDP)")
-    if not machine.gpus:
+    if machine.unusable:
+        console.print(machine.unusable)
+    elif not machine.gpus:
         reason = (
             "none is visible (CUDA_VISIBLE_DEVICES can hide them)" if machine.cuda_build else "this build is CPU-only"
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import re
 import sys
 from collections.abc import Iterable
 from traceback import walk_tb
+from typing import Any
 
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace
 
 from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
 from cifar_lit.distributed.rank_info import starts_again
@@ -44,7 +46,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "cifar-lit: stopped" + (f". Resume with:\n  {hint}" if hint else ""), getattr(error, "exit_code", 1)
     if kind == "NotFiniteLoss":
         target = "a checkpoint" if "weight" in text else "the weights"
-        text += f"; stopped before it reached {target}. Checkpoints are intact: lower --lr, or try --precision 32-true"
+        remedy = "start again with a lower --lr, or resume with --precision 32-true"
+        text += f"; stopped before it reached {target}. Checkpoints are intact: {remedy}"
     elif is_out_of_memory(error):
         text = (
             "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch, or choose a smaller --net"
@@ -60,6 +63,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
         text = "torch and torchvision are of different builds: uninstall both, then install both from one source"
     elif text.startswith("Could not determine home directory"):  # pathlib, for ~name with an unknown user
         return "cifar-lit: a path begins with an unknown home folder: write the path out", 2
+    elif text.startswith("embedded null"):  # os
+        return "cifar-lit: a path contains a NUL character: check the path", 2
+    elif isinstance(error, UnicodeEncodeError):
+        return "cifar-lit: a name is no valid text (UTF-8): rename the file or folder", 2
     elif text.startswith("Symlink loop"):  # pathlib
         return "cifar-lit: a path contains a symbolic link to itself: give the real path", 2
     elif is_lost_peer(error):
@@ -102,9 +109,32 @@ _PRECISIONS = {  # names used by other programs
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "dict": "a mapping"}
 
 
+# A sentence of Lightning's help. Our default may be another.
+STATED_DEFAULT = re.compile(r"\s*\b(?:Default: |Disabled by default |If [^.]* defaults? to )\S.*?\.(?=\s|$)")
+
+
+class OneDefault(argparse.HelpFormatter):
+    """Help that names one default: the value, or the text's if the value is null."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = super()._get_help_string(action) or ""
+        if action.default is not None:
+            return STATED_DEFAULT.sub("", text)
+        for null in (", default: %(default)s", " (default: %(default)s)", "Default: ``None``."):
+            text = text.replace(null, "")
+        return text
+
+
+class HelpFormatter(OneDefault, DefaultHelpFormatter):
+    """Help of jsonargparse with one default for each flag."""
+
+
+PARSER_SETTINGS: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False, "formatter_class": HelpFormatter}
+
+
 def command_parser(name: str, description: str) -> ArgumentParser:
     """Return the parser of a command on runs. It raises its errors and accepts no abbreviations."""
-    parser = ArgumentParser(prog=f"cifar-lit {name}", description=description, exit_on_error=False, allow_abbrev=False)
+    parser = ArgumentParser(prog=f"cifar-lit {name}", description=description, **PARSER_SETTINGS)
     # `main` handles --trust.
     parser.add_argument(
         "--trust", action="store_true", help="let the run name any class and any path: its code can run"

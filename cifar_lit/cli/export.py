@@ -86,12 +86,18 @@ def export(argv: list[str]) -> None:
     file = display_path(path)
     quoted = shlex.quote(file) if settings.to in ("safetensors", "coreml") else repr(file)
     checked = "only the structure of the file was checked: Core ML runs on macOS"
+    calibrated: list[str] = []
+    if calibration:
+        calibrated = [f"calibrated on {calibration.what}"]
+        if result and result.accuracy:
+            before, after = result.accuracy
+            calibrated.insert(0, f"accuracy {before:.2%} before, {after:.2%} in int8, on {sample.what}")
     if result:
         checked = f"predicted classes agree on {result.agreeing:,} of {result.images:,} images · "
         checked += f"largest difference of a probability {result.difference:.1e}"
     say(
         checked,
-        *([f"calibrated on {calibration.what}"] if calibration else []),
+        *calibrated,
         f"wrote {file}",
         "",
         "use it:",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
-from jsonargparse.typing import PositiveFloat
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from cifar_lit import hardware
 from cifar_lit.cli import trust
-from cifar_lit.cli.errors import long_flags, parsed
+from cifar_lit.cli.errors import PARSER_SETTINGS, long_flags, parsed
 from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
@@ -30,19 +32,29 @@ from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
-from cifar_lit.errors import UsageError, check_choice, nearest
+from cifar_lit.errors import Failure, UsageError, check_choice, nearest
 from cifar_lit.models.pretrained import Preprocessing, preprocessing
 from cifar_lit.models.registry import check_net, net_spec
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.model_file import read_card
 from cifar_lit.runs.run import Run
-from cifar_lit.runs.run_folder import RunFolder, check_unfinished, display_path, find_resumable, run_of
+from cifar_lit.runs.run_folder import (
+    RunFolder,
+    check_unfinished,
+    display_path,
+    find_resumable,
+    is_finished,
+    read_metrics,
+    run_of,
+)
 from cifar_lit.runs.trackers import logger_names
-from cifar_lit.text import counted, is_name, note, say
+from cifar_lit.settings import changed_settings
+from cifar_lit.text import NOT_A_FILE_NAME, counted, is_file_name, note, say
+from cifar_lit.threads import choose_threads
 from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.async_checkpoint import checkpoint_io
-from cifar_lit.training.callbacks import NoProfiler
+from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
 from cifar_lit.training.checkpoint import (
     check_checkpoint_path,
     latest_valid_checkpoint,
@@ -119,18 +131,25 @@ class TrainingCLI(LightningCLI):
         self.checkpoint = self._resumed_checkpoint()
         base = self._base_settings()
         trust.guard(command, base)
-        kwargs = {"exit_on_error": False, "allow_abbrev": False}
-        super().__init__(
-            ImageClassifier,
-            ImageData,
-            save_config_callback=None,
-            trainer_defaults=TRAINER_DEFAULTS,
-            seed_everything_default=0,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            parser_kwargs={**kwargs, "prog": "cifar-lit", self.name: dict(kwargs)},
-            args=arguments(command, base, self.name),
-        )
+        self.folder: RunFolder | None = None
+        try:
+            super().__init__(
+                ImageClassifier,
+                ImageData,
+                save_config_callback=None,
+                trainer_defaults=TRAINER_DEFAULTS,
+                seed_everything_default=0,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                parser_kwargs={**PARSER_SETTINGS, "prog": "cifar-lit", self.name: dict(PARSER_SETTINGS)},
+                args=arguments(command, base, self.name),
+            )
+        except BaseException as error:
+            if self.folder:
+                self.folder.release()
+            if isinstance(error.__cause__, UsageError | Failure):  # raised while the parser linked model and data
+                raise error.__cause__ from None
+            raise
 
     # ---- where settings come from
 
@@ -148,6 +167,7 @@ class TrainingCLI(LightningCLI):
         run = run_of(checkpoint)
         if run is None:
             raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
+        self._check_no_more_epochs(run, needs_test)
         check_unfinished(run, needs_test)
         # A command repeated from the shell history may name the run's recipe, and have --auto-batch or --auto-lr.
         if command.recipe:
@@ -162,6 +182,18 @@ class TrainingCLI(LightningCLI):
                 command.flags = command.without(flag)
         command.auto = set()
         return checkpoint
+
+    def _check_no_more_epochs(self, run: Path, needs_test: bool) -> None:
+        """Raise UsageError if a finished run is to have more epochs. The message has the command that trains it on."""
+        epochs = self.command.value("trainer.max_epochs") or ""
+        more = int(epochs) - (read_metrics(run).get("epochs") or 0) if epochs.isdecimal() else 0
+        if more <= 0 or not is_finished(run, needs_test):
+            return
+        config, weights = (shlex.quote(display_path(run / name)) for name in ("config.yaml", "model.safetensors"))
+        start = program(sys.argv[0], self.command.name)
+        command = f"{start} --config {config} --model.weights {weights} --model.head_views 0 --epochs {more}"
+        name, count = display_path(run), counted(more, "more epoch")
+        raise UsageError(f"{name} is finished. To train its weights for {count}, start a new run: {command}")
 
     def _base_settings(self) -> Path | None:
         """Return the file of the settings with the lowest precedence: of the run to resume or score, or of a recipe."""
@@ -198,11 +230,14 @@ class TrainingCLI(LightningCLI):
             "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb and mlflow, with commas between"
         )
         parser.add_argument("--logger", type=str, default="tensorboard", help=text)
+        text = "CPU threads of each process; by default those that other programs leave free at the start"
+        parser.add_argument("--threads", type=PositiveInt | None, default=None, help=text)
         text = "end the run if a process sends no heartbeat for this many seconds"
         parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
-        parser.link_arguments("data.input_shape", "model.input_shape", apply_on="instantiate")
-        parser.link_arguments("data.class_count", "model.num_classes", apply_on="instantiate")
+        shapes = {"model.input_shape": self._input_shape, "model.num_classes": lambda data: data.class_count}
+        for setting, compute in shapes.items():
+            parser.link_arguments("data", setting, compute_fn=compute, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse our command line, without argparse's usage text on errors."""
@@ -233,6 +268,8 @@ class TrainingCLI(LightningCLI):
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
         accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
+        if self.first and trainer.accelerator == "auto" and self.machine.unusable:
+            note(self.machine.unusable)
         trainer.accelerator = accelerator
         if self.name == "predict" and trainer.devices == "auto":
             trainer.devices = 1
@@ -241,12 +278,50 @@ class TrainingCLI(LightningCLI):
             raise UsageError("predict runs on one device: leave --devices out, or give one")
         if trainer.sync_batchnorm and accelerator == "cpu" and devices * trainer.num_nodes > 1:
             raise UsageError("--trainer.sync_batchnorm true needs GPUs, as torch's SyncBatchNorm does: leave it out")
+        if devices > 1 and self.machine.kind(accelerator) == "gpu" and platform.system() == "Windows":
+            raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
         self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
         self.notes: dict[str, str] = {}
+        typed = self.command.value("threads") is not None
+        if self.name == "fit" or typed:
+            # SLURM may give each process cores of its own.
+            alone = hardware.core_count() <= int(os.environ.get("SLURM_CPUS_PER_TASK", "0"))
+            choice = choose_threads(self.settings.threads, typed, 1 if alone else devices)
+            self.settings.threads, self.notes["threads"] = choice
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
         follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
+        self._select_checkpoint()
+
+    def _select_checkpoint(self) -> None:
+        """Hold the folder of a resumed run, and read the data state of its checkpoint, or of the one to evaluate."""
+        self.step: int | None = None
+        self.changes: dict[str, Any] = {}
+        self.data_state: dict[str, Any] = {}
+        if self.name != "fit":
+            self.data_state = read_checkpoint(Path(self.settings.ckpt_path).expanduser()).get("ImageData", {})
+        run = run_of(self.checkpoint) if self.checkpoint else None
+        logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
+        self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
+        if self.checkpoint and run:
+            trained, given = plain_values(run / "config.yaml") or {}, yaml.safe_load(self._config_text())
+            self.changes = changed_settings(by_name(trained), by_name(given))
+            self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
+            self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})
+            self.notes |= {"resume": display_path(self.checkpoint), "step": str(self.step)}
+
+    def _config_text(self) -> str:
+        """Return the text of config.yaml."""
+        return self._subcommand_parsers[self.name].dump(self.settings, skip_none=False, skip_link_targets=True)
+
+    def _input_shape(self, data: ImageData) -> list[int]:
+        """Return the shape of an image, after the data have got the split of the checkpoint."""
+        if self.checkpoint:
+            data.load_state_dict(self.data_state)
+        else:
+            data.evaluate_split_of(self.data_state)
+        return data.input_shape
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
@@ -278,13 +353,16 @@ class TrainingCLI(LightningCLI):
             for name in RATES:
                 self.settings.model[name] = self.model.hparams[name]
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
-        self.run, step = self._make_run()
+        self.run = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
-        card = [StartCard(self.run)] if self.run.trains else []
+        lines = not self.command.brief
+        card: list[Callback] = [SlowdownWarning()] if self.run.trains else []
+        if self.run.trains and lines:
+            card.insert(0, StartCard(self.run))
         watched = [RankProgress(self.watch)] if self.watch else []
-        ours = [] if configured.logger is False else self.run.loggers(step)
+        ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *card, *watched, *self.further],
+            callbacks=[*callbacks, *self.run.callbacks(validates, bar, lines), *card, *watched, *self.further],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,
@@ -296,24 +374,15 @@ class TrainingCLI(LightningCLI):
             trainer.strategy._timeout = WATCHED_TIMEOUT  # type: ignore[attr-defined]
         return trainer
 
-    def _make_run(self) -> tuple[Run, int | None]:
-        """Return the run and the step at which it resumes (None for a new run). Lock the folder of a resumed run."""
-        logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
-        run_dir = run_of(self.checkpoint) if self.checkpoint else None
-        folder = RunFolder(logs, recipe, run_dir, self.first, self.command.job)
-        step = None
-        if self.checkpoint:
-            try:
-                self.checkpoint, step = validate_resume(self.checkpoint, self.command, self.first)
-            except BaseException:
-                folder.release()
-                raise
-            self.notes |= {"resume": display_path(self.checkpoint), "step": str(step)}
-        text = self._subcommand_parsers[self.name].dump(self.settings, skip_none=False, skip_link_targets=True)
+    def _make_run(self) -> Run:
+        """Return the run, whose folder is locked if it is resumed."""
+        folder, text = self.folder, self._config_text()
+        assert folder
         trust.remember(text)
         if self.watch:
             self.watch.release, self.watch.advice = folder.release, lambda: advice(self._resume_line(), os.environ)
-        return Run(folder, yaml.safe_load(text), text, self.notes, self.command.name, self.model.monitored), step
+        settings = yaml.safe_load(text)
+        return Run(folder, settings, text, self.notes, self.command.name, self.model.monitored, self.changes)
 
     # ---- running
 
@@ -324,7 +393,7 @@ class TrainingCLI(LightningCLI):
             act = {"fit": fit, "predict": predict}.get(subcommand, evaluate)
             checkpoint = self.checkpoint or self.settings.ckpt_path
             result = act(self.run, self.trainer, self.model, self.datamodule, checkpoint)
-            if self.trainer.is_global_zero:
+            if self.trainer.is_global_zero and not self.command.brief:
                 self._print(result)
         except BaseException as error:
             interruption = Interrupted.latest
@@ -390,8 +459,8 @@ def check_settings(settings: Any) -> None:
     """Raise UsageError for settings that have the right types but are invalid, before data are loaded."""
     if settings.checkpoint_every is not None:
         regular_checkpoint(settings.checkpoint_every)
-    if (recipe := settings.recipe) is not None and (not is_name(recipe) or Path(recipe).name != recipe):
-        raise UsageError(f"recipe: {recipe!r} cannot name a folder: leave out slashes and control characters")
+    if (recipe := settings.recipe) is not None and not is_file_name(recipe):
+        raise UsageError(f"recipe: {recipe!r} cannot name a folder{NOT_A_FILE_NAME}")
     strategy = str(settings.trainer.strategy)
     if sharded := re.search(r"fsdp|deepspeed|model_?parallel", strategy, re.IGNORECASE):
         reason = "shards tensors, but checkpoints and Muon need them whole: use --trainer.strategy ddp"
@@ -448,8 +517,16 @@ def program(script: str, command: str) -> str:
     return f"{'python -m cifar_lit' if path.suffix else path.name} {command}"
 
 
-def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, int]:
-    """Return the checkpoint to resume and its step. If `checkpoint` was not typed and is damaged, use an older one.
+def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config.yaml by dotted name. Settings that are themselves nested are values."""
+    named = {name: value for name, value in settings.items() if not isinstance(value, dict)}
+    for group in settings.keys() - named.keys():
+        named |= {f"{group}.{name}": value for name, value in settings[group].items()}
+    return named
+
+
+def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint to resume and its contents. If it was not typed and is damaged, use an older one.
 
     Call this while holding the run's lock: before that, another process may write checkpoints or finish the run.
     """
@@ -465,4 +542,4 @@ def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Pa
     if damaged and first:
         note(f"{damaged}: resuming {display_path(checkpoint)} of step {step}")
     os.environ[RESUMED_CHECKPOINT] = str(checkpoint)
-    return checkpoint, step
+    return checkpoint, contents

@@ -14,7 +14,7 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
 from cifar_lit.plugins import all_imports_allowed, guard_child_processes, only_allowed_imports
 from cifar_lit.signals import STOP_SIGNALS
-from cifar_lit.text import note, say
+from cifar_lit.text import accept_any_encoding, note, say
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
 
@@ -47,6 +47,7 @@ flags of fit, train, validate, test and predict
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --rank-timeout 60  end the run if a process sends no heartbeat for this many seconds
+  --threads N        CPU threads of each process (by default those that other programs leave free)
   --logs DIR         folder for run folders (lightning_logs)
   --logger LIST      tensorboard (the default), wandb and mlflow, with commas between; metrics.csv is always written
   --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs
@@ -104,6 +105,7 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     argv = sys.argv[1:] if argv is None else argv
     guard_child_processes()
     limit_busy_waiting()
+    accept_any_encoding()
     try:
         with only_allowed_imports("type it on the command line, or add --trust"):
             return _run(argv, default)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cifar_lit.cli.classify import MAX_PIXELS
 from cifar_lit.cli.errors import command_parser, parsed
+from cifar_lit.cli.review import with_plain_names
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
@@ -52,7 +53,9 @@ def select_next(argv: list[str]) -> None:
         raise UsageError(f"--out {out} --sheet {sheet}: give a table such as next.csv, and a picture such as next.png")
     classifier = load(settings.run, device=resolve_device(settings.accelerator))
     keep_freed_memory()
-    files = list(find_images(settings.pool, sys.stdin.buffer))
+    if len(classifier.classes) == 1:
+        raise UsageError(f"the net of {settings.run} has a single class and is never unsure: name another run")
+    files = with_plain_names(list(find_images(settings.pool, sys.stdin.buffer)))
     for target in (out, sheet):
         if target.is_file() and any(Path(file.path).exists() and target.samefile(file.path) for file in files):
             raise UsageError(f"{target} is an image of the pool: name other files with --out and --sheet")
@@ -68,7 +71,7 @@ def select_next(argv: list[str]) -> None:
             raise UsageError(f"none of {number} is a readable image: name folders of images")
         with writing(out, "Choose another place with --out.", parents=True) as part:
             _write_table(part, rows)
-        save_picture(contact_sheet(rows[:MAX_PICTURES]), sheet)
+        save_picture(contact_sheet(rows[:MAX_PICTURES], classifier.preparation.levels), sheet)
     counts = "{:,} unreadable, {:,} labelled already, {:,} repeated".format(*left_out)
     say(
         f"{len(rows):,} of {number} ({counts}) to label: {display_path(out)}, {display_path(sheet)}",
@@ -86,10 +89,10 @@ def _labelled_images(model: Path, card: ModelCard, data_dir: str | None) -> tupl
     try:
         data = RunData(model, card, data_dir)
         table = Path(data.settings.labels or data.settings.path).expanduser()
-        for folder in {model.parent, table.parent}:
-            reviewed |= decided_images(folder / JOURNAL, card.classes)
         for images in data.parts():
             labelled.update(digests(images))
+        for folder in dict.fromkeys((table.parent, model.parent)):
+            reviewed |= decided_images(folder / JOURNAL, card.classes)
     except (UsageError, Failure) as error:
         note(f"images with a label may be selected again: {error}")
     return labelled, reviewed

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import warnings
 from importlib import import_module
 
 from cifar_lit.distributed.rank_info import by_slurm
-from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
+from cifar_lit.signals import HANGUP, REQUEUE, accept_hangup, stop_signals
 
 
 def hold_signals() -> None:
@@ -18,7 +19,7 @@ def hold_signals() -> None:
 
     Call this before the slow imports: with a short --time, the signal arrives early.
     """
-    if by_slurm(os.environ):
+    if sys.platform != "win32" and by_slurm(os.environ):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
@@ -31,10 +32,10 @@ def catch_signals() -> None:
             accept_hangup()
         raise Interrupted(number, requeue=number == requeue)
 
-    requeue = signal.SIGUSR1 if by_slurm(os.environ) else None
+    requeue = REQUEUE if by_slurm(os.environ) else None
     for number in filter(None, (*stop_signals(), requeue)):
         signal.signal(number, stop)
-    if requeue:
+    if sys.platform != "win32" and requeue:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {requeue})
 
 

@@ -38,7 +38,7 @@ def list_recipes(argv: list[str]) -> None:
 
 def recipe_header(path: Path) -> list[str]:
     """Return the comment at the top of a recipe, line by line without the comment signs."""
-    lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
     return [line.removeprefix("#").removeprefix(" ") for line in lines]
 
 

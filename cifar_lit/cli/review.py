@@ -19,16 +19,19 @@ from torch import Tensor
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.serve import listen
 from cifar_lit.cli.trust import allow_run
+from cifar_lit.data.decode import KINDS
+from cifar_lit.data.listed_files import find_files
 from cifar_lit.data.progress import progress
 from cifar_lit.data.sources import load_images
 from cifar_lit.data.table import SUFFIXES, read_table
+from cifar_lit.data.walk import as_on_disk
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
-from cifar_lit.inference.review.journal import JOURNAL, TABLE, Journal, Labels
+from cifar_lit.inference.review.journal import JOURNAL, TABLE, Journal, Labels, is_cell
 from cifar_lit.inference.review.queue import Queue, most_suspicious
 from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.label_errors import read_array
@@ -38,12 +41,14 @@ from cifar_lit.text import counted, note, say
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.data.image_set import ImageSet
 
 DESCRIPTION = """Review the labels of a run's training and validation images in the browser, the most suspicious first.
 
 RUN is a run folder, or the folder of a cross-validation (train --folds). Every decision is stored at once in
 review.jsonl in this folder. labels-reviewed.csv there has the resulting labels, for a new training. It is written at
-the start, at the end, and when the page asks for it. The images and tables of the run are not changed."""
+the start, at the end, and when the page asks for it, and adds the images that the run's folder got since. The images
+and tables of the run are not changed."""
 
 
 def review(argv: list[str]) -> None:
@@ -58,16 +63,23 @@ def review(argv: list[str]) -> None:
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
     labels.check()
-    _note_changes(source, data)
     command = training_command(source, run / TABLE, labels, data)
     if not os.access(run, os.W_OK):
         raise Failure(f"{display_path(run)} cannot be written, and decisions are stored there: review a copy of it")
     with ExitStack() as stack:
         stack.callback(RunFolder(run.parent, run.name, run).release)
         journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
+        table = run / TABLE
+        earlier = {row.path: row.split for row in read_table(table)} if table.is_file() else {}
+        if merged := labels.with_split_of(earlier, journal.decisions):
+            labels, added = merged
+            if added:
+                note(f"{counted(added, 'image')} added to {display_path(table)}, which keeps its split")
+        else:
+            _note_changes(source, data)
 
         def write() -> int:
-            return labels.write(run / TABLE, journal.decisions)
+            return labels.write(table, journal.decisions)
 
         if not settings.export:
             from cifar_lit.inference.review.http import LIMITS, ReviewApp
@@ -76,14 +88,15 @@ def review(argv: list[str]) -> None:
                 write()  # a killed review did not
             sock = stack.enter_context(listen("127.0.0.1", settings.port))
             queue = _queue(settings, run, classifier, data, labels)
-            app = ReviewApp(queue, journal, write, {"run": display_path(run), "command": command})
+            about = {"run": display_path(run), "command": command, "open": labels.column == "path"}
+            app = ReviewApp(queue, journal, write, about)
             address = f"http://127.0.0.1:{sock.getsockname()[1]}/{app.token}/"
             count = counted(len(queue.keys), "image")
             app.run(sock, LIMITS, lambda: say(f"{count} to review at {address} · stop with Ctrl-C"))
         strange = {made.image for made in journal.decisions.values() if not made.new}.difference(labels.keys)
         if strange:
             note(f"{counted(len(strange), 'decision')} without effect: this data set has no {min(strange)}")
-        text = f"{counted(len(journal.decisions), 'decision')} · {write():,} rows in {display_path(run / TABLE)}"
+        text = f"{counted(len(journal.decisions), 'decision')} · {write():,} rows in {display_path(table)}"
     say(text, f"train with them: {command}")
 
 
@@ -150,14 +163,27 @@ def current_labels(data: ImageData) -> Labels:
         groups = [] if images.groups is None else [str(group) for group in images.groups.tolist()]
         return Labels("path", keys, names, "group" if groups else "", groups, dates)
     names += [images.classes[label] for label in tested.values()]
-    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)], dates)
+    test_groups = zip(_groups(test), test.names or (), strict=True)
+    all_groups = [*_groups(images), *(group for group, name in test_groups if name in tested)]
+    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)], dates, all_groups)
+
+
+def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
+    """Return the group of each image, or of its near-duplicates. Numbers of different sets are unrelated."""
+    if images.groups is None:
+        return [None] * len(images)
+    return [(id(images), group) for group in images.groups.tolist()]
 
 
 def _earlier_dates(table: Path) -> dict[str, str]:
     """Return the dates in a table of an earlier review, by the key of the image."""
     folder = table.absolute().parent
-    rows = (row for row in read_table(table) if row.reviewed)
-    return {row.path if row.path.isdecimal() else os.path.normpath(folder / row.path): row.reviewed for row in rows}
+    dates = {}
+    for row in read_table(table):
+        path = os.path.normpath(as_on_disk(str(folder / row.path)))
+        if row.reviewed:
+            dates[str(int(row.path)) if row.path.isdecimal() else path] = row.reviewed
+    return dates
 
 
 def _note_changes(run: Path, data: ImageData) -> None:
@@ -211,21 +237,30 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
     """Return the readable files of a table or folder of images to label, and their pixels, uint8 (M, H, W, C)."""
     place = Path(settings.table or settings.pool).expanduser()
     if settings.table:
-        files = [str(place.parent / row.path) for row in read_table(place, labelled=False)]
+        listed = [row.path for row in read_table(place, labelled=False)]
+        files = [str(place.parent / path) for path in find_files(place, listed).paths]
     elif place.is_dir():
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:
         raise UsageError(f"--pool {place} is not a folder: name a folder of images, or a table with --table")
-    images = [ImageFile(path) for path in dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files)]
-    Labels("path", [image.path for image in images], [], "", []).check()
+    paths = dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files)
+    images = with_plain_names([ImageFile(path) for path in paths])
     results = list(classify_files(classifier, images[: settings.limit or None]))
     rows = [row for chunk, _ in results for row in chunk]
     if bad := [f"{row.path} ({row.error})" for row in rows if row.error]:
         note(f"{len(bad):,} of {len(rows):,} images cannot be read: {', '.join(bad[:3])}")
     if len(bad) == len(rows):
-        raise UsageError(f"there are no readable images in {place}: use JPEG, PNG, WebP, BMP or GIF")
+        raise UsageError(f"there are no readable images in {place}: use {KINDS}")
     pixels = torch.cat([pixels for _, pixels in results]).permute(0, 2, 3, 1)
     return [row.path for row in rows if row.path and not row.error], pixels
+
+
+def with_plain_names(files: list[ImageFile]) -> list[ImageFile]:
+    """Return the files whose absolute paths a table can hold. A note counts the others."""
+    odd = {file.path for file in files if not is_cell(str(Path(file.path).absolute()))}
+    if odd:
+        note(f"left out {counted(len(odd), 'file')} with names that a table cannot hold, such as {min(odd)[:200]}")
+    return [file for file in files if file.path not in odd]
 
 
 def training_command(source: Path, table: Path, labels: Labels, data: ImageData) -> str:

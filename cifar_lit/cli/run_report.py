@@ -75,6 +75,7 @@ def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> di
         if h["weights"] and not run.folder.resumed
         else "",
         "devices": f"{trainer.world_size} × {device}",
+        "threads": notes.get("threads", "") if device == "cpu" else "",
         "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
         **_step_rows(trainer, h, data),
         "resumes": f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
@@ -177,6 +178,9 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
             checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
         say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
+        if data.dataset == "folder":  # a net memorises wrong labels that it was trained on
+            config = shlex.quote(f"{folder}/config.yaml")
+            say(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
         trust = ", trust=True" if is_import_path(run.settings["model"]["net"]) else ""
         code = f"import cifar_lit; print(cifar_lit.load({folder!r}{trust}))"
         is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes

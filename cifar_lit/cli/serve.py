@@ -9,6 +9,8 @@ import socket
 from importlib.util import find_spec
 from pathlib import Path
 
+from jsonargparse.typing import PositiveInt
+
 from cifar_lit import __version__
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
@@ -38,6 +40,7 @@ def serve(argv: list[str]) -> None:
     add("--port", type=int, default=8000, help="port to listen on; 0 for a free one")
     add("--reject", type=float | None, default=None, help="mark images as unknown at this false-alarm rate, up to 0.5")
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add("--threads", type=PositiveInt | None, default=None, help="CPU threads, by default those that are free")
     add("--max-mb", type=float, default=default.body / 1e6, help="largest request body in MB")
     add("--max-pixels", type=int, default=default.pixels, help="largest image in pixels, according to its header")
     add("--max-images", type=int, default=default.images, help="most images per request")
@@ -83,7 +86,7 @@ def serve(argv: list[str]) -> None:
                 say(f"uncertain pictures are kept in {display_path(collector.folder)} ({limits_text}): tell your users")
             say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
 
-        run_service(classifier, sock, own_names, limits, __version__, on_ready, collector)
+        run_service(classifier, sock, own_names, limits, __version__, on_ready, collector, settings.threads)
     say("stopped")
 
 

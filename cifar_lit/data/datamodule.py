@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,10 +24,14 @@ from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.order import in_order, shuffled
 from cifar_lit.data.placement import Placement
 from cifar_lit.data.preprocessing import Preprocessing
+from cifar_lit.data.progress import note_once
+from cifar_lit.data.source_settings import parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
-from cifar_lit.errors import UsageError
+from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
+from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 
 
 class ImageData(NamesInCheckpoint, pl.LightningDataModule):
@@ -68,6 +76,8 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         resize: how to resize your own images of another aspect ratio: crop (scale to cover, then crop the centre),
             letterbox (scale to fit, with grey borders), or squash (change the aspect ratio).
         channels: 1 or 3, for your own images and shapes.
+        levels: values of 16-bit grey images that become black and white, such as [7000, 7400]; by default the range of
+            your own images.
         num_classes: number of classes of shapes.
         count: number of training images of shapes; the test set is a fifth of it.
         url: URL or path of the archive, instead of the built-in sources.
@@ -109,6 +119,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         image_size: NonNegativeInt | list[int] | str | None = None,  # `int` would parse 0x10 as 16
         resize: str = "crop",
         channels: int | None = None,
+        levels: list[int] | None = None,
         num_classes: int | None = None,
         count: int = 10_000,
         url: str | None = None,
@@ -120,7 +131,9 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         fold: int = 0,
         train_share: float = 1.0,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "mean", "std")}
         super().__init__()
+        self.given = plain_settings("data", given)
         check_balanced(sampling, shuffle)
         check_skipping(skip_easy, skip_from, sampling=sampling, shuffle=shuffle)
         if workers < 1:
@@ -141,18 +154,25 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             root=root, url=url, cache_dir=cache_dir, labels=labels, group=group, skip_bad=skip_bad, resize=resize,
             image_size=tuple(image_size) if isinstance(image_size, list) else image_size, channels=channels,
             num_classes=num_classes, count=count, test_size=test_size, split_seed=split_seed,
+            levels=parse_levels(levels),
         )  # fmt: skip
         self.augmentation = Augmentation(crop, flip, cutout)
         self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
-        split: dict[str, Any] = {"val_size": val_size, "folds": folds, "fold": fold, "train_share": train_share}
-        self.parts = SplitImages(dataset, self.settings, **split)
-        self.placement = Placement(self.parts, placement)
-        self.preprocessing = Preprocessing(
-            self.parts, mean=mean, std=std, augmentation=self.device_augmentation, resolutions=resolutions, seed=seed
-        )
+        self._split: dict[str, Any] = {"val_size": val_size, "folds": folds, "fold": fold, "train_share": train_share}
+        self._placement, self._mean, self._std = placement, mean, std
+        self._build_parts()
         self.last_losses: LastLosses | None = None  # set during a fit with `skip_easy`
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
+
+    def _build_parts(self) -> None:
+        self.parts = SplitImages(self.dataset, self.settings, **self._split)
+        self.placement = Placement(self.parts, self._placement)
+        self.preprocessing = Preprocessing(
+            self.parts, mean=self._mean, std=self._std, augmentation=self.device_augmentation,
+            resolutions=self.resolutions, seed=self.seed,
+        )  # fmt: skip
+        self._record: dict[str, Any] | None = None
 
     # ---- images
 
@@ -237,6 +257,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """Create the training loader of this rank."""
         self.preprocessing.check()
+        self.record  # noqa: B018 (loads the test images too, before any image is added to their folder)
         if self.device_augmentation and self.device_augmentation.mixes and not self._rank_settings["weighted"]:
             fault = "data.augment mixup and cutmix need a model that reads batch.targets"
             raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
@@ -315,22 +336,78 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         parts = 1 if self._rank_settings["weighted"] else self._rank_settings["world"]
         return fit_length(self.trainer, count_batches(len(self.split[0]), self.batch_size, parts))
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """The record of images and split that checkpoints hold; see `data.split_record`."""
+        if self._record is None:
+            self._record = split_record(self.parts)
+        return self._record
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch, in batches, and the batch size.
+        """Return the split, the settings, and the position in the epoch, in batches.
 
         If a schedule needs the length of the fit, Lightning sets up the loaders before it reads the checkpoint, and
         does not restore them.
         """
         loader = self._train_loader
-        if loader is None:
-            return {}
-        rounds = loader.round_state() if isinstance(loader, HardRoundsLoader) else {}
-        return {**loader.state_dict(), **rounds, "batch_size": self.batch_size}
+        state: dict[str, Any] = {"split": self.record, "settings": json.dumps(self._all_settings)}
+        if loader is not None:
+            state |= loader.state_dict()
+        if isinstance(loader, HardRoundsLoader):
+            state |= loader.round_state()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at a saved position. Raise UsageError if the batch size changed in the middle of an epoch."""
-        self._resumed = state_dict or None
-        size = state_dict.get("batch_size", self.batch_size)
-        if size != self.batch_size and 0 < state_dict.get("position", 0) < count_batches(len(self.split[0]), size):
-            fault = f"this run stopped in the middle of an epoch with batches of {size}"
-            raise UsageError(f"{fault}: leave --batch-size at {size}")
+        """Resume a fit with the split of a checkpoint, at its position. Evaluate with the split of a checkpoint.
+
+        Raises:
+            UsageError: images or settings have changed so that the fit cannot be resumed.
+        """
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            self.evaluate_split_of(state_dict)
+            return
+        saved = saved_settings(state_dict)
+        changed_settings(saved, self.given)
+        loaded = self.parts
+        self._keep_split(state_dict)
+        if self.trainer and self.parts is not loaded:
+            self.setup("fit")
+        changed_settings(saved, self._all_settings)
+        if "position" in state_dict:
+            self._resumed = state_dict
+
+    def evaluate_split_of(self, state: Mapping[str, Any]) -> None:
+        """Use the split of a checkpoint to evaluate it, if the settings of images and split are those of its training.
+
+        Images that were added since are left out, because the split of all images could test on training images. A note
+        reports other changes.
+        """
+        names = {f"data.{name}" for name in ("dataset", *self._split, *asdict(self.settings))} & self.given.keys()
+        with suppress(UsageError):  # a checkpoint of another program or version
+            saved = saved_settings(state)
+            if all(saved.get(name) == self.given[name] for name in names - {"data.url", "data.cache_dir"}):
+                try:
+                    self._keep_split(state)
+                except UsageError as error:
+                    note_once(f"scores may be too high, because images have changed since the training: {error}")
+
+    def _keep_split(self, state: Mapping[str, Any]) -> None:
+        """Leave out images that were added since the training began. Raise UsageError if its images have changed."""
+        record = state.get("split")
+        if not isinstance(record, Mapping):
+            raise Failure("the checkpoint does not hold the split of its training: use another checkpoint")
+        rows = recorded_rows(record)
+        if rows is not None and (self._record is None or self._record["digest"] != record.get("digest")):
+            self.settings = replace(self.settings, only=frozenset(name for name, _, _ in rows))
+            self._build_parts()
+        if self.record["digest"] != record.get("digest"):
+            raise UsageError(split_fault(self.parts, rows))
+
+    @property
+    def _all_settings(self) -> dict[str, Any]:
+        """The settings that checkpoints hold, with measured statistics."""
+        mean, std = self.statistics
+        settings = {**self.given, "data.mean": mean, "data.std": std}
+        if self.trainer and (self.skip_easy or self.resolutions):
+            settings["the number of epochs, which data.skip_easy and data.resolutions depend on,"] = self.epochs
+        return settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class ImageSet:
         mapped: whether the images are memory-mapped from a file.
         groups: int64 (N,), equal for images that must stay on the same side of a split.
         names: names of the images, such as their paths in the folder.
+        levels: values of 16-bit images that became black and white, see `decode.Preparation`.
+        skipped: names of unreadable images that were left out.
 
     Raises:
         ValueError: for an invalid shape, dtype, label or class name.
@@ -39,6 +42,8 @@ class ImageSet:
     mapped: bool = False
     groups: Tensor | None = None
     names: Sequence[str] | None = None
+    levels: tuple[int, int] | None = None
+    skipped: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         images, labels, groups = self.images, self.labels, self.groups
@@ -56,6 +61,10 @@ class ImageSet:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def name(self, row: int) -> str:
+        """Return the name of an image, or # and its row in a data set without names."""
+        return self.names[row] if self.names else f"#{row}"
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the images at `rows`, int64 (B,), as uint8 (B, H, W, C)."""
@@ -82,6 +91,11 @@ class ImageSet:
         """Channels, height and width of each image, in the order of a net's input."""
         height, width, channels = self.images.shape[1:]
         return [channels, height, width]
+
+
+def image_key(name: str) -> str:
+    """Return the name of an image as it is compared: file systems store accents in different forms."""
+    return unicodedata.normalize("NFC", name)
 
 
 def check_class_names(names: Sequence[object], subject: str = "the data set's class") -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cifar_lit.distributed.rank_info import by_torchrun, is_first_process
 from cifar_lit.runs.run_folder import newest_run_of_job
-from cifar_lit.signals import STOP_SIGNALS
+from cifar_lit.signals import REQUEUE, STOP_SIGNALS
 from cifar_lit.text import note
 
 NAME = "CIFAR_LIT_JOB"  # set by the user or the scheduler; unique among the jobs that share --logs
@@ -79,7 +79,7 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
         environment: variables of the process.
         resume: the command that resumes the run, None without a checkpoint.
     """
-    for number in (*STOP_SIGNALS, signal.SIGUSR1):
+    for number in filter(None, (*STOP_SIGNALS, REQUEUE)):
         signal.signal(number, signal.SIG_IGN)
     if not is_first_process(environment):
         time.sleep(REQUEUE_SECONDS)
@@ -88,7 +88,7 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
     state = "stopped at its checkpoint" if resume else "stopped"
     note(f"cifar-lit: {state}; SLURM's job {job} is being requeued and will resume automatically")
     try:
-        subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=True)
+        subprocess.run(["scontrol", "requeue", job], capture_output=True, encoding="utf-8", timeout=60, check=True)
         return ""
     except (OSError, subprocess.SubprocessError) as error:
         output = str(getattr(error, "stderr", None) or error).strip()

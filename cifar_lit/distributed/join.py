@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import socket
-import struct
 import time
 import uuid
 from collections.abc import MutableMapping
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-SIOCGIFADDR = 0x8915  # ioctl of Linux that returns the address of an interface, see netdevice(7)
 MEET_SECONDS = 300.0  # some machines start late
 POLL_SECONDS = 0.02
 LOSS_SECONDS = 5.0  # time for the watch to identify a lost rank after an error caused by the loss
@@ -46,14 +44,12 @@ def free_port() -> int:
 def choose_interface(address: str) -> None:
     """Make gloo use the network interface that routes to an IPv4 address, unless the user has chosen one."""
     with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        from fcntl import ioctl  # not on Windows
+        import psutil
 
         udp.connect((address, 9))  # selects a route without sending anything
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an IPv4 address
-                answer = ioctl(udp.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == udp.getsockname()[0]:
-                    os.environ.setdefault(GLOO_INTERFACE, name)
+        for name, addresses in psutil.net_if_addrs().items():
+            if udp.getsockname()[0] in (each.address for each in addresses):
+                os.environ.setdefault(GLOO_INTERFACE, name)
 
 
 def meet_anew(environment: MutableMapping[str, str]) -> None:

@@ -119,7 +119,8 @@ class RankWatch(threading.Thread):
         self.heartbeat_seconds = min(HEARTBEAT_SECONDS, limit / 5)
         self.machine = host = socket.gethostname()  # identifies the process-id namespace
         with suppress(OSError):  # Linux: containers may share the host name, but not the namespace
-            boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text(), Path("/proc/self/ns/pid").readlink()
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+            namespace = Path("/proc/self/ns/pid").readlink()
             self.machine += f" {boot.strip()} {namespace}"
         self.members = {info.rank: [f"rank {info.rank} (process {os.getpid()} on {host})", self.machine]}
         self.position: list[int] = []  # progress of the main thread, see `RankProgress`
@@ -161,7 +162,7 @@ class RankWatch(threading.Thread):
             self.close()
 
     def _start_watchdog(self) -> None:
-        if os.name != "posix":
+        if not hasattr(os, "set_blocking"):  # Windows has no signal that suspends a process
             return
         missed = round((self.limit + 2.0) / self.heartbeat_seconds)  # after the others have reported this rank
         argv = [sys.executable, "-I", "-S", "-c", WATCHDOG, *map(str, (os.getpid(), self.heartbeat_seconds, missed))]

@@ -48,6 +48,7 @@ PACKAGES |= {to: (target.packages, to) for to, target in MOBILE.items()}
 FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first opset with a Gelu operator; supported by onnxruntime 1.17 and later
+IR_VERSION = 9  # the file format that belongs to this opset; onnxruntime 1.17 reads no later one
 CHECKED_BATCHES = (1, 7)  # besides the batch size of `classify`
 MAX_DIFFERENCE = 1e-4  # between probabilities in float32; rounding errors of deep nets are 100 times smaller
 MIN_AGREEMENT = 0.95  # int8: fraction of equal predictions
@@ -259,6 +260,7 @@ def first(outputs: Any) -> Tensor:
 def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
     """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
     channels, height, width = net.card.input_shape
+    levels = net.card.levels
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
     return {
         "format": FORMAT,
@@ -267,7 +269,8 @@ def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
         "image_size": json.dumps([height, width]),
         "channels": str(channels),
         "resize": net.card.resize,
-        "preparation": f"upright by EXIF, transparent parts white, {RESIZES[net.card.resize]} (bicubic, antialiased)",
+        "preparation": f"upright by EXIF, transparent parts white, {RESIZES[net.card.resize]} (bicubic, antialiased)"
+        + (f", 16-bit values from {levels[0]} to {levels[1]} scaled to 0 … 255" if levels else ""),
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
         "card": json.dumps(asdict(net.card), ensure_ascii=False),
@@ -325,6 +328,7 @@ def onnx_model(net: LoadedNet, reject: float | None = None) -> ModelProto:
     for part in (*model.graph.node, *model.graph.initializer, *model.functions, model.graph, model):
         del part.metadata_props[:]
         part.doc_string = ""
+    model.ir_version = IR_VERSION  # it lacks only what was removed above, and types that no net here uses
     model.producer_name = "cifar-lit"
     for name, text in metadata(net, reject).items():
         model.metadata_props.add(key=name, value=text)
@@ -383,6 +387,11 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     calibration = f"int8 weights and activations, calibrated on {len(images.images)} training images"
     result.metadata_props.add(key="quantized", value=calibration)
     result.metadata_props.add(key="layers_in_float", value=json.dumps(in_float))
+    # onnxruntime lists all operator sets that it knows, and an earlier one refuses those that it does not know.
+    domains = {node.domain for node in result.graph.node}
+    used = [each for each in result.opset_import if each.domain in domains]
+    del result.opset_import[:]
+    result.opset_import.extend(used)
     result.producer_name = model.producer_name
     say(f"{counted(len(layers), 'layer')} in int8 · in float: {', '.join(in_float) or 'none'}")
     return result

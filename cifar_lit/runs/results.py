@@ -45,6 +45,7 @@ def run_metrics(
         "epochs": trainer.current_epoch if clock else None,
         "accelerator": "gpu" if device_type == "cuda" else device_type,
         "devices": trainer.world_size,
+        "threads": torch.get_num_threads(),
         "precision": str(trainer.precision),
         "batch_size": data.batch_size,
         "data": data_record(data) if clock else None,
@@ -54,6 +55,7 @@ def run_metrics(
         "test_seconds": None if run.clock.test_seconds is None else round(run.clock.test_seconds, 3),
         "val": {**val.values, "interval": accuracy_interval(val)} if val else None,
         "test": None,
+        "changes": run.changes,
         "versions": versions(),
     }
     if test:

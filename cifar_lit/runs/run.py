@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from torchvision.utils import make_grid
@@ -14,7 +17,7 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
 from cifar_lit.runs.figures import augmented_sample
 from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves, logged_settings
-from cifar_lit.runs.run_folder import RunFolder, stamp_start
+from cifar_lit.runs.run_folder import RunFolder, changes_in, stamp_start
 from cifar_lit.runs.trackers import TRACKERS, TrackerLogger, logger_names
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, regular_checkpoint
@@ -31,6 +34,11 @@ class Run(Callback):
         notes: additional lines of the start card by name. `resume` and `step` identify the checkpoint that is resumed.
         command: fit, train (fit and test), validate, test or predict.
         monitored: score that selects the best checkpoint, as in `best_checkpoint`.
+        changed: settings of a resumed run that differ from its config.yaml, which stays as it is.
+
+    Attributes:
+        changes: for each resume with other settings than before: `step`, and the `settings` that differ from
+            config.yaml from there on. Stored in checkpoints, so that a change is forgotten if its steps are lost.
     """
 
     def __init__(
@@ -41,7 +49,11 @@ class Run(Callback):
         notes: dict[str, str],
         command: str,
         monitored: tuple[str, str] = ("val/accuracy", "max"),
+        changed: Mapping[str, Any] | None = None,
     ) -> None:
+        self.changed = dict(changed or {})
+        self.changes: list[dict[str, Any]] = []
+        self._threads = torch.get_num_threads()  # at the start of the run
         self.folder, self.settings, self.config, self.notes = folder, settings, config, notes
         self.command, self.trains = command, command in ("fit", "train")
         self.clock = Clock()
@@ -49,11 +61,11 @@ class Run(Callback):
         self.trackers: list[TrackerLogger] = []
         self.boards: list[TensorBoardCurves | TrackerLogger] = []  # loggers of pictures
 
-    def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
-        """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show a live progress bar."""
+    def callbacks(self, validates: bool, bar: bool, lines: bool = True) -> list[Callback]:
+        """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show one. lines: print epochs."""
         callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else []), self.clock]
         if self.trains:
-            callbacks += [EpochLines(self.clock), RandomState(), DivergenceWarning()]
+            callbacks += [*([EpochLines(self.clock)] if lines else []), RandomState(), DivergenceWarning()]
             callbacks += [self.best, self.last] if validates else [self.last]
             if interval := self.settings.get("checkpoint_every"):
                 callbacks.append(regular_checkpoint(interval))
@@ -101,16 +113,30 @@ class Run(Callback):
             if self.trains:  # marks the run as a training, even if it is killed before its first checkpoint
                 (self.folder.path / "checkpoints").mkdir(exist_ok=True)
             if not self.folder.resumed:
-                self._write_config()
+                write_text(self.folder.path / "config.yaml", self.config)
+                stamp_start(self.folder.path)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the changed configuration of a resumed run after its checkpoint has been loaded."""
+        """Make a resumed run the newest one after its checkpoint has been loaded."""
         if self.folder.resumed and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._write_config()
+            stamp_start(self.folder.path)
 
-    def _write_config(self) -> None:
-        write_text(self.folder.path / "config.yaml", self.config)
-        stamp_start(self.folder.path)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to record its changes."""
+        return {"threads": self._threads, "changes": json.dumps(self.changes)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Record the settings and the number of threads that differ from those at the start, unless they did before."""
+        try:
+            self._threads, self.changes = int(state_dict["threads"]), changes_in(json.loads(state_dict["changes"]))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise Failure("the checkpoint's record of changed settings is damaged: use another checkpoint") from None
+        settings = dict(self.changed)
+        if torch.get_num_threads() != self._threads:
+            settings["threads"] = torch.get_num_threads()
+        before = self.changes[-1]["settings"] if self.changes else {}
+        if settings != before:
+            self.changes.append({"step": int(self.notes["step"]), "settings": settings})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Create metrics.csv and log augmented training images, before the clock starts.

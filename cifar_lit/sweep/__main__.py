@@ -8,7 +8,7 @@ import threading
 def stop_with_worker() -> None:
     """Send SIGTERM to this process when its standard input ends: a pipe of the worker, which never writes to it."""
     os.read(0, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)  # not os.kill, which would end the process at once on Windows
 
 
 if __name__ == "__main__":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,13 +23,14 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from cifar_lit.bench.process import as_error, child_environment, started
+from cifar_lit.bench.process import as_error, ask_to_stop, child_environment, kill_group, started
 from cifar_lit.errors import Failure
-from cifar_lit.files import DISK_FULL
-from cifar_lit.hardware import core_count
+from cifar_lit.files import DISK_FULL, lock_file, open_inside
 from cifar_lit.runs.run_folder import CHECKPOINTS, display_path, is_finished, read_curves, read_metrics
+from cifar_lit.sweep.check import SETTINGS, write_settings
 from cifar_lit.sweep.database import GRACE, HEARTBEAT
 from cifar_lit.text import natural_key
+from cifar_lit.threads import VARIABLE, free_cores
 from cifar_lit.training.orderly_stop import Interrupted
 
 POLL = 0.5  # seconds
@@ -39,7 +38,7 @@ MAX_KILLS = 3  # times that a trial's process may be killed
 FULL = "|".join(map(os.strerror, DISK_FULL))
 SAME = 3  # failures in a row, at the start, that end the sweep
 HOST = socket.gethostname()
-LOCK_FILE, LOCK = ".worker", fcntl.LOCK_EX | fcntl.LOCK_NB
+LOCK_FILE = ".worker"
 
 
 @dataclass
@@ -78,7 +77,8 @@ class Job:
         storage: database of the study.
         folder: the folders of the trials are this path, a dash and the number.
         count: number of trials, which may be infinite.
-        arguments: returns the arguments of `fit` for a trial, without its folder and devices.
+        settings: returns the settings of a trial from the sweep file, by dotted name.
+        flags: returns the flags of `fit` for a trial, without its folder and devices.
         objectives: names of the metrics.
         report: called with each finished trial.
         workers: further arguments of `fit` for each worker.
@@ -89,7 +89,8 @@ class Job:
     storage: RDBStorage
     folder: Path
     count: float
-    arguments: Callable[[Trial], Sequence[str]]
+    settings: Callable[[Trial], Mapping[str, Any]]
+    flags: Callable[[Trial], Sequence[str]]
     objectives: Sequence[str]
     report: Callable[[FrozenTrial], None]
     workers: Sequence[Sequence[str]]
@@ -109,7 +110,7 @@ def run_job(job: Job) -> None:
     control, count = job.control, len(job.workers)
     environment = child_environment()
     if count > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, core_count() // count)))
+        environment.setdefault(VARIABLE, str(max(1, free_cores() // count)))
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(Worker(job, words, environment).work) for words in job.workers]
         try:
@@ -168,8 +169,8 @@ class Worker:
 
     def _is_free(self, number: int) -> bool:
         """Return whether the worker of a trial and its training have ended, by the lock of a file in its folder."""
-        with suppress(OSError), (self.job.folder_of(number) / LOCK_FILE).open("r+b") as file:
-            fcntl.flock(file, LOCK)
+        with suppress(OSError), open_inside(self.job.folder_of(number) / LOCK_FILE, "r+b") as file:
+            lock_file(file)
             return True
         return False
 
@@ -195,10 +196,10 @@ class Worker:
         self.job.storage.record_heartbeat(trial._trial_id)
         folder = self.job.folder_of(trial.number)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOCK_FILE).open("ab") as file:  # the training inherits the open file, and thus the lock
+        with open_inside(folder / LOCK_FILE, "ab") as file:  # the training inherits the open file, and thus the lock
             try:
-                fcntl.flock(file, LOCK)
-            except BlockingIOError:  # the training of a lost worker is writing its checkpoint
+                lock_file(file)
+            except (BlockingIOError, PermissionError):  # the training of a lost worker is writing its checkpoint
                 self._give_back(trial._trial_id)
                 time.sleep(POLL)
                 return
@@ -206,7 +207,8 @@ class Worker:
                 pass
             name = f"{HOST} {secrets.token_hex(8)}"
             trial.set_user_attr("worker", name)
-            words = [*self.job.arguments(trial), *self.words, f"--logs={folder}"]
+            config = write_settings(folder / SETTINGS, self.job.settings(trial))
+            words = [*self.job.flags(trial), "--config", config, *self.words, f"--logs={folder}"]
             run = run_in(folder)
             state: int | str = 0  # unchanged if a worker was lost after the training, before it recorded the result
             if run is None or not is_finished(run, needs_test=False):
@@ -223,12 +225,14 @@ class Worker:
         """
         folder = self.job.folder_of(trial.number)
         command = [sys.executable, "-m", "cifar_lit.sweep", "fit", *words]
-        settings: dict[str, Any] = {"stdin": subprocess.PIPE, "env": self.environment, "pass_fds": [lock]}
+        settings: dict[str, Any] = {"stdin": subprocess.PIPE, "env": self.environment}
+        if os.name == "posix":  # Windows releases the lock with the worker, which ends its training
+            settings["pass_fds"] = [lock]
         reported = set(self.job.storage.get_trial(trial._trial_id).intermediate_values)
         ending, next_beat = "", 0.0
         with (
-            (folder / "output.txt").open("a") as out,
-            (folder / "errors.txt").open("w") as errors,
+            open_inside(folder / "output.txt", "a", encoding="utf-8") as out,
+            open_inside(folder / "errors.txt", "w", encoding="utf-8") as errors,
             started(command, stdout=out, stderr=errors, **settings) as process,
         ):
             while True:
@@ -244,10 +248,9 @@ class Worker:
                     elif len(self.job.objectives) == 1 and self._is_hopeless(trial, reported, folder):
                         ending = "pruned"
                     if ending:
-                        process.terminate()
+                        ask_to_stop(process)
                 if len(self.control.signals) > 1:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
+                    kill_group(process)
         return ending if ending and process.returncode else process.returncode
 
     def _is_hopeless(self, trial: Trial, reported: set[int], folder: Path) -> bool:
@@ -276,7 +279,7 @@ class Worker:
         if is_killed:
             error = f"its process was killed {kills} times (exit code {code})"
         elif code:
-            error = str(as_error(code, (folder / "errors.txt").read_text(errors="replace"), "the training"))
+            error = str(as_error(code, (folder / "errors.txt").read_text("utf-8", errors="replace"), "the training"))
         elif None in values:
             error = f"the run has no {self.job.objectives[values.index(None)]}"
         if error and (shutil.disk_usage(folder).free < 1 << 20 or re.search("disk is full|" + FULL, error)):

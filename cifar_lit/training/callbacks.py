@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cifar_lit.hardware import psutil
 from cifar_lit.text import counted, note, say
 from cifar_lit.training.checkpoint import is_last_epoch
 
@@ -273,7 +274,9 @@ class EpochLines(Callback):
                 "val " + " ".join(f"{text} {float(metrics[f'val/{name}']):.4f}" for name, text in names.items())
             )
         self._validated = False
-        parts += [f"{seconds:.1f} s", f"{images / max(training, 1e-9):.0f} images/s"]
+        parts.append(f"{seconds:.1f} s")
+        if images:  # a fit of the last layer alone takes no steps
+            parts.append(f"{images / max(training, 1e-9):.0f} images/s")
 
         def show() -> None:
             loss, accuracy = pl_module.running.epoch_means()
@@ -326,6 +329,41 @@ class DivergenceWarning(Callback):
         if trainer.is_global_zero and not trainer.sanity_checking and not math.isfinite(pl_module.score.loss):
             fault = f"the validation loss is not finite after step {trainer.global_step}"
             note(f"{fault}: these weights do not count as the best; lower --lr if this persists")
+
+
+class SlowdownWarning(Callback):
+    """Warn once if steps on the CPU take `FACTOR` times as long as before because other programs use its cores."""
+
+    FACTOR = 5.0
+    SECONDS = 0.3  # the time of a step is the mean over at least this time
+
+    def __init__(self) -> None:
+        self._usual, self._steps = math.inf, 0  # the shortest time of a step so far, and the steps of a measurement
+        self._begin: tuple[float, float] | None = None  # wall-clock and processor time at the begin of a measurement
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to measure. A GPU computes a step after it has ended here."""
+        if self._begin is None and trainer.is_global_zero and pl_module.device.type == "cpu" and psutil:
+            self._begin, self._steps = (time.perf_counter(), time.process_time()), 0
+            psutil.cpu_percent()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Compare the time of a step with the usual time."""
+        self._steps += 1
+        if self._begin is None or (seconds := time.perf_counter() - self._begin[0]) < self.SECONDS:
+            return
+        cores, threads = (time.process_time() - self._begin[1]) / seconds, torch.get_num_threads()
+        step, self._begin = seconds / self._steps, None
+        if step > self.FACTOR * self._usual and cores < threads - 0.25 and psutil.cpu_percent() > 90:
+            fewer = f", or stop this training and add --resume --threads {max(1, int(cores))}" if threads > 1 else ""
+            slow = f"a step takes {step / self._usual:.0f} times its usual time, because other programs use the cores"
+            note(f"{slow} ({cores:.1f} are left for {counted(threads, 'thread')}): end them{fewer}")
+            self.SECONDS = math.inf  # no further warning
+        self._usual = min(self._usual, step)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Discard a measurement that a validation interrupts."""
+        self._begin = None
 
 
 def check_finite(model: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from inspect import signature
@@ -27,12 +28,13 @@ from cifar_lit.plugins import (
     names_may_be_foreign,
     part_name,
 )
+from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.callbacks import NotFiniteLoss, check_finite
 from cifar_lit.training.features import check_features, feature_callbacks
 from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
 from cifar_lit.training.optimizers import REST_MOMENTUM, check_settings, configure_optimizers
 from cifar_lit.training.predictions import PredictionCollector
-from cifar_lit.training.resume import check_restored_state, check_resumable, override_optimizer_settings
+from cifar_lit.training.resume import check_restored_state, training_settings
 from cifar_lit.training.rows import TrainingRows, log_values
 from cifar_lit.training.worker_processes import build_before_workers
 
@@ -179,6 +181,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         self.running = RunningMetrics(self.device)  # this device's training steps
         self.rows = TrainingRows(self)
         self._collector = PredictionCollector()
+        self.trained_with: dict[str, Any] = {}  # settings of the current fit
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
@@ -240,7 +243,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             self.running.update(loss.detach(), logits, labels)
         if not self._reads_losses:
             self.running.watch(loss.detach())
-        elif not math.isfinite(value := loss.item()):
+        elif not torch.is_anomaly_enabled() and not math.isfinite(value := loss.item()):
             where = f"at step {self.global_step} of epoch {self.current_epoch}"
             raise NotFiniteLoss(f"the loss is {value} {where}")
         return loss if weight == 1.0 else loss * weight
@@ -279,6 +282,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Reset the state of an earlier fit."""
         if stage == "fit":
+            self.trained_with = training_settings(self.hparams, self.trainer)
             self.running = RunningMetrics(self.trainer.strategy.root_device)
             self.rows = TrainingRows(self)
             self._reads_losses = True
@@ -409,25 +413,25 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             "device_sums": self.rows.unlogged_sums(),
             "epoch_sums": list(self.running.epoch),
             "logged_step": self.rows.step,
+            "settings": json.dumps(self.trained_with),
             "score": {**self.score._asdict(), "confusion": torch.tensor(self.score.confusion)} if self.score else None,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the running metrics and score of a resumed fit. Raise UsageError for another net or schedule kind."""
+        """Restore the running metrics and score of a resumed fit. Raise UsageError for settings that must be equal."""
         if self._trainer is None or self.trainer.state.fn != "fit":
             return
         if self.trainer.precision == "64-true":
             self.double()  # Lightning converts the weights after it has loaded them, which would round them
-        check_resumable(checkpoint.get("hyper_parameters", {}), self.hparams)
-        override_optimizer_settings(checkpoint, self.hparams, self.net)
-        if state := checkpoint.get("cifar_lit"):
-            rows = state["device_sums"]
-            rank = self.trainer.global_rank
-            if len(rows) != self.trainer.world_size:  # The first device continues with the sums of all devices.
-                rows = [[sum(column) for column in zip(*rows, strict=True)]]
-            if rank < len(rows):
-                self.running = RunningMetrics(self.trainer.strategy.root_device, *rows[rank])
-            self.running.epoch = [float(value) for value in state["epoch_sums"]]
-            self.running.batches = int(any(images for *_, images in rows))  # the same on all devices
-            self.rows.step = int(state["logged_step"])
-            self.score = Score.from_dict(state["score"], self.hparams["num_classes"])
+        state = checkpoint.get("cifar_lit", {})
+        changed_settings(saved_settings(state), self.trained_with)
+        rows = state["device_sums"]
+        rank = self.trainer.global_rank
+        if len(rows) != self.trainer.world_size:  # The first device continues with the sums of all devices.
+            rows = [[sum(column) for column in zip(*rows, strict=True)]]
+        if rank < len(rows):
+            self.running = RunningMetrics(self.trainer.strategy.root_device, *rows[rank])
+        self.running.epoch = [float(value) for value in state["epoch_sums"]]
+        self.running.batches = int(any(images for *_, images in rows))  # the same on all devices
+        self.rows.step = int(state["logged_step"])
+        self.score = Score.from_dict(state["score"], self.hparams["num_classes"])

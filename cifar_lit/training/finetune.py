@@ -65,7 +65,9 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
     loaded = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), initial)
     loaded = {path: _for_channels(tensor, initial[path]) for path, tensor in loaded.items() if path in initial}
     usable = {path: tensor for path, tensor in loaded.items() if tensor.shape == initial[path].shape}
-    head = {path for path in initial if path.startswith(f"{_head_path(net)}.")}
+    head: set[str] = set()
+    if len(usable) < len(initial):
+        head = {path for path in initial if path.startswith(f"{_head_path(net)}.")}
     if head - usable.keys():
         usable = {path: tensor for path, tensor in usable.items() if path not in head}
     missing = [path for path in initial if path not in usable.keys() | head and "num_batches_tracked" not in path]

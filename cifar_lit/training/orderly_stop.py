@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from cifar_lit.signals import HANGUP, STOP_SIGNALS, accept_hangup, stop_signals
+from cifar_lit.signals import HANGUP, REQUEUE, STOP_SIGNALS, accept_hangup, stop_signals
 from cifar_lit.text import note
 from cifar_lit.training.checkpoint import LastCheckpoint, validates_next, within_epoch
 from cifar_lit.training.collectives import Agreement
@@ -90,8 +90,8 @@ class OrderlyStop(Checkpoint):
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment):
             self._requeue = cluster.requeue_signal if cluster.auto_requeue else None
-            if not cluster.auto_requeue:
-                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            if not cluster.auto_requeue and REQUEUE:
+                signal.signal(REQUEUE, signal.SIG_DFL)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Register the handlers. Lightning's handlers would end with exit code 0, or without a checkpoint."""

@@ -1,4 +1,4 @@
-"""Checks of a resumed training, and settings that override its checkpoint."""
+"""Checks of a resumed training."""
 
 from __future__ import annotations
 
@@ -6,57 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.optimizers import GROUP_SETTINGS, parameter_groups
+from cifar_lit.errors import Failure
+from cifar_lit.settings import plain_settings
 
-
-def check_resumable(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise UsageError if a checkpoint with the hyper-parameters `saved` cannot be resumed with `settings`."""
-    for name in ("net", "width", "net_options", "input_shape", "num_classes"):
-        if (saved.get(name, settings[name]) or None) != (settings[name] or None):
-            fault = f"this run's {name} is {saved[name]}, not {settings[name]}"
-            raise UsageError(f"{fault}: keep the settings of net and images, or start a new run")
-    if saved and _schedule_kind(saved) != _schedule_kind(settings):
-        names = "model.schedule, schedule_every, warmup_epochs, frozen and input_lr"
-        raise UsageError(f"a resumed run cannot change its schedule or its groups of layers: keep {names}")
+# Settings of the Trainer that change what is computed.
+TRAINER_SETTINGS = (
+    "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
+    "limit_train_batches", "overfit_batches",
+)  # fmt: skip
 
 
-def _schedule_kind(settings: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return values that must be unchanged on resume, because the state of a schedule depends on them."""
-    constant = settings.get("schedule", "constant") == "constant"
-    timed = not constant or settings.get("warmup_epochs") or settings.get("whiten_epochs") is not None
-    every, frozen = settings.get("schedule_every", "step"), settings.get("frozen", 0.0)
-    return bool(timed), every, frozen, settings.get("input_lr") is None
-
-
-def override_optimizer_settings(checkpoint: dict[str, Any], settings: Mapping[str, Any], net: nn.Module) -> None:
-    """Replace rates, momentum and decay in a checkpoint by those of `settings`; keep buffers and step counts.
-
-    Raises UsageError for another optimizer, which cannot use these buffers.
-    """
-    saved = checkpoint.get("hyper_parameters", {})
-    if not saved.get("lr"):
-        return
-    if saved.get("optimizer") != settings["optimizer"]:
-        fault = f"this run was trained with {saved.get('optimizer')} and cannot resume with {settings['optimizer']}"
-        raise UsageError(f"{fault}: keep model.optimizer, or start a new run")
-    old, new = (
-        parameter_groups(net, **{name: values[name] for name in GROUP_SETTINGS if name in values})
-        for values in (saved, settings)
-    )
-    scales = [new_group["lr"] / old_group["lr"] for old_group, new_group in zip(old, new, strict=True)]
-    for optimizer in checkpoint.get("optimizer_states", []):
-        for group, changed, scale in zip(optimizer["param_groups"], new, scales, strict=False):
-            for rate in ("lr", "initial_lr"):
-                if rate in group:
-                    group[rate] *= scale
-            group.update({name: value for name, value in changed.items() if name not in ("params", "lr")})
-    for schedule in checkpoint.get("lr_schedulers", []):
-        for rates in ("base_lrs", "_last_lr"):
-            if rates in schedule:
-                schedule[rates] = [rate * scale for rate, scale in zip(schedule[rates], scales, strict=False)]
+def training_settings(hparams: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
+    """Return the settings of an ImageClassifier and its Trainer by dotted name, as `changed_settings` compares them."""
+    limits = {name: getattr(trainer, name) for name in TRAINER_SETTINGS}
+    return {**plain_settings("model", hparams), **plain_settings("trainer", limits)}
 
 
 # State tensors of torch's optimizers with the shape of their parameter.

@@ -1,6 +1,9 @@
 """Text of the reference that comes from the program: settings, commands, file formats and the Python API.
 
-A page asks for it with a comment, `<!-- generated: NAME ARGUMENTS -->`, where NAME is a key of GENERATORS.
+    python docs/reference/generated.py     # write it into the pages
+
+A page holds it between `<!-- generated: NAME ARGUMENTS -->`, where NAME is a key of GENERATORS, and
+`<!-- /generated -->`. On the site, Sphinx documents the Python API in place of the blocks `api`.
 """
 
 import dataclasses
@@ -9,6 +12,7 @@ import io
 import json
 import os
 import re
+import textwrap
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import reduce
@@ -20,14 +24,28 @@ from typing import Any, Union, get_args, get_origin
 from docstring_parser import parse
 
 DOCS = Path(__file__).parent.parent
-COMMENT = re.compile(r"<!-- generated: (\w+) ?(.*?) -->")
+BLOCK = re.compile(r"(<!-- generated: (\w+) ?([^\n]*?) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 SECTION = re.compile(r"^## (.+)\n((?:(?!^## ).*\n?)*)", re.MULTILINE)
 ENTRY = re.compile(r"^- \[[^\]]*\]\((\S+?\.md)\)", re.MULTILINE)
 
 
-def filled_in(text: str) -> str:
-    """Return a page with the generated text in place of its comments."""
-    return COMMENT.sub(lambda comment: GENERATORS[comment[1]](*comment[2].split()), text)
+def filled_in(text: str, site: bool = False) -> str:
+    """Return a page with current text in its blocks. site: with directives of Sphinx for the Python API."""
+
+    def block(match: re.Match[str]) -> str:
+        generate = directive if site and match[2] == "api" else GENERATORS[match[2]]
+        return f"{match[1]}\n{generate(*match[3].split())}\n\n{match[4]}"
+
+    return BLOCK.sub(block, text)
+
+
+def write() -> None:
+    """Write the current text into the pages."""
+    for page in sorted(DOCS.glob("reference/*.md")):
+        text = filled_in(page.read_text(encoding="utf-8"))
+        if text != page.read_text(encoding="utf-8"):
+            page.write_text(text, encoding="utf-8")
+            print(f"{page.relative_to(DOCS.parent)}: updated")
 
 
 def sections(index: str) -> dict[str, list[str]]:
@@ -42,6 +60,7 @@ def settings(path: str, prefix: str) -> str:
         path: import path of the class, whose docstring has an `Args:` section.
         prefix: section of the configuration, such as `model`.
     """
+    from cifar_lit.cli.errors import STATED_DEFAULT
     from cifar_lit.cli.fit import TRAINER_DEFAULTS
 
     target = imported(path)
@@ -51,9 +70,11 @@ def settings(path: str, prefix: str) -> str:
     for name, parameter in inspect.signature(target.__init__).parameters.items():
         if name not in ("self", "kwargs"):
             default = ours.get(name, parameter.default)
-            meaning = meanings.get(name) or ""
-            if prefix == "trainer":  # Lightning's default may be another, and its references have roles
-                meaning = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", re.split(r"\s*\bDefault: ", meaning)[0])
+            meaning = (meanings.get(name) or "").replace("Default: ``None``.", "").strip()
+            if default is not None:
+                meaning = STATED_DEFAULT.sub("", meaning)
+            if prefix == "trainer":  # Lightning's references have roles
+                meaning = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", meaning)
             rows.append([f"`--{prefix}.{name}`", code(type_name(parameter.annotation)), code(shown(default)), meaning])
     return table(["flag", "type", "default", "meaning"], rows)
 
@@ -156,6 +177,31 @@ def resolved(node: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 
 
 def api(kind: str, name: str, *options: str) -> str:
+    """Return a link to the source of a module, class or function, and a table of its public members."""
+    target = import_module(name) if kind == "automodule" else imported(name)
+    source = Path(inspect.getfile(target)).relative_to(DOCS.parent).as_posix()
+    head = textwrap.fill(f"[{source}](../../{source}): {summary(target)}", 100, break_on_hyphens=False)
+    owner = target.__name__ if inspect.ismodule(target) else target.__module__
+    rows = []
+    for member, value in vars(target).items() if options else ():
+        if not member.startswith("_") and getattr(value, "__module__", None) == owner and inspect.getdoc(value):
+            rows.append([code(member + signature(value)), summary(value)])
+    return "\n\n".join([head, *([table(["name", "what it does"], rows)] if rows else [])])
+
+
+def signature(target: Any) -> str:
+    """Return the names of a function's arguments in parentheses, nothing for what is no function."""
+    if not inspect.isfunction(target):
+        return ""
+    return f"({', '.join(name for name in inspect.signature(target).parameters if name != 'self')})"
+
+
+def summary(target: Any) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(target) or "").partition("\n")[0]
+
+
+def directive(kind: str, name: str, *options: str) -> str:
     """Return a directive of autodoc, such as `autoclass`."""
     lines = [f".. {kind}:: {name}", *[f"   :{option.replace('=', ': ')}" for option in options]]
     return "\n".join(["```{eval-rst}", *lines, "```"])
@@ -176,7 +222,10 @@ def documentation(target: Any) -> str:
 def type_name(annotation: Any) -> str:
     """Return an annotation as source code without module names."""
     if get_origin(annotation) in (Union, UnionType):
-        return " | ".join(type_name(each) for each in get_args(annotation))
+        names = [type_name(each) for each in get_args(annotation)]
+        if get_origin(annotation) is Union:  # typing caches Unions: their order depends on what was imported before
+            names.sort(key=lambda name: (name == "None", name))
+        return " | ".join(names)
     if annotation is NoneType:
         return "None"
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
@@ -184,8 +233,8 @@ def type_name(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a default as YAML has it."""
-    return "" if value is inspect.Parameter.empty else json.dumps(value, default=str).strip('"')
+    """Return a default as YAML has it; nothing for null, which leaves the setting out."""
+    return "" if value in (inspect.Parameter.empty, None) else json.dumps(value, default=str).strip('"')
 
 
 def code(text: str) -> str:
@@ -208,3 +257,6 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function for function in (settings, program, overview, command, fields, schema, api)
 }
+
+if __name__ == "__main__":
+    write()

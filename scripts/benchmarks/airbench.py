@@ -84,7 +84,7 @@ def train(program: ModuleType, progress: Progress, seed: int) -> dict[str, Any]:
 
     program.print_training_details = note_details  # type: ignore[attr-defined]
     net = program.CifarNet().to(memory_format=torch.channels_last)
-    with Path(os.devnull).open("w") as devnull, redirect_stdout(devnull):
+    with Path(os.devnull).open("w", encoding="utf-8") as devnull, redirect_stdout(devnull):
         program.main(seed, net)
     return reported
 

@@ -31,6 +31,9 @@ from cifar_lit.data.batch import Batch
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure, UsageError
 
+if sys.platform != "linux":
+    raise SystemExit("bigger_than_memory.py limits memory by Linux's control groups: run it on Linux")
+
 WHAT = (
     "Train on JPEGs of generated shapes whose decoded size is several times a memory limit. A control group enforces "
     "the limit for all processes, including the page cache. The images are decoded and trained on for an epoch; then "
@@ -135,7 +138,7 @@ class BatchRecord(pl.Callback):
     """Write step, checksum and time of each batch. The checksum covers the bit sum, label and row of every image."""
 
     def __init__(self, file: str) -> None:
-        self.file = Path(file).open("a", buffering=1)  # noqa: SIM115 (open until the process ends)
+        self.file = Path(file).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open until the process ends)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
         """Append a line."""
@@ -147,7 +150,7 @@ class BatchRecord(pl.Callback):
 def read_record(file: Path) -> dict[int, str]:
     """Return the checksum of each step; raise Failure if a step was repeated with another batch."""
     steps: dict[int, str] = {}
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         step, digest, *_ = line.split(" ")
         if len(digest) == 64 and steps.setdefault(int(step), digest) != digest:
             raise Failure(f"step {step} was repeated with another batch: this is a bug")
@@ -156,7 +159,7 @@ def read_record(file: Path) -> dict[int, str]:
 
 def speeds_of(file: Path, batch_size: int) -> list[float]:
     """Return images/s in each tenth of a training."""
-    times = [float(line.split(" ")[2]) for line in file.read_text().splitlines()]
+    times = [float(line.split(" ")[2]) for line in file.read_text(encoding="utf-8").splitlines()]
     ends = [times[round(part * (len(times) - 1) / 10)] for part in range(11)]
     return [batch_size * (len(times) - 1) / 10 / (end - begin) for begin, end in pairwise(ends)]
 
@@ -228,7 +231,7 @@ class Child:
 
     def __init__(self, argv: Sequence[str], group: MemoryGroup | None) -> None:
         self.what = " ".join(argv[2:5])
-        self.group, self._errors = group, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with this object)
+        self.group, self._errors = group, tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 (closed with this object)
         environment = child_environment()
         environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parent)
         if group:

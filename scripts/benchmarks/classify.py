@@ -114,7 +114,7 @@ def classify(run: str, pictures: Path, device: str) -> tuple[int, float, float]:
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
     except OSError:
         return []
 
@@ -122,7 +122,7 @@ def _children(pid: int) -> list[int]:
 def _peak(pid: int) -> float:
     """Return the peak memory of a process in MB."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0.0
     return sum(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("VmHWM:"))

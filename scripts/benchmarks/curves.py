@@ -64,7 +64,7 @@ class AccuracyCurve(Checkpoint):
         with undisturbed(trainer, model):
             self._loader = self._loader or trainer.datamodule.test_dataloader()  # type: ignore[attr-defined]
             self._tested_at = trainer.global_step
-            with Path(self._file).open("a") as file:
+            with Path(self._file).open("a", encoding="utf-8") as file:
                 file.write(
                     json.dumps([self._tested_at, clock.seconds, accuracy_of(trainer, model, self._loader)]) + "\n"
                 )

@@ -44,6 +44,9 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import load_file
 
+if sys.platform == "win32":
+    raise SystemExit("goldens.py forks its trainings, which Windows cannot do: run it on Linux or macOS")
+
 KINDS = ("single", "pair", "resumed")
 SEEDS = (0, 1)
 # Slow imports of a training from outside the checkout.

@@ -87,7 +87,7 @@ def gpu_figure(recipe: str, label: str) -> Figure:
 
 def readme_rows(descriptions: Mapping[str, str], baseline: str) -> list[Row]:
     """Return accuracy and training time of the most important recipes. baseline: description of `resnet18`."""
-    without_bfloat16 = {
+    in_float32 = {
         "laptop": recipe_figure("laptop", "training time", "cpu/recipe-laptop-float32"),
         "laptop91": recipe_figure("laptop91", "training time"),
     }
@@ -97,7 +97,7 @@ def readme_rows(descriptions: Mapping[str, str], baseline: str) -> list[Row]:
             description,
             recipe_figure(name, "test accuracy"),
             "–" if name == "laptop91" else recipe_figure(name, "training time"),
-            without_bfloat16.get(name, "–"),
+            in_float32.get(name, "–"),
             gpu_figure(name, "training time") if name in GPU_RECIPES else "–",
         )
         for name, description in descriptions.items()
@@ -163,7 +163,7 @@ def label_error_rows(file: str, rankings: Mapping[str, str]) -> list[Row]:
 TABLES: dict[str, Table] = {
     # ---- README
     "readme": Table(
-        ("recipe", "trains", "test accuracy", "time, CPU with bfloat16", "time, CPU without", "time, GPU"),
+        ("recipe", "trains", "test accuracy", "time, CPU in bfloat16", "time, CPU in float32", "time, GPU"),
         readme_rows(
             {
                 "quickstart": "small CNN on drawn shapes",
@@ -179,7 +179,7 @@ TABLES: dict[str, Table] = {
         "Measured on {machines}; {dates}. ± is the standard deviation over n seeds; times are medians. Source: {link}.",
     ),
     "readme-zh": Table(
-        ("配方", "训练内容", "测试准确率", "时间（CPU，有 bfloat16）", "时间（CPU，无 bfloat16）", "时间（GPU）"),
+        ("配方", "训练内容", "测试准确率", "时间（CPU，bfloat16）", "时间（CPU，float32）", "时间（GPU）"),
         readme_rows(
             {
                 "quickstart": "小型 CNN，程序绘制的图形",
@@ -192,7 +192,7 @@ TABLES: dict[str, Table] = {
             },
             "研究基线，面向 GPU",
         ),
-        "测量环境和数据文件见 {link}。",
+        "测量环境：{machines}。± 是 n 个种子的标准差，时间是中位数。日期和数据文件见 {link}。",
         unmeasured="尚未测量",
     ),
     # ---- docs/results.md
@@ -201,8 +201,8 @@ TABLES: dict[str, Table] = {
         [
             full_row("`quickstart`", "drawn shapes", "quickstart"),
             full_row("`laptop`", "CIFAR-10", "laptop"),
-            full_row("`laptop`, CPU without bfloat16", "CIFAR-10", "laptop", "cpu/recipe-laptop-float32"),
-            full_row("`laptop91`, CPU without bfloat16", "CIFAR-10", "laptop91"),
+            full_row("`laptop`, in float32", "CIFAR-10", "laptop", "cpu/recipe-laptop-float32"),
+            full_row("`laptop91`, in float32", "CIFAR-10", "laptop91"),
             full_row("`laptop90`", "CIFAR-10", "laptop90"),
             full_row("`laptop100`", "CIFAR-100", "laptop100"),
             full_row("`fast94`, on a CPU", "CIFAR-10", "fast94"),
@@ -225,20 +225,6 @@ TABLES: dict[str, Table] = {
             )
             for name, aim in GPU_RECIPES.items()
         ],
-    ),
-    "peers": Table(
-        ("training", "test accuracy", "training time"),
-        file_rows(
-            "peers",
-            {
-                "`laptop`": "laptop",
-                "the loop of the tutorial, `tudui`": "tutorial",
-                "timm's ResNet-18, AdamW": "timm",
-                "plain PyTorch ResNet-18, 3×3 stem": "ResNet-18",
-            },
-            "{}",
-            "{}, training",
-        ),
     ),
     "airbench": Table(
         ("training", "test accuracy", "with TTA", "training time"),

@@ -25,6 +25,9 @@ from cifar_lit.bench.process import as_error, child_environment
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.errors import Failure, UsageError
 
+if sys.platform == "win32":
+    raise SystemExit("serve.py forks its clients, which Windows cannot do: run it on Linux or macOS")
+
 WHAT = (
     "Put a newly started service under load from this process. Measure requests/s and latency with one client and "
     "with several at a time, each sending small JPEGs one after the other over its own connection. With --slow, also "
@@ -140,7 +143,10 @@ class Service:
     def memory(self) -> float | None:
         """Return the memory of all its processes in MB, shared pages counted once (PSS); None without /proc."""
         try:
-            texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in _with_children(self.process.pid)]
+            texts = [
+                Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
+                for pid in _with_children(self.process.pid)
+            ]
         except OSError:
             return None
         return (
@@ -150,7 +156,7 @@ class Service:
 
 def _with_children(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    return [pid, *(one for child in children.read_text().split() for one in _with_children(int(child)))]
+    return [pid, *(one for child in children.read_text(encoding="utf-8").split() for one in _with_children(int(child)))]
 
 
 @contextmanager
@@ -164,7 +170,7 @@ def started(argv: Sequence[str], files: int) -> Iterator[Service]:
     Raises:
         UsageError, Failure: the error of the process.
     """
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         before = time.perf_counter()
         command = [sys.executable, "-m", "cifar_lit", "serve", *argv, "--port", "0"]
         if files:

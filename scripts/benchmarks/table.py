@@ -37,6 +37,7 @@ BLOCK = re.compile(
 )
 # In "(n = 20; 91.61 … 91.74)" the interval of a mean, in "(270.9 … 299.8, n = 5)" the quartiles of a median.
 INTERVAL = re.compile(r"\((?:[\d.,]+ … [\d.,]+, )?(n = \d+)(?:; [\d.]+ … [\d.]+)?\)")
+TIME = re.compile(r"^[\d.,]+ (m?s|[a-z]+/s)\b")
 MARKDOWN_WIDTH = 100
 OTHER_COLUMNS = ("measurement", "machine", "what", "result", "file")
 
@@ -81,7 +82,7 @@ def updated_page(page: Path, results: Path) -> str:
     def block(match: re.Match[str]) -> str:
         return f"{match['start']}\n{_block(match['key'], results, page)}\n\n{match['end']}"
 
-    return BLOCK.sub(block, page.read_text())
+    return BLOCK.sub(block, page.read_text(encoding="utf-8"))
 
 
 def _block(key: str, results: Path, page: Path) -> str:
@@ -97,37 +98,61 @@ def table_text(table: Table, results: Path, home: Path) -> str:
         results: the folder of JSON files.
         home: the folder that links start from.
     """
-    files: dict[str, dict[str, Any] | None] = {}
+    files = _files(table, results)
+    machines = list(dict.fromkeys(_machine(figures) for figures in files.values() if "environment" in figures))
+    times: set[str] = set()  # machines of the times
 
     def text(cell: Cell) -> str:
         if isinstance(cell, str):
             return cell
         if not isinstance(cell, Figure):
             return "".join(map(text, cell))
-        path = results / f"{cell.file}.json"
-        figures = files.setdefault(cell.file, read_figures(path) if path.exists() else None)
-        if figures is None:
+        if cell.file not in files:
             return table.unmeasured
+        figures = files[cell.file]
         texts = figure_texts(figures)
         if cell.label not in texts:
-            raise UsageError(f"{display_path(path)} has no figure {cell.label!r}; it has {', '.join(texts)}")
-        return texts[cell.label] if table.intervals else short(texts[cell.label])
+            path = display_path(results / f"{cell.file}.json")
+            raise UsageError(f"{path} has no figure {cell.label!r}; it has {', '.join(texts)}")
+        value = texts[cell.label] if table.intervals else short(texts[cell.label])
+        machine = _machine(figures)
+        if len(machines) == 1 or machine not in machines or not TIME.search(value):
+            return value
+        times.add(machine)
+        mark = chr(ord("A") + machines.index(machine))
+        return f"{value[:-1]}; {mark})" if value.endswith(")") else f"{value} ({mark})"
 
     rows = [[text(cell) for cell in row] for row in table.rows]
-    source = _source(table.source, files, results, home)
+    names = [f"{chr(ord('A') + place)}: {machine}" if times else machine for place, machine in enumerate(machines)]
+    source = _source(table.source, files, names, results, home)
     return "\n\n".join([markdown(table.columns, rows), *([source] if source else [])])
 
 
-def _source(template: str, files: Mapping[str, Mapping[str, Any] | None], results: Path, home: Path) -> str:
+def _files(table: Table, results: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of each file of a table that exists, in the table's order."""
+    names = dict.fromkeys(figure.file for row in table.rows for cell in row for figure in _figures(cell))
+    paths = {name: results / f"{name}.json" for name in names}
+    return {name: read_figures(path) for name, path in paths.items() if path.exists()}
+
+
+def _figures(cell: Cell) -> list[Figure]:
+    """Return the figures of a cell."""
+    if isinstance(cell, Figure):
+        return [cell]
+    return [figure for part in ([] if isinstance(cell, str) else cell) for figure in _figures(part)]
+
+
+def _source(
+    template: str, files: Mapping[str, Mapping[str, Any]], machines: Sequence[str], results: Path, home: Path
+) -> str:
     """Return machines, dates and one link: to the JSON file, or for several files to the index of `results/`."""
-    measured = [figures for figures in files.values() if figures and "environment" in figures]
-    if not measured:
+    dates = sorted({figures["environment"]["date"] for figures in files.values() if "environment" in figures})
+    if not dates:
         return ""
-    dates = sorted({figures["environment"]["date"] for figures in measured})
     target = results / (f"{next(iter(files))}.json" if len(files) == 1 else "README.md")
     return textwrap.fill(
         template.format(
-            machines=", and on ".join(sorted(set(map(_machine, measured)), key=lambda text: (-len(text), text))),
+            machines="; ".join(machines),
             dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
             link=f"[{target.name if len(files) == 1 else 'results/'}]({_link(target, home)})",
         ),
@@ -169,7 +194,7 @@ def json_files(paths: Iterable[str]) -> list[Path]:
 def read_figures(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; raise UsageError if it is neither a measurement nor the metrics of a run."""
     try:
-        figures = json.loads(file.read_text())
+        figures = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UsageError(f"{display_path(file)} is not valid JSON") from None
     if not isinstance(figures, dict) or not ("bench" in figures or "test" in figures):
@@ -222,11 +247,14 @@ def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _machine(figures: Mapping[str, Any]) -> str:
-    """Return the CPU or GPU that was used."""
+    """Return the CPU or GPU that was used, as exactly as it was recorded."""
     if "environment" not in figures:  # metrics.json of a run
         return f"{figures['devices']} × {figures['accelerator']}"
     runs = [run for entry in figures.get("recipes", {}).values() for run in entry["runs"]]
-    return machine_text(figures["environment"], (runs[0] if runs else figures).get("accelerator"))
+    text = machine_text(figures["environment"], (runs[0] if runs else figures).get("accelerator"))
+    # Older records have no model. Of AMD's processors, those from Zen 4 on have AVX512-BF16.
+    model = "Zen 4 or newer" if "AMD EPYC with bf16" in text else "model not recorded"
+    return re.sub(r"^AMD EPYC(?= with|,)", f"AMD EPYC ({model})", text)
 
 
 # ---- all results

@@ -148,7 +148,11 @@ def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, Image
 def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool = False) -> str:
     """Fit with bar, TensorBoard, metrics and checkpoints in a temporary folder; return the Trainer's precision."""
     torch.set_float32_matmul_precision("high")  # same as in a run
-    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as devnull, redirect_stdout(devnull):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Path(os.devnull).open("w", encoding="utf-8") as devnull,
+        redirect_stdout(devnull),
+    ):
         run = Run(RunFolder(Path(folder), "bench"), {"recipe": "bench", "logger": "tensorboard"}, "", {}, "fit")
         trainer = pl.Trainer(
             **subject.trainer,

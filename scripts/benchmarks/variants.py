@@ -61,7 +61,7 @@ def run(settings: argparse.Namespace) -> None:
     if settings.seconds <= 0 or settings.runs < 1:
         raise UsageError("--seconds must be more than 0, and --runs at least 1")
     try:
-        changes = json.loads(Path(settings.file).read_text())
+        changes = json.loads(Path(settings.file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{settings.file} cannot be read as JSON: {error}") from None
     recipe = recipe_settings(recipe_path(settings.recipe))

@@ -102,7 +102,7 @@ if __name__ == "__main__":
         import torch
         from torchvision import datasets
 
-        import cifar_lit.bench.recipe
+        import cifar_lit.bench.recipe  # noqa: F401
         import cifar_lit.cli.main  # noqa: F401
 
         torch.set_num_threads(1)  # a fork keeps only one

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from cifar_lit.bench import report
 from cifar_lit.bench.commands import bench
 from cifar_lit.bench.devices import rows_of
 from cifar_lit.bench.process import child_environment, without_places
 from cifar_lit.bench.report import spread, write_figures
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hardware import Machine
 
 
 def run_bench(argv: list[str]) -> dict[str, Any]:
@@ -33,6 +35,21 @@ def run_bench(argv: list[str]) -> dict[str, Any]:
         assert value["n"] >= 1 and value["low"] <= value["median"] <= value["high"]
     assert "root" not in figures["settings"]
     return figures
+
+
+def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(report, "Path", lambda path: info)
+    assert report.exact_cpu("AMD EPYC") == "AMD EPYC"  # a system without /proc
+    core = "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
+    info.write_text(f"processor\t: 0\n{core}\nprocessor\t: 1\n{core}")
+    assert report.exact_cpu("AMD EPYC") == "AMD EPYC (family 26, model 2)"
+    monkeypatch.setattr(report, "detect_machine", lambda: Machine("AMD EPYC", 2, True))
+    assert report.environment()["cpu"] == "AMD EPYC (family 26, model 2)"
+    assert report.exact_cpu("Intel(R) Xeon(R) Processor @ 2.80GHz").endswith("@ 2.80GHz (family 26, model 2)")
+    assert report.exact_cpu("AMD EPYC 9755 128-Core Processor") == "AMD EPYC 9755 128-Core Processor"
 
 
 def test_one_device_is_measured_in_a_separate_process(capsys: pytest.CaptureFixture[str]) -> None:

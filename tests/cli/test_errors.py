@@ -25,12 +25,16 @@ NO_SPACE_IN_TORCH: Any = RuntimeError("[enforce fail at inline_container.cc:671]
 NO_SPACE_IN_TORCH.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 NO_SPACE_IN_TORCH.resume = "cifar-lit train --resume lightning_logs/small-1"
 NO_PERMISSION = r"no permission for /a\nb: choose another folder with --logs or --data-dir"
+NO_TEXT = UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed")
 NO_HOME = "a path begins with an unknown home folder: write the path out"
 OTHER_BUILD = "torch and torchvision are of different builds: uninstall both, then install both from one source"
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
 RESUMABLE = Interrupted(signal.SIGINT)
 RESUMABLE.resume = "python scripts/train.py --resume lightning_logs/small-1"
-NOT_FINITE = "stopped before it reached the weights. Checkpoints are intact: lower --lr, or try --precision 32-true"
+NOT_FINITE = (
+    "stopped before it reached the weights. Checkpoints are intact: start again with a lower --lr, or resume with "
+    "--precision 32-true"
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,8 @@ NOT_FINITE = "stopped before it reached the weights. Checkpoints are intact: low
         (KeyError("x"), "KeyError: 'x' (--debug shows where)", 1),
         (RuntimeError(), "RuntimeError: RuntimeError (--debug shows where)", 1),
         (RuntimeError("Could not determine home directory."), NO_HOME, 2),
+        (ValueError("embedded null byte"), "a path contains a NUL character: check the path", 2),
+        (NO_TEXT, "a name is no valid text (UTF-8): rename the file or folder", 2),
         (KeyboardInterrupt(), "stopped", 130),
         (Interrupted(signal.SIGTERM), "stopped", 143),
         (RESUMABLE, f"stopped. Resume with:\n  {RESUMABLE.resume}", 130),

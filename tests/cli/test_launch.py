@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from contract.command_line import SMALL, Answer, assert_refused, config_of, metrics_of, run_command
+from contract.command_line import SMALL, Answer, assert_refused, metrics_of, run_command
 
 from cifar_lit.cli.flags import Command, parse
 from cifar_lit.cli.launch import apply_launcher, continue_job
@@ -210,9 +210,10 @@ def test_a_named_job_starts_resumes_and_ends_in_one_run_folder(run_dir: Path) ->
     assert (finished.code, finished.err, finished.out.count("\n")) == (0, "", 1)
     assert "lightning_logs/small-1 is finished" in finished.out
     (own / "metrics.json").unlink()
-    longer = start_job(*SMALL, "--epochs", "3")  # other settings may change, the recipe may not
-    assert longer.code == 0, longer.err
-    assert config_of(own)["trainer"]["max_epochs"] == metrics_of(own)["epochs"] == 3
+    assert start_job(*SMALL, "--lr", "0.1").code == 2  # settings of loading may change, others and the recipe may not
+    other = start_job(*SMALL, "--data.eval_batch_size", "7")
+    assert other.code == 0, other.err
+    assert [change["settings"] for change in metrics_of(own)["changes"]] == [{"data.eval_batch_size": 7}]
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]
     line = "lightning_logs/small-1 of job mine began with the recipe small.yaml: "
     assert_refused(start_job("--recipe", "tudui"), 2, line)

@@ -139,14 +139,17 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions() -> None
     assert answer.code == 1 and "probabilities.npy does not hold 18 × 3 numbers" in answer.error_lines[-1]
 
 
-def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on() -> None:
+def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
     draw_folder(Path("animals"), {"cat": 6, "dog": 6, "owl": 6})
     draw_folder(Path("pool"), {"new": 3})
+    for odd in ("a;=1.png", "b\nc.png", "d\u202e.png"):
+        shutil.copy("pool/new/0.png", f"pool/{odd}")
     Path("pool/new/1.png").write_bytes(b"damaged")
     Path("next.csv").write_text("path,label\npool/new/2.png,\npool/gone.png,cat\npool/new/0.png,dog\n")
     run = write_run("runs/folder-1", root="animals", val_size=0)
     first, last = (str(Path(f"pool/new/{number}.png").absolute()) for number in (0, 2))
     assert queue_of(run, "--pool", "pool").keys == [first, last]
+    assert "left out 3 files with names that a table cannot hold, such as " in capsys.readouterr().err
     queue = queue_of(run, "--table", "next.csv")
     assert (queue.keys, queue.labels) == ([last, first], [None, None])
     decide(run, (first, "relabel", "owl"), (last, "drop", None), new=True)
@@ -211,7 +214,7 @@ def test_invalid_inputs_get_one_line(run_dir: Path) -> None:
         (["own-1", "--pool", "gone", "--port", "0"], 2, "--pool gone is not a folder: name a folder of images"),
         (["own-1", "--pool", "empty", "--port", "0"], 2, "there are no readable images in empty"),
         (["own-1", "--table", "gone.csv", "--port", "0"], 2, "gone.csv cannot be read: No such file"),
-        (["own-1", "--table", "label.csv", "--port", "0"], 2, "label.csv has no column called path"),
+        (["own-1", "--table", "label.csv", "--port", "0"], 2, "label.csv has no column for the path"),
         (["own-1", "--port", "70000"], 2, "--port must be from 0 to 65535"),
         (["own-1", "--prot", "1"], 2, "there is no flag --prot. Did you mean --port?"),
     ):
@@ -249,6 +252,7 @@ def test_files_that_were_added_after_the_training_are_noted() -> None:
     record = data_record(ImageData(**config_of(run)["data"]))
     (run / "metrics.json").write_text(json.dumps({"data": record}))
     assert not run_command("review", run, "--export").err
+    (run / "labels-reviewed.csv").unlink()  # it would keep its split
     draw_folder(Path("animals/cat"), {"new": 4})
     answer = run_command("review", run, "--export")
     assert answer.code == 0 and answer.error_lines == [
@@ -259,17 +263,26 @@ def test_files_that_were_added_after_the_training_are_noted() -> None:
     assert not run_command("review", run, "--export").err
 
 
-def test_the_split_of_the_table_does_not_change_with_the_files_of_the_folder() -> None:
+def test_photos_added_later_join_the_table_and_move_no_image_to_another_side() -> None:
     draw_folder(Path("animals"), {"cat": 20, "dog": 20, "owl": 20})
     run = write_run("runs/folder-1", root="animals", val_size=12)
     before = {row["path"]: row["split"] for row in exported(run)}
-    table = shutil.copy(run / "labels-reviewed.csv", "kept.csv")
+    (owl,) = (name for name in before if name.endswith("owl/0.png"))
+    decide(run, (owl, "relabel", "dog"))
     draw_folder(Path("animals/cat"), {"new": 9})
-    assert any(before.get(row["path"], row["split"]) != row["split"] for row in exported(run))
-    data = reviewed(run, root=table)
+    data = ImageData(**config_of(run)["data"])
+    new_val = {str(Path("animals", (data.train_images.names or ())[row]).absolute()) for row in data.split[1]}
+    assert any(before.get(name, "val") != "val" for name in new_val)  # a new training on the folder draws anew
+    answer = run_command("review", run, "--export")
+    assert answer.error_lines[-1] == f"9 images added to {run}/labels-reviewed.csv, which keeps its split"
+    rows = {row["path"]: row for row in rows_of(run / "labels-reviewed.csv")}
+    assert len(rows) == 69 and rows[owl]["label"] == "dog"
+    assert {name: rows[name]["split"] for name in before} == before
+    assert not run_command("review", run, "--export").err
+    data = reviewed(run)
     names = [[(data.train_images.names or ())[row] for row in rows] for rows in data.split]
-    assert {name: part for part, rows in zip(("train", "val"), names, strict=True) for name in rows} == {
-        name: part for name, part in before.items() if part != "test"
+    assert {name: part for part, names in zip(("train", "val"), names, strict=True) for name in names} == {
+        name: row["split"] for name, row in rows.items() if row["split"] != "test"
     }
 
 

@@ -26,7 +26,7 @@ import yaml
 from PIL import Image
 
 from cifar_lit.cli import main
-from cifar_lit.signals import STOP_SIGNALS
+from cifar_lit.signals import REQUEUE, STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -110,7 +110,7 @@ def run_command(*words: object, default: str = "train", **variables: str) -> Ans
 @contextmanager
 def undone() -> Iterator[None]:
     """Undo a command's changes to this process."""
-    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in filter(None, (*STOP_SIGNALS, REQUEUE))}
     loggers = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.profilers")
     levels = {name: logging.getLogger(name).level for name in loggers}
     variables = dict(os.environ)

@@ -264,8 +264,11 @@ def test_a_non_finite_loss_stops_the_run_at_that_step_without_results() -> None:
 
 def test_a_resumed_run_with_a_non_finite_loss_keeps_its_checkpoint(interruption: Any) -> None:
     last = copy_run(interruption.run_dir) / "checkpoints/last.ckpt"
+    checkpoint = checkpoint_of(last)
+    checkpoint["lr_schedulers"][0]["base_lrs"] = [1e30, 1e30]
+    torch.save(checkpoint, last)
     before = last.read_bytes()
-    answer = run_command("--resume", "--lr", "1e30")
+    answer = run_command("--resume")
     assert answer.code == 1
     assert "the loss is" in answer.error_lines[-1]
     assert last.read_bytes() == before

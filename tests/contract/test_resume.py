@@ -6,11 +6,15 @@ import os
 import pty
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from .command_line import (
+    OWN_IMAGES,
     SMALL,
     assert_refused,
     checkpoint_of,
@@ -23,7 +27,7 @@ from .command_line import (
     rows_of,
     run_command,
 )
-from .conftest import STEPS, Interruption
+from .conftest import STEPS, Interruption, fork_pair
 
 
 @pytest.fixture
@@ -93,6 +97,50 @@ def test_a_finished_run_is_reported_as_finished_and_unchanged(run_dir: Path) -> 
     assert contents_of(run_dir) == before
 
 
+def test_a_finished_run_that_is_to_have_more_epochs_names_the_command_that_trains_it_on(run_dir: Path) -> None:
+    copy_run(run_dir)
+    answer = run_command("--resume", "--epochs", "3")
+    assert_refused(answer, 2, "small-1 is finished. To train its weights for 1 more epoch, start a new run: cifar-lit")
+    words = shlex.split(answer.err.partition("new run: cifar-lit ")[2])
+    answer = run_command(*words)
+    assert (answer.code, answer.err) == (0, "")
+    first, second = (metrics_of(Path(f"lightning_logs/small-{number}")) for number in (1, 2))
+    assert (first["epochs"], second["epochs"]) == (2, 1)
+    assert second["data"] == first["data"]
+    assert config_of(Path("lightning_logs/small-2"))["model"]["weights"] == "lightning_logs/small-1/model.safetensors"
+    assert_refused(run_command("--resume", "lightning_logs/small-1", "--epochs", "2"), 2, "its results are in")
+
+
+# ---- images that were added
+
+
+def test_two_processes_keep_the_split_of_a_run_and_prolong_it(working_folder: Path) -> None:
+    images = {"ant": 30, "bee": 30}
+    draw_noise(Path("photos"), images)
+    settings = [*OWN_IMAGES, "--data-dir", "photos", "--data.count", "10000", "--data.val_size", "0.2"]
+    assert run_command(*SMALL, *settings, "--model.schedule", "constant").code == 0
+    run = Path("lightning_logs/small-1")
+    before = metrics_of(run)
+    (run / "metrics.json").unlink()
+    draw_noise(Path("photos"), {name: count + 20 for name, count in images.items()} | {"wasp": 5})
+    for process in fork_pair(["train", "--resume", run, "--epochs", "3"], working_folder):
+        answer = process.answer()
+        assert answer.code == 0, answer.err
+    after = metrics_of(run)
+    assert (after["data"], after["test"]["fingerprint"]) == (before["data"], before["test"]["fingerprint"])
+    assert (after["devices"], after["epochs"]) == (2, 3)
+    assert after["changes"] == [{"step": 4, "settings": {"trainer.devices": 2, "trainer.max_epochs": 3}}]
+
+
+def draw_noise(root: Path, counts: Mapping[str, int]) -> None:
+    """Write images of random pixels, always the same for a name."""
+    for label, (folder, count) in enumerate(counts.items()):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = np.random.default_rng([label, number]).integers(0, 256, (16, 16, 3), np.uint8)
+            Image.fromarray(pixels).save(root / folder / f"{number:03}.png")
+
+
 # ---- other settings beside --resume
 
 
@@ -102,16 +150,30 @@ def test_a_repeated_command_with_resume_added_is_accepted(interrupted: Path) -> 
     assert answer.code == 0, answer.err
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]
     assert metrics_of(interrupted)["test"]["images"] == 280
-    data = config_of(interrupted)["data"]
-    assert (data["eval_batch_size"], data["batch_size"]) == (123, 8)
+
+
+def test_an_allowed_change_is_recorded_and_leaves_the_configuration_as_it_was(interrupted: Path) -> None:
+    config = (interrupted / "config.yaml").read_bytes()
+    step = checkpoint_of(interrupted / "checkpoints/last.ckpt")["global_step"]
+    assert run_command("--resume", "--data.eval_batch_size", "123", "--logger", "csv").code == 0
+    assert (interrupted / "config.yaml").read_bytes() == config
+    changed = {"data.eval_batch_size": 123, "logger": "csv"}
+    assert metrics_of(interrupted)["changes"] == [{"step": step, "settings": changed}]
+    text = f"from step {step}: logger csv, data.eval_batch_size 123"
+    assert text in (interrupted / "report.html").read_text()
+    assert text in " ".join(run_command("compare", interrupted, "--csv", "-").out.split('"'))
 
 
 def test_settings_that_contradict_the_run_are_refused_and_the_run_stays_unchanged(interrupted: Path) -> None:
     before = contents_of(interrupted)
     names = files_of(interrupted)
-    others = {"net": "tudui", "model.optimizer": "adamw", "data.num_classes": "5", "model.schedule": "constant"}
-    for flag, value in {"recipe": "quickstart", **others}.items():
-        assert_refused(run_command("--resume", f"--{flag}={value}"), 2)
+    assert_refused(run_command("--resume", "--recipe=quickstart"), 2, "was trained with another recipe")
+    others = {"net": "tudui", "model.optimizer": "adamw", "data.num_classes": "5", "model.schedule": "constant",
+              "lr": "0.1", "epochs": "2", "batch-size": "16", "seed": "4", "data.flip": "random",
+              "data.split_seed": "7", "trainer.accumulate_grad_batches": "2"}  # fmt: skip
+    for flag, value in others.items():
+        name = flag.rpartition(".")[2].replace("-", "_")
+        assert_refused(run_command("--resume", f"--{flag}={value}"), 2, name, " in this run, not ", value, "leave it")
     after = contents_of(interrupted)
     assert [name for name, content in before.items() if after.get(name) != content] == []
     assert files_of(interrupted) == names  # the Trainer may have added an event file

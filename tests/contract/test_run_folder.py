@@ -22,7 +22,7 @@ FILES = {
 CLASSES = ["circle", "square", "triangle", "star"]
 KEYS = {
     "recipe", "net", "dataset", "seed", "epochs", "accelerator", "devices", "precision", "batch_size", "parameters",
-    "train_seconds", "images_per_second", "test_seconds", "val", "test", "versions",
+    "train_seconds", "images_per_second", "test_seconds", "val", "test", "changes", "versions",
 }  # fmt: skip
 
 

@@ -46,7 +46,11 @@ def test_every_chinese_page_has_a_counterpart() -> None:
 
 @pytest.mark.parametrize("page", COUNTERPARTS)
 def test_commands_and_code_are_the_same(page: str) -> None:
-    assert blocks(page) == blocks(COUNTERPARTS[page])
+    english = blocks(COUNTERPARTS[page])
+    # A Chinese page may also have what an English page without a translation says.
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    elsewhere = {block for path in pages for block in blocks(str(path))} - set(english)
+    assert [block for block in blocks(page) if block not in elsewhere] == english
 
 
 @pytest.mark.parametrize("page", COUNTERPARTS)

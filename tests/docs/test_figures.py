@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -23,10 +24,11 @@ RECIPES = sorted((ROOT / "cifar_lit" / "recipes").glob("*.yaml"))
 UNITS = r"%|×(?! ?\d)|ms\b|s\b|min\b|minutes?\b|seconds?\b|hours?\b|images/s|MB\b|points?\b|times\b|million\b"
 UNITS += "|秒|分钟|小时|倍"  # Chinese pages
 NUMBER = re.compile(rf"(?<![\w.])\d[\d.,]*(?: … [\d.,]+)? ?(?:{UNITS})|\b(?:tenth|third|fifth|quarter)s?\b")
+UNITS_OF_HEADLINE = {"epoch": "s", "rate": "images/s", "share": ""}
 HEADER_FIELDS = ("Score", "Time", "Hardware", "Date")
 # Generated blocks, code and the names of confidence intervals hold no typed figures.
 NOT_TYPED = re.compile(
-    r"```.*?```|<!-- results.*?<!-- /results -->|<!--.*?-->|`[^`\n]+`"
+    r"```.*?```|<!-- (results|generated).*?<!-- /\1 -->|<!--.*?-->|`[^`\n]+`"
     r"|95 % (?:confidence |Wilson )?intervals?|95% 置信区间",
     re.DOTALL,
 )
@@ -55,7 +57,7 @@ EXEMPT: dict[str, dict[str, str]] = {  # page: typed words and the reason
     "docs/first-steps.md": {"170 MB": ARCHIVE},
     "docs/zh/first-steps.md": {"170 MB": ARCHIVE},
     "docs/results.md": {
-        "otherwise about 19 minutes": ROUNDED,
+        "in float32 about 19 minutes": ROUNDED,
         "| 93 % within": AIM,
         "| 90 % within": AIM,
         "| 94 % with TTA within 1.2 times": AIM,
@@ -141,6 +143,32 @@ def test_pages_show_figures_without_intervals() -> None:
     assert table.short("91.67 ± 0.14 % (n = 20; 91.61 … 91.74)") == "91.67 ± 0.14 % (n = 20)"
     assert table.short("1,138 s (1,013 … 1,263, n = 2)") == "1,138 s (n = 2)"
     assert table.short("23 of 23") == "23 of 23"
+
+
+def test_each_time_names_its_machine_where_a_table_has_several(tmp_path: Path) -> None:
+    def record(name: str, cpu: str, **more: object) -> None:
+        environment = {"date": "2026-11-22", "cpu": cpu, "threads": 2, "gpu": None, **more}
+        headline = {"epoch": {"n": 3, "median": 9.5, "low": 9, "high": 10}, "rate": 60.0, "share": 0.5}
+        content = {"bench": "step", "environment": environment, "headline": headline, "unit": UNITS_OF_HEADLINE}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+
+    record("new", "AMD EPYC", bf16=True)
+    record("old", "AMD EPYC")
+    one, two = (
+        page_tables.Table(
+            ("", "epoch", "rate", "share"),
+            [(name, *(page_tables.Figure(name, label) for label in ("epoch", "rate", "share"))) for name in names],
+        )
+        for names in (["new"], ["new", "old"])
+    )
+    text = table.table_text(two, tmp_path, tmp_path)
+    assert "| new | 9.5 s (n = 3; A) | 60 images/s (A) | 0.5 |\n| old | 9.5 s (n = 3; B) | 60 images/s (B)" in text
+    source = " ".join(text.partition("Measured on ")[2].split())
+    assert source.startswith(
+        "A: AMD EPYC (Zen 4 or newer) with bf16, 2 threads; B: AMD EPYC (model not recorded), 2 threads; 2026-11-22."
+    )
+    text = table.table_text(one, tmp_path, tmp_path)
+    assert "| new | 9.5 s (n = 3) | 60 images/s | 0.5 |" in text and "Measured on AMD EPYC (Zen 4" in text
 
 
 def test_the_index_of_results_lists_every_file() -> None:

@@ -24,20 +24,22 @@ CLASSES = ["cat", "dog", "œuf", "a, b"]
 SMALL_WHITENED = {"widths": [8, 16], "depth": 2}
 
 
-def fresh(name: str, side: int = 16, channels: int = 3, options: dict[str, Any] | None = None) -> LoadedNet:
+def fresh(
+    name: str, side: tuple[int, int] = (16, 16), channels: int = 3, options: dict[str, Any] | None = None
+) -> LoadedNet:
     torch.manual_seed(0)
     net = build_net(name, channels=channels, image_size=side, num_classes=4, options=options)
     for buffer in net.buffers():
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 1.5)  # statistics of a trained norm
-    shape, mean, std = [channels, side, side], [0.4] * channels, [0.2] * channels
+    shape, mean, std = [channels, *side], [0.4] * channels, [0.2] * channels
     card = ModelCard(name, 1.0, shape, CLASSES, mean, std, options or {}, temperature=0.25)
     return LoadedNet(net, card).eval()
 
 
-def noise(count: int, channels: int = 3, side: int = 16) -> RunImages:
+def noise(count: int, channels: int = 3, side: tuple[int, int] = (16, 16)) -> RunImages:
     generator = torch.Generator().manual_seed(1)
-    images = torch.randint(0, 256, (count, channels, side, side), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (count, channels, *side), dtype=torch.uint8, generator=generator)
     return RunImages(images, None, "noise")
 
 
@@ -46,17 +48,29 @@ def drawn(train: bool, count: int) -> RunImages:
     return RunImages(images.images.permute(0, 3, 1, 2), images.labels, "drawn")
 
 
+def assert_describes(metadata: dict[str, str], net: LoadedNet) -> None:
+    """Assert that metadata tell a program without cifar-lit how to use the file."""
+    channels, height, width = net.card.input_shape
+    assert metadata["net"] == net.card.net and metadata["format"] == module.FORMAT
+    assert (json.loads(metadata["classes"]), json.loads(metadata["image_size"])) == (CLASSES, [height, width])
+    assert metadata["resize"] == "crop" and "cropped to its centre" in metadata["preparation"]
+    assert f"uint8 (batch, {channels}, {height}, {width}), {'grey' if channels == 1 else 'RGB'}" in metadata["input"]
+    assert metadata["channels"] == str(channels) and "float32 (batch, 4)" in metadata["output"]
+    assert ModelCard(**json.loads(metadata["card"])) == net.card
+    assert not {"reject", "output 2"} & metadata.keys()
+
+
 @pytest.mark.parametrize(
     ("to", "name", "side", "channels"),
     [
-        ("onnx", "shapenet", 16, 3),
-        ("onnx", "whitened", 20, 1),
-        ("torch-export", "whitened", 16, 3),
-        ("safetensors", "whitened", 16, 3),
+        ("onnx", "shapenet", (16, 24), 3),
+        ("onnx", "whitened", (20, 20), 1),
+        ("torch-export", "whitened", (16, 20), 3),
+        ("safetensors", "whitened", (16, 16), 3),
     ],
 )
 def test_an_exported_file_predicts_the_same_and_describes_its_input(
-    to: str, name: str, side: int, channels: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    to: str, name: str, side: tuple[int, int], channels: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     net = fresh(name, side, channels, SMALL_WHITENED if name == "whitened" else None)
     sample, path = noise(20, channels, side), tmp_path / "net"
@@ -73,19 +87,26 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
     elif to == "torch-export":
         extra = {module.METADATA_FILE: ""}
         torch.export.load(path, extra_files=extra)
-        assert json.loads(extra[module.METADATA_FILE]) == module.metadata(net)
+        assert_describes(json.loads(extra[module.METADATA_FILE]), net)
     else:
+        assert onnx.load(path).ir_version == 9  # onnxruntime 1.17 and its web build read no later format
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         (images,), (probabilities,) = session.get_inputs(), session.get_outputs()
-        shape = ["batch", channels, side, side]
+        shape = ["batch", channels, *side]
         assert (images.name, images.type, images.shape) == ("images", "tensor(uint8)", shape)
         assert (probabilities.name, probabilities.type) == ("probabilities", "tensor(float)")
         assert probabilities.shape == ["batch", 4]
         metadata = session.get_modelmeta().custom_metadata_map
-        assert metadata == module.metadata(net)
-        assert (json.loads(metadata["classes"]), json.loads(metadata["image_size"])) == (CLASSES, [side, side])
-        assert metadata["resize"] == "crop" and "cropped to its centre" in metadata["preparation"]
+        assert_describes(metadata, net)
         assert str(Path(module.__file__).parent).encode() not in path.read_bytes()
+
+
+def test_the_metadata_has_height_before_width_and_the_levels_of_16_bits() -> None:
+    card = ModelCard("lenet", 1.0, [3, 16, 24], CLASSES, [0.5] * 3, [0.25] * 3, levels=[7000, 7366])
+    metadata = module.metadata(LoadedNet(torch.nn.Identity(), card))
+    assert json.loads(metadata["image_size"]) == [16, 24] and "uint8 (batch, 3, 16, 24)" in metadata["input"]
+    assert metadata["preparation"].endswith(", 16-bit values from 7000 to 7366 scaled to 0 … 255")
+    assert json.loads(metadata["card"])["levels"] == [7000, 7366]
 
 
 # ---- int8
@@ -105,7 +126,9 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
     assert int8.accuracy[0] == plain.accuracy[0] == plain.accuracy[1] > 0.3
     sizes = [(tmp_path / f"{name}.onnx").stat().st_size for name in ("int8", "float")]
     assert sizes[0] < 0.55 * sizes[1]  # a quarter, plus the names of nodes and classes
-    metadata = {entry.key: entry.value for entry in onnx.load(tmp_path / "int8.onnx").metadata_props}
+    stored = onnx.load(tmp_path / "int8.onnx")
+    assert (stored.ir_version, [(each.domain, each.version) for each in stored.opset_import]) == (9, [("", 20)])
+    metadata = {entry.key: entry.value for entry in stored.metadata_props}
     assert metadata["format"] == module.FORMAT
     assert "calibrated on 200 training images" in metadata["quantized"]
     dark = torch.zeros(64, 3, 16, 16, dtype=torch.uint8)  # a range calibrated on black images clips all others

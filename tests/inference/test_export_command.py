@@ -38,6 +38,8 @@ def test_a_run_is_exported_and_checked_on_its_test_images(run: Path, capsys: pyt
     assert [row[0] for row in table] == ["file", "accuracy", "batch of 1", "batch of 64"]
     assert f"wrote {run}/model.int8.onnx" in lines and (run / "model.int8.onnx").is_file()
     assert "predicted classes agree on " in out and "calibrated on 400 training images of" in out
+    before, after = table[1][1:]
+    assert f"accuracy {before} before, {after} in int8, on 50 test images of shapes" in lines
 
 
 def test_a_model_without_a_run_is_checked_on_generated_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

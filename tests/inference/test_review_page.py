@@ -65,6 +65,7 @@ def review(fitted_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def test_requests_without_the_token_from_other_sites_and_invalid_decisions_are_refused(review: Review) -> None:
     ask, good = review.service.ask, {"item": 0, "action": "drop"}
+    before = (review.run / "review.jsonl").read_bytes()
     for path in ("/", "/images", "/wrong-token/images", f"/{review.token[:-1]}/decide", f"/{review.token}x/"):
         answer = ask("GET", path)
         assert (answer.status, "open the address that the console shows" in answer.error) == (403, True), path
@@ -75,11 +76,12 @@ def test_requests_without_the_token_from_other_sites_and_invalid_decisions_are_r
         ({"item": 0, "action": "relabel", "label": "sqare"}, 422, "no class is called 'sqare'. Did you mean square?"),
         ({"item": 0, "action": "relabel"}, 422, "no class is called 'None'"),
         ({"item": 0, "action": "relabel", "label": ["a"]}, 422, "no class is called"),
+        ({"item": 0, "action": "relabel", "label": "heron", "create": True}, 422, "classes of this data set are fixed"),
         ({"item": 30, "action": "keep"}, 404, "there is no image 30: the last one is 29"),
         ({"item": -1, "action": "keep"}, 404, "there is no image -1"),
         ({"item": True, "action": "keep"}, 404, "there is no image True"),
+        ({"item": "\ud800", "action": "keep"}, 404, "there is no image \\ud800"),
         ({"item": 0, "action": "burn"}, 422, "'burn' is no decision: use keep, relabel, drop, skip or undo"),
-        ({"action": "undo"}, 409, "there is no decision to undo"),
         ([], 422, "'None' is no decision"),
         ("{", 400, "the decision is not valid JSON"),
         ("[" * 5000, 400, "the decision is not valid JSON"),
@@ -90,7 +92,7 @@ def test_requests_without_the_token_from_other_sites_and_invalid_decisions_are_r
     for method, name, status in (("POST", "images", 405), ("GET", "decide", 405), ("GET", "nowhere", 404),
                                  ("GET", "image/30", 404), ("GET", "../serve/http.py", 404)):  # fmt: skip
         assert ask(method, f"/{review.token}/{name}").status == status, name
-    assert (review.run / "review.jsonl").read_bytes() == b""
+    assert (review.run / "review.jsonl").read_bytes() == before
     page = ask("GET", f"/{review.token}/")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "access-control-allow-origin" not in page.headers
@@ -122,8 +124,12 @@ def test_labels_are_reviewed_with_keys_and_buttons(review: Review, open_page: Op
     after(1)
     page.get_by_role("button", name="Drop").click()
     after(2)
+    page.focus("#filter")  # keys are decisions there too, although "s" and "d" begin the names of classes
     page.keyboard.press("s")
     after(3)
+    assert page.input_value("#filter") == ""
+    page.keyboard.press("w")
+    page.locator("#written", has_text="399 rows are written").wait_for()
     page.keyboard.press("3")
     after(4)
     page.keyboard.press("/")
@@ -162,16 +168,18 @@ def test_labels_are_reviewed_with_keys_and_buttons(review: Review, open_page: Op
     assert opened.errors == []
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1200, "light")])
+@pytest.mark.parametrize(("width", "height", "scheme"), [(390, 844, "dark"), (1280, 800, "light")])
 def test_the_page_fits_its_window_and_shows_where_the_focus_is(
-    review: Review, open_page: Open, width: int, scheme: str
+    review: Review, open_page: Open, width: int, height: int, scheme: str
 ) -> None:
-    opened = open_page(review.url, width=width, scheme=scheme)
+    opened = open_page(review.url, width=width, height=height, scheme=scheme)
     opened.page.wait_for_selector("#review:not([hidden])")
     assert (opened.overflow, opened.low_contrasts) == (0, [])
-    opened.page.keyboard.press("Tab")
-    opened.page.keyboard.press("Tab")
-    assert opened.page.evaluate("document.activeElement.id") == "keep"
+    bottom = "document.getElementById('nearest').getBoundingClientRect().bottom"
+    assert opened.page.evaluate(bottom) <= height  # the most similar images are visible without scrolling
+    for name in ("filter", "write", "keep"):
+        opened.page.keyboard.press("Tab")
+        assert opened.page.evaluate("document.activeElement.id") == name
     assert opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
@@ -199,7 +207,21 @@ def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(
             opened.page.locator("[aria-busy=false] #progress", has_text=f"{count} of 12 reviewed").wait_for()
         opened.page.keyboard.press("5")  # not a class
         assert [image.get("now") for image in review.images[:3]] == ["2", "0", None]
+        opened.page.keyboard.press("/")
+        opened.page.keyboard.type(" Great  heron")
+        opened.page.keyboard.press("Enter")
+        opened.page.locator("[aria-busy=false] #progress", has_text="3 of 12 reviewed").wait_for()
+        opened.page.locator("#classes button", has_text="Great heron").click()  # listed from now on, without a search
+        opened.page.locator("[aria-busy=false] #progress", has_text="4 of 12 reviewed").wait_for()
+        assert [image.get("now") for image in review.images[2:4]] == ["Great heron"] * 2
+        opened.page.reload()
+        opened.page.locator("#classes button", has_text="Great heron").wait_for()
+        assert opened.page.locator("#filter option", has_text="Great heron").count() == 0  # no image has this label yet
         assert opened.errors == []
+        for name, text in (("great Heron", "there is a class 'Great heron'"), ("=1+1", "cannot be called '=1+1'")):
+            answer = review.post("decide", {"item": 5, "action": "relabel", "label": name, "create": True})
+            assert answer.status == 422 and text in answer.error
+        assert "action" not in review.images[5]
 
 
 def test_a_killed_review_loses_no_decision(
@@ -209,6 +231,7 @@ def test_a_killed_review_loses_no_decision(
     with reviewing(run, "--limit", 0) as review:
         images = review.images
         assert len(images) == 400
+        assert review.post("decide", {"action": "undo"}).error == "there is no decision to undo"
         for item in range(0, 60, 2):
             assert review.post("decide", {"item": item, "action": "drop"}).status == 200
             assert review.post("decide", {"item": item + 1, "action": "relabel", "label": "star"}).status == 200
@@ -216,8 +239,11 @@ def test_a_killed_review_loses_no_decision(
         review.service.process.kill()
         review.service.process.wait()
         assert not (run / "labels-reviewed.csv").exists()
-    with (run / "review.jsonl").open("ab") as file:
-        file.write(b'{"image": "7", "acti')  # a kill in the middle of a write
+    stored = (run / "review.jsonl").read_bytes()
+    (run / "review.jsonl").write_bytes(stored + b'{"image": "7", "acti')  # the power failed in the middle of a write
+    assert main(["review", str(run), "--export"]) == 1
+    assert "review.jsonl, line 62 is not a decision" in capsys.readouterr().err
+    (run / "review.jsonl").write_bytes(stored.removesuffix(b"\n"))  # an editor removed the line
     assert main(["review", str(run), "--export"]) == 0
     assert "59 decisions · 370 rows in " in capsys.readouterr().out
     table = review.table
@@ -228,3 +254,17 @@ def test_a_killed_review_loses_no_decision(
         else:
             assert row is not None and row["label"] == ("star" if item < 59 else images[item]["label"])
             assert row["original_label"] == images[item]["label"]
+
+
+def test_labels_given_to_images_of_a_pool_reach_the_table(fitted_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fitted_run, tmp_path / "run-1"))
+    pool = draw_folder(tmp_path / "pool", {"new": 3})
+    with reviewing(run, "--pool", pool) as review:
+        assert review.post("decide", {"item": 0, "action": "relabel", "label": "star"}).status == 200
+        assert review.post("decide", {"item": 1, "action": "keep"}).status == 200
+        assert review.post("decide", {"item": 2, "action": "drop"}).status == 200
+        assert review.post("write").json == {"rows": 402}
+        first, second, last = (str(pool / f"new/{number}.png") for number in range(3))
+        table = review.table
+        assert (table[first]["label"], table[first]["original_label"]) == ("star", "")
+        assert table[second]["label"] == review.images[1]["predicted"] and last not in table

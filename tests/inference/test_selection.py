@@ -17,6 +17,8 @@ import cifar_lit
 from cifar_lit.cli import main
 from cifar_lit.inference.review.journal import Decision, Journal
 from cifar_lit.inference.selection import select
+from cifar_lit.models.registry import build_net
+from cifar_lit.runs.model_file import ModelCard, save_weights
 
 Capture = pytest.CaptureFixture[str]
 NO_DATA = (
@@ -127,6 +129,15 @@ def test_images_that_have_a_label_and_their_copies_are_left_out(run: Path, capsy
     assert {Path(row["path"]).name for row in rows_of("next.csv")} == {"10.png", "11.png"}
     assert main(["next", str(mine), "pool/0.png", "first-1", "--trust"]) == 2
     assert "9 files, and no readable image without a label: name folders with other images" in capsys.readouterr().err
+    (mine / "review.jsonl").write_bytes(b"")  # a review without decisions
+    assert main(["next", str(mine), "pool", "--trust"]) == 0
+    assert "may be selected again" not in capsys.readouterr().err
+    (mine / "review.jsonl").unlink()
+    (mine / "review.jsonl").mkdir()
+    assert main(["next", str(mine), "pool", "--trust"]) == 0
+    out, err = capsys.readouterr()
+    assert "may be selected again: run-1/review.jsonl cannot be read: it is a folder" in err
+    assert "10 labelled already" in out  # without the image of this review
     table.rename("moved.csv")
     assert main(["next", str(mine), "pool", "--trust"]) == 0
     assert "may be selected again: the images of folder are missing in first-1/labels" in capsys.readouterr().err
@@ -148,3 +159,21 @@ def test_invalid_requests_are_refused_in_one_line(argv: list[str], line: str, ru
     err = capsys.readouterr().err
     assert line in err and err.removeprefix(NO_DATA).count("\n") == 1
     assert not Path("next.csv").exists()
+
+
+def test_files_whose_names_no_table_can_hold_are_counted_and_left_out(run: Path, capsys: Capture) -> None:
+    Path("pool/8.png").rename("pool/a;=1.png")
+    for name in ("b\nc.png", "d\u202e.png"):
+        shutil.copy("pool/6.png", f"pool/{name}")
+    assert main(["next", str(run), "pool"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0] == "left out 3 files with names that a table cannot hold, such as pool/a;=1.png"
+    assert out.startswith("11 of 13 files (1 unreadable, 0 labelled already, 1 repeated) to label: ")
+
+
+def test_a_net_of_a_single_class_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    net = build_net("lenet", channels=3, image_size=16, num_classes=1)
+    card = ModelCard("lenet", 1.0, [3, 16, 16], ["cat"], [0.5] * 3, [0.2] * 3)
+    save_weights(tmp_path / "one.safetensors", net.state_dict(), card)
+    assert main(["next", "one.safetensors", "pool"]) == 2
+    assert "has a single class and is never unsure: name another run" in capsys.readouterr().err

@@ -90,3 +90,16 @@ def test_the_page_is_legible_and_fits_its_window(service: Service, open_page: Op
     assert opened.overflow <= 0
     background = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background.strip("rgb()").split(","))) < 200) == (scheme == "dark")
+
+
+def test_a_tall_picture_is_shown_whole(service: Service, open_page: Open) -> None:
+    opened = open_page(service.url)
+    give(opened, picture(size=(30, 90)))
+    opened.page.wait_for_selector("#answer:not([hidden])")
+    for name in ("picture", "seen"):
+        frame, image = (
+            opened.page.evaluate(f"document.getElementById('{name}'){parent}.getBoundingClientRect().toJSON()")
+            for parent in (".parentElement", "")
+        )
+        assert frame["width"] == pytest.approx(frame["height"]) and image == frame
+    assert opened.page.evaluate("getComputedStyle(document.getElementById('picture')).objectFit") == "contain"

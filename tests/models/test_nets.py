@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from cifar_lit.errors import Failure, UsageError
@@ -78,15 +79,32 @@ def test_a_research_net_has_the_parameters_and_products_of_its_paper(
         assert counter.get_total_flops() == 2 * products
 
 
-def test_a_block_whose_shape_changes_activates_the_input_of_its_shortcut() -> None:
+def test_a_wide_resnet_computes_the_layers_of_its_paper() -> None:
+    """Each block: norm, ReLU, 3×3, norm, ReLU, 3×3; where the shape changes, 1×1 of the activated input is added."""
     torch.manual_seed(0)
-    keeps, changes = WideBlock(4, 4, 1, 0.0).eval(), WideBlock(4, 8, 2, 0.0).eval()
-    assert keeps.shortcut is None and changes.shortcut is not None
-    x = torch.randn(2, 4, 6, 6)
-    for block, shortcut in ((keeps, x), (changes, changes.shortcut(changes.activate(x)))):
-        with torch.no_grad():
-            assert torch.equal(block(x), block.branch(block.activate(x)) + shortcut)
-            assert block(-x.abs()).shape == shortcut.shape
+    net = build("wide_resnet", 12, options={"depth": 16, "widen": 2, "dropout": 0.5}).double()
+    for buffer in net.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+    assert sum(isinstance(module, nn.Dropout) and module.p == 0.5 for module in net.modules()) == 6
+    state = iter([tensor for tensor in net.state_dict().values() if tensor.is_floating_point()])
+
+    def activated(maps: Tensor) -> Tensor:
+        weight, bias, mean, var = (next(state).view(-1, 1, 1) for _ in range(4))
+        return F.relu((maps - mean) / (var + 1e-5).sqrt() * weight + bias)
+
+    images = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    maps = F.conv2d(images, next(state), padding=1)
+    for width, first_stride in ((32, 1), (64, 2), (128, 2)):
+        for stride in (first_stride, 1):
+            active = activated(maps)
+            inner = activated(F.conv2d(active, next(state), stride=stride, padding=1))
+            branch = F.conv2d(inner, next(state), padding=1)
+            changes = maps.shape[1] != width
+            maps = branch + (F.conv2d(active, next(state), stride=stride) if changes else maps)
+    pooled = activated(maps).mean((2, 3))
+    with torch.no_grad():
+        torch.testing.assert_close(net.eval()(images), pooled @ next(state).T + next(state))
 
 
 def test_wide_resnets_drop_units_in_training_and_start_with_the_variance_of_their_outputs() -> None:

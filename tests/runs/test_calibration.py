@@ -34,9 +34,19 @@ def test_a_bin_includes_its_upper_end() -> None:
 
 
 def test_the_calibration_error_equals_that_of_torchmetrics_with_fifteen_bins() -> None:
-    logits, labels = make_logits(3000, scale=0.4)
-    expected = multiclass_calibration_error(logits.softmax(1), labels, 5, n_bins=15)
-    assert error_of(logits.softmax(1), labels) == pytest.approx(float(expected), abs=1e-6)
+    logits, labels = make_logits(3000)
+    # Over- and underconfident images share bins, whose errors then depend on the number of bins.
+    mixed = logits * torch.tensor([0.2, 4.0]).repeat(1500)[:, None]
+    errors = {bins: float(multiclass_calibration_error(mixed.softmax(1), labels, 5, n_bins=bins)) for bins in (10, 15)}
+    assert abs(errors[10] - errors[15]) > 1e-3
+    assert error_of(mixed.softmax(1), labels) == pytest.approx(errors[15], abs=1e-6)
+
+
+def test_errors_of_neighbouring_bins_do_not_cancel_out() -> None:
+    # 0.62 lies in (9/15, 10/15] and is always wrong, 0.68 in (10/15, 11/15] and always correct. Ten bins join them.
+    probability = torch.tensor([0.62, 0.62, 0.68, 0.68], dtype=torch.float64)
+    error = expected_calibration_error(reliability(probability, torch.tensor([False, False, True, True])))
+    assert error == pytest.approx((0.62 + 0.32) / 2)
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])

@@ -96,20 +96,27 @@ def test_the_training_time_leaves_out_the_checkpoints_of_the_last_epoch_only(
     assert read_checkpoint(tmp_path / "last.ckpt")["global_step"] == done.global_step
 
 
-def test_the_clock_waits_for_the_device_at_the_end_of_the_last_epoch_and_around_a_test(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    events, clock = list[str](), Clock()
-    now = SimpleNamespace(perf_counter=lambda: float(events.append("time") or 0))
-    monkeypatch.setattr(callbacks, "time", now)
-    monkeypatch.setattr(callbacks, "wait_for_device", lambda _: events.append("wait"))
-    epoch = LambdaCallback(on_train_epoch_start=lambda *_: events.append("epoch"))
-    model, data = classifier(), shapes_data()
-    done = fitted(model, data, epoch, clock, max_epochs=2, limit_val_batches=0)
-    assert events == ["time", "epoch", "time", "epoch", "wait", "time"]
-    events.clear()
+def test_the_clock_includes_the_work_that_a_device_has_not_finished_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes while Python continues: one second for each batch, which passes when somebody waits for it."""
+    clock, now, waits = Clock(), SimpleNamespace(seconds=0.0, queued=0), list[int]()
+
+    def wait(_: Any) -> None:
+        waits.append(now.queued)
+        now.seconds, now.queued = now.seconds + now.queued, 0
+
+    def enqueue(*_: Any) -> None:
+        now.queued += 1
+
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(callbacks, "wait_for_device", wait)
+    work = LambdaCallback(on_train_batch_end=enqueue, on_test_batch_end=enqueue)
+    model, data = classifier(), shapes_data(eval_batch_size=12)
+    done = fitted(model, data, work, clock, max_epochs=2, limit_val_batches=0)
+    assert clock.seconds == done.global_step == 2 * BATCHES
+    assert waits == [2 * BATCHES]  # a wait in each epoch would cost time
+    now.queued = 5  # the copy of the weights
     done.test(model, datamodule=data, verbose=False)
-    assert events == ["wait", "time", "wait", "time"]
+    assert clock.test_seconds == 2  # batches
 
 
 def test_the_time_of_a_test_includes_the_views_and_excludes_the_writing_of_its_results(
@@ -260,6 +267,14 @@ def test_an_infinite_loss_ends_the_training() -> None:
     model.net[-1].bias.data[1:] = -3e38
     with pytest.raises(NotFiniteLoss, match=r"^the loss is inf at step 0 of epoch 0$"):
         fitted(model, shapes_data())
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_detect_anomaly_names_the_operation_instead_of_the_loss() -> None:
+    model: Any = classifier()
+    model.net[-1].bias.data.fill_(math.inf)
+    with pytest.raises(RuntimeError, match=r"'LogSoftmaxBackward0' returned nan values"):
+        fitted(model, shapes_data(), detect_anomaly=True)
 
 
 # Tensors that may overflow in the last update of an epoch, after a finite loss.

@@ -154,6 +154,11 @@ def test_unsuitable_teachers_are_refused() -> None:
             shapes_data(),
             r"other classes \(1 channels, .*\) than these \(3 channels",
         ),
+        (
+            teacher(classes=[", ".join(teacher().classes[:2]), *teacher().classes[2:]]),
+            shapes_data(),
+            r"other classes \(3 channels, 9 classes: .*\) than these \(3 channels, 10 classes: ",
+        ),
         ("lightning_logs/x", shapes_data(), r"give cifar_lit.load\('lightning_logs/x'\)"),
     ):
         with pytest.raises(UsageError, match=fault):
@@ -186,7 +191,7 @@ def test_a_run_with_a_teacher_records_it_and_resumes_only_with_it(working_folder
     (run / "metrics.json").unlink()
     before = json.dumps(config_of(run))
     shutil.move("big", "moved")
-    resume = ("--resume", run, "--epochs", "2")
+    resume = ("--resume", run)
     assert run_command("test", "--ckpt_path", run / "checkpoints/last.ckpt").code == 0  # needs no teacher
     assert_refused(run_command(*resume), 2, "there is no big")
     assert_refused(run_command(*resume, "--model.teacher", "lightning_logs/small-2"), 2, "model.teacher has changed")

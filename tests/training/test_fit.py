@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from small_runs import (
     BATCHES,
+    At,
     Rows,
     assert_close,
     best_and_last,
@@ -242,7 +243,8 @@ def order(epoch: int) -> list[list[int]]:
 
 def test_each_epoch_of_a_resumed_run_has_its_own_order_with_every_image_once(tmp_path: Path) -> None:
     seen, last, data = Seen(), best_and_last(tmp_path)[1], shapes_data(eval_batch_size=7)
-    fitted(classifier(schedule="cosine"), data, last, max_epochs=1)
+    stop = At(BATCHES, lambda trainer, _: setattr(trainer, "should_stop", True))
+    fitted(classifier(schedule="cosine"), data, last, stop, max_epochs=3)
     done = fitted(classifier(schedule="cosine"), data, seen, last, resume=tmp_path / "last.ckpt", max_epochs=3)
     assert seen.train == {epoch: order(epoch) for epoch in (1, 2)}
     assert seen.train[1] != seen.train[2]

@@ -231,12 +231,22 @@ def test_a_hangup_outside_training_raises_once_and_never_under_nohup() -> None:
 # ---- checkpoints within epochs
 
 
-def test_a_checkpoint_interval_is_a_number_of_steps_or_a_time() -> None:
-    steps: dict[Any, int] = {"500": 500, 500: 500, "500.0": 500}
-    seconds = {"10m": 600.0, "90s": 90.0, "1.5h": 5400.0}
-    assert {interval: regular_checkpoint(interval)._every_n_train_steps for interval in steps} == steps
-    times = {interval: regular_checkpoint(interval)._train_time_interval for interval in seconds}
-    assert {interval: time.total_seconds() for interval, time in times.items() if time} == seconds
+@pytest.mark.parametrize(("every", "seconds"), [(3, 0), ("3", 0), ("3.0", 0), ("60s", 25), ("1m", 25), ("1.5h", 2250)])
+def test_a_checkpoint_interval_is_a_number_of_steps_or_a_time(
+    every: Any, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regular, saved, now = regular_checkpoint(every), list[int](), [0.0]
+    regular.dirpath = str(tmp_path)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    note = LambdaCallback(
+        on_train_batch_start=lambda *_: now.append(now.pop() + seconds),
+        on_save_checkpoint=lambda trainer, *_: saved.append(trainer.global_step),
+    )
+    fitted(classifier(), shapes_data(), note, regular, max_epochs=1, limit_val_batches=0)
+    assert saved == [3, 6]
+
+
+def test_an_invalid_checkpoint_interval_is_refused() -> None:
     for interval in ("", 0, "0m", "-3", "1.5", "m", "10 m", "10d", "1e3", "10M"):
         with pytest.raises(
             UsageError, match=r"--checkpoint-every must be a number of steps \(500\) or a time \(10m, 90s, 1h\), not"

@@ -1,4 +1,4 @@
-"""Optimizers by name equal torch's. Parameter groups, settings restored on resume, and Muon's settings."""
+"""Optimizers by name equal torch's. Parameter groups, their state on resume, and Muon's settings."""
 
 import copy
 from typing import Any
@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
 from cifar_lit.training.optimizers import OPTIMIZERS, build_optimizer, parameter_groups
-from cifar_lit.training.resume import check_restored_state, override_optimizer_settings
+from cifar_lit.training.resume import check_restored_state
 from cifar_lit.training.schedules import Schedule
 
 # Rates and decays that distinguish Muon's groups.
@@ -139,52 +139,6 @@ def test_an_optimizer_by_import_path_is_built_with_the_settings_it_supports() ->
 
 
 # ---- checkpoints
-
-
-def saved(name: str, net: nn.Module, **settings: Any) -> dict[str, Any]:
-    """Return a checkpoint after the first of four steps of a triangular schedule, at three quarters of the rates."""
-    all_settings: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, **settings}
-    optimizer = build_optimizer(net, name, **all_settings)
-    schedule = Schedule(optimizer, "triangular", 4, whitening=2 if name == "muon" else None)
-    train(optimizer, net, range(1), schedule)
-    states = {"optimizer_states": [optimizer.state_dict()], "lr_schedulers": [schedule.state_dict()]}
-    return copy.deepcopy({"hyper_parameters": {"optimizer": name, **all_settings}, **states})
-
-
-def overridden(checkpoint: dict[str, Any], net: nn.Module, **settings: Any) -> tuple[Any, Any]:
-    """Return the parameter groups and the schedule of a checkpoint, resumed with these settings."""
-    result = copy.deepcopy(checkpoint)
-    override_optimizer_settings(result, {**checkpoint["hyper_parameters"], **settings}, net)
-    return result["optimizer_states"][0]["param_groups"], result["lr_schedulers"][0]
-
-
-def test_a_new_decay_on_resume_applies_to_weights_only_and_a_new_momentum_to_all() -> None:
-    net = Whitened()
-    for before, after in ((0.0, 5e-4), (1e-3, 0.0)):
-        checkpoint = saved("sgd", net, lr=0.2, weight_decay=before)
-        groups, _ = overridden(checkpoint, net, weight_decay=after, momentum=0.5, nesterov=True)
-        assert [group["weight_decay"] for group in groups] == [after, 0.0]
-        assert [(group["momentum"], group["nesterov"]) for group in groups] == [(0.5, True)] * 2
-    with pytest.raises(UsageError, match="was trained with sgd"):
-        overridden(checkpoint, net, optimizer="adamw")
-
-
-def test_new_settings_on_resume_reach_their_groups_at_the_schedules_position() -> None:
-    net = Whitened()
-    checkpoint = saved("muon", net, lr=0.25, **SETTINGS, rest_momentum=0.85, rescale_filters=True)
-    unchanged = checkpoint["optimizer_states"][0]["param_groups"], checkpoint["lr_schedulers"][0]
-    assert overridden(checkpoint, net) == unchanged
-    new_rates = {"lr": 0.5, "head_lr": None, "bias_lr": 10.0, "weight_decay": 0.01}
-    groups, schedule = overridden(checkpoint, net, **new_rates, rest_momentum=0.9, rescale_filters=False)
-    highest, reached = pytest.approx([0.5, 10.0, 0.5, 10.0]), pytest.approx([0.375, 7.5, 0.375, 5.0])
-    assert [group["initial_lr"] for group in groups] == schedule["base_lrs"] == highest
-    assert [group["lr"] for group in groups] == schedule["_last_lr"] == reached
-    assert [group["momentum"] for group in groups] == [0.6, 0.9, 0.9, 0.9]
-    assert [group["weight_decay"] for group in groups] == pytest.approx([0.02, 0.001, 0.02, 0.001])
-    assert groups[0]["rescale"] is False
-    foreign = {"optimizer_states": [{"param_groups": [{"lr": 3.0}]}]}  # from another program
-    override_optimizer_settings(changed := copy.deepcopy(foreign), {"lr": 0.1, "optimizer": "sgd"}, net)
-    assert changed == foreign
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,5 +1,7 @@
 """Learning-rate schedules equal torch's, in steps and in epochs."""
 
+import math
+
 import pytest
 import torch
 from small_runs import Rows, classifier, fitted, shapes_data
@@ -7,7 +9,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, OneCycleLR
 
 from cifar_lit.errors import UsageError
-from cifar_lit.training.schedules import SCHEDULES, Schedule, schedule_factor, schedule_from
+from cifar_lit.training.schedules import SCHEDULES, Schedule, schedule_from
 
 
 def optimizer(lr: float = 1.0) -> SGD:
@@ -69,7 +71,8 @@ def test_the_rate_peaks_after_the_warmup_and_stays_at_its_final_value(name: str)
 @pytest.mark.parametrize("end", [4, 2.5, 20, None])
 def test_the_whitening_rate_falls_linearly_to_zero_at_its_own_end(end: float | None) -> None:
     values = all_rates(Schedule(whitened(), "cosine", 8, warmup=2, whitening=end), 10)
-    others = [2 * schedule_factor("cosine", step, 8, 2, 0) for step in range(11)]
+    falling = [1 + math.cos(math.pi * step / 6) for step in range(7)]
+    others = [0.0, 1.0, *falling, 0.0, 0.0]
     whitening = [1.5 * rate for rate in others]
     if end is not None:
         whitening = [max(0.0, 3 * (1 - step / end)) for step in range(11)]
@@ -92,15 +95,15 @@ def test_in_a_fit_the_schedule_spans_all_optimizer_steps(accumulate: int, steps:
     # Seven batches per epoch: with two accumulated, the last update has one batch.
     done = fitted(model, shapes_data(), logger=rows, log_every_n_steps=1, accumulate_grad_batches=accumulate)
     assert done.global_step == steps
-    expected = {step: 0.1 * schedule_factor("triangular", step, steps, steps / 4, 0) for step in range(1, steps + 1)}
+    top = steps / 4  # half of the first of two epochs
+    expected = {step: 0.1 * min(step / top, (steps - step) / (steps - top)) for step in range(1, steps + 1)}
     assert rows.curve("lr") == pytest.approx(expected)
 
 
 def test_a_schedule_ends_at_max_steps_and_needs_an_end() -> None:
     rows, model = Rows(), classifier(schedule="triangular", lr=0.1)
     fitted(model, shapes_data(), logger=rows, log_every_n_steps=1, max_epochs=-1, max_steps=10)
-    expected = {step: 0.1 * schedule_factor("triangular", step, 10, 0, 0) for step in range(1, 11)}
-    assert rows.curve("lr") == pytest.approx(expected)
+    assert rows.curve("lr") == pytest.approx({step: (10 - step) / 100 for step in range(1, 11)})
     for settings, line in (({"warmup": 10}, r"lower model\.warmup_epochs"), ({"whitening": 3}, "null")):
         with pytest.raises(UsageError, match=line):
             Schedule(optimizer(), "cosine", 10, **settings)
@@ -113,6 +116,6 @@ def test_in_a_fit_a_schedule_by_the_epoch_keeps_its_rate_within_each_epoch() -> 
     model = classifier(schedule="cosine", schedule_every="epoch", lr=0.1, final_lr=0.1)
     model.on_train_batch_start = lambda *_: used.append(model.trainer.optimizers[0].param_groups[0]["lr"])
     done = fitted(model, shapes_data(val_size=24), max_epochs=4)
-    by_epoch = [0.1 * schedule_factor("cosine", epoch, 4, 0, 0.1) for epoch in range(4)]
+    by_epoch = [0.01 + 0.045 * (1 + math.cos(math.pi * epoch / 4)) for epoch in range(4)]
     assert used == pytest.approx([rate for rate in by_epoch for _ in range(6)])
     assert done.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.data.augment import Augmentation
@@ -132,9 +133,18 @@ def test_invalid_settings_are_refused() -> None:
 
 
 def test_skip_from_counts_the_steps_of_a_limited_training() -> None:
-    data = shapes_data(**{**SKIPS, "skip_from": 0.6})
-    fitted(classifier(), data, max_epochs=-1, max_steps=10, limit_train_batches=3)
-    assert isinstance(data._train_loader, HardRoundsLoader) and data._train_loader.skip_from == (2, 0)
+    """Six of ten steps: the images of the first two epochs of three steps are those of a training without rounds."""
+    shown: list[list[list[int]]] = []
+    for settings in (SKIPS | {"skip_from": 0.6}, {"flip": "alternating", "crop": 1}):
+        steps: list[list[int]] = []
+        note = LambdaCallback(
+            on_train_batch_start=lambda _, __, batch, ___, to=steps: to.append(batch.indices.tolist())
+        )
+        fitted(classifier(), shapes_data(**settings), note, max_epochs=-1, max_steps=10, limit_train_batches=3)
+        shown.append(steps)
+    skipping, plain = shown
+    assert skipping[:6] == plain[:6] and len(skipping) == 10
+    assert all(ours != theirs for ours, theirs in zip(skipping[6:], plain[6:], strict=True))
 
 
 def test_a_second_fit_with_the_same_data_starts_without_losses(tmp_path: Path) -> None:

@@ -37,10 +37,11 @@ class ReviewApp(Service):
         queue: the images.
         journal: the decisions.
         write: writes the table of labels and returns its number of rows.
-        about: texts of the page: `run`, and the `command` that trains with the table.
+        about: values for the page: `run`, the `command` that trains with the table, and `open`: whether classes may be
+            added.
     """
 
-    def __init__(self, queue: Queue, journal: Journal, write: Callable[[], int], about: dict[str, str]) -> None:
+    def __init__(self, queue: Queue, journal: Journal, write: Callable[[], int], about: dict[str, Any]) -> None:
         super().__init__(names=None)
         self.queue, self.journal, self.write, self.about = queue, journal, write, about
         self.token = secrets.token_urlsafe(16)
@@ -63,7 +64,8 @@ class ReviewApp(Service):
             made = self.journal.decisions
             pairs = zip(self.queue.summaries, self.queue.keys, strict=True)
             images = [{**image, **_state(made.get(key))} for image, key in pairs]
-            return JSONResponse({**self.about, "classes": self.queue.train.classes, "images": images})
+            classes = {"classes": self.journal.classes, "known": len(self.queue.train.classes)}
+            return JSONResponse({**self.about, **classes, "images": images})
         if method == "GET":
             raise RequestError(404, "there is nothing at this address: open the address that the console shows")
         try:
@@ -88,7 +90,10 @@ class ReviewApp(Service):
         return item
 
     def _decide(self, body: Any) -> dict[str, Any]:
-        """Store a decision, `{"item", "action", "label"}` or `{"action": "undo"}`; return the image's new state."""
+        """Store a decision, `{"item", "action", "label"}` or `{"action": "undo"}`; return the image's new state.
+
+        With `"create": true`, the label may be a new class.
+        """
         queue, action = self.queue, body.get("action") if isinstance(body, dict) else None
         if action == "undo":
             undone = self.journal.undo()
@@ -102,13 +107,26 @@ class ReviewApp(Service):
         # An image without a label gets the predicted class.
         kept = queue.labels[item] or queue.summaries[item]["predicted"]
         label = {"keep": kept, "relabel": body.get("label")}.get(action)
-        if action == "relabel" and label not in queue.train.classes:
+        if action == "relabel" and label not in self.journal.classes:
             name = str(label)[:80]
-            raise RequestError(422, f"no class is called {name!r}.{nearest(name, queue.train.classes)}")
+            if body.get("create") is not True:
+                raise RequestError(422, f"no class is called {name!r}.{nearest(name, self.journal.classes)}")
+            self._add_class(label, name)
         new = queue.labels[item] is None
         decision = Decision(queue.keys[item], action, label, date.today().isoformat(), new)
         self.journal.decide(decision)
         return {"item": item, **_state(decision)}
+
+    def _add_class(self, label: Any, name: str) -> None:
+        if not self.about["open"]:
+            raise RequestError(422, "the classes of this data set are fixed: choose one of them, or drop the image")
+        if similar := [known for known in self.journal.classes if known.casefold() == name.casefold()]:
+            raise RequestError(422, f"there is a class {similar[0]!r}, which differs only in capitals: choose it")
+        try:
+            self.journal.add_class(label)
+        except ValueError:
+            rule = "use up to 300 visible characters, and none of = + - @ at the start"
+            raise RequestError(422, f"a class cannot be called {name!r}: {rule}") from None
 
 
 def _state(decision: Decision | None) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import sys
 from collections.abc import Iterable
 from http import HTTPStatus
+from importlib.util import find_spec
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -24,10 +26,10 @@ LINGER_SECONDS = 1.0
 
 def connection_limit() -> int:
     """Return the number of connections to keep, and raise the soft limit of open files to twice as many if possible."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
+    if sys.platform == "win32" or find_spec("resource") is None:  # Windows has no such limit
         return MAX_CONNECTIONS
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MAX_CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < files:

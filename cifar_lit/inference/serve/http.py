@@ -27,6 +27,7 @@ from cifar_lit.inference.serve.connections import slowest
 from cifar_lit.inference.serve.service import Service
 from cifar_lit.inference.serve.workers import Decoders, NetRequest, NetRunner
 from cifar_lit.signals import stop_signals
+from cifar_lit.threads import choose_threads
 
 PAGE = Path(__file__).parent / "page"
 FILES = {
@@ -42,7 +43,7 @@ TOO_MUCH = "the service holds too many large requests: try again later"
 
 def serve(
     classifier: Classifier, sock: socket.socket, names: frozenset[str] | None, limits: Limits, version: str,
-    on_ready: Callable[[], None], collector: Collector | None = None,
+    on_ready: Callable[[], None], collector: Collector | None = None, threads: int | None = None,
 ) -> None:  # fmt: skip
     """Serve a net until Ctrl-C, SIGTERM or SIGHUP. Running requests are still answered.
 
@@ -54,12 +55,13 @@ def serve(
         version: version of the program, for /health.
         on_ready: callback for the start of the service.
         collector: keeps uncertain pictures.
+        threads: CPU threads of the net and the connections, by default the free cores.
     """
     for number in stop_signals():
         if number != signal.SIGINT:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
     # Leave one core to connections and decoding: torch's threads spin while they wait.
-    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    torch.set_num_threads(max(1, choose_threads(threads)[0] - 1))
     keep_freed_memory()
     with closing(Decoders(classifier.preparation, limits)) as decoders:
         App(NetRunner(classifier, collector), decoders, limits, names, version).run(sock, limits, on_ready)

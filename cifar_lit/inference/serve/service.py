@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from cifar_lit.inference.serve.bodies import Limits, RequestError
 from cifar_lit.inference.serve.connections import LimitedProtocol, connection_limit
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
-from cifar_lit.text import note
+from cifar_lit.text import note, printable
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -62,7 +62,7 @@ class Service:
             answer = await self.answer(request)
         except RequestError as error:
             retry = {"Retry-After": "1"} if error.status == 503 else None
-            answer = JSONResponse({"error": error.text}, error.status, retry)
+            answer = JSONResponse({"error": printable(error.text)}, error.status, retry)  # UTF-8 has no surrogates
         except ClientDisconnect:
             return
         except Exception as error:

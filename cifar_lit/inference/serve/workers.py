@@ -9,29 +9,27 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import os
 import signal
+import sys
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
 from cifar_lit.data.decode import DecodeError, Preparation, decode, start_worker, submit_without_main
-from cifar_lit.hardware import core_count
 from cifar_lit.inference.serve.bodies import Limits, RequestError
-from cifar_lit.signals import STOP_SIGNALS, start_resource_tracker
+from cifar_lit.signals import STOP_SIGNALS, signals_blocked, start_resource_tracker
+from cifar_lit.threads import free_cores
 
 if TYPE_CHECKING:
     from cifar_lit.inference.load import Classifier
     from cifar_lit.inference.serve.collect import Collector
 
 MAX_BATCH_IMAGES = 64  # a batch takes further requests below this size, so it may become larger
-POSIX = os.name == "posix"  # elsewhere, only `answer_seconds` limits a request
+CPU_TIMER: int | None = getattr(signal, "SIGPROF", None)  # on Windows, only `answer_seconds` limits a request
 
 # ---- Decoding.
 
@@ -43,7 +41,8 @@ class Decoder:
 
     def __init__(self, limits: Limits) -> None:
         before = {process.pid for process in active_children()}
-        with _signals_blocked():
+        start_resource_tracker()  # the executor would start it, which unblocks signals
+        with signals_blocked(STOP_SIGNALS):  # all processes receive them, but only this one handles them
             spawn, arguments = get_context("spawn"), (limits.pixels,)
             self._executor = ProcessPoolExecutor(1, spawn, initializer=start_worker, initargs=arguments)
             self.ready = submit_without_main(self._executor, int)  # does nothing
@@ -58,7 +57,7 @@ class Decoder:
         """Kill the process without waiting for its result. Return whether its CPU timer had ended it before."""
         self._process.kill()
         self._executor.shutdown(wait=True, cancel_futures=True)
-        return POSIX and self._process.exitcode == -signal.SIGPROF
+        return CPU_TIMER is not None and self._process.exitcode == -CPU_TIMER
 
 
 def _decode(files: Files, preparation: Preparation, seconds: float) -> list[bytes]:
@@ -76,22 +75,8 @@ def _decode(files: Files, preparation: Preparation, seconds: float) -> list[byte
 
 
 def _set_cpu_timer(seconds: float) -> None:
-    if POSIX:
+    if sys.platform != "win32" and hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block the stop signals while a process starts. All processes receive them, but only this one handles them."""
-    if not POSIX:
-        yield
-        return
-    start_resource_tracker()  # before the executor starts it and before signals are blocked: the start unblocks signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Decoders:
@@ -99,7 +84,7 @@ class Decoders:
 
     def __init__(self, preparation: Preparation, limits: Limits) -> None:
         self._preparation, self._limits = preparation, limits
-        self._decoders = {Decoder(limits) for _ in range(max(2, min(4, core_count())))}
+        self._decoders = {Decoder(limits) for _ in range(max(2, min(4, free_cores())))}
         self._idle: asyncio.Queue[Decoder] = asyncio.Queue()
         for decoder in self._decoders:
             decoder.ready.result()
@@ -162,7 +147,7 @@ class NetRunner:
         self._thread = ThreadPoolExecutor(1)  # torch starts a pool of threads for each thread that computes
         self._turn = asyncio.Lock()
         self._waiting: deque[tuple[NetRequest, asyncio.Future[Answer]]] = deque()
-        (height, width), channels, _ = classifier.preparation
+        (height, width), channels, *_ = classifier.preparation
         blank = bytes(height * width * channels)
         self._thread.submit(self._predict, [NetRequest([blank], 1, False)]).result()  # the first run is slow
         self.collector = collector
@@ -199,7 +184,7 @@ class NetRunner:
         """Return the JSON of each request's predictions, from one run of the net."""
         import torch
 
-        (height, width), channels, _ = self.classifier.preparation
+        (height, width), channels, *_ = self.classifier.preparation
         pixels = bytearray().join(data for request in batch for data in request.pixels)
         images = torch.frombuffer(pixels, dtype=torch.uint8).view(-1, height, width, channels)
         predictions = self.classifier.predict_batch(images.permute(0, 3, 1, 2), max(request.top for request in batch))

@@ -34,12 +34,14 @@ const withKey = (text, key) => (key ? [text, " ", element("kbd", {}, key)] : [te
 const sharpen = ({ target }) => target.classList.toggle("pixels", target.naturalWidth < 100);
 
 // Classes called 0 … 9 have their names as keys. Otherwise up to ten classes have the same keys for all images; of more
-// classes, the most probable ones have keys.
+// classes, the most probable ones have keys. Keys do not change when a class is added.
 function listClasses(top) {
   const digits = state.classes.filter(isDigit);
-  const text = find("search").value.trim().toLowerCase();
+  const typed = find("search").value.trim().normalize("NFC").replace(/\s+/g, " ");
+  const text = typed.toLowerCase();
   const rank = (name) => (name.toLowerCase().startsWith(text) ? 0 : 1);
-  let names = state.classes.length > 10 ? [...new Set([...top.map(([name]) => name), ...digits])] : state.classes;
+  let names = state.classes;
+  if (state.known > 10) names = [...new Set([...top.map(([name]) => name), ...digits, ...names.slice(state.known)])];
   if (text) names = state.classes.filter((name) => name.toLowerCase().includes(text)).sort((a, b) => rank(a) - rank(b));
   const keyOf = (name, place) => (digits.length ? digits.find((digit) => digit === name) : "1234567890"[place]);
   const button = (name, place) => {
@@ -47,6 +49,10 @@ function listClasses(top) {
     return element("button", { value: key ?? "", onclick: () => decide("relabel", name) }, ...withKey(name, key));
   };
   find("classes").replaceChildren(...names.slice(0, 50).map(button));
+  if (!text || !state.open || names.some((name) => name.toLowerCase() === text)) return;
+  const onclick = () => decide("relabel", typed, true);
+  const words = withKey(`New class “${typed}”`, names.length ? "" : "Enter");
+  find("classes").append(element("button", { onclick }, ...words));
 }
 
 async function show(item) {
@@ -87,7 +93,7 @@ async function next(item) {
   find("review").hidden = item === null;
   find("end").hidden = item !== null;
   find("again").hidden = !count("skip");
-  find("written").textContent = "";
+  find("table").hidden = true;
   if (item === null) return void (current = null);
   await show(item);
   const after = open.find((one) => one > item);
@@ -108,8 +114,9 @@ const guarded = (work) => async (...values) => {
   document.body.ariaBusy = "false";
 };
 
-const decide = guarded(async (action, label) => {
-  const { item, name, ...change } = await ask("decide", { item: current, action, label });
+const decide = guarded(async (action, label, create) => {
+  const { item, name, ...change } = await ask("decide", { item: current, action, label, create });
+  if (create) state.classes.push(label);
   if (item === null) throw new Error(`The decision about ${name}, which is not in this list, is undone.`);
   state.images[item] = { ...state.images[item], action: undefined, ...change };
   await next(action === "undo" ? item : undefined);
@@ -127,22 +134,25 @@ const actions = {
   }),
   write: guarded(async () => {
     find("written").textContent = `${(await ask("write", {})).rows} rows are written. Train with them:`;
+    find("table").hidden = false;
   }),
 };
 for (const [id, action] of Object.entries(actions)) find(id).onclick = action;
 
 addEventListener("keydown", (event) => {
   const typing = event.target === find("search"), control = event.ctrlKey || event.metaKey;
-  const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", u: "undo" }[event.key.toLowerCase()]);
+  const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", u: "undo", w: "write" }[event.key.toLowerCase()]);
   if (typing) {
     if (event.key === "Enter" && event.target.value) find("classes").firstElementChild?.click();
     if (event.key === "Enter" || event.key === "Escape") event.target.blur();
   } else if (control && event.key === "z") decide("undo");
-  else if (control || event.altKey || event.repeat || event.target === find("filter")) return;
+  else if (control || event.altKey || event.repeat) return;
   else if (event.key === "/") find("search").focus(), event.preventDefault();
-  else if (current === null) button === find("undo") && decide("undo");
-  else if (isDigit(event.key)) find("classes").querySelector(`[value="${event.key}"]`)?.click();
-  else if (button && !button.hidden) button.click();
+  else if (button || isDigit(event.key)) {
+    event.preventDefault(); // the filter would choose the class that begins with this letter
+    const chosen = button ?? find("classes").querySelector(`[value="${event.key}"]`);
+    if (current === null ? ["undo", "write"].includes(chosen?.id) : chosen && !chosen.hidden) chosen.click();
+  }
 });
 find("picture").onload = sharpen;
 find("filter").onchange = guarded(() => next());
@@ -152,6 +162,6 @@ guarded(async () => {
   state = await ask("images");
   document.title = `Review labels · ${state.run}`;
   find("command").textContent = state.command;
-  find("filter").append(...["", ...state.classes].map((value) => element("option", { value }, value || "all")));
+  find("filter").append(...["", ...state.classes.slice(0, state.known)].map((value) => element("option", { value }, value || "all")));
   await next();
 })();

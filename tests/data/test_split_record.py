@@ -1,0 +1,262 @@
+"""A resumed or evaluated training keeps its own split, whatever happened to the folder or table of its images."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_images import damage, save_photo
+
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.sources import SOURCES, Source
+from cifar_lit.errors import Failure, UsageError
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Return a folder with 30 images of each of two classes."""
+    for seed in range(60):
+        save_photo(tmp_path / f"photos/{('ant', 'bee')[seed % 2]}/{seed:02}.png", seed)
+    return tmp_path / "photos"
+
+
+def own_data(root: Path, **settings: Any) -> ImageData:
+    sizes = {"image_size": 8, "val_size": 0.2, "batch_size": 8}
+    return ImageData("folder", str(root), **{**sizes, "cache_dir": str(root.parent / "cache"), **settings})
+
+
+def sides(data: ImageData) -> dict[str, list[str]]:
+    """Return the names of the images on each side."""
+    images, (train, val) = data.train_images, data.split
+    names = images.names or ()
+    return {
+        "train": [names[row] for row in train],
+        "val": [names[row] for row in val],
+        "test": [*(data.test_images.names or ())],
+    }
+
+
+def add_images(root: Path) -> None:
+    """Add images to a class, a class, a damaged image, and an empty one."""
+    for seed in range(100, 140):
+        save_photo(root / f"bee/{seed}.png", seed)
+        save_photo(root / f"wasp/{seed}.png", seed + 100)
+    damage(save_photo(root / "ant/x.png", 300))
+    (root / "ant/y.png").touch()
+
+
+def write_table(root: Path, column: str = "", value: Callable[[str], str] = str) -> Path:
+    """Write a table of all images next to their folder."""
+    names = sorted(str(path.relative_to(root.parent)) for path in root.rglob("*.png"))
+    rows = [f"{name},{Path(name).parent.name}" + (f",{value(name)}" if column else "") for name in names]
+    table = root.parent / "table.csv"
+    table.write_text("\n".join(["path,label" + (f",{column}" if column else ""), *rows, ""]))
+    return table
+
+
+# ---- images that were added
+
+
+def test_added_images_and_classes_change_no_side(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, resumed = own_data(photos), own_data(photos)
+    before, state = sides(data), data.state_dict()
+    assert {side: len(names) for side, names in before.items()} == {"train": 38, "val": 10, "test": 12}
+    add_images(photos)
+    resumed.load_state_dict(state)
+    assert (sides(resumed), resumed.classes) == (before, ("ant", "bee"))
+    assert resumed.state_dict() == state | {"split": resumed.record}
+    assert "photos: this run does not use 82 images added since it began" in capsys.readouterr().err
+
+
+def test_images_that_were_loaded_before_the_checkpoint_are_replaced(photos: Path) -> None:
+    """A plain Trainer builds the net from the images before it reads the checkpoint."""
+    data, resumed = own_data(photos), own_data(photos)
+    before, state = sides(data), data.state_dict()
+    save_photo(photos / "bee/99.png", 99)
+    assert len(resumed.train_images) + len(resumed.test_images) == 61
+    resumed.load_state_dict(state)
+    assert sides(resumed) == before
+    assert resumed.statistics == data.statistics
+    assert sorted(torch.cat([batch.indices for batch in resumed.train_dataloader()]).tolist()) == data.split[0].tolist()
+
+
+def test_rows_added_to_a_table_change_no_side(photos: Path) -> None:
+    table = write_table(photos)
+    before, state = sides(own_data(table)), own_data(table).state_dict()
+    for seed in range(100, 130):
+        save_photo(photos / f"ant/{seed}.png", seed)
+    write_table(photos)
+    (resumed := own_data(table)).load_state_dict(state)
+    assert sides(resumed) == before
+
+
+@pytest.mark.parametrize("settings", [{"folds": 3, "fold": 1}, {"train_share": 0.5}], ids=str)
+def test_folds_and_shares_stay_the_same(settings: dict[str, Any], photos: Path) -> None:
+    data = own_data(photos, **settings)
+    before, state = sides(data), data.state_dict()
+    add_images(photos)
+    (resumed := own_data(photos, **settings)).load_state_dict(state)
+    assert sides(resumed) == before
+
+
+def test_an_added_validation_folder_is_left_out(photos: Path) -> None:
+    root = photos.parent / "parts"
+    shutil.copytree(photos, root / "train")
+    for seed in (70, 71):
+        save_photo(root / f"test/{('ant', 'bee')[seed % 2]}/{seed}.png", seed)
+    before, state = sides(own_data(root)), own_data(root).state_dict()
+    shutil.copytree(root / "test", root / "val")
+    (resumed := own_data(root)).load_state_dict(state)
+    assert sides(resumed) == before
+
+
+def test_unreadable_images_that_were_skipped_stay_skipped(photos: Path) -> None:
+    damaged = sides(own_data(photos))["test"][:2]  # the draw of test images counts them
+    for name in damaged:
+        damage(photos / name)
+    data = own_data(photos, skip_bad=True)
+    before, state = sides(data), data.state_dict()
+    save_photo(photos / "bee/99.png", 99)
+    (resumed := own_data(photos, skip_bad=True)).load_state_dict(state)
+    assert sides(resumed) == before
+    assert not {name for names in before.values() for name in names} & set(damaged)
+
+
+def test_the_test_images_are_those_of_the_start_although_the_test_comes_last(photos: Path) -> None:
+    data = own_data(photos)
+    data.train_dataloader()
+    before = sides(own_data(photos))
+    add_images(photos)
+    assert sides(data) == before
+
+
+# ---- images that were changed
+
+
+def rename_all(root: Path) -> None:
+    """Give each image of a class the name of the next one."""
+    for path in sorted((root / "bee").iterdir(), reverse=True):
+        path.rename(path.with_name(f"{int(path.stem) + 2:02}.png"))
+    shutil.copy(root / "bee/61.png", root / "bee/01.png")
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "removed": (lambda root: (root / "bee/01.png").unlink(), r"missing \(1 of 60\): bee/01.png"),
+    "moved": (lambda root: (root / "bee/01.png").rename(root / "ant/01.png"), r"missing \(1 of 60\): bee/01.png"),
+    "replaced": (lambda root: save_photo(root / "bee/01.png", 99), r"have changed \(1 of 60\): bee/01.png"),
+    "renamed": (rename_all, r"have changed \(30 of 60\): bee/01.png, bee/03.png, bee/05.png"),
+    "class removed": (lambda root: shutil.rmtree(root / "ant"), "one class only"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_images_that_are_missing_or_changed_are_refused_by_name(change: str, photos: Path) -> None:
+    state = own_data(photos).state_dict()
+    act, text = CHANGES[change]
+    act(photos)
+    with pytest.raises(UsageError, match=text):
+        own_data(photos).load_state_dict(state)
+
+
+def test_other_labels_or_groups_in_a_table_are_refused(photos: Path) -> None:
+    table = write_table(photos, "group", lambda name: name)
+    state = own_data(table).state_dict()
+    text = table.read_text()
+    table.write_text(text.replace("photos/bee/01.png,bee", "photos/bee/01.png,ant"))
+    with pytest.raises(UsageError, match=r"have changed \(1 of 60\): photos/bee/01.png\. Restore"):
+        own_data(table).load_state_dict(state)
+    write_table(photos, "group", lambda name: name[-5])  # ten large groups
+    with pytest.raises(UsageError, match=r"would change sides .*photos/"):
+        own_data(table).load_state_dict(state)
+
+
+def test_other_images_of_a_function_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source(first: int) -> Source:
+        pixels = torch.arange(first, first + 40, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 4, 4, 3).contiguous()
+        return Source(lambda settings, train: ImageSet(pixels, torch.arange(len(pixels)) % 2, ("a", "b")))
+
+    monkeypatch.setitem(SOURCES, "mine", source(0))
+    state = ImageData("mine").state_dict()
+    ImageData("mine").load_state_dict(state)
+    monkeypatch.setitem(SOURCES, "mine", source(1))
+    with pytest.raises(UsageError, match="the images of mine, or their order, differ"):
+        ImageData("mine").load_state_dict(state)
+
+
+# ---- settings
+
+
+REFUSED = {"split_seed": 7, "val_size": 0.3, "test_size": 0.3, "folds": 5, "group": "x", "batch_size": 4, "seed": 1,
+           "flip": "random", "augment": {"scale": [0.5, 1]}, "image_size": 16, "resize": "squash", "mean": 0.1,
+           "train_share": 0.5}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_must_not_change_are_refused_by_name(name: str, photos: Path) -> None:
+    state = own_data(photos).state_dict()
+    with pytest.raises(UsageError, match=rf"data\.{name} was .* in this run, not .*: leave it out to resume"):
+        own_data(photos, **{name: REFUSED[name]}).load_state_dict(state)
+
+
+def test_the_place_of_the_images_and_their_loading_may_change(photos: Path) -> None:
+    data = own_data(photos)
+    before, state = sides(data), data.state_dict()
+    moved = photos.rename(photos.with_name("moved"))
+    mean, std = data.statistics
+    other = own_data(moved, cache_dir=None, workers=1, placement="host", eval_batch_size=3, mean=mean, std=std)
+    other.load_state_dict(state)
+    assert sides(other) == before
+
+
+# ---- the record
+
+
+def test_a_record_of_many_images_is_small() -> None:
+    data = ImageData("shapes", count=2000, image_size=8)
+    assert "rows" not in data.record
+    names = [f"train/n{row % 10:08}/n{row % 10:08}_{row * 7919 % 100_000}.JPEG" for row in range(2000)]
+    vars(data.parts)["train_images"] = ImageSet(
+        data.train_images.images, data.train_images.labels, data.classes, names=names
+    )
+    data._record = None
+    assert data.record["rows"].nbytes < 20 * 2400
+
+
+def test_a_damaged_record_or_one_of_an_older_version_is_refused(photos: Path) -> None:
+    state = own_data(photos).state_dict()
+    for rows in (torch.zeros(9, dtype=torch.uint8), 7, state["split"]["rows"][:-30]):
+        with pytest.raises(Failure, match="list of images is damaged"):
+            own_data(photos).load_state_dict({**state, "split": {"digest": "0", "rows": rows}})
+    for older in ({}, {"position": 1, "epoch": 0}, {**state, "settings": "[" * 100_000}):
+        with pytest.raises(UsageError, match="its version is older: it cannot be resumed"):
+            own_data(photos).load_state_dict(older)
+
+
+# ---- evaluation
+
+
+def test_an_evaluation_uses_the_split_of_the_training(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = own_data(photos)
+    before, state = sides(data), data.state_dict()
+    add_images(photos)
+    (evaluated := own_data(photos)).evaluate_split_of(state)
+    assert sides(evaluated) == before
+    assert "too high" not in capsys.readouterr().err
+    (photos / "bee/01.png").unlink()
+    own_data(photos).evaluate_split_of(state)
+    assert "scores may be too high, because images have changed since" in capsys.readouterr().err
+
+
+def test_an_evaluation_on_other_images_uses_all_of_them(photos: Path) -> None:
+    state = own_data(photos).state_dict()
+    other = photos.parent / "other"
+    shutil.copytree(photos, other)
+    save_photo(other / "bee/99.png", 99)
+    (evaluated := own_data(other)).evaluate_split_of(state)
+    assert sum(map(len, sides(evaluated).values())) == 61
+    own_data(other).evaluate_split_of({})  # a checkpoint of another program

@@ -1,0 +1,49 @@
+"""Which settings may change when a training is resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cifar_lit.errors import UsageError
+from cifar_lit.settings import changed_settings, plain_settings
+
+LONGER = {"trainer.max_epochs": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.schedule", "one_cycle"),
+        ("model.patience", 0.3),
+        ("data.skip_easy", 0.1),
+        ("data.resolutions", {"8": 0.5}),
+    ],
+)
+def test_a_training_that_depends_on_its_length_cannot_be_prolonged(name: str, value: Any) -> None:
+    saved = {"trainer.max_epochs": 3, name: value}
+    with pytest.raises(UsageError, match=f"was 3 in this run, not 5: {name}.* depends on the length"):
+        changed_settings(saved, {**saved, **LONGER})
+
+
+def test_other_trainings_can_be_prolonged_but_not_shortened_or_made_endless() -> None:
+    saved = {"trainer.max_epochs": 3, "model.schedule": "constant", "model.patience": 2.0, "data.resolutions": {}}
+    assert changed_settings(saved, {**saved, **LONGER}) == LONGER
+    for end in (2, -1, None):
+        with pytest.raises(UsageError, match=r"trainer\.max_epochs was 3 in this run, not .*: leave it out"):
+            changed_settings(saved, {**saved, "trainer.max_epochs": end})
+
+
+def test_equal_values_in_other_forms_and_unknown_settings_are_no_change() -> None:
+    saved = {"data.mean": [0.5, 0.5, 0.5], "data.image_size": [8, 8], "data.val_size": 20, "data.removed": 1}
+    given = {"data.mean": 0.5, **plain_settings("data", {"image_size": (8, 8), "val_size": 20.0}), "data.added": 2}
+    assert changed_settings(saved, given) == {}
+    with pytest.raises(UsageError, match=r"data\.mean was \[0\.5, 0\.5, 0\.5\] in this run, not 0\.4"):
+        changed_settings(saved, {"data.mean": 0.4})
+
+
+def test_functions_and_objects_are_compared_by_name() -> None:
+    """Their addresses differ in every process."""
+    values = plain_settings("data", {"dataset": plain_settings, "augment": {"policy": object()}})
+    assert values == {"data.dataset": "plain_settings", "data.augment": {"policy": "object"}}

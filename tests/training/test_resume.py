@@ -1,0 +1,125 @@
+"""A plain Trainer resumes with the split and the settings of the checkpoint, or refuses with their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_runs import BATCHES, At, best_and_last, classifier, fitted, same, shapes_data, weights
+
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.errors import UsageError
+from cifar_lit.training.checkpoint import read_checkpoint
+from cifar_lit.training.classifier import ImageClassifier
+
+
+def save_noise(root: Path, start: int, end: int) -> None:
+    """Save images of random pixels, alternately of two classes."""
+    for seed in range(start, end):
+        path = root / "ab"[seed % 2] / f"{seed:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 16, 3), np.uint8)).save(path)
+
+
+def middle_of(folder: Path, data: Any, **settings: Any) -> Path:
+    """Train `data` with a checkpoint in the second of three epochs, and return its path."""
+    path = folder / "middle.ckpt"
+    save = At(BATCHES + 2, lambda trainer, _: trainer.save_checkpoint(path), after=True)
+    fitted(classifier(**settings), data, save, max_epochs=3)
+    return path
+
+
+@pytest.mark.parametrize("settings", [{}, {"skip_easy": 0.3, "skip_from": 0.3}], ids=str)
+def test_images_added_to_the_folder_change_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
+    """The net is built for the classes of the folder, before the checkpoint is read."""
+
+    def fit(resume: Path | None = None, *callbacks: Any) -> dict[str, Any]:
+        places: dict[str, Any] = {"root": str(tmp_path / "noise"), "cache_dir": str(tmp_path / "cache")}
+        data = ImageData("folder", **places, batch_size=8, **settings)
+        model = ImageClassifier("lenet", lr=0.05, schedule="cosine")
+        fitted(model, data, *callbacks, resume=resume, max_epochs=3)
+        return weights(model)
+
+    save_noise(tmp_path / "noise", 0, 60)
+    path = tmp_path / "middle.ckpt"
+    whole = fit(None, At(8, lambda trainer, _: trainer.save_checkpoint(path), after=True))
+    save_noise(tmp_path / "noise", 60, 90)
+    assert same(fit(path), whole)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"lr": 0.1}, {}, r"model\.lr was 0\.05 in this run, not 0\.1: leave it out"),
+    ({"schedule": "constant"}, {}, r"model\.schedule was \"cosine\""),
+    ({"label_smoothing": 0.1}, {}, r"model\.label_smoothing"),
+    ({"net": "tudui"}, {}, r"model\.net was \"lenet\""),
+    ({}, {"max_epochs": 2}, r"trainer\.max_epochs was 3 in this run, not 2: leave it out"),
+    ({}, {"max_epochs": 4}, r"trainer\.max_epochs was 3 in this run, not 4: model\.schedule cosine depends on"),
+    ({}, {"max_steps": 9}, r"trainer\.max_steps was -1"),
+    ({}, {"accumulate_grad_batches": 2}, r"trainer\.accumulate_grad_batches was 1"),
+    ({}, {"gradient_clip_val": 1.0}, r"trainer\.gradient_clip_val was null"),
+    ({}, {"limit_train_batches": 3}, r"trainer\.limit_train_batches"),
+]
+
+
+@pytest.mark.parametrize(("model", "trainer", "text"), REFUSED, ids=[str({**row[0], **row[1]}) for row in REFUSED])
+def test_settings_that_change_the_training_are_refused_by_name(
+    model: dict[str, Any], trainer: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    path = middle_of(tmp_path, shapes_data(), schedule="cosine")
+    with pytest.raises(UsageError, match=text):
+        changed = classifier(**{"schedule": "cosine", **model})
+        fitted(changed, shapes_data(), resume=path, **{"max_epochs": 3, **trainer})
+
+
+def test_settings_of_the_data_are_refused_in_a_fit_and_not_in_a_test(tmp_path: Path) -> None:
+    path = middle_of(tmp_path, shapes_data())
+    other = shapes_data(split_seed=1)
+    with pytest.raises(UsageError, match=r"data\.split_seed was 0 in this run, not 1"):
+        fitted(classifier(), other, resume=path, max_epochs=3)
+    tester = fitted(classifier(), shapes_data(), max_epochs=1)
+    assert tester.test(classifier(), datamodule=other, ckpt_path=path, weights_only=True, verbose=False)
+
+
+def test_a_longer_training_equals_one_that_was_as_long_from_the_start(tmp_path: Path) -> None:
+    settings = {"momentum": 0.9, "ema_decay": 0.9, "warmup_epochs": 1.0, "net": "shapenet"}
+    fitted(classifier(**settings), shapes_data(), best_and_last(tmp_path)[1], max_epochs=3)
+    fitted(longer := classifier(**settings), shapes_data(), resume=tmp_path / "last.ckpt", max_epochs=5)
+    fitted(whole := classifier(**settings), shapes_data(), max_epochs=5)
+    assert same(weights(longer), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "cause"),
+    [
+        ({"patience": 0.5}, {}, r"model\.patience 0\.5 depends on the length"),
+        ({}, {"skip_easy": 0.2}, r"data\.skip_easy and data\.resolutions depend on, was 3 in this run, not 5"),
+        ({}, {"resolutions": {8: 0.5}}, r"data\.skip_easy and data\.resolutions depend on, was 3 in this run, not 5"),
+    ],
+    ids=str,
+)
+def test_a_training_is_not_prolonged_if_something_depends_on_its_length(
+    model: dict[str, Any], data: dict[str, Any], cause: str, tmp_path: Path
+) -> None:
+    net = {"net": "shapenet", **model}
+    path = middle_of(tmp_path, shapes_data(**data), **net)
+    with pytest.raises(UsageError, match=cause):
+        fitted(classifier(**net), shapes_data(**data), resume=path, max_epochs=5)
+
+
+def test_what_does_not_change_the_training_may_change(tmp_path: Path) -> None:
+    path = middle_of(tmp_path, shapes_data())
+    model = classifier(channels_last=False, patience=3)
+    fitted(model, shapes_data(workers=1, placement="host"), resume=path, max_epochs=3, log_every_n_steps=1)
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    path = middle_of(tmp_path, shapes_data())
+    checkpoint = read_checkpoint(path)
+    del checkpoint["cifar_lit"]["settings"]
+    torch.save(checkpoint, path)
+    with pytest.raises(UsageError, match="its version is older: it cannot be resumed"):
+        fitted(classifier(), shapes_data(), resume=path, max_epochs=3)
