@@ -119,7 +119,7 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
 
 def read_card(path: str | Path) -> ModelCard | None:
     """Return the card of a run folder or a `model.safetensors`, None for other or invalid files."""
-    with suppress(UsageError, InvalidFileError, SafetensorError, OSError, KeyError):
+    with suppress(UsageError, InvalidFileError, SafetensorError, OSError, KeyError, MemoryError):
         with safe_open(weights_file(path), framework="pt") as opened:
             metadata = opened.metadata() or {}
         if metadata.get("format") == FORMAT:
