@@ -63,10 +63,6 @@ READ_COST = 1_000  # bytes that each read of a file counts in addition
 MAX_SURPLUS = 10_000 * READ_COST  # bytes that may be read in addition to twice the file
 # A segment with a length, or the end of the image. C8 and F0 to FD have no length in Pillow, and libjpeg refuses them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
-_OTHER_FORMATS = {  # unsupported image formats, by their bytes from the first or the fifth on
-    b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon", b"jP  \r\n\x87\n": "a JPEG 2000",
-    b"\xff\x0a": "a JPEG XL", b"JXL \r\n\x87\n": "a JPEG XL",
-}  # fmt: skip
 RESIZES = {  # ways to resize an image of another aspect ratio
     "crop": "scaled to cover the size, then cropped to its centre",
     "letterbox": "scaled to fit into the size, with grey (128) borders",
@@ -336,9 +332,6 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     """Open an image without unpacking it. Raise OSError for other formats, and for files crafted to take long."""
     if not data:
         raise OSError("the file is empty")
-    for signature, kind in _OTHER_FORMATS.items():
-        if data.startswith(signature) or data.startswith(signature, 4):
-            raise OSError(f"it is {kind}: save it as JPEG or PNG")
     formats: tuple[str, ...] = FORMATS
     # AVIF has the same container, and Pillow reads it.
     if data[4:8] == b"ftyp" and data[8:10] in (b"he", b"mi", b"ms") and b"avif" not in data[8:64]:

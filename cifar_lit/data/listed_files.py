@@ -107,16 +107,18 @@ def find_files(table: Path, paths: Iterable[str]) -> dict[str, str]:
     unique = dict.fromkeys(paths)
     files: dict[str, str] = {}
     for path in unique:
-        for spelling in (path, os.path.normpath(path.replace("\\", "/"))):
-            if os.path.lexists(place := as_on_disk(spelling, folder)):
+        for spelling in (os.path.normpath(path.replace("\\", "/")), path):
+            place = as_on_disk(spelling, folder)
+            if os.path.lexists(place):
                 files[path] = place if os.path.isabs(spelling) else os.path.relpath(place, folder)  # noqa: PTH117
+                break
     if files:
         return files
     endings = _files_by_ending(folder)
     for path in unique:
         fits = endings.get(nfc(path.replace("\\", "/")), [])
         if len(fits) > 1:
-            raise UsageError(f"{table}: {path} may be {fits[0]} or {fits[1]}: write paths relative to {folder}/")
+            raise UsageError(f"{table}: {path[:200]} may be {fits[0]} or {fits[1]}: write paths relative to {folder}/")
         if fits:
             files[path] = fits[0]
     if files:
