@@ -104,6 +104,6 @@ def split_fault(parts: SplitImages, saved: list[Row] | None) -> str:
         "are in another order": names,
     }
     fault, images = next(pair for pair in faults.items() if pair[1])
-    names = dict.fromkeys(name[:200] for name in images)
-    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {listed(names)}"
+    shown = dict.fromkeys(name[:200] for name in images)
+    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {listed(shown)}"
     return f"{text}. Restore the images and their table as they were, or start a new run"
