@@ -17,7 +17,7 @@ import pytest
 from inference.odd_files import encoded
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
-from security.hostile_files import progressive_jpeg, tiff
+from security.hostile_files import gif_with_blocks, png_with_chunks, progressive_jpeg, tiff
 
 from cifar_lit.data.decode import (
     DecodeError,
@@ -292,3 +292,18 @@ def test_libtiff_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(DecodeError):
             decode(io.BytesIO(damaged))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "data", [png_with_chunks(20_000), gif_with_blocks(20_000), tiff(8, 8, [(270, 2, 3 << 20, 200)])]
+)
+def test_many_parts_and_large_tags_are_refused_with_the_reason(data: bytes) -> None:
+    with pytest.raises(DecodeError, match="too many parts for an image, or too much beside its pixels: save it again"):
+        decode(io.BytesIO(data + bytes(4 << 20)))
+
+
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
+def test_a_tiff_may_have_more_pixels_than_tags(compression: str) -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), dtype=np.uint8))
+    data = encoded(image, "TIFF", compression=compression)
+    assert len(data) > 4_000_000 and (decode(io.BytesIO(data)) == np.asarray(image)).all()

@@ -71,14 +71,19 @@ def test_a_wrapper_around_class_folders_is_followed_and_named(root: Path, capsys
 
 def test_the_shortest_of_several_names_of_a_part_is_used(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As in Fruits-360, whose test-multiple_fruits has other pictures."""
-    fill(root, *(f"{part}/{name}" for part in ("Training", "Test", "a-test-of-many") for name in ("cat", "dog")))
+    fill(root, *(f"{part}/{name}" for part in ("training", "test", "a-test-of-many") for name in ("cat", "dog")))
     assert counts(scan(root)) == PARTED
-    assert f"{root}: only Test/ and Training/ are used, not a-test-of-many\n" in capsys.readouterr().err
+    assert f"{root}: only test/ and training/ are used, not a-test-of-many\n" in capsys.readouterr().err
 
 
 def test_classes_may_have_the_names_of_parts_or_folders_of_their_own(root: Path) -> None:
     fill(root, "test_station", "train_station", "valid", "cat/2023", "cat/2024", "dog/indoor", "dog/images", "fox/cat")
     assert [*scan(root).parts["all"]] == ["cat", "dog", "fox", "test_station", "train_station", "valid"]
+
+
+def test_folders_that_one_class_lacks_are_no_classes(root: Path) -> None:
+    fill(root, *(f"{name}/{year}" for name in ("crash_test", "drive", "park") for year in (2023, 2024)), "stop")
+    assert [*scan(root).parts["all"]] == ["crash_test", "drive", "park", "stop"]
 
 
 @pytest.mark.parametrize(
