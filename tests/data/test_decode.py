@@ -17,7 +17,7 @@ import pytest
 from inference.odd_files import encoded
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
-from security.hostile_files import gif_with_blocks, png_with_chunks, progressive_jpeg, tiff
+from security.hostile_files import TILE, gif_with_blocks, png_with_chunks, progressive_jpeg, tiff
 
 from cifar_lit.data.decode import (
     DecodeError,
@@ -307,3 +307,9 @@ def test_a_tiff_may_have_more_pixels_than_tags(compression: str) -> None:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), dtype=np.uint8))
     data = encoded(image, "TIFF", compression=compression)
     assert len(data) > 4_000_000 and (decode(io.BytesIO(data)) == np.asarray(image)).all()
+
+
+def test_tiffs_of_many_or_huge_tiles_are_refused() -> None:
+    for data in (tiff(8, 8, TILE, bytes(200)), tiff(8, 8, [(259, 3, 1, 1), (273, 4, 30_000, 200), (278, 3, 1, 4)])):
+        with pytest.raises(DecodeError, match="a TIFF of many or huge tiles"):
+            decode(io.BytesIO(data + bytes(200_000)))
