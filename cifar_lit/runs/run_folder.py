@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import io
 import json
 import os
 import re
@@ -12,14 +11,13 @@ import socket
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import PART, read_text, write_text
+from cifar_lit.files import PART, file_size, read_text, write_text
 from cifar_lit.text import note
 
 # Numbers of metrics.json.
@@ -36,6 +34,8 @@ WRITING_SECONDS = 0.2  # time for another process to finish writing a new lease
 LEASE_SECONDS = 10.0  # lease duration; an owner on another machine renews it three times in this period
 MAX_DEPTH = 50  # folder levels in a resumed run
 MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes has 18 MiB
+MAX_LINE = 8 << 20  # characters of a line in it; longer ones are skipped
+MAX_CELLS = 4_000_000  # cells and rows that are returned; they take about 500 MB of memory
 
 
 class RunFolder:
@@ -63,6 +63,7 @@ class RunFolder:
         self._lock: FileLock | None = None
         self._lease: SoftFileLease | None = None
         if path is not None and first:
+            check_links(path)
             self._hold(path)
 
     @property
@@ -220,24 +221,33 @@ def check_files(run: Path) -> None:
 
     A symlink inside the folder must not point outside it; the folder itself may be a symlink.
     """
-    top, curves = os.path.realpath(run), run / "metrics.csv"
+    curves = run / "metrics.csv"
     for name in WRITTEN:
         if (run / name).is_dir():
             raise Failure(f"{display_path(run / name)} is a folder, where a file is to be written: move it away")
-    for folder, folders, files in os.walk(top):
-        if len(Path(folder).parts) - len(Path(top).parts) > MAX_DEPTH:
-            raise Failure(f"{display_path(run)} has folders nested deeper than {MAX_DEPTH} levels: move them away")
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
-                link = display_path(run / path.relative_to(top))
-                raise Failure(
-                    f"{link} is a symlink pointing outside its run folder, so the run cannot be resumed: "
-                    "replace the symlink with a copy of its target"
-                )
+    check_links(run)
     if curves.exists() and not (curves.is_file() and curves.stat().st_size <= MAX_TABLE):
         raise Failure(
             f"{display_path(curves)} is not a file of at most {MAX_TABLE >> 20} MiB: move it away to resume without it"
         )
+
+
+def check_links(folder: Path) -> None:
+    """Raise Failure if a folder, which may come from a stranger, has a symlink pointing outside.
+
+    The folder itself may be a symlink. Call this before an existing folder is written to.
+    """
+    top = os.path.realpath(folder)
+    for parent, folders, files in os.walk(top):
+        if len(Path(parent).parts) - len(Path(top).parts) > MAX_DEPTH:
+            raise Failure(f"{display_path(folder)} has folders nested deeper than {MAX_DEPTH} levels: move them away")
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
+                link = display_path(folder / path.relative_to(top))
+                raise Failure(
+                    f"{link} is a symlink pointing outside its folder, so nothing is written there: "
+                    "replace the symlink with a copy of its target"
+                )
 
 
 def _started(run: Path) -> int:
@@ -365,24 +375,32 @@ def _is_bounded(value: Any) -> bool:
 
 
 def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
-    """Return the rows of a CSV file with a header, without empty cells; none if it cannot be read.
+    """Return the rows of a CSV file with a header, without empty cells; none if it cannot be read or is too large.
 
-    An unterminated last line with fewer cells than the header is skipped: it is still being written, or was cut short
-    by a kill or a full disk. An editor may leave out the last newline of a whole line.
+    A line with fewer cells than the header is skipped: it is still being written, or was cut short by a kill or a full
+    disk.
     columns: names of the columns to return, all by default.
     """
+    rows, cells = [], 0
     try:
-        lines = io.StringIO(read_text(file, MAX_TABLE), newline="")
-        header = next(lines, "")
-        count = len(next(csv.reader([header]), ()))
-        whole = (line for line in lines if line.endswith("\n") or len(next(csv.reader([line]), ())) == count)
-        rows = csv.DictReader(chain([header], whole))
-        return [
-            {name: value for name, value in row.items() if name and value and (columns is None or name in columns)}
-            for row in rows
-        ]
+        file_size(file, MAX_TABLE)
+        with file.open(encoding="utf-8", newline="") as lines:
+            reader = csv.reader(line for line in lines if len(line) <= MAX_LINE)
+            header = next(reader, [])
+            wanted = [(place, name) for place, name in enumerate(header) if name]
+            if columns is not None:
+                wanted = [(place, name) for place, name in wanted if name in columns]
+            for values in reader:
+                if len(values) < len(header):  # also an empty line
+                    continue
+                row = {name: values[place] for place, name in wanted if values[place]}
+                rows.append(row)
+                cells += 1 + len(row)
+                if cells > MAX_CELLS:
+                    return []
     except (OSError, UnicodeDecodeError, csv.Error):
         return []
+    return rows
 
 
 def read_curves(run: Path) -> list[dict[str, float]]:

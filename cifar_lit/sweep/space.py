@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BruteForceSampler
+from optuna.trial import FixedTrial
 
 from cifar_lit.cli.flags import OWN, SHORT
-from cifar_lit.errors import UsageError, check_choice, first_line, nearest
+from cifar_lit.errors import Failure, UsageError, check_choice, first_line, nearest
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.text import NOT_A_FILE_NAME, is_file_name
 
@@ -29,7 +31,9 @@ DIRECTIONS = ("maximize", "minimize")
 MINIMISED = re.compile("loss|seconds|error|parameters")  # in the name of an objective
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SPLIT = ("data.val_size", "data.split_seed", "data.folds", "data.fold")
-MAX_GRID = 1000
+MAX_GRID = 1000  # trials
+MAX_COMBINATIONS = 10_000
+MAX_PARAMETERS = 100
 
 
 class Parameter(NamedTuple):
@@ -46,6 +50,20 @@ class Parameter(NamedTuple):
         if isinstance(self.space, CategoricalDistribution):
             return self.choices
         return self.space.low, self.space.high
+
+    @property
+    def size(self) -> float:
+        """Return the number of values, which may be infinite."""
+        if isinstance(self.space, CategoricalDistribution):
+            return len(self.choices)
+        return math.inf if self.space.step is None else (self.space.high - self.space.low) / self.space.step + 1
+
+    def values(self) -> list[Any]:
+        """Return all values of a finite space, as Optuna stores them."""
+        if isinstance(self.space, CategoricalDistribution):
+            return list(self.space.choices)
+        low, high, step = (Decimal(str(number)) for number in (self.space.low, self.space.high, self.space.step))
+        return [type(self.space.low)(low + index * step) for index in range(int((high - low) / step) + 1)]
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ class SweepFile:
     seed: int
 
     def suggest(self, trial: Any) -> dict[str, Any]:
-        """Return the searched settings of an Optuna trial."""
+        """Return the searched settings of an Optuna trial. Raise Failure for a number out of range."""
         values: dict[str, Any] = {}
         for name, space, choices, when in self.parameters:
             if not all(key in values and values[key] in allowed for key, allowed in when.items()):
@@ -74,17 +92,25 @@ class SweepFile:
             else:
                 suggest = trial.suggest_int if isinstance(space, IntDistribution) else trial.suggest_float
                 values[name] = suggest(name, space.low, space.high, step=space.step, log=space.log)
+                if not space.low <= values[name] <= space.high:  # the database may come from someone else
+                    fault = f"the database has {name} {values[name]:g}, not in {space.low:g} … {space.high:g}"
+                    raise Failure(f"{fault}: it was changed. Give this sweep a name of its own (name: …)")
         return values
 
     def grid(self) -> list[dict[str, Any]]:
         """Return the parameters of all combinations in random order, at most `MAX_GRID`."""
-        study = optuna.create_study(sampler=BruteForceSampler(self.seed))
-        try:
-            study.optimize(lambda trial: len(self.suggest(trial)), n_trials=int(min(self.trials, MAX_GRID)))
-        except ValueError as error:
-            reason = "use choice, or range with a step, for every setting"
-            raise UsageError(f"sampler grid: {reason} ({first_line(error)})") from None
-        return [trial.params for trial in study.trials]
+        if math.prod(parameter.size for parameter in self.parameters) > MAX_COMBINATIONS:
+            limit = f"and at most {MAX_COMBINATIONS:,} combinations"
+            raise UsageError(f"sampler grid: use choice, or range with a step, for every setting, {limit}")
+        combinations = {}
+        for values in product(*(parameter.values() for parameter in self.parameters)):
+            names = (parameter.name for parameter in self.parameters)
+            trial = FixedTrial(dict(zip(names, values, strict=True)))
+            self.suggest(trial)
+            combinations[str(trial.params)] = trial.params  # equal ones differ in settings that a condition leaves out
+        in_order = list(combinations.values())
+        random.Random(self.seed).shuffle(in_order)
+        return in_order[: int(min(self.trials, MAX_GRID))]
 
     def corners(self) -> Iterator[dict[str, Any]]:
         """Yield settings that together contain each bound and each choice."""
@@ -104,6 +130,8 @@ def read_sweep(file: Path) -> SweepFile:
     settings, search, objective = content.get("settings") or {}, content["search"], content["objective"]
     if not isinstance(settings, dict) or not isinstance(search, dict):
         raise UsageError(f"{file}: settings and search hold settings by dotted name, such as model.lr")
+    if len(search) > MAX_PARAMETERS:
+        raise UsageError(f"{file}: search has more than {MAX_PARAMETERS} settings")
     settings = {SHORT.get(str(name), str(name)): value for name, value in settings.items()}
     parameters = _sorted([_parameter(SHORT.get(str(name), str(name)), entry) for name, entry in search.items()])
     for name in (parameter.name for parameter in parameters):
@@ -111,11 +139,14 @@ def read_sweep(file: Path) -> SweepFile:
             reason = "settings fixes it" if name in settings else "it is no setting of a training"
             reason = "all trials need the same validation images" if name in SPLIT else reason
             raise UsageError(f"{file}: {name} cannot be searched, as {reason}: leave it out")
-    given = objective if isinstance(objective, dict) else dict.fromkeys(
-        map(str, objective if isinstance(objective, list) else [objective])
-    )  # fmt: skip
-    objectives = {str(name): way or DIRECTIONS[bool(MINIMISED.search(str(name)))] for name, way in given.items()}
-    sampler, pruner = content.get("sampler", "tpe"), content.get("pruner", ("median", "none")[len(objectives) > 1])
+    if not isinstance(objective, dict):
+        objective = dict.fromkeys(map(str, objective if isinstance(objective, list) else [objective]))
+    objectives = {}
+    for name, direction in objective.items():
+        default = "minimize" if MINIMISED.search(str(name)) else "maximize"
+        objectives[str(name)] = direction or default
+    sampler = content.get("sampler", "tpe")
+    pruner = content.get("pruner", "none" if len(objectives) > 1 else "median")
     for key, value, choices in (
         ("sampler", sampler, SAMPLERS),
         ("pruner", pruner, PRUNERS),
@@ -129,10 +160,12 @@ def read_sweep(file: Path) -> SweepFile:
     if duration is not None and not match:
         raise UsageError(f"time must be a duration such as 90m or 2h, not {duration}")
     seconds = float(match[1]) * UNITS[match[2]] if match else math.inf
-    trials, seed = content.get("trials", math.inf if match or sampler == "grid" else 40), content.get("seed", 0)
-    for key, value, least in (("trials", trials, 1), ("seed", seed, 0)):
-        if value != math.inf and not (type(value) is int and least <= value < 1 << 31):
+    for key, least in (("trials", 1), ("seed", 0)):
+        value = content.get(key, least)
+        if not (type(value) is int and least <= value < 1 << 31):
             raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
+    trials = content.get("trials", math.inf if match or sampler == "grid" else 40)
+    seed = content.get("seed", 0)
     name, recipe = str(content.get("name") or file.stem), str(content["recipe"])
     if not is_file_name(name):
         raise UsageError(f"name: {name!r} cannot name a folder{NOT_A_FILE_NAME}")

@@ -6,10 +6,12 @@ import csv
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +31,33 @@ from contract.command_line import (
 from cifar_lit.bench.process import started
 from cifar_lit.cli.flags import parse
 from cifar_lit.cli.sweep import DESCRIPTION
+from cifar_lit.errors import UsageError
+from cifar_lit.files import open_inside
 from cifar_lit.sweep.space import read_sweep
 
 optuna = pytest.importorskip("optuna")
 from cifar_lit.sweep.database import database_url, open_storage  # noqa: E402
-from cifar_lit.sweep.trials import Control, Job, Worker  # noqa: E402
+from cifar_lit.sweep.results import conclusion, ranked  # noqa: E402
+from cifar_lit.sweep.trials import Control, Job, Worker, run_in, run_job, value_of  # noqa: E402
 
 FOLDER = Path("lightning_logs/lr")
 SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.crop": {"range": [0, 2]}}
 
-# Stands for a training: accuracy 1 - |lr - 0.05| after three epochs, worse by 0.5 for the first trials' rivals.
+# Stands for a training: accuracy 1 - |lr - 0.05| after three epochs, lowered by seed · lr / 100.
 FAKE = """
-import json, os, signal, sys, time
+import json, os, signal, sys, time, yaml
 from pathlib import Path
+settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 words = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv if word.startswith("--"))
 seed = int(words.get("seed_everything", 3))
 run = Path(words["logs"]) / "small-1"
 run.mkdir()
 (run / "config.yaml").write_text("seed_everything: %d" % seed)
 signal.signal(signal.SIGTERM, lambda *_: ((run / "stopped").touch(), sys.exit(143)))
-lr = float(words.get("model.lr", 0.04))
+lr = settings.get("model", {}).get("lr", 0.04)
 if "fail" in os.environ.get("FAKE", "") and (os.environ["FAKE"] == "fail" or lr > 0.05):
     sys.exit("cifar-lit: the loss is not finite")
-accuracy = 1 - abs(lr - 0.05)
+accuracy = 1 - abs(lr - 0.05) - seed * lr / 100
 with (run / "metrics.csv").open("w") as file:
     print("epoch,val/accuracy,val/loss", file=file, flush=True)
     for epoch in range(3):
@@ -78,6 +84,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def write(file: str = "lr.yaml", **more: Any) -> None:
     content = {"recipe": "small.yaml", "search": SPACE, "objective": "val/accuracy", "trials": 4, **more}
     Path(file).write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+
+
+def settings_of(line: list[str]) -> dict[str, Any]:
+    """Return the settings of the sweep file that a training gets, besides its flags."""
+    return yaml.safe_load(Path(line[line.index("--config") + 1]).read_text())
 
 
 def sweep(*words: str, **variables: str) -> Answer:
@@ -141,17 +152,9 @@ def test_choices_may_be_lists_and_conditions_leave_settings_out(fake: list[list[
     write(search=search, sampler="grid", trials=None)
     answer = sweep("--confirm", "0")
     assert answer.code == 0, answer.err
-    lines = sorted(" ".join(sorted(word for word in line if word.startswith(("--model", "--data")))) for line in fake)
-    expected = [
-        f"--data.mean=[{mean}, {mean}, {mean}] {rest}"
-        for mean in (0.4, 0.5)
-        for rest in (
-            "--model.momentum=0.5 --model.optimizer=sgd",
-            "--model.momentum=0.9 --model.optimizer=sgd",
-            "--model.optimizer=adamw",
-        )
-    ]
-    assert lines == sorted(expected)
+    models = ({"optimizer": "adamw"}, *({"momentum": momentum, "optimizer": "sgd"} for momentum in (0.5, 0.9)))
+    expected = [{"data": {"mean": [mean] * 3}, "model": model} for mean in (0.4, 0.5) for model in models]
+    assert sorted(str(settings_of(line)) for line in fake) == sorted(map(str, expected))
     best = yaml.safe_load((FOLDER / "best.yaml").read_text())
     assert best["data"]["mean"] in search["data.mean"]["choice"]
 
@@ -164,6 +167,62 @@ def test_two_objectives_give_a_pareto_front(fake: list[list[str]]) -> None:
     points = [(float(row["val/accuracy"]), float(row["train_seconds"])) for row in rows()]
     front = [p for p in points if not any(q[0] >= p[0] and q[1] <= p[1] and q != p for q in points)]
     assert answer.out.count("\n│") == len(front)
+
+
+def test_the_front_of_two_objectives_is_that_of_the_trials_that_count() -> None:
+    study = optuna.create_study(directions=["maximize", "minimize"])
+    for accuracy, seconds in ((0.5, 9.0), (0.7, 5.0), (0.6, 3.0), (0.7, 6.0), (0.9, 1.0)):
+        trial = optuna.trial.create_trial(values=[accuracy, seconds])
+        study.add_trial(trial)
+    assert [trial.number for trial in ranked(study, study.trials)] == [4]
+    assert [trial.number for trial in ranked(study, study.trials[:4])] == [1, 2]  # trials: 4
+    assert [trial.number for trial in ranked(study, study.trials[:1])] == [0]
+
+
+def test_the_best_trial_of_a_loss_is_the_lowest(fake: list[list[str]]) -> None:
+    write(objective="val/loss", search={"model.lr": {"choice": [0.05, 0.09]}}, sampler="grid", trials=None)
+    answer = sweep("--confirm", "3")
+    assert answer.code == 0, answer.err
+    assert yaml.safe_load((FOLDER / "best.yaml").read_text())["model"]["lr"] == 0.05
+    assert "The gain holds: val/loss changes by -0.00" in answer.out  # the recipe has 0.04
+
+
+@pytest.mark.parametrize(
+    ("gains", "words"),
+    [
+        ([0.02], "is not confirmed: fewer than two seeds"),
+        ([0.02, 0.03], "is not confirmed: x changes by +0.0250 on average, no verdict from fewer than 3 seeds"),
+        ([0.02, 0.02, 0.02], "is not confirmed: x changes by +0.0200 on average, no verdict, because all"),
+        ([0.02, 0.03, 0.04], "holds: x changes by +0.0300 on average, 95 % interval +0.0052 … +0.0548"),
+        ([-0.02, -0.03, -0.04], "is not confirmed: x changes by -0.0300 on average, 95 % interval -0.0548 … -0.0052"),
+    ],
+)
+def test_a_gain_holds_if_it_is_significant_and_in_the_direction_of_the_objective(
+    gains: list[float], words: str
+) -> None:
+    assert conclusion("x", True, gains, 0).startswith(f"The gain {words}")
+    losses = conclusion("x", False, [-gain for gain in gains], 2)
+    assert losses.startswith(f"The gain {words.partition(':')[0]}") and losses.endswith(" 2 of the trainings failed.")
+
+
+def test_a_value_of_the_database_out_of_range_is_refused(fake: list[list[str]]) -> None:
+    write(trials=1)
+    assert sweep("--confirm", "0").code == 0
+    best = (FOLDER / "best.yaml").read_text()
+    with closing(sqlite3.connect(FOLDER / "sweep.db")) as database, database:
+        database.execute("UPDATE trial_params SET param_value = 50 WHERE param_name = 'model.lr'")
+    assert_refused(sweep("--confirm", "0"), 1, "the database has model.lr 50, not in 0.01 … 0.1: it was changed")
+    assert (FOLDER / "best.yaml").read_text() == best
+
+
+def test_results_are_read_from_the_newest_run_and_the_last_row_of_its_curve(tmp_path: Path) -> None:
+    for number in (9, 10):
+        (tmp_path / f"small-{number}").mkdir()
+        (tmp_path / f"small-{number}/config.yaml").touch()
+    run = run_in(tmp_path)
+    assert run is not None and run.name == "small-10"
+    (run / "metrics.csv").write_text("epoch,train/loss\n0,3.0\n1,2.0\n2,\n")
+    assert value_of(run, "train/loss") == 2.0 and value_of(run, "val/loss") is None
 
 
 def test_a_bad_trial_is_pruned_and_its_process_ends_in_order(fake: list[list[str]]) -> None:
@@ -293,7 +352,10 @@ def job(tmp_path: Path) -> Job:
     """Return a job of one trial without a command."""
     storage = open_storage(database_url(None, tmp_path))
     study = optuna.create_study(storage=storage)
-    return Job(study, storage, tmp_path / "trial", 1, lambda trial: [], ["val/accuracy"], print, [[]], Control(60, 0))
+    return Job(
+        study, storage, tmp_path / "trial", 1, lambda trial: {}, lambda trial: [], ["val/accuracy"], print, [[]],
+        Control(60, 0),
+    )  # fmt: skip
 
 
 def test_a_trial_beyond_the_number_of_trials_is_left_for_a_longer_sweep(
@@ -327,6 +389,16 @@ def test_the_time_budget_ends_a_sweep_and_is_not_spent_twice(fake: list[list[str
     assert answer.code == 0 and "complete" in {row["state"] for row in rows()}
     count = len(fake)
     assert sweep("--confirm", "0").code == 0 and len(fake) == count
+    study = optuna.load_study(study_name="lr", storage=f"sqlite:///{FOLDER}/sweep.db")
+    assert study.user_attrs["seconds"] >= 5
+
+
+def test_a_second_command_that_began_later_does_not_lower_the_used_time(job: Job) -> None:
+    job.study.set_user_attr("seconds", 40.0)
+    job.control.start = time.monotonic()
+    job.study.tell(job.study.ask(), 0.5)
+    run_job(job)
+    assert job.study.user_attrs["seconds"] == 40.0
 
 
 def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list[str]]) -> None:
@@ -338,6 +410,9 @@ def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list
         write(trials=1, **more)
         assert_refused(sweep("--confirm", "0", *words), 2, "is a sweep with another value of", "name: …")
     assert contents_of(FOLDER).keys() == kept.keys()
+    write(trials=1)
+    Path("small.yaml").write_text(Path("small.yaml").read_text() + "\n# edited\n")
+    assert_refused(sweep("--confirm", "0"), 2, "is a sweep with another value of recipe file")
     (FOLDER / "sweep.db").unlink()
     assert_refused(sweep("--confirm", "0"), 2, "has trials of another lr: give this sweep a name")
 
@@ -354,8 +429,8 @@ def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
     ("more", "line"),
     [
         ({"trails": 4}, "unknown key 'trails'. Did you mean trials?"),
-        ({"search": {"model.lrr": {"log": [0.1, 0.2]}}}, "there is no flag --model.lrr. Did you mean --model.lr?"),
-        ({"settings": {"model.nett": "lenet"}}, "there is no flag --model.nett. Did you mean --model.net?"),
+        ({"search": {"model.lrr": {"log": [0.1, 0.2]}}}, "no setting is called model.lrr. Did you mean model.lr?"),
+        ({"settings": {"model.nett": "lenet"}}, "no setting is called model.nett. Did you mean model.net?"),
         ({"search": {"model.lr": {"range": [0.5, 0.1]}}}, "search: model.lr"),
         ({"search": {"model.lr": {"log": [0, 0.1]}}}, "search: model.lr"),
         ({"search": {"model.lr": {"range": [0, 1], "step": 3}}}, "search: model.lr"),
@@ -379,10 +454,24 @@ def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
         ({"sampler": "grid"}, "sampler grid: use choice, or range with a step"),
         ({"time": "soon"}, "time must be a duration"),
         ({"trials": 0}, "trials must be a whole number"),
+        ({"seed": float("inf")}, "seed must be a whole number"),
         ({"recipe": "small"}, "no recipe is called 'small'"),
         ({"name": "../up"}, "cannot name a folder"),
         ({"search": {"model.net": {"choice": ["lenet", "os.system"]}}}, "names os.system, whose code would run"),
-        ({"settings": {"data.root": "/"}}, "no file may choose a folder to write to"),
+        ({"name": ".."}, "cannot name a folder"),
+        ({"settings": {"data.cache_dir": "/"}}, "sets data.cache_dir to '/', which no file may choose"),
+        (
+            {"search": {"data.cache_dir": {"choice": ["x", "/"]}}},
+            "sets data.cache_dir to '/', which no file may choose",
+        ),
+        *(
+            ({key: {"trainer.callbacks": value}}, "a text that would be read as a list or as settings")
+            for key, value in (
+                ("settings", "[{class_path: evil.Evil}]"),
+                ("search", {"choice": ["- class_path: evil.Evil"]}),
+                ("search", {"choice": [1], "if": {"model.net": "{a: b}"}}),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -390,6 +479,87 @@ def test_a_wrong_file_is_one_line_before_any_trial(more: dict[str, Any], line: s
     write(**more)
     assert_refused(sweep(), 2, line)
     assert not fake and not Path("lightning_logs").exists()
+
+
+def test_a_grid_is_all_allowed_combinations_in_an_order_of_the_seed_and_has_a_limit() -> None:
+    search = {
+        "model.optimizer": {"choice": ["sgd", "adamw"]},
+        "model.momentum": {"range": [0.1, 0.3], "step": 0.1, "if": {"model.optimizer": "sgd"}},
+        "data.crop": {"range": [1, 5], "step": 2},
+    }
+
+    def grid(**more: Any) -> list[dict[str, Any]]:
+        write(search=search, sampler="grid", trials=None, **more)
+        return read_sweep(Path("lr.yaml")).grid()
+
+    sgd = [{"data.crop": crop, "model.momentum": value} for crop in (1, 3, 5) for value in (0.1, 0.2, 0.3)]
+    expected = [{"model.optimizer": "sgd", **each} for each in sgd]
+    expected += [{"model.optimizer": "adamw", "data.crop": crop} for crop in (1, 3, 5)]
+    in_order = [sorted(each.items()) for each in grid()]
+    assert sorted(map(str, in_order)) == sorted(str(sorted(each.items())) for each in expected)
+    assert grid() == grid() != grid(seed=1)
+    search["data.seed"] = {"range": [0, 60_000_000]}
+    with pytest.raises(UsageError, match="at most 10,000 combinations"):
+        grid()
+
+
+@pytest.mark.parametrize("name", ["trial-000", "trial-000/errors.txt", "trial-000/.worker", "sweep.db", "best.yaml"])
+def test_a_link_in_a_sweeps_folder_is_not_followed(name: str, fake: list[list[str]], tmp_path: Path) -> None:
+    write(trials=1)
+    (FOLDER / name).parent.mkdir(parents=True)
+    target = tmp_path / "outside"
+    target.write_text("mine")
+    (FOLDER / name).symlink_to(target)
+    assert_refused(sweep("--confirm", "0"), 1, f"{FOLDER / name} is a symlink pointing outside")
+    assert target.read_text() == "mine" and not fake
+
+
+def test_a_sweep_is_not_put_into_a_link_or_a_pipe(fake: list[list[str]], tmp_path: Path) -> None:
+    write(trials=1)
+    FOLDER.parent.mkdir()
+    FOLDER.symlink_to(tmp_path / "outside")
+    assert_refused(sweep("--confirm", "0"), 2, "is a run or a symlink: give the sweep another name")
+    FOLDER.unlink()
+    (FOLDER / "trial-000").mkdir(parents=True)
+    os.mkfifo(FOLDER / "sweep.db")
+    assert_refused(sweep("--confirm", "0"), 1, "it is a symlink or no regular file")
+    (FOLDER / "sweep.db").unlink()
+    (FOLDER / "trial-000").rmdir()
+    inside = FOLDER / "trial-000/errors.txt"
+    inside.parent.mkdir()
+    inside.symlink_to("../../lr/notes.txt")
+    with pytest.raises(OSError, match="it is a symlink"):
+        open_inside(inside, "w")
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        ("CREATE VIEW studies AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n", "views"),
+        ("CREATE TRIGGER endless AFTER INSERT ON t BEGIN SELECT 1; END", "views, triggers or functions"),
+        ("CREATE TABLE studies (study_id INTEGER, x AS (hex(zeroblob(400000000))))", "views, triggers or functions"),
+        ("CREATE INDEX trials ON t (x)", "already an index named trials"),
+    ],
+)
+def test_a_database_that_never_answers_is_refused(
+    statement: str, line: str, fake: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cifar_lit.sweep.database.time.sleep", lambda seconds: None)
+    write(trials=1)
+    FOLDER.mkdir(parents=True)
+    with closing(sqlite3.connect(FOLDER / "sweep.db")) as database:
+        database.executescript(f"CREATE TABLE t (x); {statement};")
+    assert_refused(sweep("--confirm", "0"), 1, "sweep.db", line)
+    assert not fake
+
+
+def test_the_page_shows_no_characters_that_change_its_text(fake: list[list[str]]) -> None:
+    write(trials=2, sampler="grid", search={"data.cache_dir": {"choice": ["a\x1b[2J", "$\\frac\u202e"]}})
+    answer = sweep("--confirm", "0")
+    assert answer.code == 0, answer.err
+    page = (FOLDER / "sweep.html").read_text()
+    assert "\\x1b" in page and "\\u202e" in page
+    assert not {"\x1b", "\u202e"} & {*page}
 
 
 @pytest.mark.parametrize(
