@@ -338,8 +338,10 @@ def _open(data: bytes) -> ImageFile.ImageFile:
             raise OSError(f"it is {kind}: save it as JPEG or PNG")
     formats: tuple[str, ...] = FORMATS
     if _is_heif(data):
-        if not _register_heif():
+        if not HAS_HEIF:
             raise OSError(f"it is a HEIC: {HEIC_REMEDY}")
+        settings = {"thumbnails": False, "depth_images": False, "aux_images": False, "decode_threads": 1}
+        import_module("pi_heif").register_heif_opener(**settings)
         formats = ("HEIF",)
     if data[:2] in (b"II", b"MM"):
         _check_tiff(data)
@@ -374,14 +376,6 @@ def has_known_signature(data: bytes) -> bool:
 def _is_heif(data: bytes) -> bool:
     """Return whether data are a HEIC. AVIF has the same container, and Pillow reads it."""
     return data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS and b"avif" not in data[8:64]
-
-
-def _register_heif() -> bool:
-    """Let Pillow open HEIC files. Return whether the extra `photos` is installed."""
-    if HAS_HEIF:
-        pi_heif = import_module("pi_heif")
-        pi_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
-    return HAS_HEIF
 
 
 @contextmanager

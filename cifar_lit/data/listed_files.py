@@ -13,7 +13,7 @@ from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.layout import Listing, Tree, sort_classes
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.table import Row, read_table
+from cifar_lit.data.table import read_table
 from cifar_lit.data.walk import as_on_disk, is_folder, walk
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import listed, nfc
@@ -206,11 +206,3 @@ def _why_missing(paths: Sequence[str], folder: str) -> str:
     if re.match(r"([A-Za-z]:)?[\\/]", paths[0]):
         return f"{what}: the paths are absolute; write them relative to {folder}/"
     return f"{what}: paths are relative to {folder}/, and no image below it has one of these names"
-
-
-def table_paths(table: Path, rows: Sequence[Row]) -> list[str]:
-    """Return the absolute, normalised path of each row."""
-    found = find_files(table, [row.path for row in rows])
-    if found.fault:
-        raise UsageError(f"{table}: {found.fault}")
-    return [os.path.normpath(os.path.join(table.absolute().parent, path)) for path in found.paths]  # noqa: PTH118
