@@ -194,7 +194,11 @@ def test_wandb_takes_its_server_from_the_home_folder_and_not_from_the_working_fo
         "def init(**_): print(wandb.setup().settings.base_url, wandb.setup().settings.entity); raise SystemExit\n"
         "wandb.init = init\nTRACKERS['wandb'](Path('run'), None, {})"
     )
-    variables = {"WANDB_API_KEY": SECRET, "WANDB_CONFIG_DIR": str(working_folder / "home"), "HOME": "/nowhere"}
+    variables = {
+        "WANDB_API_KEY": SECRET,
+        "WANDB_CONFIG_DIR": str(working_folder / "home"),
+        "HOME": str(working_folder / "elsewhere"),
+    }
     answer = run_process([sys.executable, "-c", code], working_folder, **variables)
     assert answer.out == "https://own.example own.example\n", answer.err
 
