@@ -122,8 +122,8 @@ class SplitImages:
         classes = self.train_images.classes
         few = [name for name, count in zip(classes, self.class_counts.tolist(), strict=True) if count <= 1]
         if few:
-            count = f"{len(few):,} of {len(classes):,} classes"
-            note_once(f"{count} have fewer than 2 training images ({listed(few)}): add more")
+            part = f"{len(few):,} of {len(classes):,} classes"
+            note_once(f"{part} have fewer than 2 training images ({listed(few)}): add more")
         count = len(self.split[0])
         if self.train_share < 1 and count < batch_size:
             note_once(f"{counted(count, 'training image')} are less than a batch of {batch_size}: lower --batch-size")
