@@ -28,11 +28,6 @@ class Progress:
         self._started = time.monotonic()
         self._printed = float("-inf")
 
-    def announce(self, seconds: float, plan: str) -> None:
-        """Print the duration if it is known before the first part."""
-        self._started = self._printed = time.monotonic()
-        note(f"this takes about {duration_text(seconds)}: {plan}")
-
     def advance(self, done: float, detail: str = "") -> None:
         """Report the number of parts done, with the fraction of the current part. The estimate is linear."""
         now = time.monotonic()

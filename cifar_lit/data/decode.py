@@ -87,9 +87,6 @@ _UPRIGHT = {  # by EXIF orientation
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
-_SIGNATURES = (  # JPEG, PNG, BMP, GIF and TIFF
-    b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
-)  # fmt: skip
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"hevm", b"mif1", b"msf1")
 # Width and height, and for all but bitmaps (P1 and P4) the value of white, each after blanks and comments.
 _PPM_HEADER = re.compile(rb"P(?:[14](?:{blank}[0-9]+){2}|[2356f](?:{blank}[-+.0-9]+){3})\s".replace(
@@ -368,9 +365,9 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 def has_known_signature(data: bytes) -> bool:
     """Return whether data begin like an image of one of `KINDS`."""
-    is_webp = data.startswith(b"RIFF") and data[8:12] == b"WEBP"
-    is_avif = data[4:8] == b"ftyp" and b"avif" in data[8:64]
-    return data.startswith(_SIGNATURES) or is_webp or is_avif or _is_heif(data) or bool(re.match(rb"P[1-6f]\s", data))
+    Image.init()  # loads all formats of Pillow
+    accepts = [Image.OPEN[name][1] for name in FORMATS]
+    return _is_heif(data) or any(accept and accept(data[:16]) for accept in accepts)
 
 
 def _is_heif(data: bytes) -> bool:
