@@ -59,7 +59,7 @@ for part in "${@:3}"; do
 done
 [ $# -lt 3 ] || parts=("${@:3}")
 
-accelerator=${ACCELERATOR:-gpu} extra=${EXTRA:-} turns=${TURNS:-} input=''
+accelerator=${ACCELERATOR:-gpu} extra=${EXTRA:-} turns=${TURNS:-} input='' devices=''
 declare -A small=([fast]='' [resnet]='')
 if [ -n "${TINY:-}" ]; then
     accelerator=${ACCELERATOR:-cpu} RUNS=${RUNS:-1}
@@ -68,6 +68,7 @@ if [ -n "${TINY:-}" ]; then
     for kind in train val test; do extra="--trainer.limit_${kind}_batches 1 $extra"; done
     turns="--steps 2 --warmup 2 --batch-size 10 --model.width 0.1 $turns"
     input='--batch-size 10 --batches 2 --rounds 1'
+    devices='--epochs 1 --data.count 100'
 fi
 
 declare -A variants=(
@@ -144,6 +145,7 @@ for part in "${parts[@]}"; do
         rest)
             seeds tudui 3
             script input input.py $input
+            run devices python3 -m cifar_lit bench devices $devices --json "$out/devices.json"
             ;;
     esac
     tar -C "$out" -czf "$out.tar.gz" .

@@ -45,7 +45,7 @@ from cifar_lit.cli.main import OWN
 run, image = "lightning_logs/small-1", "picture.png"
 lines = ["--help", "recipes", "devices", "train --recipe small.yaml", f"report {run}"]
 lines += ["train --recipe small.yaml --seed 4", f"compare {run} lightning_logs/small-2", f"classify {run} {image}"]
-lines += [f"{command} --help" for command in OWN] + ["bench recipe --help"]
+lines += [f"{command} --help" for command in OWN] + ["bench recipe --help", "bench devices --help"]
 codes = {}
 for line in lines:
     try:

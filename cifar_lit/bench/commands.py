@@ -18,6 +18,7 @@ from cifar_lit.text import say
 
 BENCHES = {
     "recipe": "train recipes with several seeds: accuracy, time and memory",
+    "devices": "train one recipe on the CPU and each GPU, or on 1, 2, … devices: time, speed-up, accuracy",
 }
 
 

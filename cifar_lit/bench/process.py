@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
 
 PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # paths, left out of the recorded settings
+
+
+class FinishedTraining(NamedTuple):
+    """Result of a training. lines: printed lines, each with the seconds since the start of the process."""
+
+    metrics: dict[str, Any]
+    seconds: float
+    lines: list[tuple[float, str]]
 
 
 @contextmanager
@@ -47,6 +58,36 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 def ask_to_stop(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> None:
     """Send a stop signal. On Windows only Ctrl-Break reaches a process group and lets it write a checkpoint."""
     process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", number))
+
+
+def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: None) -> FinishedTraining:
+    """Run `cifar-lit train` in a process and a temporary folder; raise its UsageError or Failure.
+
+    Args:
+        on_line: callback for each printed line.
+    """
+    if any(word.partition("=")[0] == "--logs" for word in argv):
+        raise UsageError("run folders are deleted after the measurement: leave --logs out")
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+    ):
+        before = time.perf_counter()
+        lines = []
+        command = [sys.executable, "-m", "cifar_lit", "train", *argv, "--logs", logs]
+        with started(command, stdout=subprocess.PIPE, stderr=errors) as process:
+            assert process.stdout is not None
+            for text in process.stdout:
+                lines.append((time.perf_counter() - before, text.rstrip()))
+                on_line(text)
+        seconds = time.perf_counter() - before
+        if process.returncode:
+            errors.seek(0)
+            raise as_error(process.returncode, errors.read(), "the training")
+        metrics = [*Path(logs).glob("*/metrics.json")]
+        if len(metrics) != 1:
+            raise Failure(f"the training left {len(metrics)} results, not 1: leave out flags that shorten or repeat it")
+        return FinishedTraining(json.loads(metrics[0].read_text()), seconds, lines)
 
 
 def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:

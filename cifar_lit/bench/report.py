@@ -104,6 +104,19 @@ def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = ()
     }
 
 
+def publish(
+    bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: Any
+) -> dict[str, Any]:
+    """Print rows as a table with lines below it, and write the figures to the --json file; return them."""
+    figures = figures_of(bench, settings, rows, **more)
+    if settings["json"]:
+        write_figures(Path(settings["json"]), figures)
+    table = [(label, spread_text(value, unit)) for label, value, unit in rows]
+    columns = ["", "median (quartiles; range if n < 4)"]
+    print_table(figures["environment"], f"{bench} · {title}", columns, table, *lines)
+    return figures
+
+
 def print_table(
     environment: Mapping[str, Any], title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
 ) -> None:

@@ -14,11 +14,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from script import publish, run_script
+from script import run_script
 from torch import Tensor, nn
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import keep_freed_memory

@@ -12,13 +12,13 @@ import lightning.pytorch as pl
 import torch
 from input import TensorImages, images_per_second
 from loops import leave_signals
-from script import publish, run_script, set_threads
+from script import run_script, set_threads
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision.transforms import v2
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError

@@ -22,10 +22,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from PIL import Image
-from script import publish, run_script
+from script import run_script
 
 from cifar_lit.bench.process import as_error, child_environment
 from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.report import publish
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure, UsageError

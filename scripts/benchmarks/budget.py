@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from limit import product_rate
 from loops import TutorialLoop, lay_out_plainly
-from script import publish, run_script
+from script import run_script
 from timed_fit import build
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.resolution import side_at
 from cifar_lit.errors import UsageError

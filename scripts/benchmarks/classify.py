@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
-from script import publish, run_script
+from script import run_script
 
 import cifar_lit
 from cifar_lit.bench.process import as_error, started
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.decode import SUFFIXES
 from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted

@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from script import FinishedTraining, publish, run_script, train
+from script import run_script
 
-from cifar_lit.bench.process import as_error, child_environment, without_places
-from cifar_lit.bench.report import Spread, spread
+from cifar_lit.bench.process import FinishedTraining, as_error, child_environment, train, without_places
+from cifar_lit.bench.report import Spread, publish, spread
 from cifar_lit.errors import UsageError
 
 WHAT = (

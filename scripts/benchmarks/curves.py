@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from script import publish, run_script, train
+from script import run_script
 
-from cifar_lit.bench.process import without_places
-from cifar_lit.bench.report import Row, machine_text, make_parent, spread
+from cifar_lit.bench.process import train, without_places
+from cifar_lit.bench.report import Row, machine_text, make_parent, publish, spread
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import COLOURS, GREY
 from cifar_lit.training.callbacks import Clock

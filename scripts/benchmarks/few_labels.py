@@ -10,12 +10,12 @@ from functools import cache, partial
 from inspect import signature
 
 from imbalance import drawn
-from script import publish, run_script
+from script import run_script
 
 from cifar_lit.bench.process import without_places
 from cifar_lit.bench.progress import Progress, StepProgress
 from cifar_lit.bench.recipe import run_once
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from script import FinishedTraining, publish, run_script, train
+from script import run_script
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -26,9 +26,9 @@ from torchvision.transforms import (
     ToTensor,
 )
 
-from cifar_lit.bench.process import without_places
+from cifar_lit.bench.process import FinishedTraining, train, without_places
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.folder import draw_test
 from cifar_lit.data.layout import scan
 from cifar_lit.errors import UsageError

@@ -12,14 +12,14 @@ import lightning.pytorch as pl
 import torch
 from loops import ArrayImages, batches_on_device, leave_signals
 from PIL import Image
-from script import publish, run_script
+from script import run_script
 from timed_fit import add_data_arguments, read_clock
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor, v2
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from imbalance import drawn
 from lightning.pytorch.callbacks import Callback
-from script import publish, run_script, set_threads
+from script import run_script, set_threads
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.functional.classification import binary_auroc
@@ -25,7 +25,7 @@ import cifar_lit
 from cifar_lit.bench.process import without_places
 from cifar_lit.bench.progress import Progress, StepProgress
 from cifar_lit.bench.recipe import run_once
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.hard_rounds import LastLosses
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, SourceSettings

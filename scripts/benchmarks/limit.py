@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from loops import AUTOCAST
-from script import publish, run_script
+from script import run_script
 from timed_fit import Stopwatch, Subject, add_data_arguments, fit, read_clock, subject_from
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.fit_length import FitLength, count_batches
 from cifar_lit.data.hard_rounds import first_hard_batch

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
-from script import publish, run_script
+from script import run_script
 from timed_fit import add_training_arguments, fit, subject_from
 
-from cifar_lit.bench.report import spread
+from cifar_lit.bench.report import publish, spread
 from cifar_lit.errors import UsageError
 
 WHAT = (

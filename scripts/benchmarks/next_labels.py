@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from script import publish, run_script, set_threads
+from script import run_script, set_threads
 from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, make_parent, spread
+from cifar_lit.bench.report import Row, make_parent, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError

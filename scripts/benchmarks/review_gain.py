@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from next_labels import frozen_features
-from script import publish, run_script, set_threads
+from script import run_script, set_threads
 from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.splits import fold_rows, split_validation
 from cifar_lit.data.table import read_table

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from classify import pictures_in
 from PIL import Image, ImageDraw
-from script import publish, run_script
+from script import run_script
 from torch import Tensor
 from torch.distributions import Categorical
 from torchmetrics.functional.classification import binary_auroc
 
 import cifar_lit
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.classify import _font

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from script import publish, run_script
+from script import run_script
 
 from cifar_lit.bench.process import as_error, child_environment
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.errors import Failure, UsageError
 
 if sys.platform == "win32":

@@ -7,10 +7,10 @@ import os
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
-from script import publish, run_script, train
+from script import run_script
 
-from cifar_lit.bench.process import without_places
-from cifar_lit.bench.report import spread
+from cifar_lit.bench.process import train, without_places
+from cifar_lit.bench.report import publish, spread
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import SPIN_LIMITS, SPIN_SETTINGS
 

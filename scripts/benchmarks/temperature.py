@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from script import publish, run_script
+from script import run_script
 from torch import Tensor
 from torch.nn import functional as F
 
 import cifar_lit
 from cifar_lit.bench.process import without_places
 from cifar_lit.bench.recipe import run_once
-from cifar_lit.bench.report import Row, figures_of, spread, write_figures
+from cifar_lit.bench.report import Row, figures_of, publish, spread, write_figures
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.calibration import expected_calibration_error, fit_temperature, reliability

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from loops import leave_signals
-from script import publish, run_script
+from script import run_script
 from timed_fit import build
 from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.bench.report import Row, spread
+from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise

@@ -10,15 +10,31 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cifar_lit.bench import report
 from cifar_lit.bench.commands import bench
+from cifar_lit.bench.devices import rows_of
 from cifar_lit.bench.process import child_environment, without_places
 from cifar_lit.bench.report import spread, write_figures
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine
+
+
+def run_bench(argv: list[str]) -> dict[str, Any]:
+    """Run a benchmark, check the fields that results tables need, and return its figures."""
+    bench([*argv, "--json", "made/figures.json"])
+    figures: dict[str, Any] = json.loads(Path("made/figures.json").read_text())
+    assert figures["bench"] == argv[0]
+    assert figures["environment"].keys() == {"date", "cpu", "bf16", "threads", "gpu", "versions"}
+    assert figures["headline"].keys() == figures["unit"].keys()
+    for value in figures["headline"].values():
+        assert value["n"] >= 1 and value["low"] <= value["median"] <= value["high"]
+    assert "root" not in figures["settings"]
+    return figures
 
 
 def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(
@@ -36,12 +52,33 @@ def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(
     assert report.exact_cpu("AMD EPYC 9755 128-Core Processor") == "AMD EPYC 9755 128-Core Processor"
 
 
+def test_one_device_is_measured_in_a_separate_process(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run_bench(["devices", "--devices", "1", "--recipe", "small.yaml", "--accelerator", "cpu"])
+    printed = capsys.readouterr()
+    assert set(figures["headline"]) == {"1 device", "1 device, speed", "1 device, test accuracy"}
+    assert (figures["settings"]["recipe"], figures["accelerator"]) == ("small", "cpu")
+    assert printed.out.startswith("devices · small · shapes · global batch 32") and "1 device in 32-true" in printed.out
+    assert "1 device, run 1 of 1: " in printed.err
+    assert "epoch 1/" not in printed.out  # the training's output is hidden
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_a_gpu_is_compared_with_the_cpu() -> None:
+    figures = run_bench(["devices", "--recipe", "quickstart", "--epochs", "1"])
+    assert figures["environment"]["gpu"] and figures["accelerator"] == "gpu"
+    assert any(label.startswith("gpu 0, ") and label.endswith("speed-up") for label in figures["headline"])
+
+
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("recipes", "Did you mean recipe"),
-        ("recipe quickstart --runs some", "invalid int value"),
-        ("recipe quickstart --runs 0", "--runs must be at least 1"),
+        ("devises", "Did you mean devices"),
+        ("devices --runs some", "invalid int value"),
+        ("devices --runs 0", "--runs must be at least 1"),
+        ("devices --devices 1,1", "give different numbers of devices"),
+        ("devices --accelerator cpu", "leave --accelerator out"),
+        ("devices --devices 1 --logs here", "leave --logs out"),
         ("recipe quickstart --folds 5", "takes no --folds"),
     ],
 )
@@ -73,14 +110,29 @@ def test_recorded_flags_contain_no_paths() -> None:
     assert without_places(argv) == ["--epochs", "2", "--lr=1"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_a_benchmark_and_its_processes(number: int) -> None:
-    line = "bench recipe small.yaml --epochs 100000 --json f.json"
-    command = [sys.executable, "-m", "cifar_lit", *line.split()]
+def test_speed_ups_compare_runs_of_the_same_seed_with_the_first_row() -> None:
+    shared: dict[str, Any] = {"images_per_second": 1.0, "test": {"accuracy": 0.5}}
+    times = {"1 device": (8.0, 16.0), "2 devices": (4.0, 8.0)}
+    runs = {row: [{**shared, "train_seconds": seconds} for seconds in each] for row, each in times.items()}
+    values = {label: value for label, value, _ in rows_of(runs)}
+    assert values["2 devices"] == {"n": 2, "median": 6.0, "low": 4.0, "high": 8.0}
+    assert values["2 devices, speed-up"] == {"n": 2, "median": 2.0, "low": 2.0, "high": 2.0}
+    assert "1 device, speed-up" not in values
+
+
+@pytest.mark.parametrize(
+    ("line", "number", "progress"),
+    [
+        ("devices --devices 1,2 --recipe small.yaml --epochs 100000", signal.SIGINT, "training 1 of 2"),
+        ("recipe small.yaml --epochs 100000", signal.SIGHUP, "training 1 of 3"),
+    ],
+)
+def test_a_signal_ends_a_benchmark_and_its_processes(line: str, number: int, progress: str) -> None:
+    command = [sys.executable, "-m", "cifar_lit", "bench", *line.split(), "--json", "f.json"]
     process = subprocess.Popen(
         command, stdout=-1, stderr=-1, text=True, env=child_environment(), start_new_session=True
     )
-    assert process.stderr and any(text.startswith("training 1 of 3") for text in process.stderr)
+    assert process.stderr and any(text.startswith(progress) for text in process.stderr)
     if number == signal.SIGINT:  # Ctrl-C reaches the whole group
         os.killpg(process.pid, number)
     else:

@@ -176,5 +176,5 @@ def test_a_dry_run_measures_everything_on_a_cpu(
     names = {"fast94", *variants, "fast95", "fast96", "fast97", "fast100", "resnet18", "resnet18-eager"}
     names |= {"resnet18-uncompiled", "resnet18_30", "resnet18_30_c100"}
     assert {file.stem for file in out.glob("*.json")} == {
-        *names, "tudui", "profile", "step", "step-eager", "input",
+        *names, "tudui", "profile", "step", "step-eager", "input", "devices",
     }  # fmt: skip

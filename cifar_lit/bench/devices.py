@@ -1,0 +1,116 @@
+"""`cifar-lit bench devices`: one recipe on each device of this machine, or on several devices together."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from contextlib import suppress
+from itertools import product
+from typing import Any
+
+from cifar_lit.bench.process import train, without_places
+from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.errors import UsageError
+from cifar_lit.hardware import Machine, detect_machine
+from cifar_lit.text import counted, note
+from cifar_lit.training.orderly_stop import Interrupted
+
+WHAT = (
+    "Train one recipe on the CPU and on each GPU, or with --devices 1,2 on one and two devices with the same global "
+    "batch size. Every training runs in a new process. The table has seconds, images/s, speed-up over the first row, "
+    "test accuracy. Other flags are passed to the trainings, such as --recipe (default: quickstart) or --epochs 1."
+)
+EPOCH = re.compile(r"epoch +(\d+)/(\d+) ")  # the line printed after each epoch
+Metrics = dict[str, Any]  # metrics.json of a run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this measurement."""
+    parser.set_defaults(flags=[])
+    parser.add_argument("--devices", metavar="1,2", help="compare these numbers of devices, not the CPU and each GPU")
+    parser.add_argument("--runs", type=int, default=1, help="trainings per row")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first run; each further run adds one")
+
+
+def each_device(machine: Machine) -> dict[str, list[str]]:
+    """Return the flags that select the CPU and every GPU alone, by the device's name."""
+    flags = {"cpu": ["--accelerator", "cpu", "--devices", "1"]}
+    for number, (name, _) in enumerate(machine.gpus):
+        flags[f"gpu {number}, {name}"] = ["--accelerator", "gpu", "--devices", f"[{number}]"]
+    if machine.mps:
+        flags["mps"] = ["--accelerator", "mps", "--devices", "1"]
+    return flags
+
+
+def each_count(text: str) -> dict[str, list[str]]:
+    """Return the flags that select each number of devices in `text`, such as "1,2"; raise UsageError if invalid."""
+    counts = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
+    if min(counts) < 1 or len(set(counts)) < len(counts):
+        raise UsageError(f"--devices {text}: give different numbers of devices, such as --devices 1,2")
+    return {counted(count, "device"): ["--devices", str(count)] for count in counts}
+
+
+def run(settings: argparse.Namespace) -> None:
+    """Measure and report; raise a training's UsageError or Failure with its last line."""
+    names = {flag.partition("=")[0] for flag in settings.flags}
+    if settings.runs < 1:
+        raise UsageError(f"--runs must be at least 1, not {settings.runs}")
+    if not settings.devices and names & {"--accelerator", "--trainer.accelerator", "--trainer.devices"}:
+        raise UsageError("without --devices 1,2 the CPU and each GPU are measured: leave --accelerator out")
+    if not names & {"--recipe", "--config"}:
+        settings.flags = ["--recipe", "quickstart", *settings.flags]
+    machine = detect_machine()
+    setups = each_count(settings.devices) if settings.devices else each_device(machine)
+    runs: dict[str, list[Metrics]] = {setup: [] for setup in setups}
+    progress = Progress(len(setups) * settings.runs, "training")
+    note(f"{progress.total} trainings, one after the other; the remaining time is shown after the first epoch")
+    with suppress(Interrupted):
+        # Alternate between the setups, so that other load on the machine affects all of them.
+        for done, (number, setup) in enumerate(product(range(settings.runs), setups)):
+
+            def on_line(line: str, done: int = done) -> None:
+                if epoch := EPOCH.match(line):
+                    progress.advance(done + int(epoch[1]) / int(epoch[2]), line.split(" · ")[0])
+
+            metrics = train([*settings.flags, *setups[setup], "--seed", str(settings.seed + number)], on_line).metrics
+            runs[setup].append(metrics)
+            seconds, accuracy = metrics["train_seconds"], metrics["test"]["accuracy"]
+            note(f"{setup}, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}")
+    runs = {setup: trained for setup, trained in runs.items() if trained}
+    if not runs:
+        return
+    first, last = (list(runs.values())[index][0] for index in (0, -1))
+    shared = {name: first[name] for name in ("recipe", "net", "dataset", "batch_size", "epochs")}
+    precisions = ", ".join(f"{setup} in {trained[0]['precision']}" for setup, trained in runs.items())
+    count, epochs = len(next(iter(runs.values()))), shared["epochs"]
+    lines = [f"{counted(count, 'run')} of {counted(epochs, 'epoch')} each: {precisions}"]
+    if last["accelerator"] == "cpu" and last["devices"] > 1:
+        lines.append(
+            f"All processes share the {machine.threads} cores that a single process already uses: no speed-up."
+        )
+    elif len(setups) == 1:
+        lines.append("This machine has no GPU.")
+    publish(
+        "devices",
+        {**vars(settings), "devices": list(runs), "flags": without_places(settings.flags), **shared},
+        "{recipe} · {dataset} · global batch {batch_size}".format(**shared),
+        rows_of(runs),
+        *lines,
+        accelerator=last["accelerator"],
+    )
+
+
+def rows_of(runs: dict[str, list[Metrics]]) -> list[Row]:
+    """Return the rows of each setup. Speed-ups compare runs of the same seed with the first setup."""
+    rows: list[Row] = []
+    baseline = next(iter(runs.values()))
+    for setup, trained in runs.items():
+        rows.append((setup, spread(run["train_seconds"] for run in trained), "s"))
+        rows.append((f"{setup}, speed", spread(run["images_per_second"] or 0.0 for run in trained), "images/s"))
+        if trained is not baseline:
+            pairs = zip(baseline, trained, strict=False)
+            ratios = (reference["train_seconds"] / run["train_seconds"] for reference, run in pairs)
+            rows.append((f"{setup}, speed-up", spread(ratios), "×"))
+        rows.append((f"{setup}, test accuracy", spread(100 * run["test"]["accuracy"] for run in trained), "%"))
+    return rows
