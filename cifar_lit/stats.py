@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 Z95 = 1.959964  # a standard normal variable lies within ± this value with probability 0.95
+MIN_VALUES = 3  # values of an interval and a verdict; the spread of two is one difference, which may be 0 by chance
+SAME = 1e-9  # values that differ by less are equal up to the rounding of floating-point numbers
+ANY = (-math.inf, math.inf)
+SHARE = (0.0, 1.0)  # limits of accuracies
 
 
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
@@ -35,21 +40,60 @@ def t_quantile(freedom: int, confidence: float = 0.95) -> float:
     return math.tan(high) * math.sqrt(freedom)
 
 
-def mean_interval(values: Sequence[float]) -> dict[str, Any]:
+def mean_interval(values: Sequence[float], limits: tuple[float, float] = ANY) -> dict[str, Any]:
     """Return the mean of a sample with its 95 % interval by Student's t (The Probable Error of a Mean, 1908).
 
     Args:
         values: at least one.
+        limits: the least and the greatest possible mean. The interval is cut off there.
 
     Returns:
-        `n`, `mean`, `std` (of the sample), `low` and `high`. The last three are None for a single value.
+        `n`, `mean`, `std` (of the sample), `low` and `high`. `std` is None for a single value. `low` and `high` are
+        None for fewer than `MIN_VALUES` and for equal values, whose spread is unknown.
     """
+    std = statistics.stdev(values) if len(values) > 1 else None
     mean = statistics.fmean(values)
-    if len(values) < 2:
-        return {"n": len(values), "mean": mean, "std": None, "low": None, "high": None}
-    std = statistics.stdev(values)
-    half = t_quantile(len(values) - 1) * std / math.sqrt(len(values))
-    return {"n": len(values), "mean": mean, "std": std, "low": mean - half, "high": mean + half}
+    low = high = None
+    if std is not None and _has_spread(values):
+        half = t_quantile(len(values) - 1) * std / math.sqrt(len(values))
+        low, high = max(mean - half, limits[0]), min(mean + half, limits[1])
+    return {"n": len(values), "mean": mean, "std": std, "low": low, "high": high}
+
+
+def limits_text(interval: Mapping[str, Any], form: str = ".4f", unit: float = 1.0) -> str:
+    """Return `low … high` of a `mean_interval`, divided by a unit; empty if there is no interval."""
+    if interval["low"] is None:
+        return ""
+    return f"{interval['low'] / unit:{form}} … {interval['high'] / unit:{form}}"
+
+
+def _has_spread(values: Sequence[float]) -> bool:
+    return len(values) >= MIN_VALUES and max(values) - min(values) >= SAME
+
+
+def verdict(differences: Sequence[float]) -> str:
+    """Return whether the mean of paired differences is significant by a t test at p < 0.05, or why there is no verdict.
+
+    Accuracies are multiples of 1 / images, so the differences of a few seeds can be equal by chance, and a plain t test
+    finds too many. The smallest gap between different values is taken as that unit, and the variance of rounding to it,
+    gap² / 12, is added (W. Sheppard, 1898). Differences that are no multiples have small gaps, which change little.
+    """
+    if len(differences) < MIN_VALUES:
+        return f"no verdict from fewer than {MIN_VALUES} seeds"
+    if not _has_spread(differences):
+        return "no verdict, because all differences are equal"
+    gaps = [high - low for low, high in pairwise(sorted(differences)) if high - low >= SAME]
+    variance = statistics.variance(differences) + min(gaps) ** 2 / 12
+    half = t_quantile(len(differences) - 1) * math.sqrt(variance / len(differences))
+    return "significant" if abs(statistics.fmean(differences)) > half else "not significant"
+
+
+def image_interval(differences: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a mean over test images; None for fewer than `MIN_VALUES` and for equal values."""
+    if not _has_spread(differences):
+        return None
+    half = Z95 * statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences) - half, statistics.fmean(differences) + half
 
 
 def wilson_interval(right: int, count: int) -> tuple[float, float]:

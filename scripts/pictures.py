@@ -130,10 +130,10 @@ def train(epochs: int | None = None, **settings: Any) -> Run:
 # ---- Parts of pictures
 
 
-def show(axes: Axes, image: Tensor, title: str = "") -> None:
-    """Draw uint8 (H, W, C) without axes."""
+def show(axes: Axes, image: Tensor, title: str = "", size: float = SMALL) -> None:
+    """Draw uint8 (H, W, C) without axes. size: points of the title."""
     axes.imshow(image.numpy())
-    axes.set_title(title, fontsize=SMALL)
+    axes.set_title(title, fontsize=size)
     axes.axis("off")
 
 
@@ -156,7 +156,9 @@ def mistakes(run: Run, count: int) -> list[tuple[Tensor, str]]:
     probabilities, predicted = run.probabilities.max(1)
     wrong = (predicted != images.labels).nonzero()[:, 0]
     rows = wrong[probabilities[wrong].argsort(descending=True)][:count].tolist()
-    return [(images.images[row], f"{names[images.labels[row]]}\nnot {names[predicted[row]]}") for row in rows]
+    return [
+        (images.images[row], f"true {names[images.labels[row]]}\npredicted {names[predicted[row]]}") for row in rows
+    ]
 
 
 def save(figure: Figure, name: str) -> None:
@@ -182,7 +184,7 @@ def draw_first_run(run: Run) -> None:
     left.suptitle("18,000 drawn images", fontsize=SMALL + 1)
     plot_curves(middle.subplots(), run, "accuracy", "accuracy in four epochs")
     for axes, (image, caption) in zip(right.subplots(2, 3).flat, mistakes(run, 6), strict=True):
-        show(axes, image, caption)
+        show(axes, image, caption, SMALL - 2.5)
     right.suptitle("mistakes", fontsize=SMALL + 1)
     save(figure, "first-run.png")
 

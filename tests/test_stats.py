@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from itertools import product
 
 import pytest
 
-from cifar_lit.stats import mcnemar, mean_interval, newcombe_margin, t_quantile, wilson_interval
+from cifar_lit.stats import mcnemar, mean_interval, newcombe_margin, t_quantile, verdict, wilson_interval
 
 
 def test_an_interval_is_mean_plus_and_minus_t_standard_errors() -> None:
@@ -19,6 +20,40 @@ def test_an_interval_is_mean_plus_and_minus_t_standard_errors() -> None:
     assert interval["high"] - interval["mean"] == pytest.approx(4.30265 * 0.02 / 3**0.5, rel=1e-5)
     assert interval["mean"] - interval["low"] == pytest.approx(interval["high"] - interval["mean"])
     assert mean_interval([0.9]) == {"n": 1, "mean": 0.9, "std": None, "low": None, "high": None}
+
+
+@pytest.mark.parametrize("values", [[0.5, 0.7], [0.8, 0.8, 0.8], [0.8 - 0.7, 0.9 - 0.8, 0.7 - 0.6]])
+def test_two_values_and_equal_values_have_no_interval_and_no_verdict(values: list[float]) -> None:
+    interval = mean_interval(values)
+    assert interval["low"] is interval["high"] is None and interval["std"] is not None
+    assert verdict(values).startswith("no verdict")
+
+
+def test_an_interval_is_cut_off_at_the_limits_of_its_values() -> None:
+    for values in ([0.98, 0.99, 1.0], [0.02, 0.01, 0.0]):
+        unlimited, limited = mean_interval(values), mean_interval(values, (0.0, 1.0))
+        assert (limited["low"], limited["high"]) == (max(0.0, unlimited["low"]), min(1.0, unlimited["high"]))
+        assert not 0 <= unlimited["low"] <= unlimited["high"] <= 1
+
+
+def test_a_verdict_needs_more_than_the_rounding_to_whole_test_images() -> None:
+    assert verdict([0.011, 0.012, 0.014]) == verdict([-0.011, -0.012, -0.014]) == "significant"
+    assert verdict([0.011, 0.012, -0.014]) == "not significant"
+    # Student's t is 2.646 and its quantile 2.365; with the variance 1/12 of rounding, t is 2.33.
+    assert verdict([0.01] * 4 + [0.0] * 4) == "not significant"
+    assert verdict([0.01] * 5 + [0.0] * 3) == "significant"  # t is 3.16 with it
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+@pytest.mark.parametrize("images", [50, 100_000])
+def test_at_most_five_percent_of_equally_good_groups_differ_significantly(seeds: int, images: int) -> None:
+    draw, found, trials = random.Random(0), 0, 4000
+    for _ in range(trials):
+        accuracies = [round(images * draw.gauss(0.8, 0.01)) / images for _ in range(2 * seeds)]
+        differences = [one - other for one, other in zip(accuracies[::2], accuracies[1::2], strict=True)]
+        found += verdict(differences) == "significant"
+    assert found / trials < 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+    assert images < 1000 or found / trials > 0.04
 
 
 @pytest.mark.parametrize(

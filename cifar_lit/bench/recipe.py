@@ -30,7 +30,7 @@ from cifar_lit.cli.flags import OWN, SHORT, check_one_device, parse, recipe_path
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import Failure, UsageError, nearest
 from cifar_lit.runs.run_folder import display_path, read_metrics
-from cifar_lit.stats import mean_interval
+from cifar_lit.stats import SHARE, limits_text, mean_interval
 from cifar_lit.text import say
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -251,7 +251,7 @@ def process_age() -> float | None:
 
 def accuracy_of(runs: Runs) -> dict[str, Any]:
     """Return mean, standard deviation and interval of the accuracy over seeds."""
-    return mean_interval([runs[seed]["accuracy"] for seed in sorted(runs)])
+    return mean_interval([runs[seed]["accuracy"] for seed in sorted(runs)], SHARE)
 
 
 def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -280,7 +280,8 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def mean_text(fractions: Sequence[float]) -> str:
     """Return the mean with standard deviation, n and interval: `91.69 ± 0.17 % (n = 20; 91.61 … 91.77)`."""
-    mean = mean_interval(fractions)
+    mean = mean_interval(fractions, SHARE)
     deviation = "" if mean["std"] is None else f" ± {100 * mean['std']:.2f}"
-    interval = f"; {100 * mean['low']:.2f} … {100 * mean['high']:.2f}" if mean["n"] >= FEW else ""
+    limits = limits_text(mean, ".2f", 0.01) if mean["n"] >= FEW else ""
+    interval = f"; {limits}" if limits else ""
     return f"{100 * mean['mean']:.2f}{deviation} % (n = {mean['n']}{interval})"

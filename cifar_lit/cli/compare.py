@@ -28,7 +28,7 @@ from cifar_lit.runs.compare import (
 )
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
-from cifar_lit.stats import McNemar
+from cifar_lit.stats import SAME, McNemar, limits_text
 from cifar_lit.text import csv_cell, say
 
 DESCRIPTION = (
@@ -46,6 +46,7 @@ UNEQUAL = ("balanced_accuracy", "macro_f1")  # shown if the classes have differe
 HIDDEN = (
     "low", "high", "parameters", "images_per_second", "epochs", "val_balanced_accuracy", "val_macro_f1", "val_top5",
 )  # fmt: skip
+MAX_FURTHER = 50  # further columns
 Pairs = list[tuple[str, str, McNemar]]
 
 
@@ -90,8 +91,11 @@ def compare(words: list[str]) -> None:
     say(*data_differences(runs))
     if several:
         _show_groups(grouped)
+    say(*filter(None, map(repeat_line, grouped)))
     for pair in over_seeds:
         say(*seed_pair_lines(grouped, pair, settings.difference / 100))
+    if (count := len(over_seeds)) > 1:
+        say(f"Of {count} pairs of equally good groups, {0.05 * count:.1f} would be significant by chance.")
     if over_seeds:  # a test of single nets says less
         tests, reasons = [], []
     for first, second, test in tests:
@@ -119,9 +123,11 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
 
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
-    figures = [run.figures | {"interval": _interval(run.figures), "size": _size(run.figures)} for run in runs]
+    figures = [
+        run.figures | {"interval": limits_text(run.figures, ".2f", 0.01), "size": _size(run.figures)} for run in runs
+    ]
     listed = {*(name for name, _, _ in COLUMNS), *HIDDEN}
-    further = dict.fromkeys(name for row in figures for name in row if name not in listed)
+    further = [*dict.fromkeys(name for row in figures for name in row if name not in listed)][:MAX_FURTHER]
     scored = [row for row in figures if row["low"]]
     unequal = any(abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5 for row in scored)
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
@@ -144,17 +150,13 @@ def _size(figures: dict[str, Any]) -> str:
     return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} k"
 
 
-def _interval(figures: dict[str, Any]) -> str:
-    return "" if figures["low"] is None else f"{100 * figures['low']:.2f} … {100 * figures['high']:.2f}"
-
-
 def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
     names = list(grouped[0]["settings"])
     rows = []
     for group in sorted(grouped, key=lambda group: -group["accuracy"]["mean"]):
         accuracy, seconds = group["accuracy"], group["train_seconds"]
         deviation = "" if accuracy["std"] is None else f" ± {100 * accuracy['std']:.2f}"
-        figures = [str(accuracy["n"]), f"{100 * accuracy['mean']:.2f}%{deviation}", _interval(accuracy)]
+        figures = [str(accuracy["n"]), f"{100 * accuracy['mean']:.2f}%{deviation}", limits_text(accuracy, ".2f", 0.01)]
         time = f"{seconds['mean']:,.1f}" if seconds else ""
         rows.append([group["recipe"], *group["settings"].values(), *figures, time])
     columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
@@ -162,21 +164,28 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
     _table(title, columns, rows, 1 + len(names))
 
 
+def repeat_line(group: dict[str, Any]) -> str:
+    """Return how many runs of a group repeat a seed; empty if none does."""
+    runs, seeds = len(group["runs"]), group["accuracy"]["n"]
+    repeats = f"{_label(group)}: {runs - seeds} of {runs} runs repeat a seed"
+    return f"{repeats}, and only the first run of each seed counts (n = {seeds})" if seeds < runs else ""
+
+
 def seed_pair_lines(grouped: Sequence[dict[str, Any]], pair: SeedPairs, difference: float) -> list[str]:
     """Return the difference between two groups in words. difference: the difference to be found, as a fraction."""
     names = [_label(grouped[side]) for side in (pair.first, pair.second)]
     seeds = pair.over_seeds
-    mean, *interval = (100 * seeds[name] for name in ("mean", "low", "high"))
-    verdict = "significant" if interval[0] > 0 or interval[1] < 0 else "not significant"
-    lines = [
-        f"{names[0]} minus {names[1]}: {mean:+.2f} points over {seeds['n']} equal seeds, {verdict}",
-        "  over seeds, on these test images: 95 % interval {:+.2f} … {:+.2f}".format(*interval),
-    ]
+    mean = f"{100 * seeds['mean']:+.2f} points over {seeds['n']} equal seeds"
+    lines = [f"{names[0]} minus {names[1]}: {mean}, {seeds['verdict']}"]
+    if limits := limits_text(seeds, "+.2f", 0.01):
+        lines.append(f"  over seeds, on these test images: 95 % interval {limits}")
     if pair.over_images:
-        limits = (100 * limit for limit in pair.over_images)
-        lines.append("  over test images, for these trained nets: 95 % interval {:+.2f} … {:+.2f}".format(*limits))
-    count = pair.seeds_for(difference)
-    return [*lines, f"  finding a difference of {100 * difference:g} points takes about {count} seeds (80 % power)"]
+        low, high = (100 * limit for limit in pair.over_images)
+        lines.append(f"  over test images, for these trained nets: 95 % interval {low:+.2f} … {high:+.2f}")
+    if seeds["std"] > SAME:
+        count = pair.seeds_for(difference)
+        lines.append(f"  finding a difference of {100 * difference:g} points takes about {count} seeds (80 % power)")
+    return lines
 
 
 def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:

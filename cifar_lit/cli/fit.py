@@ -352,11 +352,13 @@ class TrainingCLI(LightningCLI):
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
-        card = [StartCard(self.run), SlowdownWarning()] if self.run.trains else []
+        lines = not self.command.brief
+        card = [StartCard(self.run)] if self.run.trains and lines else []
+        card += [SlowdownWarning()] if self.run.trains else []
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            callbacks=[*callbacks, *self.run.callbacks(validates, bar=bar), *card, *watched, *self.further],
+            callbacks=[*callbacks, *self.run.callbacks(validates, bar, lines), *card, *watched, *self.further],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,
@@ -387,7 +389,7 @@ class TrainingCLI(LightningCLI):
             act = {"fit": fit, "predict": predict}.get(subcommand, evaluate)
             checkpoint = self.checkpoint or self.settings.ckpt_path
             result = act(self.run, self.trainer, self.model, self.datamodule, checkpoint)
-            if self.trainer.is_global_zero:
+            if self.trainer.is_global_zero and not self.command.brief:
                 self._print(result)
         except BaseException as error:
             interruption = Interrupted.latest

@@ -103,6 +103,7 @@ class Command:
         auto: "batch" to find a batch size, "lr" to find a learning rate before the training.
         flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
         several: the flags for several trainings with their values as typed, "" for a flag without a value.
+        brief: print neither start card, epochs nor results.
         job: record of the scheduler's job, stored in the folder of a new run.
         words: the arguments as typed, without those for several trainings.
     """
@@ -116,6 +117,7 @@ class Command:
     auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
     several: dict[str, str] = field(default_factory=dict)
+    brief: bool = False
     job: str | None = None
     words: list[str] = field(default_factory=list, compare=False)
 

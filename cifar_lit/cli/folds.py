@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,6 @@ def train_folds(command: Command) -> None:
             parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
         last.update(images=data.train_images, recipe=cli.run.settings["recipe"] or "custom")
 
-    say(f"{folds} trainings, each tested on the images that it leaves out")
     settings = [{"data.folds": folds, "data.fold": fold} for fold in range(folds)]
     trainings = {f"fold {number} of {folds}": each for number, each in enumerate(settings, 1)}
     paths = train_each(command, trainings, after=collect)
@@ -92,6 +92,9 @@ def finish(
         f"95 % interval of the accuracy {low:.4f} … {high:.4f}",
         f"accuracy over all folds {correct / count:.4f} · {count} images",
         f"results {display_path(folder)}",
+        "",
+        "next:",
+        f"  cifar-lit review {shlex.quote(display_path(folder))}",
     )
 
 

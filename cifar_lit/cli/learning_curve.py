@@ -6,6 +6,7 @@ All trainings have the same settings, epochs, validation and test images. So few
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,4 +55,5 @@ def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str
         numbers = f"{point['images']:,}", f"{point['accuracy']:.4f}", "{:.4f} … {:.4f}".format(*point["interval"])
         table.add_row(*numbers, *(f"{point['per_class'][name]:.4f}" for name in worst))
     for_tables().print(table)
-    say(f"results {display_path(path)}")
+    report = f"  cifar-lit report {shlex.quote([*runs][-1])} --open"
+    say(f"results {display_path(path)}", "", "next:", report)

@@ -177,6 +177,9 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
             checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
             say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
         say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
+        if data.dataset == "folder":  # a net memorises wrong labels that it was trained on
+            config = shlex.quote(f"{folder}/config.yaml")
+            say(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
         code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
         is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes
         say("  python -c " + (f'"{code}"' if is_plain else shlex.quote(code)))

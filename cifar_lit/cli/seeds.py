@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from cifar_lit.cli.several import check_several, group_folder, show_runs, train_
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path, read_metrics
-from cifar_lit.stats import mean_interval
+from cifar_lit.stats import ANY, SHARE, limits_text, mean_interval
 from cifar_lit.text import say
 
 FILE = "seeds.json"
@@ -44,8 +45,10 @@ def read_seeds(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
         if match is None or (last := int(match[2] or match[1])) < (first := int(match[1])) or last - first >= MOST:
-            raise UsageError(f"--seeds must be seeds such as 0-4 or 1,2,3, at most {MOST} of them, not {text!r}")
+            raise UsageError(f"--seeds must be seeds such as 0-4 or 1,2,3, at most {MOST} of them, not {text[:80]!r}")
         seeds |= dict.fromkeys(range(first, last + 1))
+        if len(seeds) > MOST:
+            raise UsageError(f"--seeds must be at most {MOST} seeds, not {text[:80]!r}")
     if len(seeds) < 2:
         raise UsageError(f"--seeds {text} is one seed: name several, such as 0-4, or use --seed {text}")
     return [*seeds]
@@ -57,14 +60,20 @@ def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str
         reason = "the images have changed between its trainings"
         raise Failure(f"{display_path(path)} has no mean, because {reason}: remove the folder, and start again")
     rows = {run: results(metrics) for run, metrics in runs.items()}
-    spreads = {name: mean_interval([row[name] for row in rows.values()]) for name in next(iter(rows.values()))}
+    spreads = {}
+    for name in RESULTS:
+        values = [row[name] for row in rows.values() if name in row]
+        if len(values) == len(rows):  # a diverged net has no loss
+            spreads[name] = mean_interval(values, SHARE if name.startswith("accuracy") else ANY)
     write_text(path / FILE, json.dumps({**record, "runs": [*runs], **spreads}, indent=2) + "\n")
     titled = {f"{run} (seed {runs[run]['seed']})": row for run, row in rows.items()}
     show_runs("test results of each seed", "run", titled, [*spreads], spreads)
     for name in (name for name in RESULTS[1::-1] if name in spreads):
-        text = "test {} {mean:.4f} ± {std:.4f} · n = {n} · 95 % interval of the mean {low:.4f} … {high:.4f}"
-        say(text.format(name, **spreads[name]))
-    say(f"results {display_path(path)}", f"next: cifar-lit compare {display_path(path)} OTHER-SEEDS-FOLDER")
+        limits = limits_text(spreads[name])
+        interval = f" · 95 % interval of the mean {limits}" if limits else ""
+        say("test {} {mean:.4f} ± {std:.4f} · n = {n}".format(name, **spreads[name]) + interval)
+    folder = display_path(path)
+    say(f"results {folder}", "", "next:", f"  cifar-lit compare {shlex.quote(folder)} OTHER-SEEDS-FOLDER")
 
 
 def results(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -8,11 +8,13 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from hashlib import sha256
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from cifar_lit.cli.run_report import FIGURES as TITLES
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text, write_text
 from cifar_lit.runs.compare import read_run
-from cifar_lit.runs.run_folder import CHECKPOINTS, RunFolder, display_path, is_finished, read_json
+from cifar_lit.runs.run_folder import CHECKPOINTS, RunFolder, display_path, is_finished, read_json, read_metrics
 from cifar_lit.signals import STOP_SIGNALS, stop_signals
 from cifar_lit.text import say
 from cifar_lit.training.orderly_stop import Interrupted
@@ -41,16 +43,20 @@ def check_several(command: Command, flag: str, resume_remedy: str, setting: str 
         setting: the setting that differs between the trainings.
     """
     others = [f"--{name}" for name in command.several if f"--{name}" != flag]
-    launched = os.environ.get("WORLD_SIZE", "1") != "1"
-    faults = {
-        f"trains and tests: use it with `train` or scripts/train.py, not `{command.name}`": command.name != "train",
-        f"and {' and '.join(others)} are different sets of trainings: leave one of them out": others,
-        f"sets {setting}: leave it out": setting and command.value(setting) is not None,
-        resume_remedy: command.resume is not None,
-        "trains on one machine: leave --nodes out": command.value("trainer.num_nodes") not in (None, "1"),
-        "starts its trainings itself: use --devices N without torchrun or srun": launched,
-    }
-    for fault in filter(faults.get, faults):
+    fault = ""
+    if command.name != "train":
+        fault = f"trains and tests: use it with `train` or scripts/train.py, not `{command.name}`"
+    elif others:
+        fault = f"and {' and '.join(others)} are different sets of trainings: leave one of them out"
+    elif setting and command.value(setting) is not None:
+        fault = f"sets {setting}: leave it out"
+    elif command.resume is not None:
+        fault = resume_remedy
+    elif command.value("trainer.num_nodes") not in (None, "1"):
+        fault = "trains on one machine: leave --nodes out"
+    elif os.environ.get("WORLD_SIZE", "1") != "1":
+        fault = "starts its trainings itself: use --devices N without torchrun or srun"
+    if fault:
         raise UsageError(f"{flag} {fault}")
     if command.value("trainer.devices") is None:
         command.flags.append("--trainer.devices=1")
@@ -62,7 +68,7 @@ def train_each(
     logs: Path | None = None,
     after: Callable[[TrainingCLI], None] = lambda cli: None,
 ) -> list[Path]:
-    """Train and test once with the settings of each training. Return the run folders.
+    """Train and test once with the settings of each training, with a line of output each. Return the run folders.
 
     On one device, the trainings share this process. On several, each has processes of its own, as Lightning starts the
     further ranks by repeating the command.
@@ -78,13 +84,13 @@ def train_each(
     for title, settings in trainings.items():
         run = find_run(logs, settings)
         done = run is not None and is_finished(run, needs_test=True)
-        say(f"{title}: {display_path(run)} is finished" if run and done else title)
         flags = [f"--{name}={value}" for name, value in settings.items()]
         if not done and re.fullmatch(ONE_DEVICE, command.value("trainer.devices") or "1"):
             place = str(logs) if logs else command.logs
             resume = str(run) if run else None
-            alone = replace(command, several={}, flags=[*command.flags, *flags], logs=place, resume=resume)
-            cli = TrainingCLI(alone)
+            alone = replace(command, several={}, flags=[*command.flags, *flags], logs=place, resume=resume, brief=True)
+            with nullcontext() if sys.stdout.isatty() else redirect_stdout(StringIO()):  # a terminal shows the bar
+                cli = TrainingCLI(alone)
             run = None if cli.model.predictions is None else cli.run.folder.path
             after(cli)
             del cli
@@ -94,6 +100,9 @@ def train_each(
             run = find_run(logs, settings)
         if run is None or not is_finished(run, needs_test=True):
             raise Failure("a training ended without a test: leave out flags that shorten the training")
+        state = " is finished" if done else ""
+        accuracy = read_metrics(run)["test"]["accuracy"]
+        say(f"{title}: test accuracy {accuracy:.4f} · {display_path(run)}{state}")
         runs.append(run)
     return runs
 
@@ -176,12 +185,14 @@ def train_in_processes(words: Sequence[str]) -> None:
     Raise Interrupted if a signal stopped it. Raise SystemExit with its exit code if it fails.
     It has printed the reason.
     """
-    with started([sys.executable, "-m", "cifar_lit", "train", *words]) as process:
+    command = [sys.executable, "-m", "cifar_lit", "train", *words]
+    with started(command, stdout=subprocess.DEVNULL) as process:
         for number in stop_signals():
             signal.signal(number, lambda number, frame: ask_to_stop(process, number))
         code = process.wait()
     catch_signals()
-    code = code if code >= 0 else 128 - code
+    if code < 0:
+        code = 128 - code
     if code - 128 in STOP_SIGNALS:
         raise Interrupted(code - 128)
     if code:

@@ -60,6 +60,10 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def name(self, row: int) -> str:
+        """Return the name of an image, or # and its row in a data set without names."""
+        return self.names[row] if self.names else f"#{row}"
+
     def take(self, rows: Tensor) -> Tensor:
         """Return the images at `rows`, int64 (B,), as uint8 (B, H, W, C)."""
         self.prefetch(rows)

@@ -13,13 +13,15 @@ from typing import Any
 
 from cifar_lit.data.table import SUFFIXES, read_table
 from cifar_lit.errors import UsageError
+from cifar_lit.files import file_size
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import LOCK, changes_text, display_path, read_curves, read_metrics, read_rows
-from cifar_lit.stats import McNemar, mcnemar, mean_interval, wilson_interval
+from cifar_lit.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.text import natural_key, printable
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison
+MAX_LABELS = 4 << 20  # bytes of a table of labels whose changes are counted
 RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
 
 # ---- Read runs.
@@ -48,8 +50,9 @@ class RunRecord:
 
     @property
     def seed(self) -> Any:
-        """The seed."""
-        return self.settings.get(SEED, self.metrics.get("seed"))
+        """The seed; None if it is unknown or the run has none (`seed_everything: false`)."""
+        seed = self.settings.get(SEED, self.metrics.get("seed"))
+        return None if seed is False else seed
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -161,8 +164,9 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
     Returns:
         For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds` and
-        `accuracies` of the runs, and `mean_interval` of `accuracy` and `train_seconds`. If the data of equal settings
-        differ, such as a folder that was changed, `settings` has a number of the data as `data`.
+        `accuracies` of the runs, and `mean_interval` of `accuracy` and `train_seconds` over the first run of each seed.
+        If the data of equal settings differ, such as a folder that was changed, `settings` has a number of the data as
+        `data`.
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe", "threads")]
@@ -178,15 +182,17 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         members.setdefault(key, []).append(run)
     summaries = []
     for (recipe, *texts), group in members.items():
-        seconds = [run.metrics["train_seconds"] for run in group if run.metrics.get("train_seconds")]
+        # Runs that repeat a seed say nothing about the spread over seeds. Runs without a seed are independent.
+        firsts = {str(run.name if run.seed is None else run.seed): run for run in reversed(group)}.values()
+        seconds = [run.metrics["train_seconds"] for run in firsts if run.metrics.get("train_seconds")]
         summaries.append(
             {
                 "recipe": recipe,
                 "settings": dict(zip(names, texts, strict=True)),
                 "runs": [run.name for run in group],
                 "seeds": [run.seed for run in group],
-                "accuracies": (accuracies := [run.test["accuracy"] for run in group]),
-                "accuracy": mean_interval(accuracies),
+                "accuracies": [run.test["accuracy"] for run in group],
+                "accuracy": mean_interval([run.test["accuracy"] for run in firsts], SHARE),
                 "train_seconds": mean_interval(seconds) if seconds else None,
             }
         )
@@ -296,8 +302,10 @@ def _changed_labels(first: RunRecord, second: RunRecord) -> int | None:
     if not all(root.suffix.lower() in SUFFIXES and root.is_file() for root in roots):
         return None
     try:
+        for root in roots:  # a file that the configuration of someone else may name
+            file_size(root, MAX_LABELS)
         table, other = ({root.absolute().parent / row.path: row.label for row in read_table(root)} for root in roots)
-    except UsageError:
+    except (UsageError, OSError):
         return None
     return sum(other.get(path, label) != label for path, label in table.items()) or None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence, Set
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +17,10 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.files import file_size
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 
+MAX_HEADER = 1 << 16  # bytes before the numbers of a NumPy file, 128 in those of a run
+COMPARED = 1000  # test images whose pixels are compared with those of the most similar training image
+# Share of the standard deviation of the pixels. In CIFAR-10, 1 % of the test images are as near to a training image.
+MAX_DIFFERENCE = 0.4
 AT_ONCE = 256  # images compared with all training images in one step
 
 
@@ -41,7 +46,7 @@ class Findings(NamedTuple):
 
     train: Suspects
     test: Suspects
-    pairs: Sequence[Pair]  # test images most similar to a training image, but not identical
+    pairs: Sequence[Pair]  # test images that are nearly a training image, but not identical
     identical: int  # test images identical to a training image
     conflicting: int  # identical test images with a different label
 
@@ -90,9 +95,9 @@ def suspect_labels(
     pictures = []
     for row in ranked[:GALLERY_SIZE].tolist():
         label, predicted = images.classes[images.labels[row]], images.classes[suggested[row]]
-        alt = f"{what} image {row}: label {label} {own[row]:.2f}, predicted {predicted} {best[row]:.2f}"
+        alt = f"{what} image {images.name(row)}: label {label} {own[row]:.2f}, predicted {predicted} {best[row]:.2f}"
         mark = " · held out" if row in held_out else ""
-        lines = (f"label {label} {own[row]:.3f}", f"predicted {predicted} {best[row]:.3f}", f"#{row}{mark}")
+        lines = (f"label {label} {own[row]:.3f}", f"predicted {predicted} {best[row]:.3f}", f"{images.name(row)}{mark}")
         pictures.append(Picture(data_uri(images.images[row]), alt, lines))
     return Suspects(len(images), pictures, len(ranked), int(confident.sum()))
 
@@ -152,32 +157,38 @@ def _quantiles(values: Tensor) -> Tensor:
 def read_array(file: Path, shape: tuple[int, ...]) -> Tensor | None:
     """Return the numbers in a NumPy file, float32; None if there is no such file or they have another shape."""
     try:
-        file_size(file)  # a pipe would block
+        # A pipe would block, and a header may be as long as the file.
+        file_size(file, MAX_HEADER + 8 * math.prod(shape))
         # Mapped, because a damaged header may claim more than the memory.
-        values = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError):
+        values = np.lib.format.open_memmap(file, mode="r")
+    except Exception:  # a damaged header raises OSError, ValueError, OverflowError, TokenError and others
         return None
     is_valid = values.dtype.kind == "f" and values.shape == shape
     return torch.from_numpy(values.astype(np.float32)) if is_valid else None
 
 
 def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:
-    """Return `pairs`, `identical` and `conflicting` of `Findings`. cosines, rows: results of `find_nearest`."""
+    """Return `pairs`, `identical` and `conflicting` of `Findings`. cosines, rows: results of `find_nearest`.
+
+    Of the test images most similar to a training image, those whose pixels differ plainly are left out.
+    """
     first_rows: dict[bytes, int] = {}
     for row, image in enumerate(train.images):
         first_rows.setdefault(_digest(image), row)
     same_rows = torch.tensor([first_rows.get(_digest(image), -1) for image in test.images])
     is_identical = same_rows >= 0
-    count = min(int((~is_identical).sum()), GALLERY_SIZE)
-    pairs = []
+    count = min(int((~is_identical).sum()), COMPARED)
+    pairs: list[Pair] = []
     for test_row in cosines.masked_fill(is_identical, -2.0).argsort(descending=True, stable=True)[:count].tolist():
         train_row = int(rows[test_row])
         image, other = test.images[test_row].float(), train.images[train_row].float()
         difference = min(float((image - view).square().mean().sqrt()) for view in (other, other.flip(1)))
+        if difference > MAX_DIFFERENCE * float(image.std()):
+            continue
         caption = (f"cosine {float(cosines[test_row]):.4f}", f"difference {difference:.1f}")
         pairs.append(Pair(_labelled("Test", test, test_row), _labelled("Training", train, train_row), caption))
     conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
-    return pairs, int(is_identical.sum()), conflicting
+    return pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting
 
 
 def _digest(image: Tensor) -> bytes:
@@ -186,4 +197,5 @@ def _digest(image: Tensor) -> bytes:
 
 def _labelled(what: str, images: ImageSet, row: int) -> Picture:
     label = images.classes[images.labels[row]]
-    return Picture(data_uri(images.images[row]), f"{what} image {row}: {label}", (f"{what[:5].lower()} {row}", label))
+    name = images.name(row)
+    return Picture(data_uri(images.images[row]), f"{what} image {name}: {label}", (f"{what[:5].lower()} {name}", label))

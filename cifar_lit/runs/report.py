@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 MAX_TABLE_CLASSES = 20  # with more classes the confusion matrix is a picture instead of a table
+MAX_CHARTS = 60  # the file of a stranger may have thousands of columns; a chart takes 50 ms
+MAX_FACTS = 100
 WIDE = 0.1  # half the width of an interval of a class's accuracy that needs more test images
 PARTS = ("train", "val", "test")  # `train/loss`, `val/loss` and `test/loss` share a chart
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # others follow in the order of their columns
@@ -113,7 +115,8 @@ def _train_images(data: ImageData) -> tuple[ImageSet, set[int], Tensor]:
         test_names = set(data.test_images.names or ())
         keep = torch.tensor([name not in test_names for name in train.names])
     if not keep.all():
-        train = ImageSet(train.images[keep], train.labels[keep], train.classes)
+        names = [train.name(row) for row in keep.nonzero()[:, 0].tolist()]
+        train = ImageSet(train.images[keep], train.labels[keep], train.classes, names=names)
     return train, set(is_held_out[keep].nonzero()[:, 0].tolist()), keep.nonzero()[:, 0]
 
 
@@ -211,7 +214,8 @@ def _title(name: str) -> str:
 
 
 def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (label, text) of the facts in metrics.json, and of all scores on the test and validation images."""
+    """Return (label, text) of the facts in metrics.json, and of the scores on the test and validation images."""
+    metrics = {**metrics, "images_per_second": metrics.get("images_per_second") or None}  # a last layer takes no steps
     if metrics.get("accelerator") is not None:
         metrics = {**metrics, "accelerator": f"{metrics.get('devices', 1)} × {metrics['accelerator']}"}
     facts = [
@@ -226,11 +230,11 @@ def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
                 facts.append((f"{PART_NAMES[part]} {_title(name)}", f"{value:.4f}"))
             elif name == "tta" and isinstance(value, dict):
                 facts.append((f"{PART_NAMES[part]} accuracy with {value['views']} views", f"{value['accuracy']:.4f}"))
-    return facts
+    return facts[:MAX_FACTS]
 
 
 def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Return title and SVG of every value that was logged more than once."""
+    """Return title and SVG of the first `MAX_CHARTS` values that were logged more than once."""
     logged: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in FIRST_CHARTS}
     for row in curves:
         for column, value in row.items():
@@ -241,7 +245,7 @@ def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
                 logged.setdefault(metric, {}).setdefault(part, []).append((row["step"], value))
     charts: list[tuple[str, str]] = []
     for name, lines in logged.items():
-        if any(len(points) > 1 for points in lines.values()):
+        if len(charts) < MAX_CHARTS and any(len(points) > 1 for points in lines.values()):
             ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
             ends = (f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items())
             title = _title(name)
@@ -276,22 +280,24 @@ def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int])
     return sorted(rows, key=lambda row: (row["accuracy"] is None, row["accuracy"]))[:MAX_TABLE_CLASSES]
 
 
-def captions(table: PredictionTable, rows: Tensor, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the caption lines of the images in these rows of a table."""
+def captions(
+    table: PredictionTable, rows: Tensor, classes: Sequence[str], images: ImageSet | None = None
+) -> list[tuple[str, ...]]:
+    """Return the caption lines of the images in these rows of a table. images: those of the table, to show names."""
     lines: list[tuple[str, ...]] = []
     columns = (table.indices, table.labels, table.predicted, table.probability)
     for index, label, predicted, probability in zip(*(column[rows].tolist() for column in columns), strict=True):
-        names = (
-            [classes[label]] if predicted == label else [f"true {classes[label]}", f"predicted {classes[predicted]}"]
-        )
-        lines.append((*names, f"{probability:.4f} · #{index}"))
+        names = [f"true {classes[label]}", f"predicted {classes[predicted]}"]
+        if predicted == label:
+            names = [classes[label]]
+        places = [f"{probability:.4f}", images.name(index)] if images else [f"{probability:.4f} · #{index}"]
+        lines.append((*names, *places))
     return lines
 
 
 def _pictures(data: ImageData, table: PredictionTable, rows: Tensor) -> list[Picture]:
-    images = data.test_images.images[table.indices[rows]]
-    lines = captions(table, rows, data.classes)
+    lines = captions(table, rows, data.classes, data.test_images)
     return [
         Picture(data_uri(image), f"Test image: {', '.join(line)}", line)
-        for image, line in zip(images, lines, strict=True)
+        for image, line in zip(data.test_images.images[table.indices[rows]], lines, strict=True)
     ]

@@ -61,11 +61,11 @@ class Run(Callback):
         self.trackers: list[TrackerLogger] = []
         self.boards: list[TensorBoardCurves | TrackerLogger] = []  # loggers of pictures
 
-    def callbacks(self, validates: bool, bar: bool) -> list[Callback]:
-        """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show a live progress bar."""
+    def callbacks(self, validates: bool, bar: bool, lines: bool = True) -> list[Callback]:
+        """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show one. lines: print epochs."""
         callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else []), self.clock]
         if self.trains:
-            callbacks += [EpochLines(self.clock), RandomState(), DivergenceWarning()]
+            callbacks += [*([EpochLines(self.clock)] if lines else []), RandomState(), DivergenceWarning()]
             callbacks += [self.best, self.last] if validates else [self.last]
             if interval := self.settings.get("checkpoint_every"):
                 callbacks.append(regular_checkpoint(interval))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import io
 import json
 import os
 import re
@@ -12,14 +11,13 @@ import socket
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import PART, read_text, write_text
+from cifar_lit.files import PART, file_size, read_text, write_text
 from cifar_lit.text import note
 
 # Numbers of metrics.json.
@@ -36,6 +34,8 @@ WRITING_SECONDS = 0.2  # time for another process to finish writing a new lease
 LEASE_SECONDS = 10.0  # lease duration; an owner on another machine renews it three times in this period
 MAX_DEPTH = 50  # folder levels in a resumed run
 MAX_TABLE = 64 << 20  # bytes; predictions.csv of 10,000 images and 200 classes has 18 MiB
+MAX_LINE = 8 << 20  # characters of a line in it; longer ones are skipped
+MAX_CELLS = 4_000_000  # cells and rows that are returned; they take about 500 MB of memory
 
 
 class RunFolder:
@@ -365,24 +365,28 @@ def _is_bounded(value: Any) -> bool:
 
 
 def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
-    """Return the rows of a CSV file with a header, without empty cells; none if it cannot be read.
+    """Return the rows of a CSV file with a header, without empty cells; none if it cannot be read or is too large.
 
     An unterminated last line with fewer cells than the header is skipped: it is still being written, or was cut short
     by a kill or a full disk. An editor may leave out the last newline of a whole line.
     columns: names of the columns to return, all by default.
     """
+    rows, cells = [], 0
     try:
-        lines = io.StringIO(read_text(file, MAX_TABLE), newline="")
-        header = next(lines, "")
-        count = len(next(csv.reader([header]), ()))
-        whole = (line for line in lines if line.endswith("\n") or len(next(csv.reader([line]), ())) == count)
-        rows = csv.DictReader(chain([header], whole))
-        return [
-            {name: value for name, value in row.items() if name and value and (columns is None or name in columns)}
-            for row in rows
-        ]
+        file_size(file, MAX_TABLE)
+        with file.open(encoding="utf-8", newline="") as lines:
+            header = next(csv.reader([next(lines, "")]), [])
+            wanted = [(place, name) for place, name in enumerate(header) if name and (columns is None or name in columns)]
+            whole = (line for line in lines if line.endswith("\n") or len(next(csv.reader([line]), ())) == len(header))
+            for values in filter(None, csv.reader(line for line in whole if len(line) <= MAX_LINE)):
+                row = {name: values[place] for place, name in wanted if place < len(values) and values[place]}
+                rows.append(row)
+                cells += 1 + len(row)
+                if cells > MAX_CELLS:
+                    return []
     except (OSError, UnicodeDecodeError, csv.Error):
         return []
+    return rows
 
 
 def read_curves(run: Path) -> list[dict[str, float]]:

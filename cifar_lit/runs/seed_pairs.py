@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from cifar_lit.runs.compare import Hits
-from cifar_lit.stats import Z95, mean_interval, t_quantile
+from cifar_lit.stats import MIN_VALUES, Z95, image_interval, mean_interval, t_quantile, verdict
 
 Z80 = 0.841621  # a standard normal variable is below this value with probability 0.8
 MANY = 1000  # seeds from which the t and normal distributions give nearly the same number
@@ -21,7 +20,8 @@ class SeedPairs(NamedTuple):
     Attributes:
         first: number of the first group.
         second: number of the second group.
-        over_seeds: `stats.mean_interval` of first minus second for equal seeds. Other test images are not considered.
+        over_seeds: `stats.mean_interval` of first minus second for equal seeds, and `verdict`, `stats.verdict` of these
+            differences. Other test images are not considered.
         over_images: interval of the mean difference over test images like these, for these trained nets; None if the
             predictions are missing or the test images differ.
     """
@@ -38,7 +38,7 @@ class SeedPairs(NamedTuple):
         estimate, and rough for few seeds.
         """
         deviation = self.over_seeds["std"] / difference
-        count = max(2, math.ceil(((Z95 + Z80) * deviation) ** 2))  # exceeded for few seeds only
+        count = max(MIN_VALUES, math.ceil(((Z95 + Z80) * deviation) ** 2))  # exceeded for few seeds only
         while count < MANY and (t_quantile(count - 1) + t_quantile(count - 1, 0.6)) * deviation > math.sqrt(count):
             count += 1
         return count
@@ -55,17 +55,19 @@ def seed_pairs(groups: Sequence[Mapping[str, Any]], hits: Mapping[str, Hits]) ->
     for first, second in combinations(range(len(groups)), 2):
         one, other = (_runs_by_seed(groups[number]) for number in (first, second))
         if len(shared := [seed for seed in one if seed in other]) > 1:
-            over_seeds = mean_interval([one[seed][1] - other[seed][1] for seed in shared])
+            differences = [one[seed][1] - other[seed][1] for seed in shared]
             names = [[runs[seed][0] for seed in shared] for runs in (one, other)]
+            over_seeds = mean_interval(differences) | {"verdict": verdict(differences)}
             pairs.append(SeedPairs(first, second, over_seeds, _over_images(names[0], names[1], hits)))
     return pairs
 
 
 def _runs_by_seed(group: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
-    """Return name and accuracy of the first run of each seed. A damaged run may have any value as its seed."""
+    """Return name and accuracy of the first run of each known seed. A damaged run may have any value as its seed."""
     runs: dict[str, tuple[str, float]] = {}
     for seed, name, accuracy in zip(group["seeds"], group["runs"], group["accuracies"], strict=True):
-        runs.setdefault(str(seed), (name, accuracy))
+        if seed is not None:
+            runs.setdefault(str(seed), (name, accuracy))
     return runs
 
 
@@ -76,8 +78,4 @@ def _over_images(first: Sequence[str], second: Sequence[str], hits: Mapping[str,
         return None
     by_image = [zip(*(hits[name].correct for name in side), strict=True) for side in (first, second)]
     differences = [(sum(one) - sum(other)) / len(first) for one, other in zip(*by_image, strict=True)]
-    if len(differences) < 2:
-        return None
-    half = Z95 * statistics.stdev(differences) / math.sqrt(len(differences))
-    middle = statistics.fmean(differences)
-    return middle - half, middle + half
+    return image_interval(differences)

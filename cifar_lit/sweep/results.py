@@ -16,11 +16,11 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib import pyplot
 from optuna.importance import PedAnovaImportanceEvaluator
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna.visualization import matplotlib as plots
 
 from cifar_lit.files import atomic_write, write_text
-from cifar_lit.stats import mean_interval
+from cifar_lit.stats import limits_text, mean_interval, verdict
 from cifar_lit.sweep.trials import Job
 from cifar_lit.text import csv_cell, printable
 
@@ -49,25 +49,28 @@ def rows_of(trials: Sequence[FrozenTrial], objectives: Sequence[str]) -> list[di
 
 def ranked(study: optuna.Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """Return the complete trials, best first by the first objective. With two, only the Pareto front."""
-    is_max = study.directions[0] == optuna.study.StudyDirection.MAXIMIZE
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    if len(study.directions) > 1:
-        front = {trial.number for trial in study.best_trials}
-        complete = [trial for trial in complete if trial.number in front]
+    if len(study.directions) > 1:  # the study may have further trials, which do not count
+        counted = optuna.create_study(directions=study.directions)
+        counted.add_trials([create_trial(values=trial.values) for trial in complete])
+        complete = [complete[trial.number] for trial in counted.best_trials]
+    is_max = study.directions[0] == optuna.study.StudyDirection.MAXIMIZE
     return sorted(complete, key=lambda trial: trial.values[0], reverse=is_max)
 
 
 def conclusion(objective: str, maximised: bool, gains: Sequence[float], lost: int) -> str:
     """Return a sentence on whether the gain of the best trial holds. gains: best minus starting recipe, by seed."""
-    missing = f" {lost} of the trainings failed." * bool(lost)
+    missing = f" {lost} of the trainings failed." if lost else ""
     if len(gains) < 2:
         return f"The gain is not confirmed: fewer than two seeds gave a pair of results.{missing}"
-    result = mean_interval(gains)
-    worst = result["low"] if maximised else -result["high"]
-    verdict = "The gain holds" if worst > 0 else "The gain is not confirmed"
+    result, significance = mean_interval(gains), verdict(gains)
+    is_better = (result["mean"] > 0) == maximised
+    answer = "The gain holds" if is_better and significance == "significant" else "The gain is not confirmed"
+    limits = limits_text(result, "+.4f")
+    interval = f"95 % interval {limits}" if limits else significance
     return (
-        f"{verdict}: {objective} changes by {result['mean']:+.4f} on average, 95 % interval {result['low']:+.4f} … "
-        f"{result['high']:+.4f} (paired t test, {len(gains)} new seeds, the same validation images).{missing}"
+        f"{answer}: {objective} changes by {result['mean']:+.4f} on average, {interval} "
+        f"(paired t test, {len(gains)} new seeds, the same validation images).{missing}"
     )
 
 

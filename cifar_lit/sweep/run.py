@@ -51,7 +51,9 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
     warnings.filterwarnings("ignore", message="Heartbeat of storage")  # sent by our workers
     optuna.logging.set_verbosity(logging.CRITICAL)
     file = read_sweep(options.file)
-    fixed = ["--recipe", file.recipe, *as_flags(file.settings), *words, *["--trust"] * options.trust]
+    fixed = ["--recipe", file.recipe, *as_flags(file.settings), *words]
+    if options.trust:
+        fixed.append("--trust")
     base = check_sweep(file, fixed, words, options.trust)
     workers = devices_of_workers(options.workers, base)
     if base.data.val_size == 0:

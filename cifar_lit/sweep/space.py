@@ -17,7 +17,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.samplers import BruteForceSampler
 
 from cifar_lit.cli.flags import OWN, SHORT
-from cifar_lit.errors import UsageError, check_choice, first_line, nearest
+from cifar_lit.errors import Failure, UsageError, check_choice, first_line, nearest
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.text import NOT_A_FILE_NAME, is_file_name
 
@@ -64,7 +64,7 @@ class SweepFile:
     seed: int
 
     def suggest(self, trial: Any) -> dict[str, Any]:
-        """Return the searched settings of an Optuna trial."""
+        """Return the searched settings of an Optuna trial. Raise Failure for a number out of range."""
         values: dict[str, Any] = {}
         for name, space, choices, when in self.parameters:
             if not all(key in values and values[key] in allowed for key, allowed in when.items()):
@@ -74,6 +74,9 @@ class SweepFile:
             else:
                 suggest = trial.suggest_int if isinstance(space, IntDistribution) else trial.suggest_float
                 values[name] = suggest(name, space.low, space.high, step=space.step, log=space.log)
+                if not space.low <= values[name] <= space.high:  # the database may come from someone else
+                    fault = f"the database has {name} {values[name]:g}, not in {space.low:g} … {space.high:g}"
+                    raise Failure(f"{fault}: it was changed. Give this sweep a name of its own (name: …)")
         return values
 
     def grid(self) -> list[dict[str, Any]]:
@@ -111,11 +114,14 @@ def read_sweep(file: Path) -> SweepFile:
             reason = "settings fixes it" if name in settings else "it is no setting of a training"
             reason = "all trials need the same validation images" if name in SPLIT else reason
             raise UsageError(f"{file}: {name} cannot be searched, as {reason}: leave it out")
-    given = objective if isinstance(objective, dict) else dict.fromkeys(
-        map(str, objective if isinstance(objective, list) else [objective])
-    )  # fmt: skip
-    objectives = {str(name): way or DIRECTIONS[bool(MINIMISED.search(str(name)))] for name, way in given.items()}
-    sampler, pruner = content.get("sampler", "tpe"), content.get("pruner", ("median", "none")[len(objectives) > 1])
+    if not isinstance(objective, dict):
+        objective = dict.fromkeys(map(str, objective if isinstance(objective, list) else [objective]))
+    objectives = {}
+    for name, direction in objective.items():
+        default = "minimize" if MINIMISED.search(str(name)) else "maximize"
+        objectives[str(name)] = direction or default
+    sampler = content.get("sampler", "tpe")
+    pruner = content.get("pruner", "none" if len(objectives) > 1 else "median")
     for key, value, choices in (
         ("sampler", sampler, SAMPLERS),
         ("pruner", pruner, PRUNERS),

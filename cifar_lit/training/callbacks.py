@@ -274,7 +274,9 @@ class EpochLines(Callback):
                 "val " + " ".join(f"{text} {float(metrics[f'val/{name}']):.4f}" for name, text in names.items())
             )
         self._validated = False
-        parts += [f"{seconds:.1f} s", f"{images / max(training, 1e-9):.0f} images/s"]
+        parts.append(f"{seconds:.1f} s")
+        if images:  # a fit of the last layer alone takes no steps
+            parts.append(f"{images / max(training, 1e-9):.0f} images/s")
 
         def show() -> None:
             loss, accuracy = pl_module.running.epoch_means()

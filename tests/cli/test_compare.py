@@ -52,6 +52,15 @@ def test_compare_prints_settings_results_and_a_significance_test(logs: Path, wor
     assert answer.lines[-1] == "False"  # torch is not imported
 
 
+def test_thousands_of_metrics_do_not_make_thousands_of_columns(logs: Path) -> None:
+    metrics = metrics_of(logs / "small-1")
+    metrics["test"] |= {f"metric {number}": 0.5 for number in range(2000)}
+    (logs / "small-1/metrics.json").write_text(json.dumps(metrics))
+    answer = run_command("compare", "logs/small-1", "--csv", "out.csv")
+    assert answer.code == 0 and len(answer.out) < 20_000
+    assert len(Path("out.csv").read_text().splitlines()[0].split(",")) > 2000
+
+
 def test_csv_json_and_plot_are_written_and_a_dash_means_stdout(logs: Path) -> None:
     answer = run_command("compare", "logs/small-*", "--csv", "-", "--json", "out.json", "--plot", "out.png")
     first, second = csv.DictReader(io.StringIO(answer.out))

@@ -22,6 +22,7 @@ from contract.command_line import (
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.run_data import RunData
+from cifar_lit.stats import wilson_interval
 
 
 def test_each_image_of_a_folder_is_tested_once_by_a_net_not_trained_on_it() -> None:
@@ -45,7 +46,13 @@ def test_each_image_of_a_folder_is_tested_once_by_a_net_not_trained_on_it() -> N
     assert results["accuracy"]["mean"] == pytest.approx(np.mean(accuracies))
     assert results["accuracy"]["std"] == pytest.approx(np.std(accuracies, ddof=1))
     assert f"accuracy over all folds {correct / 33:.4f} · 33 images" in answer.lines
-    assert answer.lines[-1] == "results lightning_logs/small-folds-1"
+    assert answer.lines[-4:] == [
+        "results lightning_logs/small-folds-1", "", "next:", "  cifar-lit review lightning_logs/small-folds-1"
+    ]  # fmt: skip
+    for number, run in enumerate(runs, 1):
+        accuracy = f"test accuracy {metrics_of(run)['test']['accuracy']:.4f}"
+        assert answer.lines[number - 1] == f"fold {number} of 3: {accuracy} · {run}"
+    assert results["test"]["interval"] == pytest.approx(wilson_interval(correct, 33))
 
     # An exported file is checked on the images of its own fold.
     run_data = RunData(runs[0] / "model.safetensors", load_model_file(runs[0]).card)

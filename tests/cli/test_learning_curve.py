@@ -63,7 +63,10 @@ def test_four_runs_differ_only_in_their_training_images(curve: tuple[Path, str])
     assert [point["accuracy"] for point in points] == [metrics_of(run)["test"]["accuracy"] for run in runs]
     rows = table_rows(out)[-4:]
     assert [row[0] for row in rows] == ["40", "80", "120", "160"] and len(rows[0]) == 6
-    assert out.splitlines()[-1] == f"results {PARENT}"
+    assert out.splitlines()[-4:] == [
+        f"results {PARENT}", "", "next:", f"  cifar-lit report {PARENT}/small-4 --open"
+    ]  # fmt: skip
+    assert out.count("next:") == 1 and out.startswith("25% of the training images: test accuracy 0.")
     with Image.open(folder / PARENT / "learning-curve.png") as picture:
         assert picture.format == "PNG"
 
@@ -144,7 +147,7 @@ def test_a_stopped_curve_on_two_devices_names_the_command_that_continues_it(
     code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def ended(*_: object) -> Iterator[Any]:
+    def ended(*_: object, **settings: object) -> Iterator[Any]:
         yield SimpleNamespace(wait=lambda: code)
 
     monkeypatch.setattr("cifar_lit.cli.several.started", ended)

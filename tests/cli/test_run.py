@@ -76,6 +76,10 @@ def test_a_small_test_set_is_reported_for_photos_but_not_for_shapes(training: Tr
     answer = run_command(*ONE_EPOCH, *OWN_IMAGES, "--data-dir", "photos", "--data.val_size", "4")
     assert answer.code == 0, answer.err
     assert "small test set: differences between runs below " in answer.out
+    config = "lightning_logs/small-1/config.yaml"  # predictions of nets that were not trained on the images
+    assert (
+        f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)" in answer.lines
+    )
     assert " · 1 epoch · " in answer.out and " · 1 step per epoch" in answer.out
 
 

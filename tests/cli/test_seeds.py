@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from contract.command_line import SMALL, assert_refused, config_of, contents_of, metrics_of, run_command
 
-from cifar_lit.cli.seeds import read_seeds
+from cifar_lit.cli.seeds import finish, read_seeds
+from cifar_lit.errors import Failure
 
 GROUP = Path("lightning_logs/small-seeds-1")
 SHORT = (*SMALL, "--epochs", "1")
@@ -24,6 +25,14 @@ def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -
     (GROUP / "small-2/metrics.json").unlink()  # killed after its last checkpoint
     answer = run_command("train", *SMALL, "--seeds=1-3")
     assert answer.code == 0, answer.err
+    accuracies = [f"test accuracy {metrics_of(GROUP / f'small-{n}')['test']['accuracy']:.4f}" for n in (2, 3, 1)]
+    assert answer.lines[:3] == [  # one line a training, without the cards of the trainings
+        f"seed 1 (1 of 3): {accuracies[0]} · {GROUP}/small-2",
+        f"seed 2 (2 of 3): {accuracies[1]} · {GROUP}/small-3",
+        f"seed 3 (3 of 3): {accuracies[2]} · {GROUP}/small-1 is finished",
+    ]
+    assert len(answer.lines) < 20
+    assert answer.lines[-3:] == ["", "next:", f"  cifar-lit compare {GROUP} OTHER-SEEDS-FOLDER"]
     assert contents_of(GROUP / "small-1") == kept
     runs = [GROUP / name for name in ("small-2", "small-3", "small-1")]
     assert [config_of(run)["seed_everything"] for run in runs] == [1, 2, 3]
@@ -50,8 +59,35 @@ def test_equal_seeds_of_two_groups_are_compared_and_a_finished_group_is_not_reus
     assert pair["over_seeds"]["n"] == 2 and pair["over_seeds"]["mean"] == pytest.approx(mean)
     assert pair["over_images"][0] < mean < pair["over_images"][1]
 
-    assert run_command("train", *SHORT, "--seeds", "0-1").code == 0
+    answer = run_command("train", *SHORT, "--seeds", "0-1")
+    assert answer.code == 0 and "n = 2\n" in answer.out and "interval" not in answer.out
     assert sorted(path.name for path in GROUP.parent.iterdir()) == [f"small-seeds-{number}" for number in (1, 2, 3)]
+
+
+def test_seeds_of_an_edited_recipe_or_configuration_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[str] = []
+
+    def stop(command: object, trainings: object, path: Path) -> None:
+        (path / "small-1").mkdir(exist_ok=True)
+        places.append(path.name)
+        raise Failure("stopped")
+
+    monkeypatch.setattr("cifar_lit.cli.seeds.train_each", stop)
+    Path("more.yaml").write_text("model: {lr: 0.1}\n")
+    for file in (None, None, "small.yaml", "more.yaml"):
+        if file:
+            Path(file).write_text(Path(file).read_text() + "\n# edited\n")
+        assert run_command("train", *SHORT, "--config", "more.yaml", "--seeds", "0-1").code == 1
+    assert places == [f"small-seeds-{number}" for number in (1, 1, 2, 3)]
+
+
+def test_a_seed_whose_net_diverged_has_no_loss_and_the_others_keep_theirs() -> None:
+    runs = {name: {"test": {"accuracy": 0.1, "loss": loss}, "train_seconds": 5.0, "seed": 0}
+            for name, loss in (("a", 1.0), ("b", None), ("c", 2.0))}  # fmt: skip
+    GROUP.mkdir(parents=True)
+    finish(GROUP, {}, runs)
+    results = json.loads((GROUP / "seeds.json").read_text())
+    assert "loss" not in results and results["accuracy"]["n"] == 3 and results["accuracy"]["low"] is None
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("0-4", [0, 1, 2, 3, 4]), ("7, 3,3-4", [7, 3, 4])])
@@ -69,6 +105,7 @@ def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
         (("train", "--seeds"), "--seeds needs a value, as in --seeds 0-4"),
         (("train", "--seeds", "4-0"), "--seeds must be seeds such as 0-4 or 1,2,3, at most 1000 of them, not '4-0'"),
         (("train", "--seeds", "0-4000000"), "at most 1000 of them"),
+        (("train", "--seeds", ",".join(f"{n}000-{n}999" for n in range(1, 40))), "--seeds must be at most 1000 seeds"),
         (("train", "--seeds", "5"), "--seeds 5 is one seed: name several, such as 0-4, or use --seed 5"),
         (("compare", "lightning_logs", "--difference", "0"), "--difference is in points of accuracy, above 0"),
     ],

@@ -6,10 +6,12 @@ import csv
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,13 @@ from cifar_lit.sweep.space import read_sweep
 
 optuna = pytest.importorskip("optuna")
 from cifar_lit.sweep.database import database_url, open_storage  # noqa: E402
-from cifar_lit.sweep.trials import Control, Job, Worker  # noqa: E402
+from cifar_lit.sweep.results import conclusion, ranked  # noqa: E402
+from cifar_lit.sweep.trials import Control, Job, Worker, run_in, run_job, value_of  # noqa: E402
 
 FOLDER = Path("lightning_logs/lr")
 SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.crop": {"range": [0, 2]}}
 
-# Stands for a training: accuracy 1 - |lr - 0.05| after three epochs, worse by 0.5 for the first trials' rivals.
+# Stands for a training: accuracy 1 - |lr - 0.05| after three epochs, lowered by seed · lr / 100.
 FAKE = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -51,7 +54,7 @@ signal.signal(signal.SIGTERM, lambda *_: ((run / "stopped").touch(), sys.exit(14
 lr = float(words.get("model.lr", 0.04))
 if "fail" in os.environ.get("FAKE", "") and (os.environ["FAKE"] == "fail" or lr > 0.05):
     sys.exit("cifar-lit: the loss is not finite")
-accuracy = 1 - abs(lr - 0.05)
+accuracy = 1 - abs(lr - 0.05) - seed * lr / 100
 with (run / "metrics.csv").open("w") as file:
     print("epoch,val/accuracy,val/loss", file=file, flush=True)
     for epoch in range(3):
@@ -164,6 +167,62 @@ def test_two_objectives_give_a_pareto_front(fake: list[list[str]]) -> None:
     points = [(float(row["val/accuracy"]), float(row["train_seconds"])) for row in rows()]
     front = [p for p in points if not any(q[0] >= p[0] and q[1] <= p[1] and q != p for q in points)]
     assert answer.out.count("\n│") == len(front)
+
+
+def test_the_front_of_two_objectives_is_that_of_the_trials_that_count() -> None:
+    study = optuna.create_study(directions=["maximize", "minimize"])
+    for accuracy, seconds in ((0.5, 9.0), (0.7, 5.0), (0.6, 3.0), (0.7, 6.0), (0.9, 1.0)):
+        trial = optuna.trial.create_trial(values=[accuracy, seconds])
+        study.add_trial(trial)
+    assert [trial.number for trial in ranked(study, study.trials)] == [4]
+    assert [trial.number for trial in ranked(study, study.trials[:4])] == [1, 2]  # trials: 4
+    assert [trial.number for trial in ranked(study, study.trials[:1])] == [0]
+
+
+def test_the_best_trial_of_a_loss_is_the_lowest(fake: list[list[str]]) -> None:
+    write(objective="val/loss", search={"model.lr": {"choice": [0.05, 0.09]}}, sampler="grid", trials=None)
+    answer = sweep("--confirm", "3")
+    assert answer.code == 0, answer.err
+    assert yaml.safe_load((FOLDER / "best.yaml").read_text())["model"]["lr"] == 0.05
+    assert "The gain holds: val/loss changes by -0.00" in answer.out  # the recipe has 0.04
+
+
+@pytest.mark.parametrize(
+    ("gains", "words"),
+    [
+        ([0.02], "is not confirmed: fewer than two seeds"),
+        ([0.02, 0.03], "is not confirmed: x changes by +0.0250 on average, no verdict from fewer than 3 seeds"),
+        ([0.02, 0.02, 0.02], "is not confirmed: x changes by +0.0200 on average, no verdict, because all"),
+        ([0.02, 0.03, 0.04], "holds: x changes by +0.0300 on average, 95 % interval +0.0052 … +0.0548"),
+        ([-0.02, -0.03, -0.04], "is not confirmed: x changes by -0.0300 on average, 95 % interval -0.0548 … -0.0052"),
+    ],
+)
+def test_a_gain_holds_if_it_is_significant_and_in_the_direction_of_the_objective(
+    gains: list[float], words: str
+) -> None:
+    assert conclusion("x", True, gains, 0).startswith(f"The gain {words}")
+    losses = conclusion("x", False, [-gain for gain in gains], 2)
+    assert losses.startswith(f"The gain {words.partition(':')[0]}") and losses.endswith(" 2 of the trainings failed.")
+
+
+def test_a_value_of_the_database_out_of_range_is_refused(fake: list[list[str]]) -> None:
+    write(trials=1)
+    assert sweep("--confirm", "0").code == 0
+    best = (FOLDER / "best.yaml").read_text()
+    with closing(sqlite3.connect(FOLDER / "sweep.db")) as database, database:
+        database.execute("UPDATE trial_params SET param_value = 50 WHERE param_name = 'model.lr'")
+    assert_refused(sweep("--confirm", "0"), 1, "the database has model.lr 50, not in 0.01 … 0.1: it was changed")
+    assert (FOLDER / "best.yaml").read_text() == best
+
+
+def test_results_are_read_from_the_newest_run_and_the_last_row_of_its_curve(tmp_path: Path) -> None:
+    for number in (9, 10):
+        (tmp_path / f"small-{number}").mkdir()
+        (tmp_path / f"small-{number}/config.yaml").touch()
+    run = run_in(tmp_path)
+    assert run is not None and run.name == "small-10"
+    (run / "metrics.csv").write_text("epoch,train/loss\n0,3.0\n1,2.0\n2,\n")
+    assert value_of(run, "train/loss") == 2.0 and value_of(run, "val/loss") is None
 
 
 def test_a_bad_trial_is_pruned_and_its_process_ends_in_order(fake: list[list[str]]) -> None:
@@ -327,6 +386,16 @@ def test_the_time_budget_ends_a_sweep_and_is_not_spent_twice(fake: list[list[str
     assert answer.code == 0 and "complete" in {row["state"] for row in rows()}
     count = len(fake)
     assert sweep("--confirm", "0").code == 0 and len(fake) == count
+    study = optuna.load_study(study_name="lr", storage=f"sqlite:///{FOLDER}/sweep.db")
+    assert study.user_attrs["seconds"] >= 5
+
+
+def test_a_second_command_that_began_later_does_not_lower_the_used_time(job: Job) -> None:
+    job.study.set_user_attr("seconds", 40.0)
+    job.control.start = time.monotonic()
+    job.study.tell(job.study.ask(), 0.5)
+    run_job(job)
+    assert job.study.user_attrs["seconds"] == 40.0
 
 
 def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list[str]]) -> None:
@@ -338,6 +407,9 @@ def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list
         write(trials=1, **more)
         assert_refused(sweep("--confirm", "0", *words), 2, "is a sweep with another value of", "name: …")
     assert contents_of(FOLDER).keys() == kept.keys()
+    write(trials=1)
+    Path("small.yaml").write_text(Path("small.yaml").read_text() + "\n# edited\n")
+    assert_refused(sweep("--confirm", "0"), 2, "is a sweep with another value of recipe file")
     (FOLDER / "sweep.db").unlink()
     assert_refused(sweep("--confirm", "0"), 2, "has trials of another lr: give this sweep a name")
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 import yaml
 
+from cifar_lit.cli.compare import repeat_line, seed_pair_lines
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import (
     RunRecord,
+    data_differences,
     differing,
     find_runs,
     groups,
@@ -139,6 +141,11 @@ def test_runs_that_differ_only_in_the_seed_form_a_group() -> None:
     assert (other["accuracy"]["n"], other["accuracy"]["std"]) == (1, None)
 
 
+def test_the_interval_of_a_group_ends_at_one() -> None:
+    (group,) = groups([make_run(f"small-{n}", [True] * (8 + n) + [False] * (2 - n), n) for n in range(3)])
+    assert group["accuracy"]["low"] < 0.7 and group["accuracy"]["high"] == 1.0
+
+
 def test_runs_whose_folder_was_changed_between_them_form_groups_by_data() -> None:
     data = [{"images": "i", "labels": "l"}, {"images": "i", "labels": "corrected"}]
     runs = [make_run(f"small-{number}", HALF, number % 2, data=data[number // 2]) for number in range(4)]
@@ -150,6 +157,63 @@ def test_runs_whose_folder_was_changed_between_them_form_groups_by_data() -> Non
     ]
     (group,) = groups([*runs[:2], runs[4]])
     assert (group["settings"], group["accuracy"]["n"]) == ({}, 3)
+
+
+def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> None:
+    same = [make_run(f"a-{n}", [True] * (6 + n) + [False] * (4 - n), 3, lr=0.5) for n in range(3)]
+    (group,) = groups(same)
+    assert group["runs"] == ["a-0", "a-1", "a-2"] and group["seeds"] == [3, 3, 3]
+    assert (group["accuracy"]["n"], group["accuracy"]["mean"], group["accuracy"]["low"]) == (1, 0.6, None)
+    assert group["train_seconds"]["n"] == 1
+    assert repeat_line(group) == (
+        "small: 2 of 3 runs repeat a seed, and only the first run of each seed counts (n = 1)"
+    )
+    unseeded = [make_run(f"b-{n}", HALF) for n in range(3)]
+    for run in unseeded:
+        run.settings["seed_everything"] = False
+    (other,) = groups(unseeded)
+    assert other["accuracy"]["n"] == 3 and repeat_line(other) == ""
+    (mixed,) = groups([unseeded[0], make_run("b-3", HALF, 7)])
+    assert seed_pairs([mixed, mixed], {}) == []  # they share one seed, and runs without a seed are not paired
+
+
+def test_the_recipe_is_no_setting_of_a_group() -> None:
+    runs = [make_run(name, HALF) for name in ("a", "b")]
+    runs[1].settings["recipe"] = runs[1].metrics["recipe"] = "other"
+    assert [(group["recipe"], group["settings"]) for group in groups(runs)] == [("small", {}), ("other", {})]
+
+
+@pytest.mark.parametrize(
+    ("differences", "words"),
+    [
+        ([1, 1], "+10.00 points over 2 equal seeds, no verdict from fewer than 3 seeds"),
+        ([2, 2, 2], "+20.00 points over 3 equal seeds, no verdict, because all differences are equal"),
+        ([1, 2, -1], "+6.67 points over 3 equal seeds, not significant"),
+        ([5, 6, 4], "+50.00 points over 3 equal seeds, significant"),
+    ],
+)
+def test_a_verdict_on_two_groups_needs_three_seeds_and_a_spread(differences: list[int], words: str) -> None:
+    runs = [make_run(f"a-{seed}", [True] * (3 + n) + [False] * (7 - n), seed) for seed, n in enumerate(differences)]
+    runs += [make_run(f"b-{seed}", [True] * 3 + [False] * 7, seed, lr=0.5) for seed in range(len(differences))]
+    grouped = groups(runs)
+    (pair,) = seed_pairs(grouped, {})
+    first, *lines = seed_pair_lines(grouped, pair, 0.01)
+    assert first == f"small · lr 0.1 minus small · lr 0.5: {words}"
+    assert any("over seeds" in line for line in lines) == ("no verdict" not in words)
+    assert any("takes about" in line for line in lines) == (len({*differences}) > 1)
+
+
+def test_a_table_of_labels_that_is_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for number in (1, 2):
+        Path(f"labels-{number}.csv").write_text(f"path,label\n1.png,cat\n2.png,class {number}\n")
+        run = make_run(f"small-{number}", HALF, data={"images": "i", "labels": str(number)})
+        run.settings["data.root"] = f"labels-{number}.csv"
+        runs.append(run)
+    line = "small-1 and small-2 used different data: labels"
+    assert data_differences(runs) == [f"{line} of 1 images"]
+    monkeypatch.setattr("cifar_lit.runs.compare.MAX_LABELS", 20)  # a stranger's configuration may name any file
+    assert data_differences(runs) == [line]
 
 
 def compared(runs: list[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
@@ -166,7 +230,8 @@ def test_pairs_count_the_images_that_only_one_run_classifies_correctly_on_the_sa
     assert lines == ["runs with different test images are not compared image by image"]
     without_fingerprint, truncated = make_run("d", HALF, fingerprint=None), make_run("e", HALF)
     predictions = truncated.path / "predictions.csv"
-    predictions.write_text("".join(predictions.read_text().splitlines(keepends=True)[:-1]))
+    lines = predictions.read_text().splitlines(keepends=True)
+    predictions.write_text("".join([*lines[:-1], lines[1]]))  # the last image is missing, the first occurs twice
     claims_too_many = make_run("f", HALF)
     claims_too_many.metrics["test"]["images"] = 10**10
     reason = "not compared image by image, because predictions.csv is missing or incomplete: d, e, f"
@@ -192,8 +257,8 @@ def test_groups_are_paired_by_seed_and_by_test_image() -> None:
     assert (pair.first, pair.second, pair.over_seeds["n"]) == (0, 1, 3)
     assert pair.over_seeds["mean"] == pytest.approx(0.4 / 3) and pair.over_seeds["std"] == pytest.approx(0.1 / 3**0.5)
     by_image = [0, 0, 0, 0, 1 / 3, 1 / 3, 1 / 3, 1 / 3, 0, 0]  # mean differences
-    half = 1.96 * statistics.stdev(by_image) / 10**0.5
-    assert pair.over_images == pytest.approx((0.4 / 3 - half, 0.4 / 3 + half), rel=1e-4)
+    assert statistics.stdev(by_image) == pytest.approx(0.172133, abs=1e-6)  # 1.96 · 0.172133 / sqrt(10) = 0.106689
+    assert pair.over_images == pytest.approx((0.4 / 3 - 0.106689, 0.4 / 3 + 0.106689), abs=1e-5)
     without = {name: hits for name, hits in hits_by_run(runs).items() if name != "b-1"}
     assert seed_pairs(groups(runs), without)[0].over_images is None
 
@@ -211,6 +276,7 @@ def test_a_damaged_run_does_not_stop_the_comparison_of_its_group() -> None:
 def test_the_number_of_seeds_is_that_of_a_paired_t_test_with_80_percent_power(ratio: float, seeds: int) -> None:
     pair = SeedPairs(0, 1, {"std": 0.002}, None)
     assert pair.seeds_for(0.002 * ratio) == pytest.approx(seeds, abs=1 + seeds // 50)
+    assert pair.seeds_for(0.2) == 3  # a verdict needs as many
 
 
 def test_curves_have_a_line_per_run_and_a_legend_entry_per_label(monkeypatch: pytest.MonkeyPatch) -> None:

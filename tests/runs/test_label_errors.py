@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,34 @@ def test_margins_of_a_run_are_read_only_if_they_fit_its_images(tmp_path: Path) -
     header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }"
     (tmp_path / "margins.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
     assert read_array(tmp_path / "margins.npy", (2**40,)) is None
+    for large in (header.replace(b"1099511627776", b"9" * 30), header[:-9]):  # too large for numpy, and cut off
+        (tmp_path / "margins.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(large).to_bytes(2, "little") + large)
+        assert read_array(tmp_path / "margins.npy", (3,)) is None
+    with (tmp_path / "margins.npy").open("wb") as file:
+        np.savez(file, np.zeros(3, np.float32))  # an archive of arrays
+    assert read_array(tmp_path / "margins.npy", (3,)) is None
+
+
+def test_a_header_of_600_megabytes_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "margins.npy"
+    file.write_bytes(b"\x93NUMPY\x02\x00" + (600 << 20).to_bytes(4, "little"))
+    os.truncate(file, 601 << 20)
+    tracemalloc.start()
+    assert read_array(file, (3,)) is None
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
+def test_images_with_names_are_listed_by_name_and_plainly_different_ones_are_no_duplicates() -> None:
+    labels, names = torch.tensor([0, 1]), ("cat/1.png", "dog/2.png")
+    train = ImageSet(PIXELS[:2], labels, ("cat", "dog"), names=names)
+    test = ImageSet(torch.stack([PIXELS[2], PIXELS[1] // 2 + 60]), labels, ("cat", "dog"), names=("a.png", "b.png"))
+    assert find_duplicates(train, test, torch.ones(2), torch.tensor([0, 1]))[0] == []  # 74 is the spread of the pixels
+    near = ImageSet(PIXELS[1:2] // 8 * 8, labels[1:], ("cat", "dog"), names=("b.png",))
+    ((pair,), _, _) = find_duplicates(train, near, torch.ones(1), torch.tensor([1]))
+    assert (pair.test.lines, pair.train.lines) == (("test b.png", "dog"), ("train dog/2.png", "dog"))
+    (picture,) = suspect_labels(train, torch.tensor([[0.9, 0.1], [0.7, 0.3]]), "Training").pictures
+    assert picture.lines[-1] == "dog/2.png"
 
 
 @pytest.mark.parametrize(("images", "rejected", "confident"), [(5, 3, 2), (4, 2, 1)])
@@ -93,6 +123,6 @@ def test_exact_duplicates_are_counted_and_near_duplicates_listed_nearest_first()
     )
     assert (identical, conflicting) == (1, 1)
     assert [(pair.test.lines, pair.train.lines, pair.lines) for pair in pairs] == [
-        (("test 2", "b"), ("train 4", "b"), ("cosine 0.7500", "difference 10.0")),
-        (("test 0", "a"), ("train 2", "a"), ("cosine 0.5000", "difference 0.0")),  # its mirror image
+        (("test #2", "b"), ("train #4", "b"), ("cosine 0.7500", "difference 10.0")),
+        (("test #0", "a"), ("train #2", "a"), ("cosine 0.5000", "difference 0.0")),  # its mirror image
     ]

@@ -173,5 +173,9 @@ def test_tensorboard_drops_points_after_the_resumed_step(run: RunFolder) -> None
         for step, value in points.items():
             board.log_metrics({"val/loss": value}, step)
         board.save()
+        board.finalize("success")
+        if resumed_step is None:  # TensorBoard reads files in the order of their names, which begin with the second
+            (first,) = run.path.glob("events.*")
+            first.rename(first.with_name("events.out.tfevents.1000000000.host"))
     events = read_events(run).Scalars("val/loss")
     assert [(event.step, event.value) for event in events] == [(10, 10.0), (20, 20.0), (30, 99.0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from browser import Open
 
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.figures import Picture
 from cifar_lit.runs.label_errors import Findings, Pair, Suspects
 from cifar_lit.runs.predictions import PredictionTable, prediction_table
@@ -37,7 +39,7 @@ def data_of(classes: list[str], images: int, side: int) -> Any:
     return SimpleNamespace(
         classes=classes,
         class_counts=torch.full((len(classes),), 5),
-        test_images=SimpleNamespace(images=pixels),
+        test_images=ImageSet(pixels, torch.zeros(images, dtype=torch.int64), tuple(classes)),
         split=(range(80), range(20)),
     )
 
@@ -57,6 +59,38 @@ def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
     twins = [Pair(picture, picture, ("cosine 0.99", "difference 3.0"))] * 24
     findings = Findings(Suspects(1000, [picture] * 24, 30, 12), Suspects(300, [picture] * 24, 9, 1), twins, 2, 1)
     return render(run, METRICS, data_of(names, 300, side), prediction_table(predictions), findings)
+
+
+def test_a_table_of_thousands_of_columns_has_the_first_charts_and_facts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cifar_lit.runs.report.MAX_CHARTS", 2)
+    monkeypatch.setattr("cifar_lit.runs.report.MAX_FACTS", 3)
+    page = page_of(tmp_path)
+    assert page.count("<figcaption>") == 2 and "Precision, recall, F1" in page
+    assert re.findall("<dt>([^<]*)</dt>", page.partition('class="facts"')[2].partition("</dl>")[0]) == [
+        "recipe", "net", "parameters"
+    ]  # fmt: skip
+
+
+def test_the_first_card_has_the_calibration_error_of_the_probabilities_that_are_shipped(tmp_path: Path) -> None:
+    data = data_of(["a", "b"], 4, 8)
+    labels = torch.tensor([0, 0, 1, 1])
+    table = PredictionTable(torch.arange(4), labels, labels, torch.full((4,), 0.75, dtype=torch.float64))
+    for after, shown in ((0.0087, "0.0087"), (None, "0.2500"), ("<b>", "0.2500")):
+        calibration = {"error": 0.25, "temperature": 0.5, "tempered_error": after}
+        page = render(tmp_path, {"test": {"calibration": calibration}}, data, table)
+        assert f"<dt>expected calibration error</dt><dd>{shown}</dd>" in page
+        assert ("error without temperature scaling is 0.2500" in page) == (shown != "0.2500")
+
+
+def test_mistakes_have_the_name_of_their_file_and_a_last_layer_has_no_speed(tmp_path: Path) -> None:
+    data = data_of(["a", "b"], 2, 8)
+    data.test_images = replace(data.test_images, names=("a/1.png", "b/<2>.png"))
+    table = PredictionTable(torch.tensor([1, 0]), torch.tensor([1, 0]), torch.tensor([0, 0]), torch.tensor([0.75, 0.5]))
+    page = render(tmp_path, {"seed": 0, "images_per_second": 0.0}, data, table)
+    assert "<span>predicted a</span><span>0.7500</span><span>b/&lt;2&gt;.png</span>" in page
+    assert "images/s" not in page and "<dt>seed</dt><dd>0</dd>" in page
 
 
 def test_untrusted_text_is_escaped_and_every_metric_and_curve_is_shown(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from cifar_lit.runs.run_folder import (
     owner_of,
     read_curves,
     read_metrics,
+    read_rows,
     run_of,
     stamp_start,
 )
@@ -237,3 +238,17 @@ def test_metrics_with_invalid_values_are_empty(tmp_path: Path, damage: dict[str,
     assert read_metrics(tmp_path) == whole
     (tmp_path / "metrics.json").write_text(json.dumps({**whole, **damage}))
     assert read_metrics(tmp_path) == {}
+
+
+def test_a_table_with_too_many_cells_or_a_huge_line_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text("a,b,c\n" + "1,,3\n" * 4)
+    assert read_rows(file) == [{"a": "1", "c": "3"}] * 4
+    monkeypatch.setattr("cifar_lit.runs.run_folder.MAX_CELLS", 11)  # each row counts as 1, and 2 cells
+    assert read_rows(file) == []
+    assert read_rows(file, ("c",)) == [{"c": "3"}] * 4
+    monkeypatch.setattr("cifar_lit.runs.run_folder.MAX_LINE", 5)
+    file.write_text("a\n1\n" + "2" * 5 + "\n3\n")
+    assert read_rows(file) == [{"a": "1"}, {"a": "3"}]
