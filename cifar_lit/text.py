@@ -9,6 +9,7 @@ import io
 import re
 import sys
 import unicodedata
+from collections.abc import Iterable
 
 MAX_NAME = 300  # characters of a class or a net
 # Invisible characters that `str.isprintable` accepts: fillers and variation selectors, except those of emoji.
@@ -93,6 +94,18 @@ def accept_any_encoding() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not in notebooks
             stream.reconfigure(errors="backslashreplace")
+
+
+def nfc(text: str) -> str:
+    """Return text in Unicode's composed form. macOS writes names with separate accents."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first three names, and the number of further names."""
+    texts = list(names)
+    more = f" and {len(texts) - 3:,} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 def counted(count: int, noun: str) -> str:

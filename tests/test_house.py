@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"runs"},
     "training": {"models", "data.progress"},
     "runs": {"models", "data", "training"},
-    "inference": {"runs", "models", "data.decode", "data.image_set"},
+    "inference": {"runs", "models", "data.decode", "data.image_set", "data.walk"},
 }
 TOP_LEVEL = {"errors", "files", "hardware", "plugins", "settings", "signals", "stats", "text", "threads"}
 NO_LIGHTNING = {*TOP_LEVEL, "models", "inference"}

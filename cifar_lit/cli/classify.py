@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.data.decode import SUFFIXES, pixel_limit
+from cifar_lit.data.decode import KINDS, SUFFIXES, pixel_limit
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
@@ -71,7 +71,7 @@ def classify(argv: list[str]) -> int:
 def _settings(argv: list[str]) -> Namespace:
     description = (
         "Predict the classes of image files with the net of a run. Print the likeliest classes of each image with "
-        "their probabilities. Read JPEG, PNG, WebP, BMP and GIF (the first frame), whatever the suffix."
+        f"their probabilities. Read {KINDS} (the first frame), whatever the suffix."
     )
     parser = command_parser("classify", description)
     add = parser.add_argument
@@ -189,7 +189,7 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
             if advance:
                 advance(len(rows))
     if settings.sheet is not None:
-        save_picture(contact_sheet(sheet_rows), Path(settings.sheet))
+        save_picture(contact_sheet(sheet_rows, classifier.preparation.levels), Path(settings.sheet))
         part = f"the first {len(sheet_rows):,} of " if len(sheet_rows) < len(files) else ""
         note(f"{part}{len(files):,} files in {display_path(Path(settings.sheet))}")
     if settings.explain is not None:

@@ -71,7 +71,7 @@ def select_next(argv: list[str]) -> None:
             raise UsageError(f"none of {number} is a readable image: name folders of images")
         with writing(out, "Choose another place with --out.", parents=True) as part:
             _write_table(part, rows)
-        save_picture(contact_sheet(rows[:MAX_PICTURES]), sheet)
+        save_picture(contact_sheet(rows[:MAX_PICTURES], classifier.preparation.levels), sheet)
     counts = "{:,} unreadable, {:,} labelled already, {:,} repeated".format(*left_out)
     say(
         f"{len(rows):,} of {number} ({counts}) to label: {display_path(out)}, {display_path(sheet)}",

@@ -20,9 +20,10 @@ from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.augment import Augmentation
 from cifar_lit.data.cache import COMMON_SIZE, MAX_OWN_SIZE
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.decode import decode, image_size
+from cifar_lit.data.decode import Preparation, common_levels, decode, image_size
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.image_size import parse_image_size
+from cifar_lit.data.source_settings import parse_levels
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name, save_picture
 from cifar_lit.runs.config_file import plain_values
@@ -111,7 +112,9 @@ def _data(settings: dict[str, Any], files: Sequence[ImageFile]) -> ImageData:
     if sizes or (configured is None and max(size) > MAX_OWN_SIZE):  # the data set `folder` does the same
         size = (COMMON_SIZE, COMMON_SIZE)
     data = ImageData(**{**settings, "shuffle": False, "sampling": "none", "placement": "device"})
-    pixels = np.stack([decode(path, size, settings["channels"] or 3, settings["resize"]) for path in paths])
+    levels = parse_levels(settings["levels"]) or common_levels(paths)
+    preparation = Preparation(size, settings["channels"] or 3, settings["resize"], levels)
+    pixels = np.stack([decode(path, *preparation) for path in paths])
     data.parts.train_images = ImageSet(torch.from_numpy(pixels), torch.zeros(len(files), dtype=torch.int64), ("photo",))
     data.parts.split = torch.arange(len(files)), torch.arange(0)
     return data

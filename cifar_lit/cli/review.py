@@ -19,9 +19,12 @@ from torch import Tensor
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.serve import listen
 from cifar_lit.cli.trust import allow_run
+from cifar_lit.data.decode import KINDS
+from cifar_lit.data.listed_files import find_files
 from cifar_lit.data.progress import progress
 from cifar_lit.data.sources import load_images
 from cifar_lit.data.table import SUFFIXES, read_table
+from cifar_lit.data.walk import as_on_disk
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
@@ -175,8 +178,12 @@ def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
 def _earlier_dates(table: Path) -> dict[str, str]:
     """Return the dates in a table of an earlier review, by the key of the image."""
     folder = table.absolute().parent
-    rows = (row for row in read_table(table) if row.reviewed)
-    return {row.path if row.path.isdecimal() else os.path.normpath(folder / row.path): row.reviewed for row in rows}
+    dates = {}
+    for row in read_table(table):
+        path = os.path.normpath(as_on_disk(str(folder / row.path)))
+        if row.reviewed:
+            dates[str(int(row.path)) if row.path.isdecimal() else path] = row.reviewed
+    return dates
 
 
 def _note_changes(run: Path, data: ImageData) -> None:
@@ -230,7 +237,8 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
     """Return the readable files of a table or folder of images to label, and their pixels, uint8 (M, H, W, C)."""
     place = Path(settings.table or settings.pool).expanduser()
     if settings.table:
-        files = [str(place.parent / row.path) for row in read_table(place, labelled=False)]
+        listed = [row.path for row in read_table(place, labelled=False)]
+        files = [str(place.parent / path) for path in find_files(place, listed).paths]
     elif place.is_dir():
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:
@@ -242,7 +250,7 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
     if bad := [f"{row.path} ({row.error})" for row in rows if row.error]:
         note(f"{len(bad):,} of {len(rows):,} images cannot be read: {', '.join(bad[:3])}")
     if len(bad) == len(rows):
-        raise UsageError(f"there are no readable images in {place}: use JPEG, PNG, WebP, BMP or GIF")
+        raise UsageError(f"there are no readable images in {place}: use {KINDS}")
     pixels = torch.cat([pixels for _, pixels in results]).permute(0, 2, 3, 1)
     return [row.path for row in rows if row.path and not row.error], pixels
 

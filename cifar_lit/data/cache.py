@@ -32,7 +32,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cifar_lit.data.decode import DecodeError, Preparation, SizesDiffer, decode_chunks, decode_files, image_size
+from cifar_lit.data.decode import (
+    DecodeError,
+    Levels,
+    Preparation,
+    SizesDiffer,
+    common_levels,
+    decode_chunks,
+    decode_files,
+    image_size,
+)
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.progress import progress
@@ -40,7 +49,7 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import PART, read_text, write_text
 from cifar_lit.text import note
 
-FORMAT = 3  # incremented when files of the cache or pixels of the decoder change
+FORMAT = 4  # incremented when files of the cache or pixels of the decoder change
 MAX_OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
 COMMON_SIZE = 32  # pixels; side of all other images if no size is set
 MAX_INDEX = 1 << 30  # bytes; a file takes about 100
@@ -61,21 +70,29 @@ class File(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Contents of index.json. `duplicates` is None until near-duplicates have been searched."""
+    """Contents of index.json.
+
+    `duplicates` is None until near-duplicates have been searched. `levels` are those of 16-bit images.
+    """
 
     shape: tuple[int, int, int, int]
     files: list[File]
     bad: dict[str, str]
     data: str
     duplicates: Duplicates | None
+    levels: Levels | None
 
 
 class Decoded(NamedTuple):
-    """Images of the readable files, uint8 (N, H, W, C); reasons why files are unreadable, by path; near-duplicates."""
+    """Images of the readable files, uint8 (N, H, W, C); reasons why files are unreadable, by path; near-duplicates.
+
+    `levels` are those of 16-bit images, see `Preparation`.
+    """
 
     images: np.ndarray
     bad: dict[str, str]
     duplicates: Duplicates
+    levels: Levels | None
 
 
 def decoded(
@@ -85,6 +102,7 @@ def decoded(
     size: tuple[int, int] | None,
     channels: int,
     resize: str,
+    levels: Levels | None,
     cache_dir: Path,
 ) -> Decoded:
     """Return the images of `files` from the cache. Decode and cache missing images, with a progress bar.
@@ -98,6 +116,7 @@ def decoded(
         size: (H, W) of the images. If None, a common size of up to 64 pixels is kept; else images become 32×32.
         channels: 1 or 3.
         resize: one of `decode.RESIZES`.
+        levels: see `Preparation`. If None, those of all 16-bit images.
         cache_dir: folder of all caches. If it is not writable, a note says so, and a temporary file is used.
 
     Raises:
@@ -114,20 +133,26 @@ def decoded(
             stack.enter_context(file_lock(cache / "lock", f"decodes {root}", patience=2))
         except OSError as error:
             index = _load(cache, folder, files)
-            if index and (index := _searched(cache, index)).files == arrange(index.duplicates or []):
+            usable = index and (levels is None or index.levels == levels)
+            if index and usable and (index := _searched(cache, index)).files == arrange(index.duplicates or []):
                 return _mapped(cache, index)  # a read-only cache can still be used
             reason = error.strerror or type(error).__name__
             note(f"nothing is cached: {cache_dir}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
             cache = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
-        index = _load(cache, folder, files) or _decode_to(cache, folder, files, size, channels, resize)
+        index = _load(cache, folder, files)
+        if index is None or (levels and index.levels != levels):
+            levels = levels or common_levels([str(folder / file.path) for file in sorted(files)])
+            index = _decode_to(
+                cache, folder, files, size, Preparation((COMMON_SIZE, COMMON_SIZE), channels, resize, levels)
+            )
         if index.duplicates is None:
             index = _searched(cache, index)
             with suppress(OSError):  # with a full disk, near-duplicates are searched again next time
                 _write_index(cache, index)
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
-            index = _decode(cache, folder, ordered, Preparation(index.shape[1:3], channels, resize))
+            index = _decode(cache, folder, ordered, Preparation(index.shape[1:3], channels, resize, index.levels))
         return _mapped(cache, index)
 
 
@@ -147,7 +172,8 @@ def read_index(cache: Path) -> Index | None:
         bad = {str(path): str(reason) for path, reason in values["bad"].items()}
         groups = values["duplicates"]
         duplicates = groups if groups is None else [[str(path) for path in group] for group in groups]
-        index = Index((rows, height, width, channels), files, bad, values["data"], duplicates)
+        levels = None if values["levels"] is None else (int(values["levels"][0]), int(values["levels"][1]))
+        index = Index((rows, height, width, channels), files, bad, values["data"], duplicates, levels)
         if not re.fullmatch(r"images-[0-9a-f]+\.u8", index.data):  # a path could lead to any file
             return None
         readable = sum(file.path not in index.bad for file in files)
@@ -184,7 +210,7 @@ def _searched(cache: Path, index: Index) -> Index:
 
 
 def _mapped(cache: Path, index: Index) -> Decoded:
-    return Decoded(map_images(cache / index.data, index.shape), index.bad, index.duplicates or [])
+    return Decoded(map_images(cache / index.data, index.shape), index.bad, index.duplicates or [], index.levels)
 
 
 def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
@@ -199,16 +225,16 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
 
 
 def _decode_to(
-    cache: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, channels: int, resize: str
+    cache: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, preparation: Preparation
 ) -> Index:
-    """Decode `files` to `size`; if it is None, to their own size or to 32×32."""
+    """Decode `files` to `size`; if it is None, to their own size or to that of `preparation`."""
     for file in files if size is None else ():
         with suppress(DecodeError):
             if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
                 with suppress(SizesDiffer):
-                    return _decode(cache, folder, files, Preparation(own_size, channels, resize), all_of_size=True)
+                    return _decode(cache, folder, files, preparation._replace(size=own_size), all_of_size=True)
             break
-    return _decode(cache, folder, files, Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, resize))
+    return _decode(cache, folder, files, preparation._replace(size=size or preparation.size))
 
 
 def _decode(
@@ -223,7 +249,7 @@ def _decode(
     may_replace = old is None or old.shape[1:] == shape or not all_of_size
     rows: dict[File, memoryview] = {}  # pixels of unchanged files
     duplicates: Duplicates | None = None
-    if old and old.shape[1:] == shape:
+    if old and old.shape[1:] == shape and old.levels == preparation.levels:
         wanted = set(files)
         readable = (file for file in old.files if file.path not in old.bad)
         images = map_images(cache / old.data, old.shape)
@@ -252,7 +278,8 @@ def _decode(
         os.fsync(output.fileno())
         done_files = list(files[:count])
         reasons = {file.path: bad[file.path] for file in done_files if file.path in bad}
-        index = Index((count - len(reasons), *shape), done_files, reasons, data.name, duplicates)
+        shape_of_all = (count - len(reasons), *shape)
+        index = Index(shape_of_all, done_files, reasons, data.name, duplicates, preparation.levels)
         _write_index(cache, index)
         return index
 

@@ -25,6 +25,7 @@ from cifar_lit.data.order import in_order, shuffled
 from cifar_lit.data.placement import Placement
 from cifar_lit.data.preprocessing import Preprocessing
 from cifar_lit.data.progress import note_once
+from cifar_lit.data.source_settings import parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
@@ -73,6 +74,8 @@ class ImageData(pl.LightningDataModule):
         resize: how to resize your own images of another aspect ratio: crop (scale to cover, then crop the centre),
             letterbox (scale to fit, with grey borders), or squash (change the aspect ratio).
         channels: 1 or 3, for your own images and shapes.
+        levels: values of 16-bit grey images that become black and white, such as [7000, 7400]; by default the range of
+            your own images.
         num_classes: number of classes of shapes.
         count: number of training images of shapes; the test set is a fifth of it.
         url: URL or path of the archive, instead of the built-in sources.
@@ -114,6 +117,7 @@ class ImageData(pl.LightningDataModule):
         image_size: NonNegativeInt | list[int] | str | None = None,  # `int` would parse 0x10 as 16
         resize: str = "crop",
         channels: int | None = None,
+        levels: list[int] | None = None,
         num_classes: int | None = None,
         count: int = 10_000,
         url: str | None = None,
@@ -146,6 +150,7 @@ class ImageData(pl.LightningDataModule):
             root=root, url=url, cache_dir=cache_dir, labels=labels, group=group, skip_bad=skip_bad, resize=resize,
             image_size=tuple(image_size) if isinstance(image_size, list) else image_size, channels=channels,
             num_classes=num_classes, count=count, test_size=test_size, split_seed=split_seed,
+            levels=parse_levels(levels),
         )  # fmt: skip
         self.augmentation = Augmentation(crop, flip, cutout)
         self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None

@@ -9,30 +9,45 @@ import signal
 import sys
 import threading
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
 from cifar_lit.errors import Failure
-from cifar_lit.files import read_bytes
+from cifar_lit.files import file_size, read_bytes
 from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
-from cifar_lit.text import natural_key, printable
+from cifar_lit.text import printable
 from cifar_lit.threads import free_cores
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
+HAS_HEIF = find_spec("pi_heif") is not None  # the extra `photos`
+KINDS = f"JPEG, PNG, WebP, BMP, GIF, TIFF, PPM{', AVIF or HEIC' if HAS_HEIF else ' or AVIF'}"
+HEIC_SUFFIXES = (".heic", ".heif", ".hif")
+HEIC_REMEDY = 'pip install "cifar-lit[photos]", or convert it: magick mogrify -format jpg *.heic'
 # Images in folders. Files with other suffixes are ignored.
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif")
-HEIC_SUFFIXES = (".heic", ".heif", ".hif")  # not read, but reported: iPhones write them
+SUFFIXES = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pnm", ".avif",
+    *(HEIC_SUFFIXES if HAS_HEIF else ()),
+)  # fmt: skip
+DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit grey
+MIN_DEEP_COLOUR = 16  # smallest maximum of the upper bytes of a picture with 16-bit colours
+MAX_MEASURED = 300  # images, to find the levels of all
+UNREAD_SUFFIXES = (  # images that are not read, but can be converted
+    *(() if HAS_HEIF else HEIC_SUFFIXES), ".jp2", ".j2k", ".jpx", ".jxl", ".jxr", ".dng", ".cr2", ".cr3", ".nef",
+    ".arw", ".orf", ".raf", ".rw2", ".psd", ".tga", ".pcx", ".svg", ".eps", ".pdf", ".exr", ".hdr", ".dcm", ".ico",
+)  # fmt: skip
 MISSING = "missing: there is no such file"
 MAX_FILE_BYTES = 1 << 29  # more than a BMP of the largest size that Pillow accepts
 MAX_UNPACKED_PIXELS = 1 << 25  # unpacked at once, at up to 12 bytes each; a large JPEG is unpacked at a smaller scale
@@ -45,13 +60,16 @@ MAX_BUFFERED_PIXELS = 1 << 26
 MAX_SEGMENTS = 400  # in a JPEG, at most 64 KiB each; Pillow's time for EXIF grows with the square of their number
 MAX_PARTS = 10_000  # chunks of a PNG or WebP, or blocks before a GIF's image, plus one per 1,000 bytes
 MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow unpacks in Python
+MAX_SLOW = 1 << 22  # pixels of a PPM whose values Pillow converts in Python
+MAX_PPM_HEADER = 4096  # bytes, which Pillow reads one at a time
+MAX_TAGS = 1_000  # TIFF tags, in all of its directories
+MAX_TILES = 20_000  # TIFF tiles or strips
 MAX_FILL = 10_000  # bytes between the segments before a JPEG's first scan, which Pillow reads one at a time
 # A segment with a length, or the end of the image. C8 and F0 to FD have no length in Pillow, and libjpeg refuses them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
 _OTHER_FORMATS = {  # unsupported image formats, by their bytes from the first or the fifth on
-    b"II*\0": "a TIFF", b"MM\0*": "a TIFF", b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon",
-    b"ftypavif": "an AVIF", b"ftyphe": "a HEIC", b"ftypmif1": "a HEIC", b"ftypmsf1": "a HEIC",
-    b"jP  \r\n\x87\n": "a JPEG 2000",
+    b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon", b"jP  \r\n\x87\n": "a JPEG 2000",
+    b"\xff\x0a": "a JPEG XL", b"JXL \r\n\x87\n": "a JPEG XL",
 }  # fmt: skip
 RESIZES = {  # ways to resize an image of another aspect ratio
     "crop": "scaled to cover the size, then cropped to its centre",
@@ -61,6 +79,7 @@ RESIZES = {  # ways to resize an image of another aspect ratio
 _PLAIN_REASONS = {  # by a part of Pillow's message
     "truncated": "cut short",
     "decoder object": "damaged or cut short",
+    "decoder error": "damaged or cut short",
     "max_text": "more packed text than belongs to an image",
 }
 _UPRIGHT = {  # by EXIF orientation
@@ -68,18 +87,39 @@ _UPRIGHT = {  # by EXIF orientation
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
+_SIGNATURES = (  # JPEG, PNG, BMP, GIF and TIFF
+    b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
+)  # fmt: skip
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"hevm", b"mif1", b"msf1")
+# Width and height, and for all but bitmaps (P1 and P4) the value of white, each after blanks and comments.
+_PPM_HEADER = re.compile(rb"P(?:[14](?:{blank}[0-9]+){2}|[2356f](?:{blank}[-+.0-9]+){3})\s".replace(
+    b"{blank}", rb"(?:\s|#[^\r\n]*[\r\n])+"))  # fmt: skip
+_TIFF_SIZES = (1, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 2, 8, 8, 8, 8)  # bytes of a value, by its type
+_TIFF_DIRECTORIES = (34665, 34853, 40965)  # tags of EXIF, GPS and Interoperability, which Pillow reads too
+_TIFF_COMPRESSION, _TIFF_OFFSETS, _TIFF_TILE_SIDES = 259, (273, 324), (322, 323)  # other tags
+_TIFF_COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32773, 32946)  # none, fax, LZW, JPEG, Deflate and PackBits
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 T = TypeVar("T")
+Levels = tuple[int, int]  # grey values that become black and white
+
+
 Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; reasons of the unreadable by position
 
 
 class Preparation(NamedTuple):
-    """Format of decoded images: size (H, W), channels (3 for RGB, 1 for grey), and one of `RESIZES`."""
+    """Format of decoded images.
+
+    size: (H, W).
+    channels: 3 for RGB, 1 for grey.
+    resize: one of `RESIZES`.
+    levels: values of 16-bit grey images that become black and white; None for 0 and 65535.
+    """
 
     size: tuple[int, int]
     channels: int = 3
     resize: str = "crop"
+    levels: Levels | None = None
 
 
 class DecodeError(Failure):
@@ -98,9 +138,13 @@ class SizesDiffer(ValueError):
 
 
 def decode(
-    source: str | Path | BinaryIO, size: tuple[int, int] | None = None, channels: int = 3, resize: str = "crop"
+    source: str | Path | BinaryIO,
+    size: tuple[int, int] | None = None,
+    channels: int = 3,
+    resize: str = "crop",
+    levels: Levels | None = None,
 ) -> np.ndarray:
-    """Decode a JPEG, PNG, WebP, BMP or GIF (its first frame), upright according to its EXIF orientation.
+    """Decode an image of one of `FORMATS` (its first frame), upright according to its EXIF orientation.
 
     Transparent parts become white; 16-bit grey is scaled to 8 bits.
 
@@ -109,6 +153,7 @@ def decode(
         size: (H, W) to scale to (bicubic, antialiased); None for the image's own size.
         channels: 3 for RGB, 1 for grey.
         resize: one of `RESIZES`.
+        levels: see `Preparation`.
 
     Returns:
         uint8 (H, W, channels).
@@ -126,12 +171,21 @@ def decode(
         limit = MAX_WEBP_PIXELS if image.format == "WEBP" else MAX_UNPACKED_PIXELS
         if image.width * image.height > limit:
             raise OSError(f"more than {limit:,} pixels to unpack: save it smaller")
-        image.load()
-        return _upright(image, size, channels, resize)
+        is_deep_colour = not image.mode.startswith("I") and ";16" in str(image.tile[:1])
+        with silent_stderr() if image.format == "TIFF" else nullcontext():  # libtiff prints its errors
+            image.load()
+        # Pillow keeps the upper 8 of 16 bits of colours.
+        if is_deep_colour and np.asarray(image.convert("RGB")).max() < MIN_DEEP_COLOUR:
+            raise OSError("16-bit colours that use 12 bits or fewer: magick mogrify -evaluate multiply 16 FILES")
+        return _upright(image, size, channels, resize, levels)
 
 
 def pixels_of(
-    image: Image.Image, size: tuple[int, int] | None = None, channels: int = 3, resize: str = "crop"
+    image: Image.Image,
+    size: tuple[int, int] | None = None,
+    channels: int = 3,
+    resize: str = "crop",
+    levels: Levels | None = None,
 ) -> np.ndarray:
     """Return a PIL image of any mode as uint8 (H, W, channels), by the same steps as `decode`.
 
@@ -139,7 +193,7 @@ def pixels_of(
     """
     with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
-        return _upright(image, size, channels, resize)
+        return _upright(image, size, channels, resize, levels)
 
 
 @contextmanager
@@ -161,63 +215,14 @@ def image_size(source: str | Path | BinaryIO) -> tuple[int, int]:
         return (width, height) if _orientation(image) >= 5 else (height, width)
 
 
-def visible_entries(folder: str, on_error: Callable[[OSError], object]) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder in natural order, without hidden ones and the __MACOSX of zip files.
-
-    If the folder cannot be read and `on_error` does not raise, return no entries.
-    """
-    visible: list[os.DirEntry[str]] = []
-    try:
-        with os.scandir(folder) as entries:
-            visible += (entry for entry in entries if not entry.name.startswith((".", "__MACOSX")))
-    except OSError as error:
-        on_error(error)
-    return sorted(visible, key=lambda entry: natural_key(entry.name))
-
-
-def walk(folder: str, on_error: Callable[[OSError], object]) -> Iterator[os.DirEntry[str]]:
-    """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
-
-    Links to folders are followed, but each folder is entered only once. Otherwise a link to a parent folder would never
-    end, and links that double at every level would take 2^levels visits. `on_error` is called for each folder that
-    cannot be read.
-    """
-    visited: set[tuple[int, int]] = set()
-    stack: list[os.DirEntry[str]] = []
-
-    def enter(path: str) -> bool:
-        """Return whether a folder is new, and put its entries on the stack."""
-        with suppress(OSError):  # reading the folder raises it again
-            status = os.stat(path)  # noqa: PTH116
-            if (status.st_dev, status.st_ino) in visited:
-                return False
-            visited.add((status.st_dev, status.st_ino))
-        stack.extend(reversed(visible_entries(path, on_error)))
-        return True
-
-    enter(folder)
-    while stack:
-        entry = stack.pop()
-        if not is_folder(entry) or enter(entry.path):
-            yield entry
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one; False for a link to itself."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
 def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bool = False) -> Pixels:
     """Decode many files. With `all_of_size`, nothing is resized, and an image of another size raises SizesDiffer."""
     pixels: list[bytes] = []
     bad: dict[int, str] = {}
-    size, channels, resize = preparation
+    size, channels, resize, levels = preparation
     for position, path in enumerate(paths):
         try:
-            image = decode(path, None if all_of_size else size, channels, resize)
+            image = decode(path, None if all_of_size else size, channels, resize, levels)
         except DecodeError as error:
             bad[position] = error.reason
             continue
@@ -225,6 +230,37 @@ def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bo
             raise SizesDiffer(path)
         pixels.append(image.tobytes())
     return b"".join(pixels), bad
+
+
+def common_levels(paths: Sequence[str]) -> Levels | None:
+    """Return the levels of the 16-bit grey images among files, measured on at most `MAX_MEASURED` of them.
+
+    In each image, the lowest and highest thousandth may be dead pixels. Of the images, the 2 % with the lowest and
+    highest values may be blank. Images that use most of the 65,536 values keep them all (None).
+    """
+    paths = [path for path in paths if path.lower().endswith(DEEP_SUFFIXES)]
+    lows, highs = [], []
+    for path in paths[:: len(paths) // MAX_MEASURED + 1]:
+        with suppress(DecodeError), _decode_errors(path):
+            file_size(path)  # raises an error for pipes
+            with open(path, "rb") as file:  # noqa: PTH123
+                head = file.read(26)
+            if head.startswith(b"\x89PNG") and head[24:26] != b"\x10\0":  # 16 bits, grey
+                continue
+            image = _open(_read(path))
+            if image.mode.startswith("I") and image.width * image.height <= MAX_UNPACKED_PIXELS:
+                with silent_stderr():
+                    values = np.array(image).ravel()
+                cut = len(values) // 1000
+                values.partition((cut, len(values) - 1 - cut))
+                lows.append(int(values[cut]))
+                highs.append(int(values[-1 - cut]))
+    if not lows:
+        return None
+    cut = len(lows) // 50
+    low, high = sorted(lows)[cut], sorted(highs)[-1 - cut]
+    is_full = low >= 0 and high <= 65535 and high - low >= 32768
+    return None if is_full or low >= high else (low, high)
 
 
 def decode_chunks(
@@ -276,27 +312,129 @@ def start_worker(pixel_limit: int | None) -> None:
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 
+def remedy_for(names: Iterable[str]) -> str:
+    """Return a sentence about files that can be converted, by their suffixes; empty if there are none."""
+    counts = Counter(os.path.splitext(name)[1].lower() for name in names)  # noqa: PTH122
+    found = [(count, suffix) for suffix, count in counts.most_common() if suffix in UNREAD_SUFFIXES]
+    if not found:
+        return f" {counts['']:,} without a suffix: rename them, such as 1.jpg" if counts[""] else ""
+    what = ", ".join(f"{count:,} {suffix}" for count, suffix in found)
+    command = f"magick mogrify -format jpg '*{found[0][1]}'"
+    if found[0][1] in HEIC_SUFFIXES:
+        return f' {what}: pip install "cifar-lit[photos]" to read them, or convert them: {command}'
+    return f" {what}: convert them first, such as with {command}"
+
+
 def _read(source: str | Path | BinaryIO) -> bytes:
     return read_bytes(source, MAX_FILE_BYTES) if isinstance(source, str | Path) else source.read()
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes) -> ImageFile.ImageFile:
     """Open an image without unpacking it. Raise OSError for other formats, and for files crafted to take long."""
     if not data:
         raise OSError("the file is empty")
     for signature, kind in _OTHER_FORMATS.items():
         if data.startswith(signature) or data.startswith(signature, 4):
             raise OSError(f"it is {kind}: save it as JPEG or PNG")
+    formats: tuple[str, ...] = FORMATS
+    if _is_heif(data):
+        if not _register_heif():
+            raise OSError(f"it is a HEIC: {HEIC_REMEDY}")
+        formats = ("HEIF",)
+    if data[:2] in (b"II", b"MM"):
+        _check_tiff(data)
+    if re.match(rb"P[0-9fFy]", data) and not _PPM_HEADER.match(data[:MAX_PPM_HEADER]):
+        raise OSError("a PPM with a long or damaged header: save it again")
     scans = _count_scans(data) if data.startswith(b"\xff\xd8") else 1
     if next(islice(_parts(data), MAX_PARTS + len(data) // 1000, None), None) is not None:
         raise OSError("too many parts for an image: save it again")
-    image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+    try:
+        image = Image.open(io.BytesIO(data), formats=formats)
+    except UnidentifiedImageError:
+        if data[:4] in (b"II*\0", b"MM\0*") or data[4:8] == b"ftyp":
+            raise OSError("damaged or cut short") from None
+        raise
     pixels = image.width * image.height
+    if image.format == "PPM" and image.tile[0][0] != "raw" and pixels > MAX_SLOW:
+        raise OSError(f"a PPM of text or unusual values with more than {MAX_SLOW:,} pixels: save it as PNG")
     if scans > 1 and (pixels > MAX_BUFFERED_PIXELS or scans * pixels > MAX_SCANNED_PIXELS):
         raise OSError(f"{scans} scans of {pixels:,} pixels: save it as a baseline JPEG, or smaller")
     if image.format == "BMP" and image.info.get("compression") in (1, 2) and pixels + len(data) > MAX_RLE:
         raise OSError("a large run-length encoded BMP: save it as PNG")
     return image
+
+
+def has_known_signature(data: bytes) -> bool:
+    """Return whether data begin like an image of one of `KINDS`."""
+    is_webp = data.startswith(b"RIFF") and data[8:12] == b"WEBP"
+    is_avif = data[4:8] == b"ftyp" and b"avif" in data[8:64]
+    return data.startswith(_SIGNATURES) or is_webp or is_avif or _is_heif(data) or bool(re.match(rb"P[1-6f]\s", data))
+
+
+def _is_heif(data: bytes) -> bool:
+    """Return whether data are a HEIC. AVIF has the same container, and Pillow reads it."""
+    return data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS and b"avif" not in data[8:64]
+
+
+def _register_heif() -> bool:
+    """Let Pillow open HEIC files. Return whether the extra `photos` is installed."""
+    if HAS_HEIF:
+        pi_heif = import_module("pi_heif")
+        pi_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
+    return HAS_HEIF
+
+
+@contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Suppress what C code prints to standard error."""
+    stderr = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
+
+
+def _check_tiff(data: bytes) -> None:
+    """Raise OSError for a TIFF that would take much more memory than its pixels.
+
+    Pillow reads all values of a directory. 65,535 tags could each claim the whole file. Rare compressions ask for a
+    memory of their own.
+    """
+    order: Literal["little", "big"] = "little" if data[:2] == b"II" else "big"
+    big = data[2:4] in (b"+\0", b"\0+")  # BigTIFF
+    wide, count_bytes, entry_bytes = (8, 8, 20) if big else (4, 2, 12)
+
+    def number(offset: int, length: int) -> int:
+        return int.from_bytes(data[offset : offset + length], order)
+
+    offsets = [number(8 if big else 4, wide)]
+    tags = claimed = 0
+    tile_pixels = 1
+    while offsets:
+        offset = offsets.pop()
+        count = number(offset, count_bytes)
+        tags += count
+        if tags > MAX_TAGS:
+            raise OSError(f"more than {MAX_TAGS:,} tags in a TIFF: save it again")
+        for start in range(offset + count_bytes, offset + count_bytes + count * entry_bytes, entry_bytes):
+            tag, kind, values = number(start, 2), number(start + 2, 2), number(start + 4, wide)
+            length = _TIFF_SIZES[kind] if kind < len(_TIFF_SIZES) else 0
+            claimed += values * length
+            value = number(start + 4 + wide, length)
+            if tag in _TIFF_DIRECTORIES:
+                offsets.append(value)
+            elif tag == _TIFF_COMPRESSION and value not in _TIFF_COMPRESSIONS:
+                raise OSError("a TIFF of a rare compression: save it as PNG")
+            elif tag in _TIFF_OFFSETS and values > MAX_TILES:
+                raise OSError(f"more than {MAX_TILES:,} tiles: save it again")
+            elif tag in _TIFF_TILE_SIDES:
+                tile_pixels *= value
+        if claimed > len(data) + MAX_TAGS or tile_pixels > MAX_UNPACKED_PIXELS:
+            raise OSError("a TIFF that claims more than it holds: save it again")
 
 
 def _count_scans(data: bytes) -> int:
@@ -359,15 +497,17 @@ def _check_complete(data: bytes, file_format: str | None) -> None:
     elif file_format == "PNG":
         is_cut = b"IEND" not in data
     else:
-        is_cut = file_format == "WEBP" and data.endswith(bytes(32))
+        is_cut = file_format in ("WEBP", "AVIF", "HEIF") and data.endswith(bytes(32))
     if is_cut:
         raise OSError("cut short")
 
 
-def _upright(image: Image.Image, size: tuple[int, int] | None, channels: int, resize: str) -> np.ndarray:
+def _upright(
+    image: Image.Image, size: tuple[int, int] | None, channels: int, resize: str, levels: Levels | None
+) -> np.ndarray:
     """Return a loaded image as uint8 (H, W, channels), upright and resized."""
     orientation = _orientation(image)
-    image = _as_mode(image, "RGB" if channels == 3 else "L")
+    image = _as_mode(image, "RGB" if channels == 3 else "L", levels)
     if orientation != 1:
         image = image.transpose(_UPRIGHT[orientation])
     height, width = size or image.size[::-1]
@@ -415,14 +555,15 @@ def _orientation(image: Image.Image) -> int:
     return orientation if orientation in _UPRIGHT else 1
 
 
-def _as_mode(image: Image.Image, mode: str) -> Image.Image:
+def _as_mode(image: Image.Image, mode: str, levels: Levels | None) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey; convert() would clip it at 255
-        grey = np.clip(np.array(image), 0, 65535 - 128).astype(np.uint16)
-        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
+        low, high = levels or (0, 65535)
+        grey = np.clip(np.array(image).astype(np.float32), low, high) - low
+        image = Image.fromarray((grey * (255 / (high - low)) + 0.5).astype(np.uint8))
     elif image.mode == "F":
         grey = np.array(image)
         if not (np.isfinite(grey).all() and grey.min() >= 0 and grey.max() <= 1):
-            raise ValueError("floating pixels must lie in 0 … 1")
+            raise ValueError("floating pixels must lie in 0 … 1: scale them, or save them with 16 bits")
         image = Image.fromarray((grey * 255).round().astype(np.uint8))
     elif image.mode in _CONVERTED_FIRST:
         image = image.convert(_CONVERTED_FIRST[image.mode])
@@ -444,7 +585,7 @@ def _decode_errors(source: object) -> Iterator[None]:
     except FileNotFoundError:
         raise DecodeError(name, MISSING) from None
     except UnidentifiedImageError:
-        raise DecodeError(name, "not a JPEG, PNG, WebP, BMP or GIF, or its beginning is damaged") from None
+        raise DecodeError(name, f"not a {KINDS}, or its beginning is damaged") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise DecodeError(name, f"more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:

@@ -52,10 +52,12 @@ Parameters = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class DeviceAugmentation:
-    """Settings of the augmentation, applied in this order. All mean the same as in torchvision, and default to off.
+    """Settings of the augmentation, applied in this order. All default to off.
 
-    Crop, rotation and perspective are one warp, so pixels are interpolated once. The colour operations run in a fixed
-    order, unlike in torchvision's ColorJitter.
+    Operations, ranges and probabilities are torchvision's. Interpolation and fill differ from its defaults: there
+    `rotation` and `policy` take the nearest pixel, and areas outside the image are black, also with `perspective`. Here
+    all warps interpolate bilinearly and use the mean colour. Crop, rotation and perspective are one warp, so pixels are
+    interpolated once. The colour operations run in a fixed order, unlike in ColorJitter, without rounding in between.
 
     Args:
         scale: smallest and largest share of the area that a random crop keeps, such as [0.35, 1]. The crop is scaled to

@@ -28,6 +28,7 @@ class ImageSet:
         mapped: whether the images are memory-mapped from a file.
         groups: int64 (N,), equal for images that must stay on the same side of a split.
         names: names of the images, such as their paths in the folder.
+        levels: values of 16-bit images that became black and white, see `decode.Preparation`.
         skipped: names of unreadable images that were left out.
 
     Raises:
@@ -41,6 +42,7 @@ class ImageSet:
     mapped: bool = False
     groups: Tensor | None = None
     names: Sequence[str] | None = None
+    levels: tuple[int, int] | None = None
     skipped: Sequence[str] = ()
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import torch
 from cifar_lit.data.decode import decode
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.table import read_table
+from cifar_lit.data.walk import as_on_disk
 from cifar_lit.errors import UsageError, nearest
+
+MAX_DIGITS = 12  # digits of a row number
 
 
 def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
@@ -30,19 +34,24 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
     parts: dict[str, dict[str, tuple[int, int]]] = {"train": {}, "val": {}}  # place and label by image
     for number, image, label, split, *_ in read_table(table):
         fault = ""
+        if image.isdecimal() and len(image) < MAX_DIGITS:
+            image = str(int(image))  # 7 and 07 are the same row
+        elif not image.isdecimal():
+            image = os.path.normpath(image)
         if label not in images.classes:
             fault = f"the data set has no class {label[:80]!r}.{nearest(label[:80], images.classes)}"
         elif split not in ("", *parts):
             fault = f"the split {split[:80]!r} is neither train nor val"
         elif image in parts["train"] or image in parts["val"]:
             fault = f"image {image[:80]} is in a row above"
-        elif image.isdecimal() and int(image) >= len(images):
+        elif image.isdecimal() and (len(image) >= MAX_DIGITS or int(image) >= len(images)):
             fault = f"there is no image {image[:80]}: the last one is {len(images) - 1}"
         if fault:
             raise UsageError(f"{table}, row {number}: {fault}")
         place = int(image) if image.isdecimal() else len(images) + len(files)
         if not image.isdecimal():
-            files.append(torch.from_numpy(decode(table.parent / image, (height, width), channels)))
+            file = as_on_disk(str(table.parent / image))
+            files.append(torch.from_numpy(decode(file, (height, width), channels)))
         parts[split or "train"][image] = place, images.classes.index(label)
     if not parts["train"]:
         raise UsageError(f"{table} has no training images: add rows with the split train")

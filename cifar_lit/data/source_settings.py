@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.image_size import ImageSize
+from cifar_lit.errors import UsageError
+
+
+def parse_levels(levels: Sequence[int] | None) -> tuple[int, int] | None:
+    """Return the levels of 16-bit images as a pair. Raise UsageError unless they are two ascending numbers."""
+    if levels is None:
+        return None
+    if len(levels) != 2 or levels[0] >= levels[1]:
+        raise UsageError(f"data.levels {list(levels)} must be two values, of black and of white, such as [0, 4095]")
+    return levels[0], levels[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,7 @@ class SourceSettings:
     labels: str | None = None
     resize: str = "crop"
     group: str | None = None
+    levels: tuple[int, int] | None = None
     only: frozenset[str] | None = None
 
     @property

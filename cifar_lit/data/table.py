@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cifar_lit.data.decode import SUFFIXES as IMAGES
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.files import file_size
+from cifar_lit.text import nfc
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
-COLUMNS = {  # accepted names, ignoring case, spaces and underscores
-    "path": ("path", "file", "filename", "image", "imagepath"),
-    "label": ("label", "class", "category", "target"),
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
+COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
+    "path": (
+        "path", "file", "filename", "image", "imagepath", "filepath", "imagename", "imagefile", "imageid", "img",
+        "imgpath", "imgname", "imgid", "photo", "picture", "fileid", "id",
+    ),
+    "label": (
+        "label", "class", "category", "target", "labels", "classname", "labelname", "choice", "classid", "categoryid",
+    ),
     "split": ("split", "set", "subset"),
     "group": ("group",),
     "reviewed": ("reviewed",),
-}
+}  # fmt: skip
 MAX_BYTES = 1 << 29
 MAX_ROWS = 2_000_000  # they take 2 GB of memory
 MAX_EMPTY_LINES = 500_000
@@ -42,7 +50,7 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
     """Yield the rows of a table.
 
     The columns are named by the first row of CSV (with commas, semicolons or tabs), or by the keys of the first JSON
-    object.
+    object. Of two columns, the second name may be any. A list has no names: each line is a path, then a label.
 
     Args:
         table: the file.
@@ -54,15 +62,24 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
     """
     records = _objects(table) if table.suffix.lower() in (".jsonl", ".ndjson") else _cells(table)
     names = next(records, (0, []))[1][:MAX_COLUMNS]
+    if len(names) == 2 and names[0].lower().endswith(IMAGES):
+        records = chain([(1, names)], records)
+        names = ["path", "label"]
     plain = [_plain(name) for name in names]
     positions = {
         column: next((plain.index(name) for name in aliases if name in plain), None)
         for column, aliases in COLUMNS.items()
     }
+    taken = {alias for aliases in COLUMNS.values() for alias in aliases}
+    unknown = [place for place, name in enumerate(names) if plain[place] not in taken and name != group]
+    absent = [column for column in ("path", "label") if positions[column] is None]
+    if len(unknown) == len(absent) == 1:
+        positions[absent[0]] = unknown[0]
     columns = ", ".join(name[:80] for name in names[:20])
     for column in ("path", "label") if labelled else ("path",):
         if positions[column] is None:
-            fault = f"has no column called {' or '.join(COLUMNS[column])}, only {columns}" if any(names) else "is empty"
+            accepted = ", ".join(COLUMNS[column][:6])
+            fault = f"has no column for the {column} ({accepted}, …), only {columns}" if any(names) else "is empty"
             raise UsageError(
                 f"{table} {fault}: its first row must name the columns, path{' and label' if labelled else ''} at least"
             )
@@ -72,7 +89,10 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
         positions["group"] = names.index(group)
     rows = 0
     for number, cells in records:
-        row = Row(number, *["" if i is None or i >= len(cells) else cells[i] for i in positions.values()])
+        values = ["" if i is None or i >= len(cells) else cells[i] for i in positions.values()]
+        row = Row(number, values[0], *map(nfc, values[1:]))
+        if "\0" in row.path or not _is_encodable(row.path):
+            raise UsageError(f"{table}, row {number}: no file can be called {row.path[:80]!r}")
         if row.path and (row.label or not labelled):
             rows += 1
             yield row
@@ -85,9 +105,14 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
 
 
 def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV or TSV with their numbers; cells are stripped."""
+    """Yield the rows of a CSV, a TSV or a list of paths and labels with their numbers; cells are stripped."""
     lines = _lines(table)
     first = next(lines, "")
+    if table.suffix.lower() == ".txt" and not re.search("[,;\t]", first):
+        yield 0, ["path", "label"]
+        for number, line in enumerate(chain([first], lines), 1):
+            yield number, line.strip().rsplit(maxsplit=1)
+        return
     delimiter = "\t" if table.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
     reader = csv.reader(chain([first], lines), delimiter=delimiter)
     try:
@@ -124,7 +149,16 @@ def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _plain(name: str) -> str:
     """Return the name of a column in the form of `COLUMNS`."""
-    return name.lower().replace("_", "").replace(" ", "")
+    return re.sub("[ _-]", "", name.lower())
+
+
+def _is_encodable(path: str) -> bool:
+    """Return whether a path has no half of a surrogate pair, which no file system stores."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(value: Any) -> str:

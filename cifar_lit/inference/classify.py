@@ -18,12 +18,22 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cifar_lit.data.decode import HEIC_SUFFIXES, SUFFIXES, DecodeError, decode, decode_chunks, is_folder, walk
+from cifar_lit.data.decode import (
+    HEIC_SUFFIXES,
+    KINDS,
+    SUFFIXES,
+    DecodeError,
+    Levels,
+    decode,
+    decode_chunks,
+    remedy_for,
+)
+from cifar_lit.data.walk import as_on_disk, is_folder, is_skipped, skipped_text, walk
 from cifar_lit.errors import Failure
 from cifar_lit.files import writing
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
-from cifar_lit.text import natural_key, printable
+from cifar_lit.text import natural_key, note, printable
 
 # ---- From arguments to image files: files, folders, patterns, and a list on standard input.
 
@@ -42,8 +52,8 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
 
     Args:
         paths: files with any suffix, folders, patterns, or - for the paths in `stdin`. A folder selects the images
-            below it by suffix, without hidden files, in natural order (2.png before 10.png). A pattern has *, ? or [;
-            ** means any depth. Names need not be UTF-8.
+            below it by suffix, in natural order (2.png before 10.png), without hidden and system folders. A pattern has
+            *, ? or [; ** means any depth. Names need not be UTF-8. Accents may have another Unicode form than the disk.
         stdin: paths, each ending with a newline, or each with a NUL.
     """
     for path in paths:
@@ -57,11 +67,9 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
                 yield ImageFile(path, "no file matches this pattern")
         else:
             names = [path]
-        for name in names:
+        for name in map(as_on_disk, names):
             if os.path.isdir(name):  # noqa: PTH112
-                files = _files_below(name)
-                yield next(files, ImageFile(name, "the folder contains no JPEG, PNG, WebP, BMP or GIF"))
-                yield from files
+                yield from _files_below(name)
             else:
                 yield ImageFile(name)
 
@@ -70,7 +78,9 @@ def _matches(pattern: str) -> set[str]:
     """Return the paths that match a pattern. A pattern with ** matches files only, and visits each folder once."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" not in parts:
-        return set(glob.glob(pattern))  # noqa: PTH207
+        named = {part for part in parts if not PATTERN.search(part)}  # a folder is not skipped if the pattern names it
+        found = glob.glob(pattern)  # noqa: PTH207
+        return {path for path in found if not any(map(is_skipped, {*Path(path).parts} - named))}
     place = parts.index("**")
     below = "/".join(part for part in parts[place + 1 :] if part) or "*"
     matches: set[str] = set()
@@ -84,14 +94,26 @@ def _matches(pattern: str) -> set[str]:
 def _files_below(folder: str) -> Iterator[ImageFile]:
     """Yield the images in a folder and below it, then an error for each folder that cannot be read.
 
-    HEIC files are included: their rows then say why they are not read.
+    HEIC files are included: their rows then say why they are not read. A folder without images yields an error.
     """
     errors: list[OSError] = []
-    for entry in walk(folder, errors.append):
-        if entry.name.lower().endswith((*SUFFIXES, *HEIC_SUFFIXES)) and not is_folder(entry):
+    skipped: list[str] = []
+    others: list[str] = []
+    is_empty = True
+    for entry in walk(folder, errors.append, skipped):
+        if is_folder(entry):
+            continue
+        if entry.name.lower().endswith((*SUFFIXES, *HEIC_SUFFIXES)):
+            is_empty = False
             yield ImageFile(entry.path)
+        else:
+            others.append(entry.name)
     for error in errors:
         yield ImageFile(error.filename, f"the folder cannot be read: {error.strerror}")
+    if is_empty and not errors:
+        yield ImageFile(folder, f"the folder contains no {KINDS}.{remedy_for(others)}".rstrip("."))
+    if skipped:
+        note(f"{folder}: {skipped_text(skipped)}")
 
 
 # ---- From files to rows. Many files are decoded in other processes. Files are classified in chunks.
@@ -112,7 +134,7 @@ def classify_files(
     Raises:
         Failure: a decoding process was killed.
     """
-    size, channels, _ = classifier.preparation
+    size, channels, *_ = classifier.preparation
     chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
     paths = [[file.path for file in chunk if file.error is None] for chunk in chunks]
     decoded = decode_chunks(paths, classifier.preparation, all_cores=len(files) >= POOL_FROM)
@@ -145,11 +167,11 @@ SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 144, 12, 17, 13  # pixels
 BLACK, GREY, RED = (25, 25, 25), (110, 110, 110), (190, 30, 30)
 
 
-def contact_sheet(rows: Sequence[Row]) -> Image.Image:
+def contact_sheet(rows: Sequence[Row], levels: Levels | None = None) -> Image.Image:
     """Draw the files of at most `MAX_PICTURES` rows, with name, class and probability below each image.
 
     Unreadable files are grey. Files are read again, because the sheet shows whole images in a higher resolution than
-    the net's input.
+    the net's input. levels: those of 16-bit images, see `Preparation`.
     """
     columns = max(min(COLUMNS, len(rows)), 1)
     lines = 3 if any(row.unknown for row in rows) else 2
@@ -157,7 +179,7 @@ def contact_sheet(rows: Sequence[Row]) -> Image.Image:
     sheet = Image.new("RGB", (columns * width + GAP, -(-len(rows) // columns) * height + GAP), "white")
     for index, row in enumerate(rows):
         left, top = GAP + index % columns * width, GAP + index // columns * height
-        sheet.paste(_thumbnail(row), (left, top))
+        sheet.paste(_thumbnail(row, levels), (left, top))
         draw_caption(sheet, row, left, top + SIDE + 2, SIDE)
     return sheet
 
@@ -187,10 +209,10 @@ def save_picture(image: Image.Image, path: Path) -> None:
         image.save(partial, Image.registered_extensions()[path.suffix.lower()])
 
 
-def _thumbnail(row: Row) -> Image.Image:
+def _thumbnail(row: Row, levels: Levels | None) -> Image.Image:
     with suppress(DecodeError):  # the file was deleted after its classification
         if row.error is None and row.path is not None:
-            return Image.fromarray(decode(row.path, (SIDE, SIDE), resize="letterbox"))
+            return Image.fromarray(decode(row.path, (SIDE, SIDE), 3, "letterbox", levels))
     return Image.new("RGB", (SIDE, SIDE), (225, 225, 225))
 
 

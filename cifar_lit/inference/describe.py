@@ -23,8 +23,11 @@ def model_card(model: Any, data: Any) -> ModelCard:
     shape, classes = h["input_shape"], list(data.classes)
     # Set in the recipe. A run with enough validation images fits its own.
     temperature = None if len(data.split[1]) >= MIN_HELD_OUT else h["temperature"]
-    resize = data.settings.resize
-    return ModelCard(h["net"], h["width"], shape, classes, mean, std, options, temperature=temperature, resize=resize)
+    levels = data.train_images.levels
+    return ModelCard(
+        h["net"], h["width"], shape, classes, mean, std, options, temperature=temperature,
+        resize=data.settings.resize, levels=None if levels is None else list(levels),
+    )  # fmt: skip
 
 
 def describe_model(model: Any, data: Any) -> ModelCard:

@@ -260,6 +260,7 @@ def first(outputs: Any) -> Tensor:
 def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
     """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
     channels, height, width = net.card.input_shape
+    levels = net.card.levels
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
     return {
         "format": FORMAT,
@@ -268,7 +269,8 @@ def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
         "image_size": json.dumps([height, width]),
         "channels": str(channels),
         "resize": net.card.resize,
-        "preparation": f"upright by EXIF, transparent parts white, {RESIZES[net.card.resize]} (bicubic, antialiased)",
+        "preparation": f"upright by EXIF, transparent parts white, {RESIZES[net.card.resize]} (bicubic, antialiased)"
+        + (f", 16-bit values from {levels[0]} to {levels[1]} scaled to 0 … 255" if levels else ""),
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
         "card": json.dumps(asdict(net.card), ensure_ascii=False),

@@ -54,7 +54,8 @@ class Classifier:
         self.card, self.classes = net.card, net.classes
         channels, height, width = net.card.input_shape
         self.reject: float | None = FALSE_ALARMS  # default rate of `predict`; None marks no image
-        self.preparation = Preparation((height, width), channels, net.card.resize)
+        levels = None if net.card.levels is None else (net.card.levels[0], net.card.levels[1])
+        self.preparation = Preparation((height, width), channels, net.card.resize, levels)
 
     def __repr__(self) -> str:
         """Return net, classes, image size and test accuracy in one line."""
@@ -113,7 +114,7 @@ class Classifier:
         elif not isinstance(images, Sequence) or isinstance(images, str):
             images = [images]
         arrays = [self._prepare_one(image) for image in images]
-        size, channels, _ = self.preparation
+        size, channels, *_ = self.preparation
         array = np.stack(arrays) if arrays else np.zeros((0, *size, channels), np.uint8)
         return torch.from_numpy(array).permute(0, 3, 1, 2)
 

@@ -7,11 +7,9 @@ names, types and shapes of inputs and outputs, and the metadata.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cifar_lit.data.decode import silent_stderr
 from cifar_lit.errors import Failure, first_line
 from cifar_lit.runs.model_file import LoadedNet
 
@@ -37,19 +36,6 @@ class Named(nn.Module):
         outputs = self.predict.outputs(self.net.net((images.float() / 255 - self.net.mean) / self.net.std))
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         return dict(zip(OUTPUTS, outputs, strict=False))
-
-
-@contextmanager
-def silent_stderr() -> Iterator[None]:
-    """Suppress what C++ code logs to standard error."""
-    stderr = os.dup(2)
-    try:
-        with Path(os.devnull).open("wb") as null:
-            os.dup2(null.fileno(), 2)
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
 
 
 @silent_stderr()

@@ -46,6 +46,7 @@ class ModelCard:
     reject: list[float] | None = None
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
     resize: str = "crop"  # how images with another aspect ratio are resized, one of `decode.RESIZES`
+    levels: list[int] | None = None  # values of 16-bit images that become black and white; None for 0 and 65535
 
     @property
     def net_settings(self) -> dict[str, Any]:
@@ -179,6 +180,8 @@ def card_values(text: str) -> dict[str, Any]:
         values = json.loads(text)
     except (ValueError, RecursionError):
         values = None
+    if isinstance(values, dict):
+        values.setdefault("levels", None)  # files of earlier versions
     if not isinstance(values, dict) or values.keys() != _CHECKS.keys():
         raise InvalidFileError("its card does not say how to build its net")
     for name, check in _CHECKS.items():
@@ -236,6 +239,11 @@ def _is_shape(value: Any) -> bool:
     return is_triple and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
 
 
+def _are_levels(value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2 and all(type(level) is int for level in value)
+    return is_pair and -(1 << 31) <= value[0] < value[1] < 1 << 31
+
+
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Return whether a setting is None, a bool, a finite number, a short text, or a short list or object of these."""
     if isinstance(value, list | dict):
@@ -258,4 +266,5 @@ _CHECKS = {
         value is None or (_is_number(value) and 1 / MAX_TEMPERATURE <= value <= MAX_TEMPERATURE)
     ),
     "resize": lambda value: value in tuple(RESIZES),
+    "levels": lambda value: value is None or _are_levels(value),
 }

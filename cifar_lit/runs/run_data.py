@@ -19,6 +19,7 @@ from cifar_lit.plugins import allow_imports
 from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.text import nfc
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -50,7 +51,12 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
     else:
         config = plain_values(run / "config.yaml") if (run / "config.yaml").is_file() else None
         settings = config.get("data") if isinstance(config, dict) else None
-    return {**settings, **({"root": data_dir} if data_dir else {})} if isinstance(settings, dict) and settings else {}
+    if not isinstance(settings, dict) or not settings:
+        return {}
+    settings = {**settings, **({"root": data_dir} if data_dir else {})}
+    if settings.get("dataset") == "folder" and card.levels:
+        settings["levels"] = list(card.levels)
+    return settings
 
 
 def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None) -> ImageData:
@@ -88,7 +94,7 @@ def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _check_fit(card: ModelCard, classes: tuple[str, ...], shape: list[int]) -> None:
     remedy = "give the folder of its own data with --data-dir"
-    if list(classes) != card.classes:
+    if [*map(nfc, classes)] != [*map(nfc, card.classes)]:
         data_classes, net_classes = (
             f"{len(names)}: {', '.join(names[:3])}{', …' * (len(names) > 3)}" for names in (classes, card.classes)
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
+from cifar_lit.text import nfc
 from cifar_lit.training.finetune import digest
 
 
@@ -32,11 +33,10 @@ class Distillation(Callback):
         if not all(hasattr(data, name) for name in ("classes", "input_shape", "statistics")):
             raise UsageError("model.teacher needs classes, input_shape and statistics of the datamodule: define them")
         self._card, self._net = teacher.card, teacher.net.net
-        own, given = (
-            ", ".join([f"{images.input_shape[0]} channels", *images.classes]) for images in (self._card, data)
-        )
+        own, given = ([f"{images.input_shape[0]} channels", *map(nfc, images.classes)] for images in (self._card, data))
         if own != given:
-            fault = f"other classes ({own[:100]}) than these ({given[:100]})"
+            texts = [f"{names[0]}, {len(names) - 1} classes: {', '.join(names[1:])}"[:100] for names in (own, given)]
+            fault = f"other classes ({texts[0]}) than these ({texts[1]})"
             raise UsageError(f"model.teacher was trained on {fault}: use another")
         self._data, self._weight, self._temperature = data, weight, temperature
         self._hash = digest([self._card, *self._net.state_dict().values()])

@@ -29,7 +29,8 @@ from torchvision.transforms import (
 from cifar_lit.bench.process import FinishedTraining, train, without_places
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.data.folder import draw_test, scan
+from cifar_lit.data.folder import draw_test
+from cifar_lit.data.layout import scan
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.stats import wilson_interval

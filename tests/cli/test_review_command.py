@@ -214,7 +214,7 @@ def test_invalid_inputs_get_one_line(run_dir: Path) -> None:
         (["own-1", "--pool", "gone", "--port", "0"], 2, "--pool gone is not a folder: name a folder of images"),
         (["own-1", "--pool", "empty", "--port", "0"], 2, "there are no readable images in empty"),
         (["own-1", "--table", "gone.csv", "--port", "0"], 2, "gone.csv cannot be read: No such file"),
-        (["own-1", "--table", "label.csv", "--port", "0"], 2, "label.csv has no column called path"),
+        (["own-1", "--table", "label.csv", "--port", "0"], 2, "label.csv has no column for the path"),
         (["own-1", "--port", "70000"], 2, "--port must be from 0 to 65535"),
         (["own-1", "--prot", "1"], 2, "there is no flag --prot. Did you mean --port?"),
     ):

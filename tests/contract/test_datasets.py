@@ -124,6 +124,6 @@ def test_a_folder_without_a_data_set_is_refused() -> None:
     assert_refused(train_on_own(), 2, "own", "does not exist")
     Path("own").mkdir()
     assert_refused(train_on_own(), 2, "own", "no class folders", "train/<class>")
-    draw_folder(Path("own"), {"train/cat": 2, "train/dog": 2, "test/cat": 2, "test/dog": 0})
-    assert_refused(train_on_own(), 2, "own", "test", "dog", "no JPEG")
+    draw_folder(Path("own"), {"train/cat": 2, "train/dog": 0, "test/cat": 2, "test/dog": 2})
+    assert_refused(train_on_own(), 2, "own", "train", "dog", "no JPEG")
     assert not Path("lightning_logs").exists()

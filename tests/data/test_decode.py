@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import pickle
 import signal
@@ -16,7 +17,7 @@ import pytest
 from inference.odd_files import encoded
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
-from security.hostile_files import progressive_jpeg
+from security.hostile_files import progressive_jpeg, tiff
 
 from cifar_lit.data.decode import (
     DecodeError,
@@ -29,6 +30,17 @@ from cifar_lit.data.decode import (
     start_worker,
 )
 
+# A HEIC of 48 × 48 pixels: red and green above blue and white.
+HEIC = base64.b64decode(
+    "AAAAHGZ0eXBoZWl4AAAAAG1pZjFoZWl4bWlhZgAAAX5tZXRhAAAAAAAAACFoZGxyAAAAAAAAAABwaWN0AAAAAAAAAAAAAAAAAAAAACJp"
+    "bG9jAAAAAERAAAEAAQAAAAABogABAAAAAAAAAEQAAAAjaWluZgAAAAAAAQAAABVpbmZlAgAAAAABAABodmMxAAAAAA5waXRtAAAAAAAB"
+    "AAAA/mlwcnAAAADeaXBjbwAAAHdodmNDAQQIAAAAnjgAAAAAHvAA/P/4+AAADwNgAAEAF0ABDAH//wQIAAADAJ44AAADAAAeugJAYQAB"
+    "ACpCAQEECAAAAwCeOAAAAwAAHpAEECCy3VyU1zcBDQYEAAADAGQAAAMABCBiAAEACEQBwXMYMAiQAAAAE2NvbHJuY2x4AAEADQAGgAAA"
+    "ABRpc3BlAAAAAAAAAEAAAABAAAAAKGNsYXAAAAAwAAAAAQAAADAAAAAB////8AAAAAL////wAAAAAgAAABBwaXhpAAAAAAMICAgAAAAY"
+    "aXBtYQAAAAAAAAABAAEFgQIDBYQAAABMbWRhdAAAAEAoAa8J4CM/M/8C3/+7roez0W9yg8uhs+fj/4MWb89noRS/f7ydDfNz80tYVwqe"
+    "drHOtHnT3xxbgLIcjb9y2/em"
+)
+
 
 def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
     """Return an RGB image of 4 × 4 blocks in random colours."""
@@ -38,8 +50,12 @@ def blocks(height: int = 32, width: int = 32, seed: int = 0) -> Image.Image:
 
 @pytest.mark.parametrize(
     ("file_format", "settings", "tolerance"),
-    [("JPEG", {"quality": 95, "subsampling": 0}, 12), ("PNG", {}, 0), ("WEBP", {"lossless": True}, 0), ("BMP", {}, 0)],
-)
+    [
+        ("JPEG", {"quality": 95, "subsampling": 0}, 12), ("PNG", {}, 0), ("WEBP", {"lossless": True}, 0),
+        ("BMP", {}, 0), ("TIFF", {}, 0), ("TIFF", {"compression": "tiff_adobe_deflate"}, 0), ("PPM", {}, 0),
+        ("AVIF", {"quality": 100, "subsampling": "4:4:4"}, 3),
+    ],
+)  # fmt: skip
 def test_each_format_decodes_to_saved_pixels(tmp_path: Path, file_format: str, settings: dict, tolerance: int) -> None:
     # The content determines the format, not the suffix.
     (tmp_path / "a.txt").write_bytes(encoded(blocks(24, 32), file_format, **settings))
@@ -139,17 +155,22 @@ def test_a_large_jpeg_is_decoded_at_a_reduced_size_of_at_least_twice_the_target(
     assert pixels.shape[:2] == (size[::-1] if turned else size) and sizes[0] == expected
 
 
-ENCODINGS = [*((name, {}) for name in ("JPEG", "PNG", "WEBP", "BMP")), ("JPEG", {"progressive": True})]
+ENCODINGS = [
+    *((name, {}) for name in ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "AVIF")),
+    ("JPEG", {"progressive": True}),
+    ("TIFF", {"compression": "tiff_lzw"}),
+]
 
 
 @pytest.mark.parametrize(("file_format", "settings"), [*ENCODINGS, ("WEBP", {"lossless": True})])
 def test_files_truncated_anywhere_or_filled_with_zeros_are_errors(file_format: str, settings: dict) -> None:
     data = encoded(blocks(64, 64), file_format, **settings)
+    plain = ("BMP", "PPM", *(["TIFF"] if not settings else []))  # zeros are black pixels
     end = len(data) - (8 if file_format == "PNG" else 1)
     for length in [0, *range(1, end, len(data) // 25), end]:
         with pytest.raises(DecodeError):
             decode(io.BytesIO(data[:length]))
-        if 0 < length < len(data) - 40 and file_format != "BMP" and "progressive" not in settings:
+        if 0 < length < len(data) - 40 and file_format not in plain and "progressive" not in settings:
             with pytest.raises(DecodeError):
                 decode(io.BytesIO(data[:length] + bytes(len(data) - length)))
 
@@ -245,3 +266,27 @@ def test_decoding_workers_ignore_sigint_and_sighup() -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def test_a_heic_is_read_with_the_extra_photos_and_refused_when_damaged() -> None:
+    pytest.importorskip("pi_heif", reason="pip install -e '.[photos]'")
+    pixels = decode(io.BytesIO(HEIC)).astype(int)
+    quarters = np.array([pixels[y, x] for y, x in ((6, 6), (6, 40), (40, 6), (40, 40))])
+    expected = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255]])
+    assert pixels.shape == (48, 48, 3) and np.abs(quarters - expected).max() < 20
+    assert image_size(io.BytesIO(HEIC)) == (48, 48)
+    for length in range(20, len(HEIC), 60):
+        with pytest.raises(DecodeError, match=r"damaged or cut short|end of file|Invalid input"):
+            decode(io.BytesIO(HEIC[:length]))
+    claim = HEIC.index(b"ispe") + 8
+    with pytest.raises(DecodeError, match=r"Decoded image does not have the size signaled in the file"):
+        decode(io.BytesIO(HEIC[:claim] + b"\0\0\x30\0" * 2 + HEIC[claim + 8 :]))
+
+
+def test_libtiff_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    data = encoded(blocks(64, 64), "TIFF", compression="jpeg")
+    start = data.index(b"\xff\xdb")
+    for damaged in (data[:start] + bytes(200) + data[start + 200 :], tiff(64, 64)):
+        with pytest.raises(DecodeError):
+            decode(io.BytesIO(damaged))
+    assert capfd.readouterr().err == ""

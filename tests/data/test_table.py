@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from own_images import damage, open_set, save, values
 
 from cifar_lit.data import table as table_module
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.folder import draw_test, files_of, list_table, scan
+from cifar_lit.data.folder import draw_test, files_of
+from cifar_lit.data.layout import scan
+from cifar_lit.data.listed_files import list_table
 from cifar_lit.errors import Failure, UsageError
 
 NAMES = ("cat/0.png", "cat/1.png", "cat/2.png", "dog/3.png", "dog/4.png", "dog/5.png")
@@ -138,9 +142,9 @@ CAT, DOG = "cat/0.png,cat", "dog/3.png,dog"
 @pytest.mark.parametrize(
     ("name", "rows", "text"),
     [
-        ("a.csv", ["file,kind", CAT], "no column called label or class or category or target, only file, kind: "),
-        ("a.csv", [CAT, DOG], "no column called path .*, only cat/0.png, cat: its first row must name"),
-        ("a.jsonl", ['{"path": "cat/0.png"}'], "no column called label .*, only path"),
+        ("a.csv", ["file,kind,age", CAT + ",1"], r"no column for the label \(label, class, .*, only file, kind, age: "),
+        ("a.csv", ["kind,age", CAT, DOG], r"no column for the path \(path, file, .*, only kind, age: its first row"),
+        ("a.jsonl", ['{"path": "cat/0.png"}'], "no column for the label .*, only path"),
         (
             "a.jsonl",
             ['{"path": "cat/0.png", "label": "cat"}', '{"path": "dog/3.png", "label": "dog", "Split": "test"}'],
@@ -151,7 +155,7 @@ CAT, DOG = "cat/0.png,cat", "dog/3.png,dog"
         ("a.csv", [HEAD, CAT, "cat/1.png,cat"], r"one class only \(cat\)"),
         ("a.csv", [HEAD, f"{CAT},train", ",dog,train"], "row 3 has no path"),
         ("a.csv", [HEAD, f"{CAT},train", "dog/3.png"], "row 3 has no label"),
-        ("a.csv", [HEAD, f"{CAT},tset"], "row 2: split 'tset' is none of train, val, .* Did you mean test?"),
+        ("a.csv", [HEAD, f"{CAT},tset"], "row 2: split 'tset' is none of train, .* Did you mean test?"),
         ("a.csv", [HEAD, f"{CAT},train", f"{DOG},"], "row 3: some rows have a split, others none"),
         ("a.csv", [HEAD, f"{CAT},train", "cat/0.png,dog,train"], "row 3: cat/0.png has the label 'dog', and 'cat' in"),
         ("a.csv", [HEAD, f"{CAT},train", f"{CAT},test"], "row 3: cat/0.png has the split 'test', and 'train'"),
@@ -185,7 +189,7 @@ def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: li
             b"path,label\n" + b"x" * (table_module.MAX_LINE + 1),
             "not a text file: a line is longer than 1,048,576 characters",
         ),
-        ("a.csv", b"a," * 400_000, "no column called path"),
+        ("a.csv", b"a," * 400_000, "no column for the path"),
         (
             "a.csv",
             b'path,label\n"cat/0.png,cat\n' + b"dog/3.png,dog\n" * 10_000,
@@ -230,6 +234,98 @@ def test_a_table_with_too_many_rows_is_refused(pets: Path, monkeypatch: pytest.M
     table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in NAMES])
     with pytest.raises(UsageError, match="more than 5 rows"):
         open_set(table)
+
+
+# ---- columns and paths that other programs write
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("a.csv", ["id,breed", *[f"{Path(name).stem},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["image_id,choice", *[f"{Path(name).name},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["id,img,labels", *[f"{9 - place},{name},{name[:3]}" for place, name in enumerate(NAMES)]]),
+        ("a.csv", ["File-Name,label", *[rf"{name[:3]}\{name[4:]},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["path,label", *[rf".\{name[:3]}\{name[4:]},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["path,label", *[f"./{name[:3]}//{name[4:]},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["path,label", *[f"pets/{name},{name[:3]}" for name in NAMES]]),
+        ("a.csv", ["path,label", *[f"{name.upper()},{name[:3]}" for name in NAMES]]),
+        ("a.csv", [f"{name},{name[:3]}" for name in NAMES]),
+        ("a.txt", [f"{name} {name[:3]}" for name in NAMES]),
+        ("train_list.TXT", [f"{name}\t{name[:3]}" for name in NAMES]),
+        ("a.txt", ["path,label", *[f"{name},{name[:3]}" for name in NAMES]]),
+    ],
+)
+def test_usual_columns_paths_and_lists_are_understood(pets: Path, name: str, rows: list[str]) -> None:
+    train, test = (open_set(write(pets / name, *rows), part) for part in (True, False))
+    assert train.classes == ("cat", "dog")
+    assert sorted(zip([*train.names, *test.names], [*train.labels.tolist(), *test.labels.tolist()], strict=True)) == [
+        (name, int(name[:3] == "dog")) for name in NAMES
+    ]
+
+
+def test_a_list_may_have_blanks_in_paths(pets: Path) -> None:
+    save(pets / "my cat/0 1.png", 7)
+    rows = ["my cat/0 1.png 0", "", "  dog/3.png   1", "cat/0.png 0", "dog/4.png 1"]
+    listing = list_table(write(pets / "list.txt", *rows), None, False)
+    assert {name: [file.path for file in files] for name, files in listing.parts["all"].items()} == {
+        "0": ["cat/0.png", "my cat/0 1.png"], "1": ["dog/3.png", "dog/4.png"],
+    }  # fmt: skip
+
+
+def test_names_that_fit_several_files_are_refused_unless_one_folder_has_all(pets: Path) -> None:
+    for folder, numbers in (("train", range(4)), ("test", range(2))):
+        for number in numbers:
+            save(pets / folder / f"{number}.jpg", number + 10 * (folder == "test"))
+    table = write(pets / "train.csv", "id,label", *[f"{number}.jpg,{'ab'[number % 2]}" for number in range(4)])
+    names = [file.path for files in list_table(table, None, False).parts["all"].values() for file in files]
+    assert sorted(names) == [f"train/{number}.jpg" for number in range(4)]
+    write(table, "id,label", "0.jpg,a", "1.jpg,b")
+    with pytest.raises(UsageError, match=r"0\.jpg may be \S+/0.jpg or \S+/0.jpg: write the paths relative to .*pets/"):
+        list_table(table, None, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("https://example.org/{}.png", r"none of its 2 images exists \(https://.*: these are addresses; download"),
+        (r"C:\photos\{}.png", "the paths are absolute; write them relative to .*pets/"),
+        ("x{}.png", "paths are relative to .*pets/, and no image below it has one of these names"),
+    ],
+)
+def test_a_table_of_missing_files_only_is_refused_with_the_reason(pets: Path, path: str, text: str) -> None:
+    table = write(pets / "a.csv", "path,label", f"{path.format(0)},cat", f"{path.format(3)},dog")
+    for skip_bad in (False, True):
+        with pytest.raises(UsageError, match=text) as refusal:
+            open_set(table, skip_bad=skip_bad)
+        assert "skip_bad" not in str(refusal.value)
+
+
+def test_other_images_are_not_searched_for_a_missing_one(pets: Path) -> None:
+    save(pets / "old/9.png")
+    table = write(pets / "a.csv", "path,label", "9.png,cat", *[f"{name},{name[:3]}" for name in NAMES])
+    with pytest.raises(UsageError, match=r"1 of 7 images of .* do not exist: 9\.png"):
+        open_set(table)
+
+
+@pytest.mark.parametrize("spelling", ["./{}", "{}/../{}", "pets/{}", "absolute"])
+def test_one_file_in_two_spellings_is_one_image(pets: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(pets.parent)
+    other = {"{}/../{}": "cat/../cat/0.png", "absolute": str(pets / "cat/0.png")}.get(spelling, "")
+    rows = ["cat/0.png,cat,train", "dog/3.png,dog,train", f"{other or spelling.format('cat/0.png')},cat,test"]
+    with pytest.raises(UsageError, match=r"row 4: cat/0\.png has the split 'test', and 'train' in a row above"):
+        list_table(write(Path("pets/a.csv"), "path,label,split", *rows), None, False)
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_accents_may_have_another_form_than_the_files(pets: Path, forms: tuple[str, str]) -> None:
+    on_disk, in_table = (partial(unicodedata.normalize, form) for form in forms)
+    names = ["Käse/é.png", "Käse/0.png", "Brot/ü.png", "Brot/1.png"]
+    for number, name in enumerate(names):
+        save(pets / on_disk(name), 50 + number)
+    rows = [in_table(f"{name},{name.split('/')[0]},train") for name in names] + [f"{NAMES[0]},{on_disk('Käse')},test"]
+    train = open_set(write(pets / "a.csv", "path,label,split", *rows, f"{NAMES[1]},Brot,test"))
+    assert train.classes == ("Brot", "K\xe4se") and train.images[:, 0, 0, 0].tolist() == [53, 52, 51, 50]
 
 
 # ---- groups

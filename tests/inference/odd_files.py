@@ -17,7 +17,7 @@ from PIL import Image
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 GREY = tuple((luma,) * 3 for luma in (76, 150, 29, 255))
 BITS = tuple((luma,) * 3 for luma in (0, 255, 0, 255))
-CUT, UNKNOWN = "cut short", "not a JPEG, PNG, WebP, BMP or GIF"
+CUT, UNKNOWN = "cut short", "not a JPEG, PNG, WebP, BMP, GIF, TIFF, PPM"
 
 
 class OddFile(NamedTuple):
@@ -75,7 +75,7 @@ def cut(data: bytes, share: float = 0.5) -> bytes:
 
 
 def odd_files() -> list[OddFile]:
-    plain = {kind: encoded(picture(), kind) for kind in ("PNG", "GIF", "BMP", "WEBP", "TIFF")}
+    plain = {kind: encoded(picture(), kind) for kind in ("PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "AVIF")}
     clear, turned = picture(mode="RGBA", clear=True), picture().transpose(Image.Transpose.ROTATE_90)
     black = {"save_all": True, "append_images": [Image.new("RGB", (48, 48), (grey,) * 3) for grey in (0, 9)]}
     exif = Image.Exif()
@@ -86,9 +86,11 @@ def odd_files() -> list[OddFile]:
     text_bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(200_000_000)))
     grey = picture(mode="L")
     deep_grey = grey.convert("I").point(lambda value: value * 257).convert("I;16")
+    pixels = " ".join(map(str, np.asarray(picture()).ravel()))
+    text_ppm = f"P3 # of text\n48 48\n# white:\n255\n{pixels}\n".encode()
     halves = [
         OddFile(f"half.{kind.lower()}", f"{kind} cut in half", cut(plain[kind]), CUT)
-        for kind in ("PNG", "GIF", "WEBP", "BMP")
+        for kind in ("PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
     ]
     readable = [
         OddFile("plain.jpg", "JPEG", jpeg()),
@@ -124,6 +126,21 @@ def odd_files() -> list[OddFile]:
         OddFile("animated.webp", "animated WebP", encoded(picture(), "WEBP", lossless=True, **black)),
         OddFile("plain.bmp", "BMP", plain["BMP"]),
         OddFile("palette.bmp", "BMP with a palette", encoded(picture().quantize(4), "BMP")),
+        OddFile("scan.tiff", "TIFF", plain["TIFF"]),
+        OddFile("scan.jpg", "TIFF named .jpg", plain["TIFF"]),
+        OddFile("packed.tif", "TIFF with LZW", encoded(picture(), "TIFF", compression="tiff_lzw")),
+        OddFile(
+            "pages.tif", "TIFF of several pages", encoded(picture(), "TIFF", save_all=True, append_images=[picture(96)])
+        ),
+        OddFile("turned.tif", "TIFF, EXIF orientation 6", encoded(turned, "TIFF", exif=exif)),
+        OddFile("cmyk.tif", "CMYK TIFF", encoded(picture().convert("CMYK"), "TIFF")),
+        OddFile("deep.tif", "grey TIFF of 16 bits", encoded(deep_grey, "TIFF"), GREY),
+        OddFile("plain.ppm", "PPM", encoded(picture(), "PPM")),
+        OddFile("grey.pgm", "PGM", encoded(grey, "PPM"), GREY),
+        OddFile("text.ppm", "PPM of text with comments", text_ppm),
+        OddFile("plain.avif", "AVIF", encoded(picture(), "AVIF", quality=95, subsampling="4:4:4")),
+        OddFile("turned.avif", "AVIF, EXIF orientation 6", encoded(turned, "AVIF", exif=exif, quality=95)),
+        OddFile("animated.avif", "animated AVIF", encoded(picture(), "AVIF", **black)),
         OddFile('blank in name, "quoted".jpg', "name with spaces, comma and quotes", jpeg()),
         OddFile("новый-図.jpg", "name with non-ASCII letters", jpeg()),
         OddFile("two\nlines.jpg", "name with a line break", jpeg()),
@@ -155,10 +172,11 @@ def odd_files() -> list[OddFile]:
             head[:33] + text_bomb + plain["PNG"][33:],
             "packed text",
         ),
-        OddFile("scan.tiff", "TIFF", plain["TIFF"], "a TIFF"),
-        OddFile("scan.jpg", "TIFF named .jpg", plain["TIFF"], "a TIFF"),
-        OddFile("photo.heic", "first bytes of a HEIC", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(200), "HEIC"),
-        OddFile("photo.avif", "first bytes of an AVIF", b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(200), "AVIF"),
+        OddFile(
+            "zstd.tif", "TIFF with Zstandard", encoded(picture(), "TIFF", compression="zstd"), "a rare compression"
+        ),
+        OddFile("photo.avif", "first bytes of an AVIF", b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(200), "damaged"),
+        OddFile("photo.jxl", "first bytes of a JPEG XL", b"\xff\x0a" + bytes(200), "a JPEG XL"),
         OddFile("drawing.png", "SVG named .png", b'<svg xmlns="http://www.w3.org/2000/svg"/>', UNKNOWN),
         OddFile("page.pdf", "PDF", b"%PDF-1.7\n" + bytes(200), "a PDF"),
     ]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from small_nets import write_net
 
 import cifar_lit
 from cifar_lit.cli import main
+from cifar_lit.data import decode
 
 COLUMNS = ["index", "label", "probability", "class_2", "probability_2", "class_3", "probability_3",
            "path", "novelty", "unknown", "error"]  # fmt: skip
@@ -135,11 +137,43 @@ def test_stdin_lists_are_read_link_cycles_are_skipped_and_missing_files_are_rows
     ]  # fmt: skip
 
 
-def test_a_heic_file_is_a_row_with_a_remedy(run: Path, capsys: Capture) -> None:
+def test_a_heic_file_is_a_row_with_a_remedy(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "HAS_HEIF", False)
     Path("phone").mkdir()
     Path("phone/1.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     code, out, _ = classify(capsys, run, "--csv", "phone")
-    assert (code, rows(out)[0]["error"]) == (1, "it is a HEIC: save it as JPEG or PNG")
+    assert (code, rows(out)[0]["error"]) == (1, f"it is a HEIC: {decode.HEIC_REMEDY}")
+
+
+def test_system_folders_are_skipped_and_counted(run: Path, capsys: Capture) -> None:
+    for name in ("@eaDir", ".trash", "more/#recycle"):
+        (Path("pictures") / name).mkdir()
+        picture().save(Path("pictures") / name / "0.png")
+    code, out, err = classify(capsys, run, "--csv", "pictures")
+    assert (code, paths(out)) == (0, ["pictures/2.png", "pictures/10.jpg", "pictures/more/1.webp"])
+    assert err == "pictures: 3 hidden or system folders skipped (#recycle, .trash, @eaDir)\n"
+    for pattern, expected in (
+        ("pictures/*/*", ["pictures/more/1.webp"]),
+        ("pictures/@eaDir/*", ["pictures/@eaDir/0.png"]),
+    ):
+        assert paths(classify(capsys, run, "--csv", pattern)[1]) == expected
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_accents_may_be_typed_in_another_form(run: Path, capsys: Capture, forms: tuple[str, str]) -> None:
+    on_disk, typed = (unicodedata.normalize(form, "Käse/é.png") for form in forms)
+    Path(on_disk).parent.mkdir()
+    picture().save(on_disk)
+    code, out, _ = classify(capsys, run, "--csv", typed, typed.split("/")[0])
+    assert (code, paths(out)) == (0, [on_disk] * 2)
+
+
+def test_a_folder_of_other_formats_names_them(run: Path, capsys: Capture) -> None:
+    Path("raw").mkdir()
+    for name in ("1.NEF", "2.nef"):
+        Path("raw", name).touch()
+    code, out, _ = classify(capsys, run, "--csv", "raw")
+    assert code == 1 and " 2 .nef: convert them first, such as with magick" in rows(out)[0]["error"]
 
 
 # ---- pictures

@@ -101,6 +101,14 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
         assert str(Path(module.__file__).parent).encode() not in path.read_bytes()
 
 
+def test_the_metadata_has_height_before_width_and_the_levels_of_16_bits() -> None:
+    card = ModelCard("lenet", 1.0, [3, 16, 24], CLASSES, [0.5] * 3, [0.25] * 3, levels=[7000, 7366])
+    metadata = module.metadata(LoadedNet(torch.nn.Identity(), card))
+    assert json.loads(metadata["image_size"]) == [16, 24] and "uint8 (batch, 3, 16, 24)" in metadata["input"]
+    assert metadata["preparation"].endswith(", 16-bit values from 7000 to 7366 scaled to 0 … 255")
+    assert json.loads(metadata["card"])["levels"] == [7000, 7366]
+
+
 # ---- int8
 
 

@@ -13,6 +13,7 @@ import torch
 from cifar_lit.errors import Failure
 from cifar_lit.inference import export as module
 from cifar_lit.inference.export import Options, Probabilities, check_request, export
+from cifar_lit.inference.mobile import Named
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_data import RunImages
 
@@ -34,6 +35,17 @@ def test_missing_packages_are_named_with_their_extra(to: str, package: str, monk
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(Failure, match=rf"--to {to} needs missing packages \({package}.*cifar-lit\[{to}\]"):
         check_request(to, None)
+
+
+def test_the_net_to_convert_normalises_and_names_its_outputs(net: LoadedNet) -> None:
+    card = replace(net.card, mean=[0.2, 0.4, 0.7], std=[0.1, 0.3, 0.25])
+    predict = Probabilities(LoadedNet(net.net, card).eval(), 0.05)
+    with torch.no_grad():
+        outputs = Named(LoadedNet(net.net, card).eval(), predict)(IMAGES)
+        probabilities, unknown = predict(IMAGES)
+    torch.testing.assert_close(outputs["probabilities"], probabilities)
+    assert [*outputs] == ["probabilities", "unknown"] and torch.equal(outputs["unknown"], unknown)
+    assert probabilities.std() > 0.01
 
 
 def test_a_litert_file_predicts_the_same_as_its_net(

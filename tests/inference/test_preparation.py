@@ -19,8 +19,9 @@ from torch import Tensor
 
 import cifar_lit
 from cifar_lit.data.decode import RESIZES
-from cifar_lit.inference.classify import ImageFile, classify_files
+from cifar_lit.inference.classify import ImageFile, classify_files, contact_sheet
 from cifar_lit.runs.model_file import load_model_file
+from cifar_lit.runs.predictions import Row
 from cifar_lit.runs.run_data import RunData, run_image_data
 
 HEIGHT, WIDTH = 24, 40
@@ -92,6 +93,31 @@ def test_pictures_are_prepared_exactly_as_the_test_images(folder: Path, resize: 
     assert [row.top[0][0] for row in rows] == [row["predicted"] for row in tested]
     pictures = [Image.open(path) for path in paths if path.endswith(".png")]  # JPEGs are decoded at a smaller size
     assert torch.equal(classifier.prepare(pictures), images[[path.endswith(".png") for path in paths]])
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_12_bit_pictures_are_scaled_as_in_the_training(folder: Path, suffix: str) -> None:
+    root = folder / f"thermal-{suffix}"
+    for number in range(12):
+        values = np.random.default_rng(number).integers(7000, 7400, (20, 30)).astype(np.uint16)
+        path = root / ("train", "train", "test")[number % 3] / "ab"[number % 2] / f"{number}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(values).save(path)
+    logs = folder / f"logs-{suffix}"
+    settings = ("--data.channels", "1", "--epochs", "1", "--net", "lenet", "--accelerator", "cpu", "--logs", logs)
+    answer = run_command("--recipe", "folder", "--data-dir", root, *settings)
+    assert answer.code == 0, answer.err
+    run, paths = logs / "folder-1", sorted(map(str, root.glob("test/*/*")))
+    images, classifier = images_of_test(run), cifar_lit.load(run)
+    assert images.unique().numel() > 200
+    assert torch.equal(classifier.prepare(paths), images)
+    assert torch.equal(classifier.prepare([Image.open(path) for path in paths]), images)
+    ((_, classified),) = classify_files(classifier, [ImageFile(path) for path in paths])
+    assert torch.equal(classified, images)
+    data = run_image_data(run, load_model_file(run).card, data_dir=str(root / "train"))  # other images
+    assert data.train_images.levels == tuple(classifier.card.levels)
+    draw = contact_sheet([Row(0, (("a", 1.0),), path=paths[0])], classifier.preparation.levels)
+    assert draw.crop((20, 60, 140, 100)).convert("L").getextrema()[1] > 150
 
 
 def test_tta_report_classify_and_export_work_with_non_square_images(folder: Path) -> None:

@@ -87,7 +87,7 @@ def test_health_and_the_page_with_its_files_are_there(service: Service) -> None:
     [
         ("text/plain", picture(), 415, "'text/plain' is not supported"),
         ("application/x-www-form-urlencoded", picture(), 415, "with curl, use -F"),
-        ("image/svg+xml", b"<svg/>", 415, "is not a JPEG, PNG, WebP, BMP or GIF"),
+        ("image/svg+xml", b"<svg/>", 415, "is not a JPEG, PNG, WebP, BMP, GIF, TIFF"),
         ("image/webp", b"RIFF1234WAVE", 415, "is not a JPEG"),
         ("image/jpeg", b"", 400, "is empty"),
         ("multipart/form-data", b"x", 400, "no boundary"),

@@ -111,7 +111,8 @@ EXIF[0x0112], EXIF[0x010E] = 6, "a picture"
 PICTURES = (
     image_file("PNG"), image_file("PNG", mode="P", exif=EXIF), image_file("JPEG", 40, progressive=True, exif=EXIF),
     image_file("JPEG", mode="CMYK"), image_file("GIF"), image_file("WEBP", lossless=True, mode="RGBA", exif=EXIF),
-    image_file("BMP"), image_file("BMP", mode="1"),
+    image_file("BMP"), image_file("BMP", mode="1"), image_file("TIFF", exif=EXIF), image_file("TIFF", mode="1"),
+    image_file("TIFF", compression="tiff_lzw"), image_file("PPM"), image_file("PPM", mode="L"), image_file("AVIF"),
 )  # fmt: skip
 pictures = st.sampled_from(PICTURES)
 sides = st.sampled_from([0, 1, 2, 16, 2**31, 2**32 - 1])

@@ -8,7 +8,7 @@ import pickle
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +197,46 @@ def _packed_bmp(width: int) -> bytes:
     return b"BM" + struct.pack("<IHHI", 1078 + len(pixels), 0, 0, 1078) + header + bytes(1024) + pixels
 
 
+def tiff(width: int, height: int, tags: Sequence[tuple[int, int, int, int]] = (), rest: bytes = b"") -> bytes:
+    """A grey TIFF that claims this size, with other tags (number, type, count, value) and data behind them."""
+    own = {256: (4, 1, width), 257: (4, 1, height), 258: (3, 1, 8), 259: (3, 1, 5), 262: (3, 1, 1), 273: (4, 1, 200),
+           277: (3, 1, 1), 278: (4, 1, height), 279: (4, 1, 100)}  # fmt: skip
+    own |= {tag: values for tag, *values in tags}  # type: ignore[misc]
+    entries = b"".join(struct.pack("<HHII", tag, *values) for tag, values in sorted(own.items()))
+    return b"II*\0" + struct.pack("<IH", 8, len(own)) + entries + bytes(4) + rest
+
+
+def _many_tags(count: int) -> list[tuple[int, int, int, int]]:
+    return [(40000 + number, 1, 20 << 20, 200) for number in range(count)]
+
+
+def _exif_tags() -> bytes:
+    """A TIFF whose EXIF directory, behind its own one, claims much more than the file holds."""
+    plain = tiff(8, 8, [(34665, 4, 1, 0)])
+    inner = b"".join(struct.pack("<HHII", *tag) for tag in _many_tags(900))
+    directory = struct.pack("<H", 900) + inner + bytes(4)
+    return tiff(8, 8, [(34665, 4, 1, len(plain))], directory + bytes(20 << 20))
+
+
+def _avif_claim(claimed: int, side: int = 8) -> bytes:
+    data = bytearray(_encoded("AVIF", side, quality=1, speed=10))
+    start = data.index(b"ispe") + 8
+    data[start : start + 8] = struct.pack(">II", claimed, claimed)
+    return bytes(data)
+
+
+TILE = [(322, 4, 1, 60000), (323, 4, 1, 60000), (324, 4, 1, 200), (325, 4, 1, 100)]
 FILL = b"\xff" * 65535
 EXIF = b"\xff\xe1\xff\xffExif\0\0" + bytes(65535 - 8)
 BMP = b"BM" + struct.pack("<IHHIIiiHHIIiiII", 200, 0, 0, 54, 40, 60000, 60000, 1, 24, 0, 0, 0, 0, 0, 0)
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(%pipe%touch ran) (w) file\n"
 
 # Valid images: the surplus pixels are never read.
-READ = {"a PNG with 200 MB of surplus pixels", "a link to a folder above"}
+READ = {
+    "a PNG with 200 MB of surplus pixels",
+    "an AVIF of 4 KB that claims 8 × 8 and holds 6500 × 6500",
+    "a link to a folder above",
+}
 
 IMAGES: dict[str, Maker] = {
     "a PNG of 100 bytes that claims 65535 × 65535": _png(65535, 65535, lambda: _zeros(0)),
@@ -229,6 +262,20 @@ IMAGES: dict[str, Maker] = {
     "a WebP animation of 100 bytes that claims 5701 × 5701": content(lambda: _webp_claim(5701, True)),
     "a WebP of 40 bytes that claims 5701 × 5701": content(lambda: _webp_claim(5701, False)),
     "a run-length encoded BMP of 33 million pixels, cut off after the first": content(lambda: _packed_bmp(33_000_000)),
+    "a TIFF of 100 bytes that claims 60000 × 60000": content(lambda: tiff(60000, 60000)),
+    "a TIFF that claims 9000 × 9000 and holds no pixels": content(lambda: tiff(9000, 9000)),
+    "a TIFF of 20 MB whose 900 tags all claim them": content(lambda: tiff(8, 8, _many_tags(900), bytes(20 << 20))),
+    "a TIFF of 20 MB with five million strips": content(lambda: tiff(8, 8, [(273, 4, 5 << 20, 200)], bytes(20 << 20))),
+    "a TIFF of 8 × 8 pixels with a tile of 60000 × 60000": content(lambda: tiff(8, 8, TILE, bytes(200))),
+    "a TIFF whose EXIF is its own directory": content(lambda: tiff(8, 8, [(34665, 4, 1, 8)])),
+    "a TIFF whose EXIF has 900 tags that claim 20 MB each": content(_exif_tags),
+    "a PPM that claims 60000 × 60000": content(b"P6 60000 60000 255\n"),
+    "a PPM with a comment of 20 MB": content(lambda: b"P6\n#" + b"x" * (20 << 20) + b"\n2 2\n255\n" + bytes(12)),
+    "a PPM with a comment of 20 MB behind its header": content(lambda: b"P6 2 2 255#" + b"x" * (20 << 20) + b"\n" * 13),
+    "a PPM of text with 25 million pixels": content(lambda: b"P3 5000 5000 255\n" + b"1 " * (75 << 20)),
+    "a PPM of 12 bits with 25 million pixels": content(lambda: b"P6 5000 5000 4095\n" + bytes(150_000_000)),
+    "an AVIF of a kilobyte that claims 65535 × 65535": content(lambda: _avif_claim(65535)),
+    "an AVIF of 4 KB that claims 8 × 8 and holds 6500 × 6500": content(lambda: _avif_claim(8, 6500)),
     "PostScript that would start ghostscript": content(POSTSCRIPT),
     "a named pipe": os.mkfifo,
     "a link to the kernel log": kernel_log,

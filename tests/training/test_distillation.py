@@ -154,6 +154,11 @@ def test_unsuitable_teachers_are_refused() -> None:
             shapes_data(),
             r"other classes \(1 channels, .*\) than these \(3 channels",
         ),
+        (
+            teacher(classes=[", ".join(teacher().classes[:2]), *teacher().classes[2:]]),
+            shapes_data(),
+            r"other classes \(3 channels, 9 classes: .*\) than these \(3 channels, 10 classes: ",
+        ),
         ("lightning_logs/x", shapes_data(), r"give cifar_lit.load\('lightning_logs/x'\)"),
     ):
         with pytest.raises(UsageError, match=fault):

@@ -98,6 +98,6 @@ class Queue:
             height, width = image_size(key)
             scale = min(1.0, side / max(height, width))
             size = max(1, round(height * scale)), max(1, round(width * scale))
-            return data_uri(torch.from_numpy(decode(key, size, 3, "squash")), side)
+            return data_uri(torch.from_numpy(decode(key, size, 3, "squash", self.train.levels)), side)
         except DecodeError:
             return ""

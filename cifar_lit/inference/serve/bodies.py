@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cifar_lit.data.decode import KINDS, has_known_signature
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -80,9 +82,8 @@ def parse_body(content_type: str, body: bytes, limits: Limits) -> Images:
     for name, data in images.files:
         if not data:
             raise RequestError(400, f"{name} is empty: {WAYS}")
-        supported = data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a"))
-        if not supported and not (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):
-            raise RequestError(415, f"{name} is not a JPEG, PNG, WebP, BMP or GIF: convert it to one of these")
+        if not has_known_signature(data):
+            raise RequestError(415, f"{name} is not a {KINDS}: convert it to one of these")
     return images
 
 

@@ -147,7 +147,7 @@ class NetRunner:
         self._thread = ThreadPoolExecutor(1)  # torch starts a pool of threads for each thread that computes
         self._turn = asyncio.Lock()
         self._waiting: deque[tuple[NetRequest, asyncio.Future[Answer]]] = deque()
-        (height, width), channels, _ = classifier.preparation
+        (height, width), channels, *_ = classifier.preparation
         blank = bytes(height * width * channels)
         self._thread.submit(self._predict, [NetRequest([blank], 1, False)]).result()  # the first run is slow
         self.collector = collector
@@ -184,7 +184,7 @@ class NetRunner:
         """Return the JSON of each request's predictions, from one run of the net."""
         import torch
 
-        (height, width), channels, _ = self.classifier.preparation
+        (height, width), channels, *_ = self.classifier.preparation
         pixels = bytearray().join(data for request in batch for data in request.pixels)
         images = torch.frombuffer(pixels, dtype=torch.uint8).view(-1, height, width, channels)
         predictions = self.classifier.predict_batch(images.permute(0, 3, 1, 2), max(request.top for request in batch))

@@ -1,0 +1,108 @@
+"""List folders of images without hidden folders and those that systems create."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+
+from cifar_lit.text import counted, listed, natural_key, nfc
+
+OnError = Callable[[OSError], object]
+# Thumbnails, bins and snapshots of Synology, QNAP, Windows, Linux and macOS, in lower case. They repeat photos in
+# another size, or keep deleted ones.
+SYSTEM_FOLDERS = {
+    "@eadir", "@tmp", "@sharebin", "@recycle", "@recently-snapshot", "@__thumb", "#recycle", "#snapshot", "recycler",
+    "recycled", "$recycle.bin", "system volume information", "lost+found", "found.000", "__macosx", "__pycache__",
+    "thumbs.db", "network trash folder", "temporary items",
+}  # fmt: skip
+
+
+def is_skipped(name: str) -> bool:
+    """Return whether a file or folder is hidden, or created by a system."""
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+
+
+def entries_of(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
+    """Yield the visible entries of a folder in the order of the disk.
+
+    Args:
+        folder: its path. If it cannot be read and `on_error` does not raise, it has no entries.
+        on_error: callback with the error of a folder that cannot be read.
+        skipped: list to which the paths of hidden and system folders are added.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not is_skipped(entry.name):
+                    yield entry
+                elif skipped is not None and is_folder(entry):
+                    skipped.append(entry.path)
+    except OSError as error:
+        on_error(error)
+
+
+def visible_entries(folder: str, on_error: OnError, skipped: list[str] | None = None) -> list[os.DirEntry[str]]:
+    """Return the entries of `entries_of` in natural order."""
+    return sorted(entries_of(folder, on_error, skipped), key=lambda entry: natural_key(entry.name))
+
+
+def walk(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
+    """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
+
+    Links to folders are followed, but each folder is entered only once. Otherwise a link to a parent folder would never
+    end, and links that double at every level would take 2^levels visits. For the arguments, see `entries_of`.
+    """
+    visited: set[tuple[int, int]] = set()
+    stack: list[os.DirEntry[str]] = []
+
+    def enter(path: str) -> bool:
+        """Return whether a folder is new, and put its entries on the stack."""
+        with suppress(OSError):  # reading the folder raises it again
+            status = os.stat(path)  # noqa: PTH116
+            if (status.st_dev, status.st_ino) in visited:
+                return False
+            visited.add((status.st_dev, status.st_ino))
+        stack.extend(reversed(visible_entries(path, on_error, skipped)))
+        return True
+
+    enter(folder)
+    while stack:
+        entry = stack.pop()
+        if not is_folder(entry) or enter(entry.path):
+            yield entry
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; False for a link to itself."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def as_on_disk(path: str) -> str:
+    """Return a path whose accents have the Unicode form of the disk; the same path if there is no such file."""
+    if path.isascii() or os.path.lexists(path):
+        return path
+    folder, name = os.path.split(path)
+    if folder != path:
+        folder = as_on_disk(folder)
+    with suppress(OSError):
+        mtime_ns = os.stat(folder or ".").st_mtime_ns  # noqa: PTH116
+        return os.path.join(folder, _names_in(folder or ".", mtime_ns).get(nfc(name), name))  # noqa: PTH118
+    return path
+
+
+@lru_cache(64)
+def _names_in(folder: str, mtime_ns: int) -> dict[str, str]:
+    """Return the names in a folder by their composed forms, read again when its modification time changes."""
+    return {nfc(name): name for name in os.listdir(folder)}  # noqa: PTH208
+
+
+def skipped_text(skipped: Iterable[str]) -> str:
+    """Return a line about hidden and system folders that were skipped, by their paths."""
+    folders = set(skipped)
+    names = sorted({os.path.basename(path) for path in folders})  # noqa: PTH119
+    return f"{counted(len(folders), 'hidden or system folder')} skipped ({listed(names)})"
