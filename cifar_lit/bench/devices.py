@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from cifar_lit.bench.process import train, without_places
-from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.progress import Progress, ends_at_once
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import Machine, detect_machine
@@ -51,8 +51,9 @@ def each_count(text: str) -> dict[str, list[str]]:
     return {counted(count, "device"): ["--devices", str(count)] for count in counts}
 
 
+@ends_at_once()
 def run(settings: argparse.Namespace) -> None:
-    """Measure and report; raise a training's UsageError or Failure with its last line."""
+    """Measure and report, also if interrupted; raise a training's UsageError or Failure with its last line."""
     names = {flag.partition("=")[0] for flag in settings.flags}
     if settings.runs < 1:
         raise UsageError(f"--runs must be at least 1, not {settings.runs}")

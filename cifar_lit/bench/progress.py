@@ -6,9 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.data.progress import SECONDS_BETWEEN_LINES
 from cifar_lit.text import duration_text, note
@@ -41,22 +38,6 @@ class Progress:
             seconds = now - self._started
             part = f"{self._what} {int(done) + 1} of {self.total}" + (f", {detail}" if detail else "")
             note(f"{part} · {duration_text(seconds)} of about {duration_text(seconds * self.total / done)}")
-
-
-class StepProgress(Callback):
-    """Report the progress of the current training. before: number of finished trainings."""
-
-    def __init__(self, progress: Progress, before: int) -> None:
-        self._progress, self._before = progress, before
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Estimate the number of steps."""
-        self._steps = trainer.estimated_stepping_batches
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Report each step. If the image size grows during the training, the estimated time grows too."""
-        part = min(0.999, trainer.global_step / self._steps)
-        self._progress.advance(self._before + part, f"epoch {trainer.current_epoch + 1} of {trainer.max_epochs}")
 
 
 @contextmanager

@@ -376,7 +376,8 @@ def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[st
         file_size(file, MAX_TABLE)
         with file.open(encoding="utf-8", newline="") as lines:
             header = next(csv.reader([next(lines, "")]), [])
-            wanted = [(place, name) for place, name in enumerate(header) if name and (columns is None or name in columns)]
+            named = [(place, name) for place, name in enumerate(header) if name]
+            wanted = [(place, name) for place, name in named if columns is None or name in columns]
             whole = (line for line in lines if line.endswith("\n") or len(next(csv.reader([line]), ())) == len(header))
             for values in filter(None, csv.reader(line for line in whole if len(line) <= MAX_LINE)):
                 row = {name: values[place] for place, name in wanted if place < len(values) and values[place]}
