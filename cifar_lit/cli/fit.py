@@ -353,8 +353,9 @@ class TrainingCLI(LightningCLI):
         self.run = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
         lines = not self.command.brief
-        card = [StartCard(self.run)] if self.run.trains and lines else []
-        card += [SlowdownWarning()] if self.run.trains else []
+        card: list[Callback] = [SlowdownWarning()] if self.run.trains else []
+        if self.run.trains and lines:
+            card.insert(0, StartCard(self.run))
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(

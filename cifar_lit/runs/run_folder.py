@@ -367,20 +367,23 @@ def _is_bounded(value: Any) -> bool:
 def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
     """Return the rows of a CSV file with a header, without empty cells; none if it cannot be read or is too large.
 
-    An unterminated last line with fewer cells than the header is skipped: it is still being written, or was cut short
-    by a kill or a full disk. An editor may leave out the last newline of a whole line.
+    A line with fewer cells than the header is skipped: it is still being written, or was cut short by a kill or a full
+    disk.
     columns: names of the columns to return, all by default.
     """
     rows, cells = [], 0
     try:
         file_size(file, MAX_TABLE)
         with file.open(encoding="utf-8", newline="") as lines:
-            header = next(csv.reader([next(lines, "")]), [])
-            named = [(place, name) for place, name in enumerate(header) if name]
-            wanted = [(place, name) for place, name in named if columns is None or name in columns]
-            whole = (line for line in lines if line.endswith("\n") or len(next(csv.reader([line]), ())) == len(header))
-            for values in filter(None, csv.reader(line for line in whole if len(line) <= MAX_LINE)):
-                row = {name: values[place] for place, name in wanted if place < len(values) and values[place]}
+            reader = csv.reader(line for line in lines if len(line) <= MAX_LINE)
+            header = next(reader, [])
+            wanted = [(place, name) for place, name in enumerate(header) if name]
+            if columns is not None:
+                wanted = [(place, name) for place, name in wanted if name in columns]
+            for values in reader:
+                if len(values) < len(header):  # also an empty line
+                    continue
+                row = {name: values[place] for place, name in wanted if values[place]}
                 rows.append(row)
                 cells += 1 + len(row)
                 if cells > MAX_CELLS:
