@@ -4,9 +4,10 @@
 #   scripts/gpu_bench.sh DATA [OUT] [PART …]
 #
 # DATA holds the unpacked archive of CIFAR-10 (cifar-10-batches-py/), the archive itself, or folders of images. Results
-# go to OUT (default: results/gpu) as JSON and text, and all of OUT to OUT.tar.gz. The script needs `python3`, torch and
-# this project's dependencies, but no network. Parts may run in separate calls, on separate machines. A `bench recipe`
-# that was stopped trains only the seeds that its JSON file in OUT lacks.
+# go to OUT (default: results/gpu) as JSON and text, and these to OUT.tar.gz, without the run folders in OUT/runs. The
+# script needs `python3`, torch and this project's dependencies, but no network. Parts may run in separate calls, on
+# separate machines. The JSON file of a `bench recipe` that was stopped has the finished seeds. Called again, it trains
+# the others if OUT/runs is still there.
 #
 # Parts, by default all of them in this order:
 #   check                 a test of the device, the first trainings with eager and with captured steps, the GPU tests
@@ -111,7 +112,7 @@ seeds() { # RECIPE[-VARIANT] RUNS
     # shellcheck disable=SC2086
     run "$1" python3 -m cifar_lit bench recipe "$recipe" --runs "${RUNS:-$2}" "${flags[@]}" \
         --accelerator "$accelerator" $extra ${small[${recipe%%[0-9]*}]-} ${variant:+${variants[$variant]}} \
-        --json "$out/$1.json"
+        --logs "$out/runs" --json "$out/$1.json"
 }
 
 for part in "${parts[@]}"; do
@@ -148,13 +149,13 @@ for part in "${parts[@]}"; do
             run devices python3 -m cifar_lit bench devices $devices --json "$out/devices.json"
             ;;
     esac
-    tar -C "$out" -czf "$out.tar.gz" .
+    tar -C "$out" --exclude=./runs -czf "$out.tar.gz" .
 done
 
 if compgen -G "$out/*.json" > /dev/null; then
     printf '\n[%d s] the table\n' "$SECONDS"
     python3 scripts/benchmarks/table.py "$out" | tee "$out/table.md" || failed+=(table)
-    tar -C "$out" -czf "$out.tar.gz" .
+    tar -C "$out" --exclude=./runs -czf "$out.tar.gz" .
 fi
 echo "everything is in $out.tar.gz"
 report() { # TEXT NAME…

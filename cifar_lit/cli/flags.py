@@ -30,14 +30,8 @@ _SHORT = {
     "rank-timeout": ("rank_timeout", "60"),
     "threads": ("threads", "2"),
 }
-_EXAMPLES = {
-    "recipe": "quickstart",
-    "config": "my.yaml",
-    "logs": "DIR",
-    "folds": "5",
-    "seeds": "0-4",
+_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5", "seeds": "0-4"} | {
     "json": "FILE",
-} | {
     **{name: value for name, (_, value) in _SHORT.items()},
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}

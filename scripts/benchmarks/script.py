@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from cifar_lit.bench.commands import run_module
-from cifar_lit.bench.progress import ends_at_once
 from cifar_lit.cli.errors import explain_error
-from cifar_lit.cli.quiet import quieten
-from cifar_lit.training.orderly_stop import Interrupted
+from cifar_lit.cli.quiet import catch_signals, quieten
+from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
 
 def set_threads(text: str) -> int:
@@ -31,3 +32,24 @@ def run_script() -> int:
         print(line, file=sys.stderr)
         return code
     return 0
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` at once, also in a training, which needs no checkpoint here.
+
+    An interruption that the measurement has caught to print its results is raised at the end.
+    """
+    catch_signals()
+    Interrupted.latest = None
+    signals, OrderlyStop.SIGNALS = OrderlyStop.SIGNALS, ()
+    try:
+        yield
+    except Exception:
+        if Interrupted.latest:  # compiled code may replace the exception by another error
+            raise Interrupted.latest from None
+        raise
+    finally:
+        OrderlyStop.SIGNALS = signals
+    if Interrupted.latest:
+        raise Interrupted.latest
