@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import sqlite3
 import stat
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,11 @@ from cifar_lit.errors import Failure, UsageError
 
 PART = ".cifar-lit-part"  # suffix of temporary files, unique to this program, so that leftovers can be removed
 MAX_TEXT = 8 << 20  # bytes; metrics.json with 100,000 classes has 5 MiB
+MAX_DATABASE = 256 << 20  # bytes; a sweep of 1,000 trials and 100 epochs has 10 MiB
+# Views, triggers (MLflow has one) and functions that make a large text from a small one.
+CODE = "type = 'view' OR (type = 'trigger' AND tbl_name != 'secrets') OR " + " OR ".join(
+    f"sql LIKE '%{word}%'" for word in ("virtual", "blob(", "hex(", "printf(", "format(", "replace(")
+)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 REPLACE_ATTEMPTS = 20 if os.name == "nt" else 1  # in 2 s
 
@@ -119,6 +125,19 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8", newline="\n")
 
 
+def check_regular(path: Path) -> None:
+    """Raise OSError if a path is a symlink, a pipe or anything else than a file; it may be missing."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is a symlink or no regular file", str(path))
+
+
+def open_inside(path: Path, mode: str, **settings: Any) -> IO[Any]:
+    """Open a file of a run's or a sweep's folder, perhaps a stranger's. Raise OSError like `check_regular`."""
+    check_regular(path)  # Windows has no O_NOFOLLOW
+    no_follow = getattr(os, "O_NOFOLLOW", 0)
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags | no_follow, 0o666), **settings)
+
+
 def file_size(path: str | Path, most: int | None = None) -> int:
     """Return the size in bytes of a regular file. Raise OSError for other kinds of files, and above `most` bytes.
 
@@ -147,6 +166,23 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 def read_text(path: Path, most: int = MAX_TEXT) -> str:
     """Return the text of a UTF-8 file; raise OSError like `file_size`."""
     return read_bytes(path, most).decode()
+
+
+def check_database(path: Path) -> None:
+    """Raise Failure unless an SQLite file is missing or has plain tables only: a view or a trigger may never end."""
+    if not os.path.lexists(path):
+        return
+    try:
+        check_regular(path)
+        if path.stat().st_size:  # SQLite creates an empty file before its first table
+            file_size(path, MAX_DATABASE)
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as database:
+            has_code = database.execute(f"SELECT count(*) FROM sqlite_master WHERE {CODE}").fetchone()[0]
+            fault = "it has views, triggers or functions" if has_code else None
+    except (OSError, sqlite3.Error) as error:
+        fault = getattr(error, "strerror", None) or str(error)
+    if fault:
+        raise Failure(f"the database {path} is not read: {fault}. Move it away.")
 
 
 def lock_file(file: IO[Any]) -> None:

@@ -10,6 +10,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterable
+from typing import Any
 
 MAX_NAME = 300  # characters of a class or a net
 # Invisible characters that `str.isprintable` accepts: fillers and variation selectors, except those of emoji.
@@ -43,6 +44,12 @@ def printable(text: str) -> str:
         return text
     letters = enumerate(text)
     return "".join(char if _is_visible(text, i) else char.encode("unicode_escape").decode() for i, char in letters)
+
+
+def printable_lines(value: Any) -> Any:
+    """Return a value for a page: text with `printable` lines. Other values, and HTML of our own, stay as they are."""
+    is_text = type(value) is str  # not Markup
+    return "\n".join(map(printable, value.split("\n"))) if is_text else value
 
 
 def _is_visible(text: str, index: int) -> bool:

@@ -63,6 +63,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
         text = "torch and torchvision are of different builds: uninstall both, then install both from one source"
     elif text.startswith("Could not determine home directory"):  # pathlib, for ~name with an unknown user
         return "cifar-lit: a path begins with an unknown home folder: write the path out", 2
+    elif text.startswith("embedded null"):  # os
+        return "cifar-lit: a path contains a NUL character: check the path", 2
+    elif isinstance(error, UnicodeEncodeError):
+        return "cifar-lit: a name is no valid text (UTF-8): rename the file or folder", 2
     elif text.startswith("Symlink loop"):  # pathlib
         return "cifar-lit: a path contains a symbolic link to itself: give the real path", 2
     elif is_lost_peer(error):
@@ -73,7 +77,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     elif kind == "MisconfigurationException" or isinstance(error, ValueError):
         return f"cifar-lit: {text}", 2
     else:
-        text = f"{kind}: {text} (--debug shows where)"
+        text = f"{kind}: {re.sub(r' object at 0x[0-9a-f]+', '', text)} (--debug shows where)"
     return f"cifar-lit: {text}", 1
 
 

@@ -6,9 +6,12 @@ This module does not import torch, so that an invalid command line fails at once
 from __future__ import annotations
 
 import re
+import sys
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import yaml
 
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.runs.config_file import plain_values
@@ -90,6 +93,7 @@ TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 ONE_DEVICE = r"1|\d+,|\[\d+,?\]"  # values of --devices
 RECIPES = Path(__file__).parent.parent / "recipes"
+NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
 
 
 @dataclass
@@ -286,14 +290,19 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     """
     line = [subcommand]
     if base:
-        line += ["--config", str(base)]
+        line.append(_as_text(base))
         if not command.recipe:
             line.append(f"--logs={LOGS}")  # overrides the folder recorded in the run's configuration
-    for config in command.configs:
-        line += ["--config", config]
+    line += [_as_text(Path(config).expanduser()) for config in command.configs]
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
     return line + command.flags + ([f"--logs={command.logs}"] if command.logs else [])
+
+
+def _as_text(file: Path) -> str:
+    """Return --config with the values of a file, so that the parser does not read the file with another reader."""
+    values = yaml.safe_dump(plain_values(file) or {}, default_flow_style=True, width=sys.maxsize)
+    return f"--config={NO_PATH}\n{values}"
 
 
 def recipe_settings(path: Path) -> dict[str, object]:

@@ -13,7 +13,7 @@ from cifar_lit.cli.flags import LOGS, SHORT, Command, recipe_path
 from cifar_lit.distributed.job import NAME, Job, job_of, run_of_job
 from cifar_lit.distributed.rank_info import by_slurm, by_torchrun, is_first_process
 from cifar_lit.errors import UsageError
-from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run_folder import JOB, display_path, find_resumable, is_finished, run_of
 
 # torchrun's names of a rank's variables, and SLURM's
@@ -114,6 +114,12 @@ def _resume(command: Command, run: Path, job: Job, line: str) -> None:
 def logs_of(command: Command) -> Path:
     """Return the folder for run folders that a new training would use."""
     files = [*map(Path, reversed(command.configs)), *([recipe_path(command.recipe)] if command.recipe else [])]
-    settings = (plain_values(file.expanduser()) or {} for file in files)
-    configured = command.logs or next((str(values["logs"]) for values in settings if values.get("logs")), LOGS)
-    return Path(configured).expanduser()
+    for file in files if command.logs is None else ():
+        logs = (plain_values(file.expanduser()) or {}).get("logs")
+        if isinstance(logs, str) and logs:
+            from cifar_lit.cli import trust  # imports torch
+
+            trust.allow_run(file.expanduser(), command.trust)
+            check_choices({"logs": logs})
+            return Path(logs).expanduser()
+    return Path(command.logs or LOGS).expanduser()

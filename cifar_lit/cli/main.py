@@ -12,7 +12,7 @@ from pathlib import Path
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
-from cifar_lit.plugins import all_imports_allowed, guard_child_processes
+from cifar_lit.plugins import all_imports_allowed, guard_child_processes, only_allowed_imports
 from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import accept_any_encoding, note, say
 
@@ -108,7 +108,8 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     limit_busy_waiting()
     accept_any_encoding()
     try:
-        return _run(argv, default)
+        with only_allowed_imports("type it on the command line, or add --trust"):
+            return _run(argv, default)
     except BaseException as error:
         if not isinstance(error, (SystemExit, Exception, KeyboardInterrupt)) and not hasattr(error, "exit_code"):
             raise

@@ -51,4 +51,8 @@ class SourceSettings:
     @property
     def cache_path(self) -> Path:
         """The folder of decoded images, and of features computed from them."""
-        return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
+        try:
+            return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
+        except RuntimeError:  # neither HOME nor an entry in the list of users
+            remedy = "name one with --data.cache_dir"
+            raise UsageError(f"this user has no home folder to cache images in: {remedy}") from None

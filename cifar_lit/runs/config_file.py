@@ -1,4 +1,8 @@
-"""Read untrusted configuration files: YAML without tags and of limited size, with limited choices (`check_choices`)."""
+"""Read untrusted configuration files: YAML without tags and of limited size, with limited choices (`check_choices`).
+
+All configuration files are read here, once, into plain values. The parser of the command line reads the text of a
+setting as YAML, so a text that would become a list or a mapping there is refused: it has passed no limit.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,15 @@ MAX_BYTES = 1 << 15  # bytes; a run's config.yaml has about 5 KiB
 MAX_DEPTH = 20  # levels of nesting
 MAX_VALUES = 20_000  # with aliases expanded
 MAX_LIST = 200  # elements of a list: jsonargparse copies a list for each of its elements
-MAX_DIGITS = 64  # characters of an integer
+MAX_LENGTH = 4096  # characters of a text; the longest path of Linux
 MAX_INTEGER = 1 << 63  # exceeds int64 of torch and numpy
 _TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")
 }
 _INTEGER = "tag:yaml.org,2002:int"
+_PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader of jsonargparse
+# A file name of ModelCheckpoint ({epoch}), a name in brackets ([old]), a drive of Windows (D:).
+_TEXT = re.compile(r"\{[\w/:.%]+\}|\[[\w/ -]+\]|\w+:")
 
 
 def plain_values(file: Path) -> Any:
@@ -65,10 +72,8 @@ def _count(file: Path, node: yaml.Node, counts: dict[int, int], depth: int) -> i
         raise UsageError(
             f"{file} was not read: it has the YAML tag {node.tag[:80]!r}, but only plain values are allowed"
         )
-    if node.tag == _INTEGER and isinstance(node, yaml.ScalarNode) and _is_huge(node):
-        raise UsageError(
-            f"{file} was not read: it has an integer of more than 64 bits at line {node.start_mark.line + 1}"
-        )
+    if isinstance(node, yaml.ScalarNode) and (fault := _fault_of_text(node.value)):
+        raise UsageError(f"{file} was not read: it has {fault} at line {node.start_mark.line + 1}")
     if isinstance(node, yaml.SequenceNode) and len(node.value) > MAX_LIST:
         raise UsageError(
             f"{file} was not read: the list at line {node.start_mark.line + 1} has more than {MAX_LIST} elements"
@@ -86,12 +91,29 @@ def _count(file: Path, node: yaml.Node, counts: dict[int, int], depth: int) -> i
     return counts[id(node)]
 
 
-def _is_huge(node: yaml.ScalarNode) -> bool:
-    """Return whether an integer in any YAML notation exceeds 64 bits."""
+def _fault_of_text(text: str) -> str | None:
+    """Return what is wrong with the text of a value, quoted or not; None if nothing is."""
+    if re.search("[\0\ud800-\udfff]", text):
+        return "invalid Unicode or a NUL character"
+    if re.fullmatch(r"[-+]?[0-9_]{65,}", text.strip()):  # Python does not convert thousands of digits
+        return "an integer of more than 64 bits"
     try:
-        return len(node.value) > MAX_DIGITS or abs(yaml.SafeLoader("").construct_yaml_int(node)) >= MAX_INTEGER
-    except (ValueError, IndexError):  # a string tagged as an integer; the constructor refuses it
-        return False
+        integer = yaml.SafeLoader("").construct_yaml_int(yaml.ScalarNode(_INTEGER, text.strip()))
+    except (ValueError, IndexError):
+        integer = 0
+    if abs(integer) >= MAX_INTEGER:
+        return "an integer of more than 64 bits"
+    if len(text) > MAX_LENGTH:
+        return f"a text of more than {MAX_LENGTH:,} characters"
+    if _TEXT.fullmatch(text):
+        return None
+    try:
+        events = list(yaml.parse(text, _PARSER))
+    except yaml.YAMLError:  # the parser keeps it as text
+        return None
+    if any(isinstance(event, yaml.CollectionStartEvent) for event in events):
+        return "a text that would be read as a list or as settings"
+    return None
 
 
 # ---- Paths, URLs and numbers of processes that an untrusted file may choose.

@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # typ
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.files import atomic_write, find_os_error, write_failure
+from cifar_lit.files import atomic_write, find_os_error, open_inside, write_failure
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
 
 # First columns of every metrics.csv. Other names are appended.
@@ -81,7 +81,7 @@ class CurveFile(Logger):
     def _write(self, row: dict[str, Any]) -> None:
         path = self._run.path / "metrics.csv"
         if row.keys() <= set(self._columns):
-            with path.open("r+", newline="", encoding="utf-8") as file:  # "a" would recreate a deleted file
+            with open_inside(path, "r+", newline="", encoding="utf-8") as file:  # "a" would recreate a deleted file
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self._columns).writerow(row)
         else:

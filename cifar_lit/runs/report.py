@@ -32,7 +32,7 @@ from cifar_lit.runs.learning_curve import curve_of, draw
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics
 from cifar_lit.stats import wilson_interval
-from cifar_lit.text import note, printable
+from cifar_lit.text import note, printable_lines
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -159,7 +159,7 @@ def render(
     needs = _class_needs(matrix, classes, data.class_counts.tolist())
     points = curve_of(run, metrics)
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
-                       finalize=_printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+                       finalize=printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
         title=run.absolute().name,
         config=config_text,
@@ -201,12 +201,6 @@ def _label_smoothing(config: Path) -> float:
     except (UsageError, KeyError, TypeError):
         return 0.0
     return value if isinstance(value, int | float) else 0.0
-
-
-def _printable_lines(value: Any) -> Any:
-    """Escape unprintable characters in each line of a text. Charts are HTML already and stay as they are."""
-    is_text = isinstance(value, str) and not hasattr(value, "__html__")
-    return "\n".join(map(printable, value.split("\n"))) if is_text else value
 
 
 def _title(name: str) -> str:

@@ -63,6 +63,7 @@ class RunFolder:
         self._lock: FileLock | None = None
         self._lease: SoftFileLease | None = None
         if path is not None and first:
+            check_links(path)
             self._hold(path)
 
     @property
@@ -220,24 +221,33 @@ def check_files(run: Path) -> None:
 
     A symlink inside the folder must not point outside it; the folder itself may be a symlink.
     """
-    top, curves = os.path.realpath(run), run / "metrics.csv"
+    curves = run / "metrics.csv"
     for name in WRITTEN:
         if (run / name).is_dir():
             raise Failure(f"{display_path(run / name)} is a folder, where a file is to be written: move it away")
-    for folder, folders, files in os.walk(top):
-        if len(Path(folder).parts) - len(Path(top).parts) > MAX_DEPTH:
-            raise Failure(f"{display_path(run)} has folders nested deeper than {MAX_DEPTH} levels: move them away")
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
-                link = display_path(run / path.relative_to(top))
-                raise Failure(
-                    f"{link} is a symlink pointing outside its run folder, so the run cannot be resumed: "
-                    "replace the symlink with a copy of its target"
-                )
+    check_links(run)
     if curves.exists() and not (curves.is_file() and curves.stat().st_size <= MAX_TABLE):
         raise Failure(
             f"{display_path(curves)} is not a file of at most {MAX_TABLE >> 20} MiB: move it away to resume without it"
         )
+
+
+def check_links(folder: Path) -> None:
+    """Raise Failure if a folder, which may come from a stranger, has a symlink pointing outside.
+
+    The folder itself may be a symlink. Call this before an existing folder is written to.
+    """
+    top = os.path.realpath(folder)
+    for parent, folders, files in os.walk(top):
+        if len(Path(parent).parts) - len(Path(top).parts) > MAX_DEPTH:
+            raise Failure(f"{display_path(folder)} has folders nested deeper than {MAX_DEPTH} levels: move them away")
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
+                link = display_path(folder / path.relative_to(top))
+                raise Failure(
+                    f"{link} is a symlink pointing outside its folder, so nothing is written there: "
+                    "replace the symlink with a copy of its target"
+                )
 
 
 def _started(run: Path) -> int:

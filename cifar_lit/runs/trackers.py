@@ -1,6 +1,7 @@
 """W&B and MLflow, through Lightning's loggers. A resumed run continues its tracked run.
 
-Project, group, tags, server and keys are the trackers' own environment variables, so no file of a run holds a secret.
+Project, group, tags, server and keys are the trackers' own environment variables or files in the home folder, so no
+file of a run holds a secret, and no file of the working folder chooses who gets it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Mapping
+from contextlib import chdir
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
@@ -23,8 +25,8 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from cifar_lit.errors import Failure, UsageError, check_choice, first_line
-from cifar_lit.files import write_text
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_curves, read_json
+from cifar_lit.files import check_database, write_text
+from cifar_lit.runs.run_folder import RunFolder, check_links, display_path, read_curves, read_json
 from cifar_lit.text import note, say
 
 # Defaults of the trackers' variables. By MLflow's own, the training waits for minutes if the server is gone.
@@ -43,8 +45,10 @@ class _Wandb:
         import wandb
         from lightning.pytorch.loggers.wandb import WandbLogger
 
+        with chdir(Path(wandb.__file__).parent):  # it would read wandb/settings in the working folder
+            wandb.setup()
         is_offline = not wandb.login(prompt=False, verify=False) and "WANDB_MODE" not in os.environ
-        mode, folder = "offline" if is_offline else None, Path(os.environ.get("WANDB_DIR") or run)
+        mode, folder = "offline" if is_offline else None, Path(os.environ.get("WANDB_DIR") or run).absolute()
         earlier = [*folder.glob(f"wandb/offline-run-*-{run_id}")]
         self.id = run_id or secrets.token_hex(8)
         self.run = WandbLogger(run.name, folder, id=self.id, mode=mode, config=settings).experiment
@@ -76,11 +80,17 @@ class _MLflow:
 
         logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # it warns of a new experiment
         logs, experiment = run.parent.absolute(), os.environ["MLFLOW_EXPERIMENT_NAME"]
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{logs}/mlflow.db"
+        own, uri = logs / "mlflow.db", os.environ.get("MLFLOW_TRACKING_URI", "")
+        is_own = not uri
+        if is_own:
+            check_database(own)
+            uri = f"sqlite:///{own}"
         is_database = re.match(r"\w*sql", uri)
         files = (logs / "mlartifacts").as_uri() if is_database else None
         self.logger = MLFlowLogger(experiment, run.name, uri, artifact_location=files, run_id=run_id)
         self.client, self.id, self.close = self.logger.experiment, self.logger.run_id, self.logger.finalize
+        if is_own:
+            self._check_place(own, f"{files}/{self.id}/artifacts")
         if run_id:
             self.client.update_run(run_id, "RUNNING")
         else:
@@ -89,6 +99,15 @@ class _MLflow:
         self.steps = {name: max(point.step for point in history(self.id, name)) for name in names}
         page = f"{uri}/#/experiments/{self.logger.experiment_id}/runs/{self.id}"
         self.place = f"open it with `mlflow ui --backend-store-uri {shlex.quote(uri)}`" if is_database else page
+
+    def _check_place(self, database: Path, expected: str) -> None:
+        """Raise Failure if a database of the working folder makes MLflow write files elsewhere."""
+        place, folder = self.client.get_run(self.id).info.artifact_uri, database.parent / "mlartifacts"
+        if place != expected or folder.is_symlink():
+            raise Failure(
+                f"{display_path(database)} sends files to {place}: name it with MLFLOW_TRACKING_URI to allow it"
+            )
+        check_links(folder)
 
     def log(self, metrics: dict[str, float], step: int, row: int) -> None:
         if new := {name: value for name, value in metrics.items() if step > self.steps.get(name, -1)}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,14 +10,14 @@ from typing import Any
 import yaml
 
 from cifar_lit import hardware
-from cifar_lit.cli import flags, trust
-from cifar_lit.cli.errors import UNTRUSTED
+from cifar_lit.cli import flags
 from cifar_lit.cli.fit import TrainingCLI, check_settings
 from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.runs.config_file import check_choices
+from cifar_lit.files import write_text
 from cifar_lit.sweep.space import SweepFile
 from cifar_lit.training.metrics import TOP, value_names
 
+SETTINGS = "settings.yaml"  # in the folder of each trial
 FIGURES = ("train_seconds", "images_per_second", "parameters")  # objectives that have no curve
 
 
@@ -38,16 +37,11 @@ class CheckedSettings(TrainingCLI):
         """Run nothing."""
 
 
-def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings by dotted name as flags."""
-    return [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
-
-
-def check_sweep(file: SweepFile, fixed: Sequence[str], words: Sequence[str], trusted: bool) -> Any:
+def check_sweep(file: SweepFile, fixed: Sequence[str], words: Sequence[str]) -> Any:
     """Return the settings of the starting recipe; raise UsageError if a value of the search space is invalid.
 
     Args:
-        fixed: arguments of all trials.
+        fixed: flags of all trials.
         words: those of them that the user typed.
     """
     typed = flags.parse("fit", [*words])
@@ -59,11 +53,11 @@ def check_sweep(file: SweepFile, fixed: Sequence[str], words: Sequence[str], tru
     if twice := [parameter.name for parameter in file.parameters if typed.value(parameter.name) is not None]:
         raise UsageError(f"--{twice[0]} is searched: leave the flag out")
     base = None
-    for values in ({}, *file.corners()):
-        if not trusted:
-            _check_trusted(nested({**file.settings, **values}, {}))
-        settings = CheckedSettings(flags.parse("fit", [*fixed, *as_flags(values)])).settings
-        base = base or settings
+    with TemporaryDirectory() as folder:
+        for values in ({}, *file.corners()):
+            config = write_settings(Path(folder) / SETTINGS, {**file.settings, **values})
+            settings = CheckedSettings(flags.parse("fit", [*fixed, "--config", config])).settings
+            base = base or settings
     metrics = [f"val/{name}" for name in value_names(TOP + 1, settings.model.metrics or {})]
     for objective in file.objectives:
         check_choice("objective", objective, (*metrics, "train/loss", "train/accuracy", *FIGURES))
@@ -72,15 +66,13 @@ def check_sweep(file: SweepFile, fixed: Sequence[str], words: Sequence[str], tru
     return base
 
 
-def _check_trusted(settings: dict[str, Any]) -> None:
-    """Raise UsageError for classes and paths that a configuration file must not choose: trials get them as flags."""
-    with TemporaryDirectory() as folder:
-        copy = Path(folder) / "settings.yaml"
-        copy.write_text(yaml.safe_dump(settings))
-        trust.guard(flags.Command("fit", configs=[str(copy)]), None)
-    if paths := [path for _, path in trust.class_names(settings)]:
-        raise UsageError(UNTRUSTED.format(paths[0]))
-    check_choices(settings)
+def write_settings(file: Path, recipe: Mapping[str, Any]) -> str:
+    """Write settings by dotted name as a configuration file; return its path.
+
+    A training gets them as a file, because a file is not trusted and flags are.
+    """
+    write_text(file, yaml.safe_dump(nested(recipe, {})))
+    return str(file)
 
 
 def nested(settings: Mapping[str, Any], base: dict[str, Any]) -> dict[str, Any]:

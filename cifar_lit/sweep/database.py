@@ -15,8 +15,10 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from cifar_lit.errors import Failure, UsageError, first_line
+from cifar_lit.files import check_database
 
 HEARTBEAT, GRACE = 5, 60  # seconds between heartbeats, and without one until a trial is taken over
+ATTEMPTS = 10  # to create the tables, one per second
 
 
 def database_url(storage: str | None, folder: Path) -> URL:
@@ -40,16 +42,20 @@ def database_url(storage: str | None, folder: Path) -> URL:
 
 def open_storage(url: URL) -> RDBStorage:
     """Connect to a database, and create the tables of Optuna."""
+    if url.get_backend_name() == "sqlite" and url.database:
+        check_database(Path(url.database).resolve())
     options: dict[str, Any] = {"timeout": 60}  # seconds, while another process writes to a file
     if url.get_backend_name() == "postgresql":
         options = {"connect_timeout": 10, "tcp_user_timeout": 30_000}  # seconds, milliseconds
     engine = {"connect_args": options, "pool_pre_ping": True}
+    attempts = 0
     while True:
         try:
             text = url.render_as_string(hide_password=False)
             return RDBStorage(text, engine, heartbeat_interval=HEARTBEAT, grace_period=GRACE)
         except SQLAlchemyError as error:
-            if not re.search("already exists|[Dd]uplicate|UNIQUE", str(error)):
+            attempts += 1
+            if attempts == ATTEMPTS or not re.search("already exists|[Dd]uplicate|UNIQUE", str(error)):
                 raise
             time.sleep(1)  # another command is creating the tables
 

@@ -22,7 +22,7 @@ from optuna.visualization import matplotlib as plots
 from cifar_lit.files import atomic_write, write_text
 from cifar_lit.stats import limits_text, mean_interval, verdict
 from cifar_lit.sweep.trials import Job
-from cifar_lit.text import csv_cell, printable
+from cifar_lit.text import csv_cell, printable, printable_lines
 
 
 def text(value: Any) -> str:
@@ -85,7 +85,7 @@ def draw(study: optuna.Study, folder: Path) -> dict[str, str]:
         drawers = {"pareto-front": plots.plot_pareto_front}
     pictures = {}
     for name, drawer in drawers.items():
-        with matplotlib.rc_context({"backend": "agg"}), warnings.catch_warnings():
+        with matplotlib.rc_context({"backend": "agg", "text.parse_math": False}), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 axes = drawer(study)
@@ -120,7 +120,7 @@ def write_results(
     write_text(folder / "best.yaml", "".join(f"# {printable(line)}\n" for line in sentences) + recipe_text)
     page = Environment(
         loader=PackageLoader("cifar_lit.sweep", "."), autoescape=True, undefined=StrictUndefined,
-        finalize=lambda value: text(value) if value is None or isinstance(value, float) else value,
+        finalize=lambda value: printable_lines(text(value) if value is None or isinstance(value, float) else value),
         trim_blocks=True, lstrip_blocks=True,
     ).get_template("sweep.html.j2")  # fmt: skip
     pictures = draw(job.study, folder)

@@ -29,11 +29,11 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import program
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import read_text
+from cifar_lit.files import DISK_FULL, read_text
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import display_path
+from cifar_lit.runs.run_folder import check_links, display_path
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
-from cifar_lit.sweep.check import as_flags, check_sweep, devices_of_workers, nested
+from cifar_lit.sweep.check import check_sweep, devices_of_workers, nested
 from cifar_lit.sweep.database import database_url, open_storage, storage_errors
 from cifar_lit.sweep.results import conclusion, ranked, rows_of, text, write_results
 from cifar_lit.sweep.space import SweepFile, read_sweep
@@ -51,16 +51,17 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
     warnings.filterwarnings("ignore", message="Heartbeat of storage")  # sent by our workers
     optuna.logging.set_verbosity(logging.CRITICAL)
     file = read_sweep(options.file)
-    fixed = ["--recipe", file.recipe, *as_flags(file.settings), *words]
+    fixed = ["--recipe", file.recipe, *words]
     if options.trust:
         fixed.append("--trust")
-    base = check_sweep(file, fixed, words, options.trust)
+    base = check_sweep(file, fixed, words)
     workers = devices_of_workers(options.workers, base)
     if base.data.val_size == 0:
         fixed.append(f"--data.val_size={VAL_SIZE}")
     folder = options.logs.expanduser() / file.name
-    if (folder / "config.yaml").exists():
-        raise UsageError(f"{folder} is a run: give the sweep another name (name: …)")
+    if (folder / "config.yaml").exists() or folder.is_symlink():
+        raise UsageError(f"{folder} is a run or a symlink: give the sweep another name (name: …)")
+    check_links(folder)
     url = database_url(options.storage, folder)
     grid = file.grid() if file.sampler == "grid" else []
     if options.storage is None:
@@ -82,12 +83,12 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
             control = Control(file.seconds, time.monotonic() - study.user_attrs.get("seconds", 0))
             _catch_signals(control)
 
-            def arguments(trial: Trial) -> list[str]:
+            def settings(trial: Trial) -> dict[str, Any]:
                 trial.study.sampler = _sampler(file, grid, trial.number)
-                return [*fixed, *as_flags(file.suggest(trial))]
+                return {**file.settings, **file.suggest(trial)}
 
             count = min(file.trials, len(grid) or math.inf)
-            job = Job(study, storage, folder / "trial", count, arguments, [*file.objectives],
+            job = Job(study, storage, folder / "trial", count, settings, lambda trial: fixed, [*file.objectives],
                       lambda trial: _report(job, trial), workers, control)  # fmt: skip
             run_job(job)
             sentences = _finish(options.confirm, file, base, fixed, job)
@@ -96,6 +97,11 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
         shown = [word.replace(options.storage or hidden, hidden) for word in argv]
         interruption.resume = f"{program(sys.argv[0], 'sweep')} {shlex.join(shown)}"
         raise
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        reason = f"cannot write {error.filename or folder}: {error.strerror}"
+        raise Failure(f"{reason}. Move it away, then repeat the command: the sweep continues.") from error
     say(*sentences, f"results {display_path(folder)}/sweep.html")
     say(f"next: cifar-lit train --recipe {shlex.join([display_path(folder / 'best.yaml'), *words])}")
 
@@ -106,7 +112,7 @@ def _check_same(study: optuna.Study, file: Path, recipe: Path, fixed: Sequence[s
     Args:
         file: the sweep file.
         recipe: the file of the starting recipe.
-        fixed: arguments of all trials.
+        fixed: flags of all trials.
         folder: folder of the sweep.
     """
     record = {key: value for key, value in plain_values(file).items() if key not in ("name", "trials", "time")}
@@ -166,7 +172,7 @@ def _finish(seeds: int, file: SweepFile, base: Any, fixed: Sequence[str], job: J
     Args:
         seeds: number of new seeds, which may be 0.
         base: settings of the starting recipe.
-        fixed: arguments of all trials.
+        fixed: flags of all trials.
     """
     folder, objective = job.folder.parent, job.objectives[0]
     best = ranked(job.study, job.trials())
@@ -186,20 +192,23 @@ def _finish(seeds: int, file: SweepFile, base: Any, fixed: Sequence[str], job: J
     for_tables().print(table)
     if seeds:
         first = 1 + max(int(base.seed_everything or 0), int(settings.get("seed_everything", 0)))
-        variants = [fixed, [*fixed, *as_flags(settings)]]
-        sentences.append(_confirm(range(first, first + seeds), file, best[0].number, variants, job))
+        variants = [file.settings, {**file.settings, **settings}]
+        sentences.append(_confirm(range(first, first + seeds), file, best[0].number, variants, fixed, job))
         write_results(folder, job, rows, recipe, sentences)
     return sentences
 
 
-def _confirm(seeds: range, file: SweepFile, best: int, variants: Sequence[Sequence[str]], job: Job) -> str:
+def _confirm(
+    seeds: range, file: SweepFile, best: int, variants: Sequence[Mapping[str, Any]], fixed: Sequence[str], job: Job
+) -> str:
     """Train the starting recipe and the best trial with new seeds; return a sentence about the difference.
 
     This is a study of its own, whose trials have even numbers for the recipe and odd ones for the best trial.
 
     Args:
         best: number of the best trial.
-        variants: arguments of the recipe's trainings, and of those with the settings of the best trial.
+        variants: settings of the recipe's trainings, and of those with the settings of the best trial.
+        fixed: flags of all trainings.
     """
     objective, count = job.objectives[0], 2 * len(seeds)
     study = optuna.create_study(
@@ -210,8 +219,8 @@ def _confirm(seeds: range, file: SweepFile, best: int, variants: Sequence[Sequen
         load_if_exists=True,
     )
 
-    def arguments(trial: Trial) -> list[str]:
-        return [*variants[trial.number % 2], f"--seed_everything={seeds[trial.number // 2]}"]
+    def flags(trial: Trial) -> list[str]:
+        return [*fixed, f"--seed_everything={seeds[trial.number // 2]}"]
 
     def report(trial: FrozenTrial) -> None:
         side = (file.recipe, f"trial {best}")[trial.number % 2]
@@ -223,7 +232,8 @@ def _confirm(seeds: range, file: SweepFile, best: int, variants: Sequence[Sequen
         study=study,
         folder=job.folder.with_name(f"confirm-{best:03}"),
         count=count,
-        arguments=arguments,
+        settings=lambda trial: variants[trial.number % 2],
+        flags=flags,
         objectives=[objective],
         report=report,
         control=replace(job.control, seconds=math.inf, outcomes=[]),

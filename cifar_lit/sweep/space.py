@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import BruteForceSampler
+from optuna.trial import FixedTrial
 
 from cifar_lit.cli.flags import OWN, SHORT
 from cifar_lit.errors import Failure, UsageError, check_choice, first_line, nearest
@@ -29,7 +31,9 @@ DIRECTIONS = ("maximize", "minimize")
 MINIMISED = re.compile("loss|seconds|error|parameters")  # in the name of an objective
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SPLIT = ("data.val_size", "data.split_seed", "data.folds", "data.fold")
-MAX_GRID = 1000
+MAX_GRID = 1000  # trials
+MAX_COMBINATIONS = 10_000
+MAX_PARAMETERS = 100
 
 
 class Parameter(NamedTuple):
@@ -46,6 +50,20 @@ class Parameter(NamedTuple):
         if isinstance(self.space, CategoricalDistribution):
             return self.choices
         return self.space.low, self.space.high
+
+    @property
+    def size(self) -> float:
+        """Return the number of values, which may be infinite."""
+        if isinstance(self.space, CategoricalDistribution):
+            return len(self.choices)
+        return math.inf if self.space.step is None else (self.space.high - self.space.low) / self.space.step + 1
+
+    def values(self) -> list[Any]:
+        """Return all values of a finite space, as Optuna stores them."""
+        if isinstance(self.space, CategoricalDistribution):
+            return list(self.space.choices)
+        low, high, step = (Decimal(str(number)) for number in (self.space.low, self.space.high, self.space.step))
+        return [type(self.space.low)(low + index * step) for index in range(int((high - low) / step) + 1)]
 
 
 @dataclass(frozen=True)
@@ -81,13 +99,18 @@ class SweepFile:
 
     def grid(self) -> list[dict[str, Any]]:
         """Return the parameters of all combinations in random order, at most `MAX_GRID`."""
-        study = optuna.create_study(sampler=BruteForceSampler(self.seed))
-        try:
-            study.optimize(lambda trial: len(self.suggest(trial)), n_trials=int(min(self.trials, MAX_GRID)))
-        except ValueError as error:
-            reason = "use choice, or range with a step, for every setting"
-            raise UsageError(f"sampler grid: {reason} ({first_line(error)})") from None
-        return [trial.params for trial in study.trials]
+        if math.prod(parameter.size for parameter in self.parameters) > MAX_COMBINATIONS:
+            limit = f"and at most {MAX_COMBINATIONS:,} combinations"
+            raise UsageError(f"sampler grid: use choice, or range with a step, for every setting, {limit}")
+        combinations = {}
+        for values in product(*(parameter.values() for parameter in self.parameters)):
+            names = (parameter.name for parameter in self.parameters)
+            trial = FixedTrial(dict(zip(names, values, strict=True)))
+            self.suggest(trial)
+            combinations[str(trial.params)] = trial.params  # equal ones differ in settings that a condition leaves out
+        in_order = list(combinations.values())
+        random.Random(self.seed).shuffle(in_order)
+        return in_order[: int(min(self.trials, MAX_GRID))]
 
     def corners(self) -> Iterator[dict[str, Any]]:
         """Yield settings that together contain each bound and each choice."""
@@ -107,6 +130,8 @@ def read_sweep(file: Path) -> SweepFile:
     settings, search, objective = content.get("settings") or {}, content["search"], content["objective"]
     if not isinstance(settings, dict) or not isinstance(search, dict):
         raise UsageError(f"{file}: settings and search hold settings by dotted name, such as model.lr")
+    if len(search) > MAX_PARAMETERS:
+        raise UsageError(f"{file}: search has more than {MAX_PARAMETERS} settings")
     settings = {SHORT.get(str(name), str(name)): value for name, value in settings.items()}
     parameters = _sorted([_parameter(SHORT.get(str(name), str(name)), entry) for name, entry in search.items()])
     for name in (parameter.name for parameter in parameters):
@@ -135,10 +160,12 @@ def read_sweep(file: Path) -> SweepFile:
     if duration is not None and not match:
         raise UsageError(f"time must be a duration such as 90m or 2h, not {duration}")
     seconds = float(match[1]) * UNITS[match[2]] if match else math.inf
-    trials, seed = content.get("trials", math.inf if match or sampler == "grid" else 40), content.get("seed", 0)
-    for key, value, least in (("trials", trials, 1), ("seed", seed, 0)):
-        if value != math.inf and not (type(value) is int and least <= value < 1 << 31):
+    for key, least in (("trials", 1), ("seed", 0)):
+        value = content.get(key, least)
+        if not (type(value) is int and least <= value < 1 << 31):
             raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
+    trials = content.get("trials", math.inf if match or sampler == "grid" else 40)
+    seed = content.get("seed", 0)
     name, recipe = str(content.get("name") or file.stem), str(content["recipe"])
     if not is_file_name(name):
         raise UsageError(f"name: {name!r} cannot name a folder{NOT_A_FILE_NAME}")

@@ -25,8 +25,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from cifar_lit.bench.process import as_error, ask_to_stop, child_environment, kill_group, started
 from cifar_lit.errors import Failure
-from cifar_lit.files import DISK_FULL, lock_file
+from cifar_lit.files import DISK_FULL, lock_file, open_inside
 from cifar_lit.runs.run_folder import CHECKPOINTS, display_path, is_finished, read_curves, read_metrics
+from cifar_lit.sweep.check import SETTINGS, write_settings
 from cifar_lit.sweep.database import GRACE, HEARTBEAT
 from cifar_lit.text import natural_key
 from cifar_lit.threads import VARIABLE, free_cores
@@ -76,7 +77,8 @@ class Job:
         storage: database of the study.
         folder: the folders of the trials are this path, a dash and the number.
         count: number of trials, which may be infinite.
-        arguments: returns the arguments of `fit` for a trial, without its folder and devices.
+        settings: returns the settings of a trial from the sweep file, by dotted name.
+        flags: returns the flags of `fit` for a trial, without its folder and devices.
         objectives: names of the metrics.
         report: called with each finished trial.
         workers: further arguments of `fit` for each worker.
@@ -87,7 +89,8 @@ class Job:
     storage: RDBStorage
     folder: Path
     count: float
-    arguments: Callable[[Trial], Sequence[str]]
+    settings: Callable[[Trial], Mapping[str, Any]]
+    flags: Callable[[Trial], Sequence[str]]
     objectives: Sequence[str]
     report: Callable[[FrozenTrial], None]
     workers: Sequence[Sequence[str]]
@@ -166,7 +169,7 @@ class Worker:
 
     def _is_free(self, number: int) -> bool:
         """Return whether the worker of a trial and its training have ended, by the lock of a file in its folder."""
-        with suppress(OSError), (self.job.folder_of(number) / LOCK_FILE).open("r+b") as file:
+        with suppress(OSError), open_inside(self.job.folder_of(number) / LOCK_FILE, "r+b") as file:
             lock_file(file)
             return True
         return False
@@ -193,7 +196,7 @@ class Worker:
         self.job.storage.record_heartbeat(trial._trial_id)
         folder = self.job.folder_of(trial.number)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOCK_FILE).open("ab") as file:  # the training inherits the open file, and thus the lock
+        with open_inside(folder / LOCK_FILE, "ab") as file:  # the training inherits the open file, and thus the lock
             try:
                 lock_file(file)
             except (BlockingIOError, PermissionError):  # the training of a lost worker is writing its checkpoint
@@ -204,7 +207,8 @@ class Worker:
                 pass
             name = f"{HOST} {secrets.token_hex(8)}"
             trial.set_user_attr("worker", name)
-            words = [*self.job.arguments(trial), *self.words, f"--logs={folder}"]
+            config = write_settings(folder / SETTINGS, self.job.settings(trial))
+            words = [*self.job.flags(trial), "--config", config, *self.words, f"--logs={folder}"]
             run = run_in(folder)
             state: int | str = 0  # unchanged if a worker was lost after the training, before it recorded the result
             if run is None or not is_finished(run, needs_test=False):
@@ -227,8 +231,8 @@ class Worker:
         reported = set(self.job.storage.get_trial(trial._trial_id).intermediate_values)
         ending, next_beat = "", 0.0
         with (
-            (folder / "output.txt").open("a", encoding="utf-8") as out,
-            (folder / "errors.txt").open("w", encoding="utf-8") as errors,
+            open_inside(folder / "output.txt", "a", encoding="utf-8") as out,
+            open_inside(folder / "errors.txt", "w", encoding="utf-8") as errors,
             started(command, stdout=out, stderr=errors, **settings) as process,
         ):
             while True:

@@ -25,6 +25,7 @@ NO_SPACE_IN_TORCH: Any = RuntimeError("[enforce fail at inline_container.cc:671]
 NO_SPACE_IN_TORCH.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 NO_SPACE_IN_TORCH.resume = "cifar-lit train --resume lightning_logs/small-1"
 NO_PERMISSION = r"no permission for /a\nb: choose another folder with --logs or --data-dir"
+NO_TEXT = UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed")
 NO_HOME = "a path begins with an unknown home folder: write the path out"
 OTHER_BUILD = "torch and torchvision are of different builds: uninstall both, then install both from one source"
 LOST_PEER = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3511")
@@ -46,6 +47,8 @@ NOT_FINITE = (
         (KeyError("x"), "KeyError: 'x' (--debug shows where)", 1),
         (RuntimeError(), "RuntimeError: RuntimeError (--debug shows where)", 1),
         (RuntimeError("Could not determine home directory."), NO_HOME, 2),
+        (ValueError("embedded null byte"), "a path contains a NUL character: check the path", 2),
+        (NO_TEXT, "a name is no valid text (UTF-8): rename the file or folder", 2),
         (KeyboardInterrupt(), "stopped", 130),
         (Interrupted(signal.SIGTERM), "stopped", 143),
         (RESUMABLE, f"stopped. Resume with:\n  {RESUMABLE.resume}", 130),

@@ -31,6 +31,8 @@ from contract.command_line import (
 from cifar_lit.bench.process import started
 from cifar_lit.cli.flags import parse
 from cifar_lit.cli.sweep import DESCRIPTION
+from cifar_lit.errors import UsageError
+from cifar_lit.files import open_inside
 from cifar_lit.sweep.space import read_sweep
 
 optuna = pytest.importorskip("optuna")
@@ -43,15 +45,16 @@ SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.crop": {"range": [0, 2]}}
 
 # Stands for a training: accuracy 1 - |lr - 0.05| after three epochs, lowered by seed · lr / 100.
 FAKE = """
-import json, os, signal, sys, time
+import json, os, signal, sys, time, yaml
 from pathlib import Path
+settings = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 words = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv if word.startswith("--"))
 seed = int(words.get("seed_everything", 3))
 run = Path(words["logs"]) / "small-1"
 run.mkdir()
 (run / "config.yaml").write_text("seed_everything: %d" % seed)
 signal.signal(signal.SIGTERM, lambda *_: ((run / "stopped").touch(), sys.exit(143)))
-lr = float(words.get("model.lr", 0.04))
+lr = settings.get("model", {}).get("lr", 0.04)
 if "fail" in os.environ.get("FAKE", "") and (os.environ["FAKE"] == "fail" or lr > 0.05):
     sys.exit("cifar-lit: the loss is not finite")
 accuracy = 1 - abs(lr - 0.05) - seed * lr / 100
@@ -81,6 +84,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def write(file: str = "lr.yaml", **more: Any) -> None:
     content = {"recipe": "small.yaml", "search": SPACE, "objective": "val/accuracy", "trials": 4, **more}
     Path(file).write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+
+
+def settings_of(line: list[str]) -> dict[str, Any]:
+    """Return the settings of the sweep file that a training gets, besides its flags."""
+    return yaml.safe_load(Path(line[line.index("--config") + 1]).read_text())
 
 
 def sweep(*words: str, **variables: str) -> Answer:
@@ -144,17 +152,9 @@ def test_choices_may_be_lists_and_conditions_leave_settings_out(fake: list[list[
     write(search=search, sampler="grid", trials=None)
     answer = sweep("--confirm", "0")
     assert answer.code == 0, answer.err
-    lines = sorted(" ".join(sorted(word for word in line if word.startswith(("--model", "--data")))) for line in fake)
-    expected = [
-        f"--data.mean=[{mean}, {mean}, {mean}] {rest}"
-        for mean in (0.4, 0.5)
-        for rest in (
-            "--model.momentum=0.5 --model.optimizer=sgd",
-            "--model.momentum=0.9 --model.optimizer=sgd",
-            "--model.optimizer=adamw",
-        )
-    ]
-    assert lines == sorted(expected)
+    models = ({"optimizer": "adamw"}, *({"momentum": momentum, "optimizer": "sgd"} for momentum in (0.5, 0.9)))
+    expected = [{"data": {"mean": [mean] * 3}, "model": model} for mean in (0.4, 0.5) for model in models]
+    assert sorted(str(settings_of(line)) for line in fake) == sorted(map(str, expected))
     best = yaml.safe_load((FOLDER / "best.yaml").read_text())
     assert best["data"]["mean"] in search["data.mean"]["choice"]
 
@@ -352,7 +352,10 @@ def job(tmp_path: Path) -> Job:
     """Return a job of one trial without a command."""
     storage = open_storage(database_url(None, tmp_path))
     study = optuna.create_study(storage=storage)
-    return Job(study, storage, tmp_path / "trial", 1, lambda trial: [], ["val/accuracy"], print, [[]], Control(60, 0))
+    return Job(
+        study, storage, tmp_path / "trial", 1, lambda trial: {}, lambda trial: [], ["val/accuracy"], print, [[]],
+        Control(60, 0),
+    )  # fmt: skip
 
 
 def test_a_trial_beyond_the_number_of_trials_is_left_for_a_longer_sweep(
@@ -426,8 +429,8 @@ def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
     ("more", "line"),
     [
         ({"trails": 4}, "unknown key 'trails'. Did you mean trials?"),
-        ({"search": {"model.lrr": {"log": [0.1, 0.2]}}}, "there is no flag --model.lrr. Did you mean --model.lr?"),
-        ({"settings": {"model.nett": "lenet"}}, "there is no flag --model.nett. Did you mean --model.net?"),
+        ({"search": {"model.lrr": {"log": [0.1, 0.2]}}}, "no setting is called model.lrr. Did you mean model.lr?"),
+        ({"settings": {"model.nett": "lenet"}}, "no setting is called model.nett. Did you mean model.net?"),
         ({"search": {"model.lr": {"range": [0.5, 0.1]}}}, "search: model.lr"),
         ({"search": {"model.lr": {"log": [0, 0.1]}}}, "search: model.lr"),
         ({"search": {"model.lr": {"range": [0, 1], "step": 3}}}, "search: model.lr"),
@@ -451,10 +454,24 @@ def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
         ({"sampler": "grid"}, "sampler grid: use choice, or range with a step"),
         ({"time": "soon"}, "time must be a duration"),
         ({"trials": 0}, "trials must be a whole number"),
+        ({"seed": float("inf")}, "seed must be a whole number"),
         ({"recipe": "small"}, "no recipe is called 'small'"),
         ({"name": "../up"}, "cannot name a folder"),
         ({"search": {"model.net": {"choice": ["lenet", "os.system"]}}}, "names os.system, whose code would run"),
-        ({"settings": {"data.root": "/"}}, "no file may choose a folder to write to"),
+        ({"name": ".."}, "cannot name a folder"),
+        ({"settings": {"data.cache_dir": "/"}}, "sets data.cache_dir to '/', which no file may choose"),
+        (
+            {"search": {"data.cache_dir": {"choice": ["x", "/"]}}},
+            "sets data.cache_dir to '/', which no file may choose",
+        ),
+        *(
+            ({key: {"trainer.callbacks": value}}, "a text that would be read as a list or as settings")
+            for key, value in (
+                ("settings", "[{class_path: evil.Evil}]"),
+                ("search", {"choice": ["- class_path: evil.Evil"]}),
+                ("search", {"choice": [1], "if": {"model.net": "{a: b}"}}),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -462,6 +479,87 @@ def test_a_wrong_file_is_one_line_before_any_trial(more: dict[str, Any], line: s
     write(**more)
     assert_refused(sweep(), 2, line)
     assert not fake and not Path("lightning_logs").exists()
+
+
+def test_a_grid_is_all_allowed_combinations_in_an_order_of_the_seed_and_has_a_limit() -> None:
+    search = {
+        "model.optimizer": {"choice": ["sgd", "adamw"]},
+        "model.momentum": {"range": [0.1, 0.3], "step": 0.1, "if": {"model.optimizer": "sgd"}},
+        "data.crop": {"range": [1, 5], "step": 2},
+    }
+
+    def grid(**more: Any) -> list[dict[str, Any]]:
+        write(search=search, sampler="grid", trials=None, **more)
+        return read_sweep(Path("lr.yaml")).grid()
+
+    sgd = [{"data.crop": crop, "model.momentum": value} for crop in (1, 3, 5) for value in (0.1, 0.2, 0.3)]
+    expected = [{"model.optimizer": "sgd", **each} for each in sgd]
+    expected += [{"model.optimizer": "adamw", "data.crop": crop} for crop in (1, 3, 5)]
+    in_order = [sorted(each.items()) for each in grid()]
+    assert sorted(map(str, in_order)) == sorted(str(sorted(each.items())) for each in expected)
+    assert grid() == grid() != grid(seed=1)
+    search["data.seed"] = {"range": [0, 60_000_000]}
+    with pytest.raises(UsageError, match="at most 10,000 combinations"):
+        grid()
+
+
+@pytest.mark.parametrize("name", ["trial-000", "trial-000/errors.txt", "trial-000/.worker", "sweep.db", "best.yaml"])
+def test_a_link_in_a_sweeps_folder_is_not_followed(name: str, fake: list[list[str]], tmp_path: Path) -> None:
+    write(trials=1)
+    (FOLDER / name).parent.mkdir(parents=True)
+    target = tmp_path / "outside"
+    target.write_text("mine")
+    (FOLDER / name).symlink_to(target)
+    assert_refused(sweep("--confirm", "0"), 1, f"{FOLDER / name} is a symlink pointing outside")
+    assert target.read_text() == "mine" and not fake
+
+
+def test_a_sweep_is_not_put_into_a_link_or_a_pipe(fake: list[list[str]], tmp_path: Path) -> None:
+    write(trials=1)
+    FOLDER.parent.mkdir()
+    FOLDER.symlink_to(tmp_path / "outside")
+    assert_refused(sweep("--confirm", "0"), 2, "is a run or a symlink: give the sweep another name")
+    FOLDER.unlink()
+    (FOLDER / "trial-000").mkdir(parents=True)
+    os.mkfifo(FOLDER / "sweep.db")
+    assert_refused(sweep("--confirm", "0"), 1, "it is a symlink or no regular file")
+    (FOLDER / "sweep.db").unlink()
+    (FOLDER / "trial-000").rmdir()
+    inside = FOLDER / "trial-000/errors.txt"
+    inside.parent.mkdir()
+    inside.symlink_to("../../lr/notes.txt")
+    with pytest.raises(OSError, match="it is a symlink"):
+        open_inside(inside, "w")
+
+
+@pytest.mark.parametrize(
+    ("statement", "line"),
+    [
+        ("CREATE VIEW studies AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n", "views"),
+        ("CREATE TRIGGER endless AFTER INSERT ON t BEGIN SELECT 1; END", "views, triggers or functions"),
+        ("CREATE TABLE studies (study_id INTEGER, x AS (hex(zeroblob(400000000))))", "views, triggers or functions"),
+        ("CREATE INDEX trials ON t (x)", "already an index named trials"),
+    ],
+)
+def test_a_database_that_never_answers_is_refused(
+    statement: str, line: str, fake: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cifar_lit.sweep.database.time.sleep", lambda seconds: None)
+    write(trials=1)
+    FOLDER.mkdir(parents=True)
+    with closing(sqlite3.connect(FOLDER / "sweep.db")) as database:
+        database.executescript(f"CREATE TABLE t (x); {statement};")
+    assert_refused(sweep("--confirm", "0"), 1, "sweep.db", line)
+    assert not fake
+
+
+def test_the_page_shows_no_characters_that_change_its_text(fake: list[list[str]]) -> None:
+    write(trials=2, sampler="grid", search={"data.cache_dir": {"choice": ["a\x1b[2J", "$\\frac\u202e"]}})
+    answer = sweep("--confirm", "0")
+    assert answer.code == 0, answer.err
+    page = (FOLDER / "sweep.html").read_text()
+    assert "\\x1b" in page and "\\u202e" in page
+    assert not {"\x1b", "\u202e"} & {*page}
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_a_run_with_a_symlink_that_leaves_its_folder_is_not_resumed(
     checkpoint = find_resumable(Path("logs"), name)
     (run / place).unlink(missing_ok=True)
     (run / place).symlink_to(tmp_path / "logs/fast-10")  # a missing target
-    with pytest.raises(Failure, match=f"^logs/fast-1/{place} is a symlink pointing outside its run folder"):
+    with pytest.raises(Failure, match=f"^logs/fast-1/{place} is a symlink pointing outside its folder"):
         find_resumable(Path("logs"), name)
     (run / place).unlink()
     run.rename("elsewhere")
@@ -252,3 +252,11 @@ def test_a_table_with_too_many_cells_or_a_huge_line_is_not_read(
     monkeypatch.setattr("cifar_lit.runs.run_folder.MAX_LINE", 5)
     file.write_text("a\n1\n" + "2" * 5 + "\n3\n")
     assert read_rows(file) == [{"a": "1"}, {"a": "3"}]
+
+
+def test_a_group_folder_with_a_link_to_outside_is_not_continued(tmp_path: Path) -> None:
+    (tmp_path / "logs/small-seeds-1").mkdir(parents=True)
+    (tmp_path / "logs/small-seeds-1/.owner").symlink_to(tmp_path / "outside")
+    with pytest.raises(Failure, match=r"small-seeds-1/\.owner is a symlink pointing outside"):
+        RunFolder(tmp_path / "logs", "small-seeds", tmp_path / "logs/small-seeds-1")
+    assert not (tmp_path / "outside").exists()

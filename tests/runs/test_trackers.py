@@ -179,6 +179,30 @@ def test_wandb_without_an_account_gets_settings_pictures_and_the_model_offline(w
     assert not list(RUN.glob("events.out.tfevents.*"))
 
 
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+def test_wandb_takes_its_server_from_the_home_folder_and_not_from_the_working_folder(
+    wandb: Any, folder: str, working_folder: Path
+) -> None:
+    """The key would be sent to that server."""
+    (working_folder / "home").mkdir()
+    for place, host in ((folder, "stranger.example"), ("home", "own.example")):
+        (working_folder / place).mkdir(exist_ok=True)
+        (working_folder / place / "settings").write_text(f"[default]\nbase_url = https://{host}\nentity = {host}\n")
+    (working_folder / ".netrc").write_text(f"machine own.example login user password {'0' * 40}")
+    code = (
+        "import wandb; from pathlib import Path; from cifar_lit.runs.trackers import TRACKERS\n"
+        "def init(**_): print(wandb.setup().settings.base_url, wandb.setup().settings.entity); raise SystemExit\n"
+        "wandb.init = init\nTRACKERS['wandb'](Path('run'), None, {})"
+    )
+    variables = {
+        "WANDB_API_KEY": SECRET,
+        "WANDB_CONFIG_DIR": str(working_folder / "home"),
+        "HOME": str(working_folder / "elsewhere"),
+    }
+    answer = run_process([sys.executable, "-c", code], working_folder, **variables)
+    assert answer.out == "https://own.example own.example\n", answer.err
+
+
 # ---- MLflow
 
 
@@ -212,6 +236,39 @@ def test_mlflow_without_a_server_has_one_complete_curve_of_a_killed_and_resumed_
     assert {path.name for path in Path().iterdir()} >= {"lightning_logs"}
     assert not Path("mlruns").exists()
     assert list(RUN.glob("events.out.tfevents.*"))
+
+
+def planted_database(mlflow: Any, place: Path) -> None:
+    """Write a stranger's mlflow.db, whose experiment keeps its files at `place`."""
+    client = mlflow.MlflowClient(f"sqlite:///{Path.cwd()}/lightning_logs/mlflow.db")
+    client.create_experiment("cifar-lit", artifact_location=place.as_uri())
+
+
+def test_an_mlflow_database_of_the_working_folder_does_not_choose_where_files_go(mlflow: Any, tmp_path: Path) -> None:
+    Path("lightning_logs").mkdir()
+    planted_database(mlflow, tmp_path / "outside")
+    answer = run_command(*SMALL, "--logger", "mlflow")
+    assert_refused(answer, 1, "mlflow.db sends files to", "outside", "name it with MLFLOW_TRACKING_URI to allow it")
+    assert not (tmp_path / "outside").exists()
+    uri = f"sqlite:///{Path.cwd()}/lightning_logs/mlflow.db"
+    assert run_command(*SMALL, "--logger", "mlflow", MLFLOW_TRACKING_URI=uri).code == 0
+    assert list((tmp_path / "outside").rglob("model.safetensors"))
+
+
+def test_mlflow_writes_no_files_and_no_database_through_a_link(mlflow: Any, tmp_path: Path) -> None:
+    Path("lightning_logs/mlartifacts").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    Path("lightning_logs/mlartifacts/x").symlink_to(tmp_path / "outside")
+    answer = run_command(*SMALL, "--logger", "mlflow")
+    assert answer.code == 1 and "mlartifacts/x is a symlink pointing outside" in answer.err
+    Path("lightning_logs/mlartifacts/x").unlink()
+    Path("lightning_logs/mlartifacts").rmdir()
+    Path("lightning_logs/mlartifacts").symlink_to(tmp_path / "outside")
+    answer = run_command(*SMALL, "--logger", "mlflow")
+    assert answer.code == 1 and "sends files to" in answer.err and not [*(tmp_path / "outside").iterdir()]
+    Path("lightning_logs/mlflow.db").rename(tmp_path / "own.db")
+    Path("lightning_logs/mlflow.db").symlink_to(tmp_path / "own.db")
+    assert_refused(run_command(*SMALL, "--logger", "mlflow"), 1, "mlflow.db is not read: it is a symlink")
 
 
 def test_an_mlflow_database_has_the_run_with_its_tags_and_the_printed_line_opens_it(

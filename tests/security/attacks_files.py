@@ -21,9 +21,9 @@ from cifar_lit.data.cache import FORMAT
 from cifar_lit.files import PART
 
 RESUME = ["train", "--resume", "run"]
-REPORT = ["report", "run", "--device", "cpu"]
+REPORT = ["report", "run", "--accelerator", "cpu"]
 COMPARE = ["compare", "run", "--plot", "curves.png", "--json", "-"]
-CLASSIFY = ["classify", "run", "images", "--device", "cpu"]
+CLASSIFY = ["classify", "run", "images", "--accelerator", "cpu"]
 EXPORT = ["export", "run", "--to", "safetensors", "--out"]
 TEST = ["test", "--recipe", "small.yaml", "--ckpt_path", "run/checkpoints/best.ckpt"]
 FIT = ["fit", "--recipe", "small.yaml", "--logs", "logs"]
@@ -33,7 +33,7 @@ DOWNLOAD = [*FIT, "--dataset", "cifar10", "--data-dir", "data", "--data.url", "m
 DECODE = [*FIT, "--dataset", "folder", "--data-dir", "images", "--data.num_classes=null", "--data.val_size=1"]
 TABLE = [*DECODE, "--data-dir"]  # overrides the first --data-dir
 REDIRECTION = b"HTTP/1.1 301 Moved\r\nContent-Length: " + b"9" * 30 + b"\r\nLocation: /\r\n\r\nx"
-LEADS_OUT = "is a symlink pointing outside its run folder"
+LEADS_OUT = "is a symlink pointing outside its folder"
 
 Prepare = Callable[[Path], object]
 Make = Callable[[Path, Path], object]  # gets the working folder and the path of the file
