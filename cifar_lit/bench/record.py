@@ -21,7 +21,8 @@ from cifar_lit.stats import SHARE, mean_interval
 MEASURED = "measured.json"  # memory by run folder
 FIGURES = ("seed", "dataset", "accelerator", "precision", "parameters", "images_per_second", "test_seconds")
 SCORES = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
-UNMEASURED = {"memory_mb": None, "device_memory_mb": None, "first": True}  # of a training that was killed at its end
+# A training that was killed before it was measured has neither memory nor a time that counts.
+UNMEASURED = {"memory_mb": None, "device_memory_mb": None, "first": True}
 
 
 def peak_memory() -> dict[str, int | None]:

@@ -234,9 +234,9 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """
     warm = [run for run in runs if not run["first"]] or runs
     views = [run["views"] for run in runs if run["views"]]
-    # Files of earlier versions have no time of the test.
+    # Files of earlier versions have no time of the test. Only they have one from the start of the process.
     both = [run["seconds"] + run["test_seconds"] for run in warm if "test_seconds" in run]
-    cold = [run["cold_seconds"] for run in runs if run.get("cold_seconds") is not None]  # of earlier versions
+    cold = [run["cold_seconds"] for run in runs if run.get("cold_seconds") is not None]
     memory, device = (max(run[name] or 0 for run in runs) for name in ("memory_mb", "device_memory_mb"))
     peak = f"{memory:,} MB" if memory else "–"
     if device:

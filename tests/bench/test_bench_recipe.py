@@ -19,7 +19,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.training.orderly_stop import Interrupted
 
-RUN: dict[str, Any] = {  # of a file
+RUN: dict[str, Any] = {  # an entry of a file
     "seed": 0, "dataset": "shapes", "accelerator": "cpu", "precision": "32-true", "parameters": 10, "accuracy": 0.5,
     "loss": 1.0, "views": None, "seconds": 10.0, "test_seconds": 2.5, "images_per_second": 100.0, "memory_mb": 1000,
     "device_memory_mb": None, "first": False,
