@@ -70,8 +70,8 @@ def run(settings: argparse.Namespace) -> None:
     plans = [(name, seed) for seed, name in product(range(settings.runs), changes)]
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in changes}
     progress = Progress(len(plans), "training")
-    plan = f"{settings.seconds:g} s of a processor for each of {len(plans)} trainings"
-    note(f"this takes about {duration_text(settings.seconds * len(plans) / 2)}: {plan}")
+    duration = duration_text(settings.seconds * len(plans) / 2)
+    note(f"this takes about {duration}: {settings.seconds:g} s of a processor for each of {len(plans)} trainings")
     parts = [(name, settings.seconds, merged(merged(recipe, own), changes[name]), seed) for name, seed in plans]
     with get_context("spawn").Pool(2, leave_signals, (0,), maxtasksperchild=1) as pool, suppress(Interrupted):
         for number, (name, one) in enumerate(pool.imap_unordered(train, parts)):
