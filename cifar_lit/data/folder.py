@@ -169,8 +169,7 @@ def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where:
 def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
     """Return a listing without the images, classes and parts that were added since a training began, and report them.
 
-    only: names (see `nfc`) of the images that the training began with. If none of them is left, the listing is returned
-        unchanged.
+    only: NFC paths of the images that the training began with. If none is left, the listing is returned unchanged.
     """
     parts: dict[str, Tree] = {}
     for part, tree in listing.parts.items():

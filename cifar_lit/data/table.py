@@ -88,7 +88,7 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
     for number, cells in records:
         values = ["" if i is None or i >= len(cells) else cells[i] for i in positions.values()]
         row = Row(number, values[0], *map(nfc, values[1:]))
-        if re.search("[\0\ud800-\udfff]", row.path):  # a NUL, or half of a surrogate pair
+        if re.search("[\0\ud800-\udfff]", row.path):  # no file system stores half of a surrogate pair
             raise UsageError(f"{table}, row {number}: no file can be called {row.path[:80]!r}")
         if row.path and (row.label or not labelled):
             rows += 1
