@@ -98,7 +98,7 @@ def write_results(
             write_report(folder, metrics, model.predictions, data)
     write_metrics(folder, metrics)
     for tracker in run.trackers:
-        tracker.finish(metrics, trainer.global_step)
+        tracker.finalize("finished")
     return Results(metrics, val, test)
 
 

@@ -57,7 +57,7 @@ class Run(Callback):
         self.clock = Clock()
         self.best, self.last = best_checkpoint(*monitored), last_checkpoint()
         self.trackers: list[TrackerLogger] = []
-        self.boards: list[TensorBoardCurves | TrackerLogger] = []  # loggers of pictures
+        self.boards: list[TensorBoardCurves] = []  # loggers of pictures
 
     def callbacks(self, validates: bool, bar: bool, lines: bool = True) -> list[Callback]:
         """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show one. lines: print epochs."""
@@ -71,20 +71,15 @@ class Run(Callback):
         return callbacks
 
     def loggers(self, resumed_step: int | None) -> list[Logger]:
-        """Return metrics.csv and the setting `logger` for a training, TensorBoard for `test`, none for other commands.
-
-        Trackers come after metrics.csv, so that it has every value that they have.
-        """
+        """Return metrics.csv and those of the setting `logger` for a training, TensorBoard for `test`, else none."""
         if not self.trains:
             self.boards = [TensorBoardCurves(self.folder, None)] if self.command == "test" else []
             return [*self.boards]
-        names, run = logger_names(self.settings["logger"]), (self.folder, self.settings, resumed_step)
+        names = logger_names(self.settings["logger"])
         if "tensorboard" in names:
             self.boards = [TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)]
-        self.trackers = [TrackerLogger(name, *run) for name in TRACKERS if name in names]
-        loggers: list[Logger] = [*self.boards, CurveFile(self.folder, resumed_step), *self.trackers]
-        self.boards += self.trackers
-        return loggers
+        self.trackers = [TrackerLogger(name, self.folder, self.settings) for name in TRACKERS if name in names]
+        return [*self.boards, CurveFile(self.folder, resumed_step), *self.trackers]
 
     @property
     def checkpoint(self) -> str:
@@ -134,17 +129,16 @@ class Run(Callback):
             self.changes.append({"step": int(self.notes["step"]), "settings": self.changed})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Create metrics.csv and log augmented training images, before the clock starts.
-
-        A tracker also gets the images of a resumed run, because a kill may have lost them.
-        """
+        """Create metrics.csv, start the trackers and log augmented training images, before the clock starts."""
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
             if isinstance(logger, CurveFile) and not self.folder.resumed:
                 logger.create()
-        boards = self.trackers if self.folder.resumed else self.boards
-        if boards := [board for board in boards if board in trainer.loggers]:
+            if isinstance(logger, TrackerLogger):
+                logger.start()
+        boards = [board for board in self.boards if board in trainer.loggers]
+        if boards and not self.folder.resumed:
             picture = make_grid(augmented_sample(trainer.datamodule, 64), nrow=8)  # type: ignore[attr-defined]
             for board in boards:
                 board.log_images("images/train", picture)
