@@ -264,7 +264,7 @@ ATTACKS: dict[str, Attack] = {
     },
     "a table of images from the kernel log": from_kernel("t.csv", [*TABLE, "run/t.csv"], "the file is empty"),
     "weights of a bytearray of 2 GB": Attack(
-        bytearray_weights, [*WEIGHTS, "weights.pth"], says="it requests memory that it does not fill"
+        bytearray_weights, [*WEIGHTS, "weights.pth"], says="would execute code"
     ),
     # data sets and their cache
     "a link for a broken download": harmless(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, "wrong md5"),
