@@ -267,11 +267,11 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule, which spans the whole training."""
-        objects = {name: self._objects[name] for name in ("optimizer", "schedule") if name in self._objects}
-        if self._names_may_be_foreign:
-            for name in {"optimizer", "schedule"} - objects.keys():
-                check_allowed(self.hparams[name])
-        return configure_optimizers(self.net, self.hparams, self.trainer, **objects)
+        settings = {**self.hparams, **self._objects}
+        for part in (settings["optimizer"], settings["schedule"]):
+            if self._names_may_be_foreign and isinstance(part, str):
+                check_allowed(part)
+        return configure_optimizers(self.net, settings, self.trainer)
 
     def configure_callbacks(self) -> list[Callback]:
         """Build the net from the datamodule unless it is built. Return the callbacks of the optional features."""
