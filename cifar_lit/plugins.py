@@ -70,12 +70,16 @@ def check_allowed(name: str) -> None:
 class NamesInCheckpoint:
     """A mixin for Lightning's classes: `load_from_checkpoint` imports only names that the program itself passes."""
 
+    names_are_foreign = False  # whether the settings come from a checkpoint
+
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance as Lightning does. Raise UntrustedName for the dotted name of a net in the file."""
         allow_imports(value for value in kwargs.values() if isinstance(value, str))
         with only_allowed_imports():
-            return super().load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            loaded = super().load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        loaded.names_are_foreign = True
+        return loaded
 
 
 @contextmanager
