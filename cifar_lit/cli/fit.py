@@ -235,9 +235,9 @@ class TrainingCLI(LightningCLI):
         text = "end the run if a process sends no heartbeat for this many seconds"
         parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
-        shapes = {"model.input_shape": self._input_shape, "model.num_classes": lambda data: data.class_count}
-        for setting, compute in shapes.items():
-            parser.link_arguments("data", setting, compute_fn=compute, apply_on="instantiate")
+        once_loaded = {"apply_on": "instantiate"}
+        parser.link_arguments("data", "model.input_shape", lambda data: self._input_shape(data), **once_loaded)
+        parser.link_arguments("data", "model.num_classes", lambda data: data.class_count, **once_loaded)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse our command line, without argparse's usage text on errors."""

@@ -53,7 +53,8 @@ flags of fit, train, validate, test and predict
   --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs
   --folds 5          cross-validation: five trainings, each tested on another fifth (`train` only)
   --learning-curve   train on 25, 50, 75 and 100 % of the training images (`train` only)
-  --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only)
+  --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only);
+                     --json FILE also records the time and memory of each
   --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let configuration files and runs name any class and any path: their code can run;
                      also for classify, report, review, export and serve

@@ -180,7 +180,7 @@ def _earlier_dates(table: Path) -> dict[str, str]:
     folder = table.absolute().parent
     dates = {}
     for row in read_table(table):
-        path = os.path.normpath(as_on_disk(str(folder / row.path)))
+        path = os.path.normpath(as_on_disk(row.path, str(folder)))
         if row.reviewed:
             dates[str(int(row.path)) if row.path.isdecimal() else path] = row.reviewed
     return dates
@@ -238,7 +238,8 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
     place = Path(settings.table or settings.pool).expanduser()
     if settings.table:
         listed = [row.path for row in read_table(place, labelled=False)]
-        files = [str(place.parent / path) for path in find_files(place, listed).paths]
+        found = find_files(place, listed)
+        files = [str(place.parent / found.get(path, path)) for path in listed]
     elif place.is_dir():
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:

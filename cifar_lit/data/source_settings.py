@@ -24,7 +24,7 @@ def parse_levels(levels: Sequence[int] | None) -> tuple[int, int] | None:
 class SourceSettings:
     """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning.
 
-    only: keys (see `image_key`) of the images that a resumed training began with. Later ones are left out.
+    only: NFC paths of the images that a resumed training began with. Later ones are left out.
     """
 
     root: str | None = None

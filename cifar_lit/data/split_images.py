@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -15,8 +17,9 @@ from cifar_lit.data.splits import fold_rows, split_validation
 from cifar_lit.data.train_share import take_share
 from cifar_lit.errors import UsageError
 from cifar_lit.plugins import part_name
-from cifar_lit.text import counted
+from cifar_lit.text import counted, listed
 
+UNUSED, TRAIN, VAL, TEST = range(4)  # sides of a split
 FEW_VALIDATION_IMAGES = 20  # below this, one image is more than 5 % of the accuracy
 
 
@@ -94,6 +97,21 @@ class SplitImages:
             train, val = (rows[part] for part in parts)
         return take_share(images, train, self.train_share, self.settings.split_seed), val
 
+    def sides(self) -> Iterator[tuple[ImageSet, Tensor]]:
+        """Yield `train_images`, then separate test images if there are any, with the side of each image, int64 (N,)."""
+        images, (train, val) = self.train_images, self.split
+        sides = torch.full((len(images),), UNUSED)
+        sides[train], sides[val] = TRAIN, VAL
+        if self.folds:
+            sides[self.fold_rows] = TEST
+        yield images, sides
+        tests: list[ImageSet] = []
+        if not self.folds:
+            with suppress(Exception):  # a fit needs no test images, and the function of a user may have none
+                tests.append(self.test_images)
+        for test in tests:
+            yield test, torch.full((len(test),), TEST)
+
     @property
     def class_counts(self) -> Tensor:
         """Number of training images of each class, int64 (classes,)."""
@@ -105,8 +123,8 @@ class SplitImages:
         classes = self.train_images.classes
         few = [name for name, count in zip(classes, self.class_counts.tolist(), strict=True) if count <= 1]
         if few:
-            names = ", ".join(few[:3]) + (f" and {len(few) - 3:,} more" if len(few) > 3 else "")
-            note_once(f"{len(few):,} of {len(classes):,} classes have fewer than 2 training images ({names}): add more")
+            part = f"{len(few):,} of {len(classes):,} classes"
+            note_once(f"{part} have fewer than 2 training images ({listed(few)}): add more")
         count = len(self.split[0])
         if count < batch_size:
             note_once(f"{counted(count, 'training image')} are less than a batch of {batch_size}: lower --batch-size")

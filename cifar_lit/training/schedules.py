@@ -88,7 +88,7 @@ class Schedule(LambdaLR):
         return self._whitening is not None and self.last_epoch >= self._whitening
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state with rates as floats, and without `whitening`, which may change on resume."""
+        """Return torch's state with rates as floats, and without `whitening`, which is a setting."""
         state = super().state_dict()
         del state["_whitening"]
         return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}

@@ -173,7 +173,7 @@ def test_a_folder_of_other_formats_names_them(run: Path, capsys: Capture) -> Non
     for name in ("1.NEF", "2.nef"):
         Path("raw", name).touch()
     code, out, _ = classify(capsys, run, "--csv", "raw")
-    assert code == 1 and " 2 .nef: convert them first, such as with magick" in rows(out)[0]["error"]
+    assert code == 1 and " 2 .nef: convert them: magick" in rows(out)[0]["error"]
 
 
 # ---- pictures
