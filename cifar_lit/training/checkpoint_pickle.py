@@ -72,6 +72,7 @@ class _Checker:
         stack: list[Any] = []
         marks: list[int] = []
         memo: dict[int, Any] = {}
+        argument: Any
         for opcode, argument, _ in pickletools.genops(file):
             self.count("opcodes")
             match opcode.name:
