@@ -80,16 +80,15 @@ class _MLflow:
 
         logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # it warns of a new experiment
         logs, experiment = run.parent.absolute(), os.environ["MLFLOW_EXPERIMENT_NAME"]
-        own, uri = logs / "mlflow.db", os.environ.get("MLFLOW_TRACKING_URI", "")
-        is_own = not uri
-        if is_own:
+        own = None if os.environ.get("MLFLOW_TRACKING_URI") else logs / "mlflow.db"
+        uri = f"sqlite:///{own}" if own else os.environ["MLFLOW_TRACKING_URI"]
+        if own:
             check_database(own)
-            uri = f"sqlite:///{own}"
         is_database = re.match(r"\w*sql", uri)
         files = (logs / "mlartifacts").as_uri() if is_database else None
         self.logger = MLFlowLogger(experiment, run.name, uri, artifact_location=files, run_id=run_id)
         self.client, self.id, self.close = self.logger.experiment, self.logger.run_id, self.logger.finalize
-        if is_own:
+        if own:
             self._check_place(own, f"{files}/{self.id}/artifacts")
         if run_id:
             self.client.update_run(run_id, "RUNNING")
@@ -104,9 +103,8 @@ class _MLflow:
         """Raise Failure if a database of the working folder makes MLflow write files elsewhere."""
         place, folder = self.client.get_run(self.id).info.artifact_uri, database.parent / "mlartifacts"
         if place != expected or folder.is_symlink():
-            raise Failure(
-                f"{display_path(database)} sends files to {place}: name it with MLFLOW_TRACKING_URI to allow it"
-            )
+            fault = f"{display_path(database)} sends files to {place}"
+            raise Failure(f"{fault}: name it with MLFLOW_TRACKING_URI to allow it")
         check_links(folder)
 
     def log(self, metrics: dict[str, float], step: int, row: int) -> None:
