@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from own_images import damage, save_photo
+from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
@@ -138,6 +139,13 @@ def test_the_test_images_are_those_of_the_start_although_the_test_comes_last(pho
 # ---- images that were changed
 
 
+def paint_corner(root: Path) -> None:
+    """Change the first pixel of an image."""
+    with Image.open(root / "bee/01.png") as image:
+        image.paste((0, 255, 0), (0, 0, 1, 1))
+        image.save(root / "bee/01.png")
+
+
 def rename_all(root: Path) -> None:
     """Give each image of a class the name of the next one."""
     for path in sorted((root / "bee").iterdir(), reverse=True):
@@ -149,6 +157,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "removed": (lambda root: (root / "bee/01.png").unlink(), r"missing \(1 of 60\): bee/01.png"),
     "moved": (lambda root: (root / "bee/01.png").rename(root / "ant/01.png"), r"missing \(1 of 60\): bee/01.png"),
     "replaced": (lambda root: save_photo(root / "bee/01.png", 99), r"have changed \(1 of 60\): bee/01.png"),
+    "edited": (paint_corner, r"have changed \(1 of 60\): bee/01.png"),
     "renamed": (rename_all, r"have changed \(30 of 60\): bee/01.png, bee/03.png, bee/05.png"),
     "class removed": (lambda root: shutil.rmtree(root / "ant"), "one class only"),
 }
