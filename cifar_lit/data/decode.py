@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 
+from cifar_lit.data.progress import note_once
 from cifar_lit.errors import Failure
 from cifar_lit.files import file_size, read_bytes
 from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
@@ -44,6 +45,7 @@ SUFFIXES = (
 DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit grey
 MIN_DEEP_COLOUR = 16  # smallest maximum of the upper bytes of a picture with 16-bit colours
 MAX_MEASURED = 300  # images, to find the levels of all
+FEW_GREYS = 16  # of 256; if most images have fewer, a note names the levels that give them more
 UNREAD_SUFFIXES = (  # images that are not read, but can be converted
     *(() if HAS_HEIF else HEIC_SUFFIXES), ".jp2", ".j2k", ".jpx", ".jxl", ".jxr", ".dng", ".cr2", ".cr3", ".nef",
     ".arw", ".orf", ".raf", ".rw2", ".psd", ".tga", ".pcx", ".svg", ".eps", ".pdf", ".exr", ".hdr", ".dcm", ".ico",
@@ -236,10 +238,11 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
     """Return the levels of the 16-bit grey images among files, measured on at most `MAX_MEASURED` of them.
 
     In each image, the lowest and highest thousandth may be dead pixels. Of the images, the 2 % with the lowest and
-    highest values may be blank. Images that use most of the 65,536 values keep them all (None).
+    highest values may be blank. Images that use most of the 65,536 values keep them all (None). A note reports images
+    that become almost plain, because others have far darker or brighter pixels.
     """
     paths = [path for path in paths if path.lower().endswith(DEEP_SUFFIXES)]
-    lows, highs = [], []
+    lows, highs, darks, brights = [], [], [], []
     for path in paths[:: len(paths) // MAX_MEASURED + 1]:
         with suppress(DecodeError), _decode_errors(path):
             file_size(path)  # raises an error for pipes
@@ -251,15 +254,19 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
             if image.mode.startswith("I") and image.width * image.height <= MAX_UNPACKED_PIXELS:
                 with silent_stderr():
                     values = np.array(image).ravel()
-                cut = len(values) // 1000
-                values.partition((cut, len(values) - 1 - cut))
-                lows.append(int(values[cut]))
-                highs.append(int(values[-1 - cut]))
+                for cut, lowest, highest in ((len(values) // 1000, lows, highs), (len(values) // 20, darks, brights)):
+                    values.partition((cut, len(values) - 1 - cut))
+                    lowest.append(int(values[cut]))
+                    highest.append(int(values[-1 - cut]))
     if not lows:
         return None
     cut = len(lows) // 50
     low, high = sorted(lows)[cut], sorted(highs)[-1 - cut]
     is_full = low >= 0 and high <= 65535 and high - low >= 32768
+    dark, bright = sorted(darks)[len(darks) // 2], sorted(brights)[len(brights) // 2]
+    if 0 < 256 * (bright - dark) < FEW_GREYS * (65536 if is_full else high - low):
+        fault = f"most values of most 16-bit images lie between {dark:,} and {bright:,}, others far outside"
+        note_once(f'{fault}: if those are faults, --data.levels "[{dark}, {bright}]" keeps more grey levels')
     return None if is_full or low >= high else (low, high)
 
 
