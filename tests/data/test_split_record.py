@@ -269,3 +269,12 @@ def test_an_evaluation_on_other_images_uses_all_of_them(photos: Path) -> None:
     (evaluated := own_data(other)).evaluate_split_of(state)
     assert sum(map(len, sides(evaluated).values())) == 61
     own_data(other).evaluate_split_of({})  # a checkpoint of another program
+
+
+def test_an_evaluation_on_other_classes_is_refused(photos: Path) -> None:
+    """A class that was renamed changes the order of the labels, so that the score means nothing."""
+    state = own_data(photos).state_dict()
+    for name, new in {"bee": "fly", "ant": "wasp"}.items():
+        (photos / name).rename(photos / new)
+        with pytest.raises(UsageError, match=r"trained on other classes \(ant, bee\) than these"):
+            own_data(photos).evaluate_split_of(state)
