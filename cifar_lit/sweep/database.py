@@ -31,6 +31,8 @@ def database_url(storage: str | None, folder: Path) -> URL:
         return URL.create("sqlite", database=str(folder / "sweep.db"))
     try:
         url = make_url(storage)
+        if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+            raise ValueError("workers cannot share a database in memory")
         url = url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
         url.get_dialect().import_dbapi()
     except (ArgumentError, ValueError):
@@ -95,9 +97,9 @@ def _check_rows(study: optuna.Study, directions: Sequence[str]) -> None:
         texts = [attributes.get(key) or "" for key in ("worker", "run", "error")]
         if trial.number != number or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"trial {trial.number} has other columns")
-        are_finite = all([math.isfinite(value) for value in numbers])
+        are_finite = [math.isfinite(value) for value in numbers]
         is_complete = trial.state == TrialState.COMPLETE
-        if is_complete and not (are_finite and len(trial.values) == len(directions)):
+        if is_complete and not (all(are_finite) and len(trial.values) == len(directions)):
             raise ValueError(f"trial {trial.number} is complete without finite values")
         create_trial(state=trial.state, values=trial.values, params=trial.params, distributions=trial.distributions)
 

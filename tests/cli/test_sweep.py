@@ -614,6 +614,7 @@ def test_the_page_shows_no_characters_that_change_its_text(fake: list[list[str]]
         (("--epoch", "1"), 2, "there is no flag --epoch. Did you mean --epochs?"),
         (("--confirm", "1"), 2, "--confirm needs 2 seeds"),
         (("--storage", "nowhere"), 2, "--storage is not the URL"),
+        (("--storage", "sqlite://"), 2, "--storage is not the URL"),
         (("--storage", "sqlite:///a.db?password=secret"), 2, "--storage: put the password into ~/.pgpass"),
         (("--storage", "sqlite:////nowhere/a.db"), 1, "/nowhere/a.db: unable to open database file. Fix that"),
         (("--config", "small.yaml"), 2, "takes its recipe from the file"),
