@@ -1,8 +1,9 @@
-"""Nets, data sets and optimizers from the user's own files, by their dotted name, such as `my_nets.MyNet`.
+"""Nets, data sets, optimizers and schedules of the user's own files, by their dotted name, such as `my_nets.MyNet`.
 
-An import runs the code of a module. A config.yaml or a model file may come from anyone, so only names that the user
-typed or trusted are imported (`allow_imports`). The working folder may also come from anyone. It is on the import path
-only while such a module is imported, after all other folders.
+An import runs the code of a module. A name that a Python program passes is imported. A name in a config.yaml, a
+checkpoint or a model file may come from anyone: it is imported only if the user typed or trusted it (`allow_imports`).
+The working folder may also come from anyone. It is on the import path only while such a module is imported, after all
+other folders.
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
+
+if TYPE_CHECKING:
+    NameOrObject = Any
+else:
+    NameOrObject = str  # A parser would import a class that a file names, so the command line accepts names only.
 
 
 class UntrustedName(UsageError):
@@ -26,13 +34,52 @@ class UntrustedName(UsageError):
 
 
 MAX_SOURCE = 1 << 18  # bytes of a Python file to parse for its names
+IN_PYTHON = "if you trust the file, pass the name yourself, or use load(…, trust=True)"
 _EVERY_NAME = "*"
 _allowed: set[str] = set()
+_remedies: list[str] = []  # one for each active `only_allowed_imports`
 
 
 def allow_imports(paths: Iterable[str]) -> None:
-    """Allow `import_callable` to import these dotted names in this process."""
+    """Allow files to name these classes and functions, by their dotted names, in this process."""
     _allowed.update(paths)
+
+
+@contextmanager
+def only_allowed_imports(remedy: str) -> Iterator[None]:
+    """Let `import_callable` import only allowed names: within the context, names may come from files.
+
+    Args:
+        remedy: how to allow a name, for the message of the error.
+    """
+    _remedies.append(remedy)
+    try:
+        yield
+    finally:
+        _remedies.remove(remedy)
+
+
+def names_may_be_foreign() -> bool:
+    """Return whether this is within `only_allowed_imports`."""
+    return bool(_remedies)
+
+
+def check_allowed(name: str) -> None:
+    """Raise UntrustedName for a dotted name from a file that the user has neither typed nor trusted."""
+    if is_import_path(name) and _allowed.isdisjoint((name, _EVERY_NAME)):
+        remedy = _remedies[-1] if _remedies else IN_PYTHON
+        raise UntrustedName(f"{name} would run code of its module: {remedy}")
+
+
+class NamesInCheckpoint:
+    """A mixin for Lightning's classes: `load_from_checkpoint` imports only names that the program itself passes."""
+
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return an instance as Lightning does. Raise UntrustedName for the dotted name of a net in the file."""
+        allow_imports(value for value in kwargs.values() if isinstance(value, str))
+        with only_allowed_imports(IN_PYTHON):
+            return super().load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 
 @contextmanager
@@ -84,6 +131,52 @@ class _AwayFinder:
 def guard_packages() -> None:
     """Keep torch and matplotlib from reading the working folder when they are imported."""
     sys.meta_path.insert(0, _AwayFinder())
+
+
+def find_part(part: Any, setting: str, *kinds: type) -> Any:
+    """Return a class, a function or an object of `kinds`, which may be given by its import path.
+
+    Raises the errors of `import_callable`, and UsageError for other values of `setting`.
+    """
+    target = import_callable(part) if isinstance(part, str) else part
+    if not callable(target) and not isinstance(target, kinds):
+        raise UsageError(f"{setting} must be a name, a class or a function, not {str(part)[:80]}")
+    return target
+
+
+def part_name(part: Any) -> str:
+    """Return the name of a net, optimizer, schedule or data set that is given by name, as a class or as an object."""
+    target = part.func if isinstance(part, partial) else part
+    if isinstance(target, str):
+        return target
+    owner = target if hasattr(target, "__qualname__") else type(target)
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
+def accepted_arguments(build: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the signature of a class or function accepts."""
+    parameters = signature(build).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(settings)
+    return {name: value for name, value in settings.items() if name in parameters}
+
+
+def build_part(part: Any, setting: str, kind: type, *arguments: Any, **settings: Any) -> Any:
+    """Return an object of `kind`: `part` itself, or the result of a class or function that may be given by its name.
+
+    Only those `settings` are passed that the signature accepts. Raises UsageError if the call fails or returns another
+    kind of object.
+    """
+    target, name = find_part(part, setting, kind), part_name(part)
+    if isinstance(target, kind):
+        return target
+    try:
+        built = target(*arguments, **accepted_arguments(target, settings))
+    except TypeError as error:
+        raise UsageError(f"{setting}: {name} has another signature: {first_line(error)}") from error
+    if not isinstance(built, kind):
+        raise UsageError(f"{name} must return a {kind.__module__}.{kind.__name__}, not a {type(built).__name__}")
+    return built
 
 
 def is_import_path(name: str) -> bool:
@@ -146,13 +239,13 @@ def import_callable(path: str) -> Callable[..., Any]:
     """Import the class or function with a dotted name.
 
     Raises:
-        UntrustedName: if the name is not allowed.
+        UntrustedName: within `only_allowed_imports`, if the name is not allowed.
         UsageError: if the name is missing in its module, or is the name of a file.
         Failure: if its module cannot be imported.
     """
     check_no_file(path)
-    if _allowed.isdisjoint((path, _EVERY_NAME)):
-        raise UntrustedName(f"{path} would run code of its module: type it on the command line, or add --trust")
+    if _remedies:
+        check_allowed(path)
     module = import_module_of(path)
     name = path.rpartition(".")[2]
     if not hasattr(module, name):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cifar_lit.errors import UsageError
+from cifar_lit.plugins import part_name
 
 # Settings of devices, loading, logging and places. They do not change what is computed, except for rounding.
 MAY_CHANGE = {
@@ -27,12 +28,8 @@ END = "trainer.max_epochs"
 def plain_settings(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by dotted name as values of JSON. A class, function or object becomes its name."""
     named = {f"{group}.{name}": value for name, value in settings.items()}
-    plain: dict[str, Any] = json.loads(json.dumps(named, default=_name_of, skipkeys=True))
+    plain: dict[str, Any] = json.loads(json.dumps(named, default=part_name, skipkeys=True))
     return plain
-
-
-def _name_of(value: Any) -> str:
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def saved_settings(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,8 @@
 #
 # DATA holds the unpacked archive of CIFAR-10 (cifar-10-batches-py/), the archive itself, or folders of images. Results
 # go to OUT (default: results/gpu) as JSON and text, and all of OUT to OUT.tar.gz. The script needs `python3`, torch and
-# this project's dependencies, but no network. Parts may run in separate calls, on separate machines. A `bench recipe`
-# that was stopped trains only the seeds that its JSON file in OUT lacks.
+# this project's dependencies, but no network. Parts may run in separate calls, on separate machines. The JSON file of a
+# `bench recipe` that was stopped has the finished seeds. Called again, it trains the others if LOGS is still there.
 #
 # Parts, by default all of them in this order:
 #   check                 a test of the device, the first trainings with eager and with captured steps, the GPU tests
@@ -29,6 +29,7 @@
 #   DATA100       the same for CIFAR-100; without it there is no part fast100
 #   AIRBENCH      path of K. Jordan's airbench94_muon.py; without it there is no part airbench
 #   RUNS          number of seeds of each recipe
+#   LOGS          folder for run folders (default: lightning_logs)
 #   EXTRA         further flags of all trainings
 #   TURNS         further flags of step.py and profile_step.py
 #   ACCELERATOR   gpu (default) or cpu
@@ -40,6 +41,7 @@ data=$(realpath -e -- "${1:?$usage}") || exit 2
 out=$(realpath -m -- "${2:-$(dirname "$0")/../results/gpu}")
 data100=${DATA100:+$(realpath -- "$DATA100")}
 airbench=${AIRBENCH:+$(realpath -- "$AIRBENCH")}
+logs=$(realpath -m -- "${LOGS:-$(dirname "$0")/../lightning_logs}")
 cd "$(dirname "$0")/.." || exit 2
 
 dataset() { # FOLDER NAME PREFIX: NAME if the folder has files of the archive with this prefix
@@ -111,7 +113,7 @@ seeds() { # RECIPE[-VARIANT] RUNS
     # shellcheck disable=SC2086
     run "$1" python3 -m cifar_lit bench recipe "$recipe" --runs "${RUNS:-$2}" "${flags[@]}" \
         --accelerator "$accelerator" $extra ${small[${recipe%%[0-9]*}]-} ${variant:+${variants[$variant]}} \
-        --json "$out/$1.json"
+        --logs "$logs" --json "$out/$1.json"
 }
 
 for part in "${parts[@]}"; do

@@ -1,7 +1,6 @@
 """`cifar-lit bench NAME`: each measurement is a module of this folder, imported on demand.
 
-A module has `WHAT` (the description), `add_arguments(parser)` and `run(settings)`. When interrupted, it prints the
-results so far.
+A module has `WHAT` (the description), `add_arguments(parser)` and `run(settings)`.
 """
 
 from __future__ import annotations
@@ -60,10 +59,8 @@ def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
         settings.flags = unknown
     elif unknown:
         raise UsageError(f"there is no flag {unknown[0]}.{nearest(unknown[0], parser._option_string_actions)}")
-    from cifar_lit.bench.progress import ends_at_once
     from cifar_lit.bench.report import make_parent
 
     if settings.json:
         make_parent(Path(settings.json))  # fail before the measurement, not after it
-    with ends_at_once():
-        module.run(settings)
+    module.run(settings)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from contextlib import suppress
 from itertools import product
 from typing import Any
 
 from cifar_lit.bench.process import train, without_places
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import Machine, detect_machine
 from cifar_lit.text import counted, note
@@ -52,7 +52,7 @@ def each_count(text: str) -> dict[str, list[str]]:
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measure and report; raise a training's UsageError or Failure with its last line."""
+    """Measure and report, also if interrupted; raise a training's UsageError or Failure with its last line."""
     names = {flag.partition("=")[0] for flag in settings.flags}
     if settings.runs < 1:
         raise UsageError(f"--runs must be at least 1, not {settings.runs}")
@@ -65,7 +65,8 @@ def run(settings: argparse.Namespace) -> None:
     runs: dict[str, list[Metrics]] = {setup: [] for setup in setups}
     progress = Progress(len(setups) * settings.runs, "training")
     note(f"{progress.total} trainings, one after the other; the remaining time is shown after the first epoch")
-    with suppress(Interrupted):
+    catch_signals()
+    try:
         # Alternate between the setups, so that other load on the machine affects all of them.
         for done, (number, setup) in enumerate(product(range(settings.runs), setups)):
 
@@ -77,7 +78,15 @@ def run(settings: argparse.Namespace) -> None:
             runs[setup].append(metrics)
             seconds, accuracy = metrics["train_seconds"], metrics["test"]["accuracy"]
             note(f"{setup}, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}")
-    runs = {setup: trained for setup, trained in runs.items() if trained}
+    except Interrupted:
+        report(settings, machine, runs)
+        raise
+    report(settings, machine, runs)
+
+
+def report(settings: argparse.Namespace, machine: Machine, setups: dict[str, list[Metrics]]) -> None:
+    """Publish the finished runs of each setup, if there are any."""
+    runs = {setup: trained for setup, trained in setups.items() if trained}
     if not runs:
         return
     first, last = (list(runs.values())[index][0] for index in (0, -1))

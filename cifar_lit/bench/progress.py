@@ -1,18 +1,11 @@
-"""Progress and interruption of measurements."""
+"""Progress of measurements."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
-
-from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.data.progress import SECONDS_BETWEEN_LINES
 from cifar_lit.text import duration_text, note
-from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
 
 class Progress:
@@ -28,11 +21,6 @@ class Progress:
         self._started = time.monotonic()
         self._printed = float("-inf")
 
-    def announce(self, seconds: float, plan: str) -> None:
-        """Print the duration if it is known before the first part."""
-        self._started = self._printed = time.monotonic()
-        note(f"this takes about {duration_text(seconds)}: {plan}")
-
     def advance(self, done: float, detail: str = "") -> None:
         """Report the number of parts done, with the fraction of the current part. The estimate is linear."""
         now = time.monotonic()
@@ -41,40 +29,3 @@ class Progress:
             seconds = now - self._started
             part = f"{self._what} {int(done) + 1} of {self.total}" + (f", {detail}" if detail else "")
             note(f"{part} · {duration_text(seconds)} of about {duration_text(seconds * self.total / done)}")
-
-
-class StepProgress(Callback):
-    """Report the progress of the current training. before: number of finished trainings."""
-
-    def __init__(self, progress: Progress, before: int) -> None:
-        self._progress, self._before = progress, before
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Estimate the number of steps."""
-        self._steps = trainer.estimated_stepping_batches
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Report each step. If the image size grows during the training, the estimated time grows too."""
-        part = min(0.999, trainer.global_step / self._steps)
-        self._progress.advance(self._before + part, f"epoch {trainer.current_epoch + 1} of {trainer.max_epochs}")
-
-
-@contextmanager
-def ends_at_once() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` at once, also in a training, which needs no checkpoint here.
-
-    An interruption that the measurement has caught to print its results is raised at the end.
-    """
-    catch_signals()
-    Interrupted.latest = None
-    signals, OrderlyStop.SIGNALS = OrderlyStop.SIGNALS, ()
-    try:
-        yield
-    except Exception:
-        if Interrupted.latest:  # compiled code may replace the exception by another error
-            raise Interrupted.latest from None
-        raise
-    finally:
-        OrderlyStop.SIGNALS = signals
-    if Interrupted.latest:
-        raise Interrupted.latest

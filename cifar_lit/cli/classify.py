@@ -35,7 +35,7 @@ MAX_PIXELS = 100_000_000  # per image: 0.4 GB as RGBA, and briefly three times t
 EXPLAINED = "explained"
 MAX_STEM = 200  # bytes of an image's name in the name of its explanation; file systems allow 255
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
-_VALUED = ("--top", "--reject", "--sheet", "--max-pixels", "--device")
+_VALUED = ("--top", "--reject", "--sheet", "--max-pixels", "--accelerator")
 
 
 def classify(argv: list[str]) -> int:
@@ -48,7 +48,7 @@ def classify(argv: list[str]) -> int:
     from cifar_lit.inference.load import load
     from cifar_lit.inference.unknown import check_rate
 
-    classifier = load(settings.run, device=resolve_device(settings.device))
+    classifier = load(settings.run, device=resolve_device(settings.accelerator))
     if settings.reject is not None:
         classifier.reject = check_rate(settings.reject, classifier.card.reject)
     keep_freed_memory()
@@ -89,7 +89,7 @@ def _settings(argv: list[str]) -> Namespace:
     reject = "mark images as unknown at this false-alarm rate, up to 0.5 (default: 0.05)"
     add("--reject", type=float | None, default=None, metavar="RATE", help=reject)
     add("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images (decompression bombs)")
-    add("--device", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, _sorted_argv(argv))
     if not _may_be_run(settings.run) and (run := next(filter(_may_be_run, settings.paths), None)):
         raise UsageError(f"the run comes before the images: cifar-lit classify {run} {settings.run}")

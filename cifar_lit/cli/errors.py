@@ -77,7 +77,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     elif kind == "MisconfigurationException" or isinstance(error, ValueError):
         return f"cifar-lit: {text}", 2
     else:
-        text = f"{kind}: {text} (--debug shows where)"
+        text = f"{kind}: {re.sub(r' object at 0x[0-9a-f]+', '', text)} (--debug shows where)"
     return f"cifar-lit: {text}", 1
 
 

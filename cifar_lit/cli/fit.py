@@ -33,10 +33,11 @@ from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import Failure, UsageError, check_choice, nearest
-from cifar_lit.models.pretrained import preprocessing
+from cifar_lit.models.pretrained import Preprocessing, preprocessing
 from cifar_lit.models.registry import check_net, net_spec
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
+from cifar_lit.runs.model_file import read_card
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import (
     RunFolder,
@@ -234,9 +235,9 @@ class TrainingCLI(LightningCLI):
         text = "end the run if a process sends no heartbeat for this many seconds"
         parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
-        shapes = {"model.input_shape": self._input_shape, "model.num_classes": lambda data: data.class_count}
-        for setting, compute in shapes.items():
-            parser.link_arguments("data", setting, compute_fn=compute, apply_on="instantiate")
+        once_loaded = {"apply_on": "instantiate"}
+        parser.link_arguments("data", "model.input_shape", lambda data: self._input_shape(data), **once_loaded)
+        parser.link_arguments("data", "model.num_classes", lambda data: data.class_count, **once_loaded)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse our command line, without argparse's usage text on errors."""
@@ -261,7 +262,9 @@ class TrainingCLI(LightningCLI):
                 raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
             check_checkpoint_path(Path(self.settings.ckpt_path).expanduser())
         if self.name == "fit":
-            logger_names(self.settings.logger)
+            names, logs = logger_names(self.settings.logger), str(Path(self.settings.logs).expanduser().absolute())
+            if "mlflow" in names and re.search("[?%]", logs) and not os.environ.get("MLFLOW_TRACKING_URI"):
+                raise UsageError(f"MLflow cannot keep its database in {logs}: choose --logs without ? and %")
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
         accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
@@ -429,7 +432,7 @@ def set_save_dir(command: Command) -> None:
 
 
 def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
-    """Raise UsageError if one of Lightning's callbacks monitors a value that the training does not log.
+    """Raise UsageError if a callback of Lightning monitors a value that the training does not log, or occurs twice.
 
     Args:
         callbacks: configured callbacks. If one is from another package, nothing is checked: it may log any value.
@@ -438,6 +441,10 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
     if not all(type(each).__module__.startswith("lightning.") for each in callbacks):
         return
     logs_rates = any(isinstance(each, LearningRateMonitor) for each in callbacks)
+    keys = [each.state_key for each in callbacks if type(each).state_dict is not Callback.state_dict]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UsageError(f"a checkpoint cannot tell two callbacks {key} apart: remove one, or change its monitor")
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         logged = [*names, "epoch", "step"] if isinstance(callback, ModelCheckpoint) else names
@@ -460,7 +467,11 @@ def check_settings(settings: Any) -> None:
         raise UsageError(f"--trainer.strategy {sharded[0]} {reason}")
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
         raise UsageError(f"--trainer.strategy {strategy} is for notebooks: use --trainer.strategy ddp")
+    if settings.trainer.barebones:
+        raise UsageError("--trainer.barebones true leaves out what a run records: remove it, or use cifar-lit bench")
     epochs, data = settings.trainer.max_epochs, settings.data
+    if epochs == -1 and (settings.trainer.max_time or settings.trainer.max_steps > 0):
+        epochs = None
     numbers = {"--epochs": epochs, "--batch-size": data.batch_size, "data.eval_batch_size": data.eval_batch_size}
     for flag, number in numbers.items():
         if number is not None and number < 1:
@@ -468,8 +479,8 @@ def check_settings(settings: Any) -> None:
     model = settings.model.as_dict()
     check_model(model)
     check_net(model["net"], model["net_options"] or {})
-    if is_import_path(model["optimizer"]):
-        import_callable(model["optimizer"])
+    for name in filter(is_import_path, (model["optimizer"], model["schedule"])):
+        import_callable(name)
     check_choice("model.monitor", model["monitor"], value_names(TOP + 1, model["metrics"] or {}))
     if settings.model.class_weights != "none" and data.sampling != "none":
         both = f"model.class_weights {settings.model.class_weights} and data.sampling {data.sampling}"
@@ -479,8 +490,14 @@ def check_settings(settings: Any) -> None:
 
 
 def follow_pretraining(net: str, weights: str | None, data: Any) -> None:
-    """Set mean, std and image size to those of a pretrained net, where the settings `data` leave them open."""
-    if not weights or not (pretraining := preprocessing(net)):
+    """Set mean, std and image size to those of the pretraining, where the settings `data` leave them open."""
+    if not weights:
+        return
+    card = read_card(weights)  # None unless a run wrote them
+    pretraining = preprocessing(net)
+    if card:
+        pretraining = Preprocessing(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
+    if not pretraining:
         return
     source = SOURCES.get(data.dataset)
     grey = 1 in (data.channels, source.fixed.get("channels") if source else None)

@@ -34,6 +34,7 @@ _SHORT = {
     "threads": ("threads", "2"),
 }
 _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5", "seeds": "0-4"} | {
+    "json": "FILE",
     **{name: value for name, (_, value) in _SHORT.items()},
 }
 SHORT = {name: long for name, (long, _) in _SHORT.items()}
@@ -45,7 +46,7 @@ SEVERAL = {
 }
 # Not for LightningCLI.
 OWN = (
-    "recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", *SEVERAL, "debug",
+    "recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", *SEVERAL, "json", "debug",
 )  # fmt: skip
 # Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
 # The setting has a value if the flag implies one.
@@ -107,9 +108,10 @@ class Command:
         auto: "batch" to find a batch size, "lr" to find a learning rate before the training.
         flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
         several: the flags for several trainings with their values as typed, "" for a flag without a value.
+        json: file for the results, times and memory of several seeds.
         brief: print neither start card, epochs nor results.
         job: record of the scheduler's job, stored in the folder of a new run.
-        words: the arguments as typed, without those for several trainings.
+        words: the arguments as typed, without those for several trainings and --json.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Command:
     auto: set[str] = field(default_factory=set)
     flags: list[str] = field(default_factory=list)
     several: dict[str, str] = field(default_factory=dict)
+    json: str | None = None
     brief: bool = False
     job: str | None = None
     words: list[str] = field(default_factory=list, compare=False)
@@ -180,7 +183,8 @@ def parse(name: str, argv: list[str]) -> Command:
     """Parse the arguments of the training command `name`. Of a repeated flag except --config, the last value counts.
 
     Raises:
-        UsageError: a flag lacks its value, an argument is unexpected, or a --config file does not exist.
+        UsageError: a flag lacks its value, an argument is unexpected, a --config file does not exist, or --json is not
+            used with --seeds.
     """
     command = Command(name)
     remaining = deque(argv)
@@ -217,8 +221,10 @@ def parse(name: str, argv: list[str]) -> Command:
                 command.configs.append(_config_file(value))
         else:
             command.flags.append(f"{word}={remaining.popleft()}" if value_follows else word)
-        if key not in SEVERAL:
+        if key not in (*SEVERAL, "json"):
             command.words += argv[begin : len(argv) - len(remaining)]
+    if command.json is not None and "seeds" not in command.several:
+        raise UsageError("--json records several seeds: add --seeds 0-4. The run folder of one has a metrics.json")
     return command
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
-from cifar_lit.plugins import all_imports_allowed, guard_child_processes
+from cifar_lit.plugins import all_imports_allowed, guard_child_processes, only_allowed_imports
 from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import accept_any_encoding, note, say
 
@@ -53,7 +53,8 @@ flags of fit, train, validate, test and predict
   --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs
   --folds 5          cross-validation: five trainings, each tested on another fifth (`train` only)
   --learning-curve   train on 25, 50, 75 and 100 % of the training images (`train` only)
-  --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only)
+  --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only);
+                     --json FILE also records the time and memory of each
   --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let configuration files and runs name any class and any path: their code can run;
                      also for classify, report, review, export and serve
@@ -107,7 +108,8 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     limit_busy_waiting()
     accept_any_encoding()
     try:
-        return _run(argv, default)
+        with only_allowed_imports("type it on the command line, or add --trust"):
+            return _run(argv, default)
     except BaseException as error:
         if not isinstance(error, (SystemExit, Exception, KeyboardInterrupt)) and not hasattr(error, "exit_code"):
             raise

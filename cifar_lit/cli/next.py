@@ -44,14 +44,14 @@ def select_next(argv: list[str]) -> None:
     add("--sheet", type=str, default="next.png", metavar="FILE.png", help="contact sheet to draw")
     add("--max-pixels", type=int, default=MAX_PIXELS, help="skip larger images (decompression bombs)")
     add("--data-dir", type=str | None, default=None, help="folder of the run's images, if they were moved")
-    add("--device", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, argv)
     out, sheet = Path(settings.out).expanduser(), Path(settings.sheet).expanduser()
     if settings.count < 1 or settings.max_pixels < 1:
         raise UsageError("--count and --max-pixels must be at least 1")
     if out.name.lower().endswith(SUFFIXES) or not is_picture_name(sheet):
         raise UsageError(f"--out {out} --sheet {sheet}: give a table such as next.csv, and a picture such as next.png")
-    classifier = load(settings.run, device=resolve_device(settings.device))
+    classifier = load(settings.run, device=resolve_device(settings.accelerator))
     keep_freed_memory()
     if len(classifier.classes) == 1:
         raise UsageError(f"the net of {settings.run} has a single class and is never unsure: name another run")

@@ -58,7 +58,7 @@ def review(argv: list[str]) -> None:
     run = run if run.is_dir() else run.parent
     has_folds = (run / "folds.json").is_file()
     source = _first_fold(run, settings.trust) if has_folds else run  # the folder with a net and a config.yaml
-    classifier = load(weights_file(source if has_folds else settings.run), resolve_device(settings.device))
+    classifier = load(weights_file(source if has_folds else settings.run), resolve_device(settings.accelerator))
     keep_freed_memory()
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
@@ -111,7 +111,7 @@ def _settings(argv: list[str]) -> Namespace:
     add("--port", type=int, default=8001, help="port of this machine to listen on; 0 for a free one")
     add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
     add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
-    add("--device", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, argv)
     if settings.limit < 0:
         raise UsageError(f"--limit must be 0 or more, not {settings.limit}")
@@ -180,7 +180,7 @@ def _earlier_dates(table: Path) -> dict[str, str]:
     folder = table.absolute().parent
     dates = {}
     for row in read_table(table):
-        path = os.path.normpath(as_on_disk(str(folder / row.path)))
+        path = os.path.normpath(as_on_disk(row.path, str(folder)))
         if row.reviewed:
             dates[str(int(row.path)) if row.path.isdecimal() else path] = row.reviewed
     return dates
@@ -238,7 +238,8 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
     place = Path(settings.table or settings.pool).expanduser()
     if settings.table:
         listed = [row.path for row in read_table(place, labelled=False)]
-        files = [str(place.parent / path) for path in find_files(place, listed).paths]
+        found = find_files(place, listed)
+        files = [str(place.parent / found.get(path, path)) for path in listed]
     elif place.is_dir():
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     else:

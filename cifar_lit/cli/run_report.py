@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.plugins import is_import_path
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import newcombe_margin
@@ -180,7 +181,8 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
         if data.dataset == "folder":  # a net memorises wrong labels that it was trained on
             config = shlex.quote(f"{folder}/config.yaml")
             say(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
-        code = f"import cifar_lit; print(cifar_lit.load({folder!r}))"
+        trust = ", trust=True" if is_import_path(run.settings["model"]["net"]) else ""
+        code = f"import cifar_lit; print(cifar_lit.load({folder!r}{trust}))"
         is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes
         say("  python -c " + (f'"{code}"' if is_plain else shlex.quote(code)))
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cifar_lit.cli.flags import Command
+from cifar_lit.bench.record import Record
+from cifar_lit.bench.report import make_parent
+from cifar_lit.cli.flags import Command, check_one_device
 from cifar_lit.cli.several import check_several, group_folder, show_runs, train_each
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
@@ -23,24 +25,38 @@ MOST = 1000  # seeds of one command
 RESULTS = ("accuracy", "accuracy with TTA", "loss", "train seconds")
 
 
-def train_seeds(command: Command) -> None:
-    """Train once per seed. A repeated command continues unfinished trainings; one with more seeds adds the missing."""
+def train_seeds(command: Command, others: dict[str, Any] | None = None) -> None:
+    """Train once per seed. A repeated command continues unfinished trainings; one with more seeds adds the missing.
+
+    With --json, the file has the seeds trained so far after each training, and a repeated command trains no seed again.
+
+    Args:
+        others: results of other recipes for the same file, by name. Those of this recipe are added.
+    """
     check_several(command, "--seeds", "continues unfinished trainings by itself: leave --resume out", SETTING)
     seeds = read_seeds(command.several["seeds"])
+    file = Path(command.json) if command.json else None
+    if file:
+        check_one_device(command.value("trainer.devices"), "--json measures")
+        make_parent(file)  # fail before the trainings, not after them
 
     def continues(content: Mapping[str, Any]) -> bool:
-        """Continue a folder that lacks some of the seeds, or its results, and has no other seeds."""
+        """Continue a folder without other seeds that lacks some of them or its results, or has the same file."""
         earlier = set(read_seeds(str(content["seeds"])))
-        return earlier < set(seeds) or ("runs" not in content and earlier == set(seeds))
+        repeats = file is not None and file.exists() and content.get("json") == command.json
+        return earlier < set(seeds) or (earlier == set(seeds) and ("runs" not in content or repeats))
 
     with group_folder(command, "seeds", FILE, continues) as (path, record):
         trainings = {f"seed {seed} ({number} of {len(seeds)})": {SETTING: seed} for number, seed in enumerate(seeds, 1)}
-        runs = train_each(command, trainings, path)
+        measured = Record(command, path, {} if others is None else others)
+        runs = train_each(command, trainings, path, measured.add)
+        record["json"] = command.json
         finish(path, record, {display_path(run): read_metrics(run) for run in runs})
+        measured.write(runs)
 
 
 def read_seeds(text: str) -> list[int]:
-    """Return the seeds of a list such as 0-4 or 0,3,8-11; raise UsageError if it is invalid or names fewer than two."""
+    """Return the seeds of a list such as 0-4 or 0,3,8-11; raise UsageError if it is invalid or is a single number."""
     seeds: dict[int, None] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
@@ -49,7 +65,7 @@ def read_seeds(text: str) -> list[int]:
         seeds |= dict.fromkeys(range(first, last + 1))
         if len(seeds) > MOST:
             raise UsageError(f"--seeds must be at most {MOST} seeds, not {text[:80]!r}")
-    if len(seeds) < 2:
+    if len(seeds) < 2 and "-" not in text:
         raise UsageError(f"--seeds {text} is one seed: name several, such as 0-4, or use --seed {text}")
     return [*seeds]
 
@@ -69,9 +85,11 @@ def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str
     titled = {f"{run} (seed {runs[run]['seed']})": row for run, row in rows.items()}
     show_runs("test results of each seed", "run", titled, [*spreads], spreads)
     for name in (name for name in RESULTS[1::-1] if name in spreads):
-        limits = limits_text(spreads[name])
+        spread = spreads[name]
+        deviation = f" ± {spread['std']:.4f}" if spread["n"] > 1 else ""
+        limits = limits_text(spread)
         interval = f" · 95 % interval of the mean {limits}" if limits else ""
-        say("test {} {mean:.4f} ± {std:.4f} · n = {n}".format(name, **spreads[name]) + interval)
+        say(f"test {name} {spread['mean']:.4f}{deviation} · n = {spread['n']}{interval}")
     folder = display_path(path)
     say(f"results {folder}", "", "next:", f"  cifar-lit compare {shlex.quote(folder)} OTHER-SEEDS-FOLDER")
 

@@ -134,6 +134,7 @@ def group_folder(
         yield folder.path, record
     except Interrupted as interruption:
         flags = [f"--{name}={value}" if value else f"--{name}" for name, value in command.several.items()]
+        flags += [f"--json={command.json}"] if command.json else []
         interruption.resume = f"{program(sys.argv[0], 'train')} {shlex.join([*command.words, *flags])}"
         raise
     finally:

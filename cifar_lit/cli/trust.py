@@ -7,7 +7,7 @@ A path can be written to, downloaded from, or cleared. The rules:
 - Files (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) may name only the classes in `SAFE` and
   `SAFE_PACKAGE`. Exceptions: `--trust`, and a file identical to a config.yaml written by a run of this user.
   jsonargparse asks before each import. A file named inside an untrusted file is not read.
-- The import paths of your own nets, optimizers and data sets follow the same rule.
+- The import paths of your own nets, optimizers, schedules and data sets follow the same rule.
 - `config_file.check_choices` restricts paths and other choices, after the parser has merged all files and flags.
 - YAML tags (`!!python/…`) and files that are too large, too deep or grow through aliases are refused even with
   `--trust`.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +33,7 @@ from cifar_lit.cli.errors import UNTRUSTED
 from cifar_lit.cli.flags import LOGS, RECIPES, Command, recipe_path
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.load import Classifier, load
-from cifar_lit.plugins import all_imports_allowed, allow_imports, import_module_of, is_import_path
+from cifar_lit.plugins import allow_imports, import_module_of, is_import_path
 from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
 from cifar_lit.runs.run_folder import weights_file
 
@@ -53,10 +53,10 @@ SAFE_PACKAGE = "torchmetrics.classification"  # all of its classes
 # Settings that name a class, at any depth.
 CLASSES = {
     *(("trainer", name) for name in ("accelerator", "callbacks", "logger", "plugins", "profiler", "strategy")),
-    *(("model", name) for name in ("metrics", "net", "net_options", "optimizer")),
+    *(("model", name) for name in ("metrics", "net", "net_options", "optimizer", "schedule")),
     ("data", "dataset"),
 }
-OWN = ("net", "optimizer", "dataset")  # imported by our registries
+OWN = ("net", "optimizer", "schedule", "dataset")  # imported by our registries
 _PLAIN_NAME = re.compile(r"[\w-]+|timm/[\w.-]+")  # names in the package, torchvision or timm
 
 _allowed_before: set[str] = set()
@@ -118,12 +118,11 @@ def load_teacher(path: str, trusted: bool) -> Classifier:
     """Return the classifier of a run or model file. A net of its own needs `trusted`, or a run of this user."""
     with suppress(UsageError):  # no config.yaml, or that of another program
         allow_run(weights_file(path).parent / "config.yaml", trusted)
-    with all_imports_allowed() if trusted else nullcontext():
-        return load(path)
+    return load(path, trust=trusted)
 
 
 def _own_names(settings: Any) -> set[str]:
-    """Return the import paths of your own nets, optimizers and data sets in nested settings."""
+    """Return the import paths of your own nets, optimizers, schedules and data sets in nested settings."""
     return {text for key, text in leaves(settings) if key and key[-1] in OWN and not _PLAIN_NAME.fullmatch(text)}
 
 

@@ -69,6 +69,15 @@ class File(NamedTuple):
     mtime_ns: int
 
 
+def file_at(place: str, path: str) -> File:
+    """Return the file at a place. A missing one has no bytes: decoding reports it."""
+    try:
+        status = os.stat(place)  # noqa: PTH116 (faster than Path for many files)
+    except OSError:
+        return File(path, 0, 0)
+    return File(path, status.st_size, status.st_mtime_ns)
+
+
 class Index(NamedTuple):
     """Contents of index.json.
 
@@ -132,20 +141,18 @@ def decoded(
                 raise OSError(errno.ELOOP, f"{cache.name} is a link")
             stack.enter_context(file_lock(cache / "lock", f"decodes {root}", patience=2))
         except OSError as error:
-            index = _load(cache, folder, files)
-            usable = index and (levels is None or index.levels == levels)
-            if index and usable and (index := _searched(cache, index)).files == arrange(index.duplicates or []):
+            index = _load(cache, folder, files, levels)
+            if index and (index := _searched(cache, index)).files == arrange(index.duplicates or []):
                 return _mapped(cache, index)  # a read-only cache can still be used
             reason = error.strerror or type(error).__name__
             note(f"nothing is cached: {cache_dir}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
             cache = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
-        index = _load(cache, folder, files)
-        if index is None or (levels and index.levels != levels):
+        index = _load(cache, folder, files, levels)
+        if index is None:
             levels = levels or common_levels([str(folder / file.path) for file in sorted(files)])
-            index = _decode_to(
-                cache, folder, files, size, Preparation((COMMON_SIZE, COMMON_SIZE), channels, resize, levels)
-            )
+            preparation = Preparation((COMMON_SIZE, COMMON_SIZE), channels, resize, levels)
+            index = _decode_to(cache, folder, files, size, preparation)
         if index.duplicates is None:
             index = _searched(cache, index)
             with suppress(OSError):  # with a full disk, near-duplicates are searched again next time
@@ -188,13 +195,15 @@ def _write_index(cache: Path, index: Index) -> None:
     write_text(cache / "index.json", json.dumps(index._asdict()))
 
 
-def _load(cache: Path, folder: Path, files: Sequence[File]) -> Index | None:
-    """Return the index of a cache with exactly these files, in any order, else None.
+def _load(cache: Path, folder: Path, files: Sequence[File], levels: Levels | None) -> Index | None:
+    """Return the index of a cache with exactly these files, in any order, and these levels if given, else None.
 
     Also None if a file that was unreadable is readable now: a change of permissions changes neither size nor time.
     """
     index = read_index(cache)
     if index is None or len(index.files) != len(files) or set(index.files) != set(files):
+        return None
+    if levels and index.levels != levels:
         return None
     bad = [str(folder / path) for path in index.bad]
     return index if len(decode_files(bad, Preparation((1, 1)))[1]) == len(bad) else None

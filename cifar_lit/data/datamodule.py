@@ -30,18 +30,20 @@ from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.text import listed
 
 
-class ImageData(pl.LightningDataModule):
+class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     """Load one data set, split it, and yield batches that are augmented and normalised on the device.
 
     `parts` holds the images and their split. `placement` keeps them on the device or the host. `preprocessing` works on
     whole batches. A batch unpacks as (images, labels), so any LightningModule can train on it.
 
     Args:
-        dataset: cifar10, cifar100, fashion_mnist, folder, shapes, or the import path of a function; see `data.sources`.
+        dataset: cifar10, cifar100, fashion_mnist, folder or shapes; or a function (see `data.sources`), or the import
+            path of one.
         root: folder of the archives (default `data`), or your own images: a folder, or a table (.csv, .tsv, .jsonl).
         batch_size: images per training step, over all devices.
         eval_batch_size: images per step on each device in validation, test and prediction.
@@ -94,7 +96,7 @@ class ImageData(pl.LightningDataModule):
 
     def __init__(
         self,
-        dataset: str = "cifar10",
+        dataset: NameOrObject = "cifar10",
         root: str | None = None,
         batch_size: int = 128,
         eval_batch_size: int = 500,
@@ -137,7 +139,9 @@ class ImageData(pl.LightningDataModule):
         check_skipping(skip_easy, skip_from, sampling=sampling, shuffle=shuffle)
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
-        self.dataset = dataset
+        if names_may_be_foreign() and isinstance(dataset, str):
+            check_allowed(dataset)
+        self.dataset = part_name(dataset)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.seed = seed

@@ -16,18 +16,18 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from cifar_lit.data.progress import note_once
 from cifar_lit.errors import Failure
-from cifar_lit.files import file_size, read_bytes
+from cifar_lit.files import read_bytes
 from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
 from cifar_lit.text import printable
 from cifar_lit.threads import free_cores
@@ -46,10 +46,7 @@ DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit
 MIN_DEEP_COLOUR = 16  # smallest maximum of the upper bytes of a picture with 16-bit colours
 MAX_MEASURED = 300  # images, to find the levels of all
 FEW_GREYS = 16  # of 256; if most images have fewer, a note names the levels that give them more
-UNREAD_SUFFIXES = (  # images that are not read, but can be converted
-    *(() if HAS_HEIF else HEIC_SUFFIXES), ".jp2", ".j2k", ".jpx", ".jxl", ".jxr", ".dng", ".cr2", ".cr3", ".nef",
-    ".arw", ".orf", ".raf", ".rw2", ".psd", ".tga", ".pcx", ".svg", ".eps", ".pdf", ".exr", ".hdr", ".dcm", ".ico",
-)  # fmt: skip
+UNREAD_SUFFIXES = (*HEIC_SUFFIXES, ".jp2", ".jxl", ".dng", ".cr2", ".nef", ".arw", ".psd", ".tga", ".svg", ".pdf")
 MISSING = "missing: there is no such file"
 MAX_FILE_BYTES = 1 << 29  # more than a BMP of the largest size that Pillow accepts
 MAX_UNPACKED_PIXELS = 1 << 25  # unpacked at once, at up to 12 bytes each; a large JPEG is unpacked at a smaller scale
@@ -60,19 +57,14 @@ MAX_SCANS = 100  # encoders write about 10
 MAX_SCANNED_PIXELS = 1 << 31  # scans × pixels
 MAX_BUFFERED_PIXELS = 1 << 26
 MAX_SEGMENTS = 400  # in a JPEG, at most 64 KiB each; Pillow's time for EXIF grows with the square of their number
-MAX_PARTS = 10_000  # chunks of a PNG or WebP, or blocks before a GIF's image, plus one per 1,000 bytes
-MAX_RLE = 1 << 22  # pixels plus bytes of a run-length encoded BMP, which Pillow unpacks in Python
+MAX_WEBP_BYTES = 4 * MAX_WEBP_PIXELS  # libwebp keeps a record of each chunk, also of empty ones
 MAX_SLOW = 1 << 22  # pixels of a PPM whose values Pillow converts in Python
-MAX_PPM_HEADER = 4096  # bytes, which Pillow reads one at a time
-MAX_TAGS = 1_000  # TIFF tags, in all of its directories
+MAX_TAG_BYTES = 1 << 21  # in a TIFF
 MAX_TILES = 20_000  # TIFF tiles or strips
-MAX_FILL = 10_000  # bytes between the segments before a JPEG's first scan, which Pillow reads one at a time
+READ_COST = 1_000  # bytes that each read of a file counts in addition
+MAX_SURPLUS = 10_000 * READ_COST  # bytes that may be read in addition to twice the file
 # A segment with a length, or the end of the image. C8 and F0 to FD have no length in Pillow, and libjpeg refuses them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
-_OTHER_FORMATS = {  # unsupported image formats, by their bytes from the first or the fifth on
-    b"%PDF": "a PDF", b"8BPS": "a Photoshop file", b"\0\0\1\0": "an icon", b"jP  \r\n\x87\n": "a JPEG 2000",
-    b"\xff\x0a": "a JPEG XL", b"JXL \r\n\x87\n": "a JPEG XL",
-}  # fmt: skip
 RESIZES = {  # ways to resize an image of another aspect ratio
     "crop": "scaled to cover the size, then cropped to its centre",
     "letterbox": "scaled to fit into the size, with grey (128) borders",
@@ -89,23 +81,16 @@ _UPRIGHT = {  # by EXIF orientation
     5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # fmt: skip
-_SIGNATURES = (  # JPEG, PNG, BMP, GIF and TIFF
-    b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"BM", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*", b"II+\0", b"MM\0+",
-)  # fmt: skip
-_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"hevm", b"mif1", b"msf1")
-# Width and height, and for all but bitmaps (P1 and P4) the value of white, each after blanks and comments.
-_PPM_HEADER = re.compile(rb"P(?:[14](?:{blank}[0-9]+){2}|[2356f](?:{blank}[-+.0-9]+){3})\s".replace(
-    b"{blank}", rb"(?:\s|#[^\r\n]*[\r\n])+"))  # fmt: skip
-_TIFF_SIZES = (1, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 2, 8, 8, 8, 8)  # bytes of a value, by its type
-_TIFF_DIRECTORIES = (34665, 34853, 40965)  # tags of EXIF, GPS and Interoperability, which Pillow reads too
-_TIFF_COMPRESSION, _TIFF_OFFSETS, _TIFF_TILE_SIDES = 259, (273, 324), (322, 323)  # other tags
+SIGNATURE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|BM|GIF8[79]a|II[*+]\0|MM\0[*+]|P[1-6f]\s|RIFF....WEBP|....ftyp(?:avi|he|mif|msf)",
+    re.DOTALL,
+)  # how files of `KINDS` begin
+_TIFF_COMPRESSION, _TILE_WIDTH, _TILE_HEIGHT = 259, 322, 323  # tags
 _TIFF_COMPRESSIONS = (1, 2, 3, 4, 5, 7, 8, 32773, 32946)  # none, fax, LZW, JPEG, Deflate and PackBits
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 T = TypeVar("T")
 Levels = tuple[int, int]  # grey values that become black and white
-
-
 Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; reasons of the unreadable by position
 
 
@@ -245,25 +230,19 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
     lows, highs, darks, brights = [], [], [], []
     for path in paths[:: len(paths) // MAX_MEASURED + 1]:
         with suppress(DecodeError), _decode_errors(path):
-            file_size(path)  # raises an error for pipes
-            with open(path, "rb") as file:  # noqa: PTH123
-                head = file.read(26)
-            if head.startswith(b"\x89PNG") and head[24:26] != b"\x10\0":  # 16 bits, grey
-                continue
             image = _open(_read(path))
             if image.mode.startswith("I") and image.width * image.height <= MAX_UNPACKED_PIXELS:
                 with silent_stderr():
-                    values = np.array(image).ravel()
-                for cut, lowest, highest in ((len(values) // 1000, lows, highs), (len(values) // 20, darks, brights)):
-                    values.partition((cut, len(values) - 1 - cut))
-                    lowest.append(int(values[cut]))
-                    highest.append(int(values[-1 - cut]))
+                    values = np.asarray(image)
+                for percent, lowest, highest in ((0.1, lows, highs), (5, darks, brights)):
+                    lowest.append(np.percentile(values, percent, method="lower"))
+                    highest.append(np.percentile(values, 100 - percent, method="higher"))
     if not lows:
         return None
-    cut = len(lows) // 50
-    low, high = sorted(lows)[cut], sorted(highs)[-1 - cut]
+    low = int(np.percentile(lows, 2, method="lower"))
+    high = int(np.percentile(highs, 98, method="higher"))
     is_full = low >= 0 and high <= 65535 and high - low >= 32768
-    dark, bright = sorted(darks)[len(darks) // 2], sorted(brights)[len(brights) // 2]
+    dark, bright = int(np.median(darks)), int(np.median(brights))
     if 0 < 256 * (bright - dark) < FEW_GREYS * (65536 if is_full else high - low):
         fault = f"most values of most 16-bit images lie between {dark:,} and {bright:,}, others far outside"
         note_once(f'{fault}: if those are faults, --data.levels "[{dark}, {bright}]" keeps more grey levels')
@@ -321,15 +300,36 @@ def start_worker(pixel_limit: int | None) -> None:
 
 def remedy_for(names: Iterable[str]) -> str:
     """Return a sentence about files that can be converted, by their suffixes; empty if there are none."""
-    counts = Counter(os.path.splitext(name)[1].lower() for name in names)  # noqa: PTH122
-    found = [(count, suffix) for suffix, count in counts.most_common() if suffix in UNREAD_SUFFIXES]
-    if not found:
-        return f" {counts['']:,} without a suffix: rename them, such as 1.jpg" if counts[""] else ""
-    what = ", ".join(f"{count:,} {suffix}" for count, suffix in found)
-    command = f"magick mogrify -format jpg '*{found[0][1]}'"
-    if found[0][1] in HEIC_SUFFIXES:
-        return f' {what}: pip install "cifar-lit[photos]" to read them, or convert them: {command}'
-    return f" {what}: convert them first, such as with {command}"
+    suffixes = (os.path.splitext(name)[1].lower() for name in names)  # noqa: PTH122
+    counts = Counter(suffix for suffix in suffixes if suffix in UNREAD_SUFFIXES and suffix not in SUFFIXES)
+    if not counts:
+        return ""
+    found = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
+    suffix, _ = counts.most_common(1)[0]
+    extra = 'pip install "cifar-lit[photos]", or ' if suffix in HEIC_SUFFIXES else ""
+    return f" {found}: {extra}convert them: magick mogrify -format jpg '*{suffix}'"
+
+
+class _Reader(io.BytesIO):
+    """An image file that can be read about twice, in few steps.
+
+    Pillow reads a crafted file byte by byte, in empty chunks, or again for each of its tags.
+    """
+
+    def __init__(self, data: bytes, limit: int) -> None:
+        super().__init__(data)
+        self.left = limit
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.left -= len(data) + READ_COST
+        self.check()
+        return data
+
+    def check(self) -> None:
+        """Raise OSError if too much was read. Pillow drops this error while it reads tags."""
+        if self.left < 0:
+            raise OSError("too many parts for an image, or too much beside its pixels: save it again")
 
 
 def _read(source: str | Path | BinaryIO) -> bytes:
@@ -340,55 +340,47 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     """Open an image without unpacking it. Raise OSError for other formats, and for files crafted to take long."""
     if not data:
         raise OSError("the file is empty")
-    for signature, kind in _OTHER_FORMATS.items():
-        if data.startswith(signature) or data.startswith(signature, 4):
-            raise OSError(f"it is {kind}: save it as JPEG or PNG")
     formats: tuple[str, ...] = FORMATS
-    if _is_heif(data):
-        if not _register_heif():
+    # AVIF has the same container, and Pillow reads it.
+    if data[4:8] == b"ftyp" and data[8:10] in (b"he", b"mi", b"ms") and b"avif" not in data[8:64]:
+        if not HAS_HEIF:
             raise OSError(f"it is a HEIC: {HEIC_REMEDY}")
+        pi_heif = import_module("pi_heif")
+        pi_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
         formats = ("HEIF",)
-    if data[:2] in (b"II", b"MM"):
-        _check_tiff(data)
-    if re.match(rb"P[0-9fFy]", data) and not _PPM_HEADER.match(data[:MAX_PPM_HEADER]):
-        raise OSError("a PPM with a long or damaged header: save it again")
+    if data.startswith(b"RIFF") and len(data) > MAX_WEBP_BYTES:
+        raise OSError(f"a WebP of more than {MAX_WEBP_BYTES:,} bytes: save it smaller")
     scans = _count_scans(data) if data.startswith(b"\xff\xd8") else 1
-    if next(islice(_parts(data), MAX_PARTS + len(data) // 1000, None), None) is not None:
-        raise OSError("too many parts for an image: save it again")
+    limit = 2 * len(data) + MAX_SURPLUS
+    is_tiff = data.startswith((b"II", b"MM"))
+    file = _Reader(data, MAX_TAG_BYTES if is_tiff else limit)
     try:
-        image = Image.open(io.BytesIO(data), formats=formats)
+        image = Image.open(file, formats=formats)
     except UnidentifiedImageError:
-        if data[:4] in (b"II*\0", b"MM\0*") or data[4:8] == b"ftyp":
+        file.check()
+        if is_tiff or data[4:8] == b"ftyp":
             raise OSError("damaged or cut short") from None
         raise
+    file.left = limit
+    _check_cost(image, scans)
+    return image
+
+
+def _check_cost(image: ImageFile.ImageFile, scans: int) -> None:
+    """Raise OSError for an image that would take much more time or memory than its pixels."""
     pixels = image.width * image.height
     if image.format == "PPM" and image.tile[0][0] != "raw" and pixels > MAX_SLOW:
         raise OSError(f"a PPM of text or unusual values with more than {MAX_SLOW:,} pixels: save it as PNG")
     if scans > 1 and (pixels > MAX_BUFFERED_PIXELS or scans * pixels > MAX_SCANNED_PIXELS):
         raise OSError(f"{scans} scans of {pixels:,} pixels: save it as a baseline JPEG, or smaller")
-    if image.format == "BMP" and image.info.get("compression") in (1, 2) and pixels + len(data) > MAX_RLE:
-        raise OSError("a large run-length encoded BMP: save it as PNG")
-    return image
-
-
-def has_known_signature(data: bytes) -> bool:
-    """Return whether data begin like an image of one of `KINDS`."""
-    is_webp = data.startswith(b"RIFF") and data[8:12] == b"WEBP"
-    is_avif = data[4:8] == b"ftyp" and b"avif" in data[8:64]
-    return data.startswith(_SIGNATURES) or is_webp or is_avif or _is_heif(data) or bool(re.match(rb"P[1-6f]\s", data))
-
-
-def _is_heif(data: bytes) -> bool:
-    """Return whether data are a HEIC. AVIF has the same container, and Pillow reads it."""
-    return data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS and b"avif" not in data[8:64]
-
-
-def _register_heif() -> bool:
-    """Let Pillow open HEIC files. Return whether the extra `photos` is installed."""
-    if HAS_HEIF:
-        pi_heif = import_module("pi_heif")
-        pi_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
-    return HAS_HEIF
+    if image.format == "BMP" and image.info.get("compression") in (1, 2):  # Pillow unpacks it byte by byte
+        raise OSError("a run-length encoded BMP: save it as PNG")
+    if isinstance(image, TiffImageFile):
+        tags = image.tag_v2
+        if tags.get(_TIFF_COMPRESSION, 1) not in _TIFF_COMPRESSIONS:
+            raise OSError("a TIFF of a rare compression: save it as PNG")
+        if len(image.tile) > MAX_TILES or tags.get(_TILE_WIDTH, 1) * tags.get(_TILE_HEIGHT, 1) > MAX_UNPACKED_PIXELS:
+            raise OSError("a TIFF of many or huge tiles: save it again")
 
 
 @contextmanager
@@ -405,55 +397,14 @@ def silent_stderr() -> Iterator[None]:
         os.close(null)
 
 
-def _check_tiff(data: bytes) -> None:
-    """Raise OSError for a TIFF that would take much more memory than its pixels.
-
-    Pillow reads all values of a directory. 65,535 tags could each claim the whole file. Rare compressions ask for a
-    memory of their own.
-    """
-    order: Literal["little", "big"] = "little" if data[:2] == b"II" else "big"
-    big = data[2:4] in (b"+\0", b"\0+")  # BigTIFF
-    wide, count_bytes, entry_bytes = (8, 8, 20) if big else (4, 2, 12)
-
-    def number(offset: int, length: int) -> int:
-        return int.from_bytes(data[offset : offset + length], order)
-
-    offsets = [number(8 if big else 4, wide)]
-    tags = claimed = 0
-    tile_pixels = 1
-    while offsets:
-        offset = offsets.pop()
-        count = number(offset, count_bytes)
-        tags += count
-        if tags > MAX_TAGS:
-            raise OSError(f"more than {MAX_TAGS:,} tags in a TIFF: save it again")
-        for start in range(offset + count_bytes, offset + count_bytes + count * entry_bytes, entry_bytes):
-            tag, kind, values = number(start, 2), number(start + 2, 2), number(start + 4, wide)
-            length = _TIFF_SIZES[kind] if kind < len(_TIFF_SIZES) else 0
-            claimed += values * length
-            value = number(start + 4 + wide, length)
-            if tag in _TIFF_DIRECTORIES:
-                offsets.append(value)
-            elif tag == _TIFF_COMPRESSION and value not in _TIFF_COMPRESSIONS:
-                raise OSError("a TIFF of a rare compression: save it as PNG")
-            elif tag in _TIFF_OFFSETS and values > MAX_TILES:
-                raise OSError(f"more than {MAX_TILES:,} tiles: save it again")
-            elif tag in _TIFF_TILE_SIDES:
-                tile_pixels *= value
-        if claimed > len(data) + MAX_TAGS or tile_pixels > MAX_UNPACKED_PIXELS:
-            raise OSError("a TIFF that claims more than it holds: save it again")
-
-
 def _count_scans(data: bytes) -> int:
-    """Return the number of scans of a JPEG. Raise OSError for more scans, segments or fill bytes than a photo has."""
-    offset, segments, scans, fill = 2, 0, 0, 0
+    """Return the number of scans of a JPEG. Raise OSError if it is cut, or has too many scans or segments."""
+    offset, segments, scans = 2, 0, 0
     while True:
         match = _JPEG_MARKER.search(data, offset)
-        if not scans:
-            fill += (match.start() if match else len(data)) - offset
-        if fill > MAX_FILL:
-            raise OSError(f"more than {MAX_FILL:,} bytes between the segments of a JPEG: save it again")
-        if match is None or match[0] == b"\xff\xd9":
+        if match is None:
+            raise OSError("cut short")
+        if match[0] == b"\xff\xd9":  # may not be last: phones append a video
             return scans
         offset = match.end() + max(int.from_bytes(data[match.end() : match.end() + 2], "big"), 2)
         segments += 1
@@ -463,45 +414,12 @@ def _count_scans(data: bytes) -> int:
             raise OSError(f"more than {limit}: save it as a baseline JPEG")
 
 
-def _parts(data: bytes) -> Iterator[int]:
-    """Yield the offset of each chunk of a PNG or WebP, or of each block before the image of a GIF."""
-    if data.startswith(b"\x89PNG"):
-        offset = 8
-        while offset < len(data) and data[offset + 4 : offset + 8] != b"IEND":
-            yield offset
-            offset += 12 + int.from_bytes(data[offset : offset + 4], "big")
-    elif data.startswith(b"RIFF"):
-        offset = 12
-        end = min(len(data), 8 + int.from_bytes(data[4:8], "little"))
-        while offset < end:
-            yield offset
-            length = int.from_bytes(data[offset + 4 : offset + 8], "little")
-            offset += 8 + length + length % 2
-    elif data.startswith(b"GIF8") and len(data) > 13:
-        offset = 13 + (3 << (data[10] % 8 + 1) if data[10] >= 128 else 0)  # after the palette
-        in_extension = False
-        while offset < len(data) and (in_extension or data[offset] not in b",;"):
-            yield offset
-            if in_extension:
-                in_extension = data[offset] > 0
-                offset += 1 + data[offset]
-            else:  # Pillow skips unknown bytes
-                in_extension = data[offset : offset + 1] == b"!"
-                offset += 1 + in_extension
-
-
 def _check_complete(data: bytes, file_format: str | None) -> None:
     """Raise OSError if the end of a file was never written and holds zeros. Decoders would return grey pixels.
 
     Pillow itself refuses a file that is too short.
     """
-    if file_format in ("JPEG", "MPO"):
-        offset = 2  # skip the segments before the first scan, because an embedded preview has its own end marker
-        while data[offset : offset + 1] == b"\xff" and data[offset + 1 : offset + 2] != b"\xda":
-            length = int.from_bytes(data[offset + 2 : offset + 4], "big")
-            offset += 1 if data[offset + 1 : offset + 2] == b"\xff" else 2 + length
-        is_cut = data.find(b"\xff\xd9", offset) < 0  # the end marker may not be last: phones append a video
-    elif file_format == "PNG":
+    if file_format == "PNG":
         is_cut = b"IEND" not in data
     else:
         is_cut = file_format in ("WEBP", "AVIF", "HEIF") and data.endswith(bytes(32))

@@ -11,7 +11,7 @@ import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
 from cifar_lit.data.decode import MISSING
-from cifar_lit.data.image_set import ImageSet, image_key
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.image_size import parse_image_size
 from cifar_lit.data.layout import Listing, Tree, scan
 from cifar_lit.data.listed_files import list_table
@@ -169,11 +169,11 @@ def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where:
 def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
     """Return a listing without the images, classes and parts that were added since a training began, and report them.
 
-    only: keys of the images that the training began with. If none of them is left, the listing is returned unchanged.
+    only: NFC paths of the images that the training began with. If none is left, the listing is returned unchanged.
     """
     parts: dict[str, Tree] = {}
     for part, tree in listing.parts.items():
-        parts[part] = {name: [file for file in files if image_key(file.path) in only] for name, files in tree.items()}
+        parts[part] = {name: [file for file in files if nfc(file.path) in only] for name, files in tree.items()}
     trained = [name for name, files in next(iter(parts.values())).items() if files]
     parts = {part: {name: tree[name] for name in trained} for part, tree in parts.items() if any(tree.values())}
     added = len(files_of(listing.parts)) - len(files_of(parts))

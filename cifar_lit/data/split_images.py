@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -10,12 +12,14 @@ from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.sources import SourceSettings, load_images
+from cifar_lit.data.sources import Load, Source, SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation
 from cifar_lit.data.train_share import take_share
 from cifar_lit.errors import UsageError
-from cifar_lit.text import counted
+from cifar_lit.plugins import part_name
+from cifar_lit.text import counted, listed
 
+UNUSED, TRAIN, VAL, TEST = range(4)  # sides of a split
 FEW_VALIDATION_IMAGES = 20  # below this, one image is more than 5 % of the accuracy
 
 
@@ -23,7 +27,7 @@ class SplitImages:
     """Training, validation and test images of one data set, loaded on first access.
 
     Args:
-        dataset: name of the data set; see `data.sources`.
+        dataset: the data set; see `data.sources.load_images`.
         settings: settings of the data source.
         val_size: number (1 or more) or fraction (below 1) of the training images to validate on.
         folds: number of folds of a cross-validation; 0 for none.
@@ -33,7 +37,7 @@ class SplitImages:
 
     def __init__(
         self,
-        dataset: str,
+        dataset: str | Source | Load,
         settings: SourceSettings,
         *,
         val_size: float = 0.1,
@@ -81,7 +85,7 @@ class SplitImages:
         rows = torch.arange(len(images))
         if images.val_rows is not None and not self.folds:
             if self.val_size == 0:
-                where = self.settings.root or self.dataset
+                where = self.settings.root or part_name(self.dataset)
                 note_once(f"{where}: data.val_size 0 is ignored, because the data set has its own validation images")
             is_val = torch.isin(rows, torch.tensor(images.val_rows))
             train, val = rows[~is_val], rows[is_val]
@@ -93,6 +97,21 @@ class SplitImages:
             train, val = (rows[part] for part in parts)
         return take_share(images, train, self.train_share, self.settings.split_seed), val
 
+    def sides(self) -> Iterator[tuple[ImageSet, Tensor]]:
+        """Yield `train_images`, then separate test images if there are any, with the side of each image, int64 (N,)."""
+        images, (train, val) = self.train_images, self.split
+        sides = torch.full((len(images),), UNUSED)
+        sides[train], sides[val] = TRAIN, VAL
+        if self.folds:
+            sides[self.fold_rows] = TEST
+        yield images, sides
+        tests: list[ImageSet] = []
+        if not self.folds:
+            with suppress(Exception):  # a fit needs no test images, and the function of a user may have none
+                tests.append(self.test_images)
+        for test in tests:
+            yield test, torch.full((len(test),), TEST)
+
     @property
     def class_counts(self) -> Tensor:
         """Number of training images of each class, int64 (classes,)."""
@@ -100,14 +119,14 @@ class SplitImages:
         return torch.bincount(images.labels[self.split[0]], minlength=len(images.classes))
 
     def warn_of_few_images(self, batch_size: int) -> None:
-        """Warn about classes with fewer than two training images, a share below a batch, and a small validation set."""
+        """Warn about classes with fewer than two training images, a large batch, and a small validation set."""
         classes = self.train_images.classes
         few = [name for name, count in zip(classes, self.class_counts.tolist(), strict=True) if count <= 1]
         if few:
-            names = ", ".join(few[:3]) + (f" and {len(few) - 3:,} more" if len(few) > 3 else "")
-            note_once(f"{len(few):,} of {len(classes):,} classes have fewer than 2 training images ({names}): add more")
+            part = f"{len(few):,} of {len(classes):,} classes"
+            note_once(f"{part} have fewer than 2 training images ({listed(few)}): add more")
         count = len(self.split[0])
-        if self.train_share < 1 and count < batch_size:
+        if count < batch_size:
             note_once(f"{counted(count, 'training image')} are less than a batch of {batch_size}: lower --batch-size")
         count = len(self.split[1])
         if 0 < count < FEW_VALIDATION_IMAGES:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
 import torch
 
-from cifar_lit.data.image_set import ImageSet, image_key
-from cifar_lit.data.split_images import SplitImages
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.split_images import TEST, SplitImages
 from cifar_lit.errors import Failure
+from cifar_lit.text import listed, nfc
 
 MAX_HASHED = 4 << 30  # bytes of all images; larger data sets, which exceed many memories, are identified by path only
 MAX_TEXT = 256 << 20  # bytes of an uncompressed record; about five million paths
+SKIPPED = TEST + 1  # side of unreadable images
 
-Row = tuple[str, str, int]  # path, side, and hash of class and pixels
+Row = tuple[str, int, int]  # path, side, and hash of class and pixels
 Record = dict[str, Any]
 
 
@@ -39,22 +40,12 @@ def split_record(parts: SplitImages) -> Record:
 
 def split_rows(parts: SplitImages) -> list[Row]:
     """Return a row for each image. The separate test images of a data set without names cannot change sides."""
-    images = parts.train_images
-    sides = ["unused"] * len(images)
-    sets = [(images, sides)]
-    for side, rows in zip(("train", "val"), parts.split, strict=True):
-        for row in rows.tolist():
-            sides[row] = side
-    if parts.folds:
-        for row in parts.fold_rows.tolist():
-            sides[row] = "test"
-    elif images.names is not None:
-        with suppress(Exception):  # the function of a user may have no test images
-            sets.append((parts.test_images, ["test"] * len(parts.test_images)))
-    record = [(image_key(name), "skipped", 0) for name in images.skipped]
-    for image_set, set_sides in sets:
-        names = image_set.names or [str(row) for row in range(len(image_set))]
-        record += zip(map(image_key, names), set_sides, image_hashes(image_set), strict=True)
+    record = [(nfc(name), SKIPPED, 0) for name in parts.train_images.skipped]
+    for images, sides in parts.sides():
+        names = images.names or [str(row) for row in range(len(images))]
+        record += zip(map(nfc, names), sides.tolist(), image_hashes(images), strict=True)
+        if images.names is None:
+            break
     return record
 
 
@@ -76,7 +67,7 @@ def recorded_rows(record: Mapping[str, Any]) -> list[Row] | None:
     try:
         text = zlib.decompressobj().decompress(packed.numpy().tobytes(), MAX_TEXT)
         rows = [(name, side, code) for name, side, code in json.loads(text)]
-        if any((type(name), type(side), type(code)) != (str, str, int) for name, side, code in rows):
+        if any(tuple(map(type, row)) != (str, int, int) for row in rows):
             raise ValueError("a row has other types")
     except (AttributeError, TypeError, ValueError, RecursionError, zlib.error):
         raise Failure("the checkpoint's list of images is damaged: use another checkpoint") from None
@@ -100,11 +91,5 @@ def split_fault(parts: SplitImages, saved: list[Row] | None) -> str:
         "are in another order": names,
     }
     fault, images = next(pair for pair in faults.items() if pair[1])
-    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {_listed(images)}"
+    text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {listed(name[:200] for name in images)}"
     return f"{text}. Restore the images and their table as they were, or start a new run"
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return ", ".join(name[:200] for name in names[:3]) + more

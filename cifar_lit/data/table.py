@@ -18,12 +18,9 @@ from cifar_lit.text import nfc
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
 COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
     "path": (
-        "path", "file", "filename", "image", "imagepath", "filepath", "imagename", "imagefile", "imageid", "img",
-        "imgpath", "imgname", "imgid", "photo", "picture", "fileid", "id",
+        "path", "file", "filename", "filepath", "image", "imagepath", "imagename", "imageid", "img", "imgpath", "id",
     ),
-    "label": (
-        "label", "class", "category", "target", "labels", "classname", "labelname", "choice", "classid", "categoryid",
-    ),
+    "label": ("label", "labels", "class", "classname", "category", "target", "choice"),
     "split": ("split", "set", "subset"),
     "group": ("group",),
     "reviewed": ("reviewed",),
@@ -91,7 +88,7 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
     for number, cells in records:
         values = ["" if i is None or i >= len(cells) else cells[i] for i in positions.values()]
         row = Row(number, values[0], *map(nfc, values[1:]))
-        if "\0" in row.path or not _is_encodable(row.path):
+        if re.search("[\0\ud800-\udfff]", row.path):  # no file system stores half of a surrogate pair
             raise UsageError(f"{table}, row {number}: no file can be called {row.path[:80]!r}")
         if row.path and (row.label or not labelled):
             rows += 1
@@ -150,15 +147,6 @@ def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
 def _plain(name: str) -> str:
     """Return the name of a column in the form of `COLUMNS`."""
     return re.sub("[ _-]", "", name.lower())
-
-
-def _is_encodable(path: str) -> bool:
-    """Return whether a path has no half of a surrogate pair, which no file system stores."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _text(value: Any) -> str:

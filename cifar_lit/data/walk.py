@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import lru_cache
 
-from cifar_lit.text import counted, listed, natural_key, nfc
+from cifar_lit.text import counted, listed, natural_key
 
 OnError = Callable[[OSError], object]
 # Thumbnails, bins and snapshots of Synology, QNAP, Windows, Linux and macOS, in lower case. They repeat photos in
@@ -24,7 +24,7 @@ def is_skipped(name: str) -> bool:
     return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
 
 
-def entries_of(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
+def visible_entries(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
     """Yield the visible entries of a folder in the order of the disk.
 
     Args:
@@ -43,16 +43,11 @@ def entries_of(folder: str, on_error: OnError, skipped: list[str] | None = None)
         on_error(error)
 
 
-def visible_entries(folder: str, on_error: OnError, skipped: list[str] | None = None) -> list[os.DirEntry[str]]:
-    """Return the entries of `entries_of` in natural order."""
-    return sorted(entries_of(folder, on_error, skipped), key=lambda entry: natural_key(entry.name))
-
-
 def walk(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
     """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
 
     Links to folders are followed, but each folder is entered only once. Otherwise a link to a parent folder would never
-    end, and links that double at every level would take 2^levels visits. For the arguments, see `entries_of`.
+    end, and links that double at every level would take 2^levels visits. For the arguments, see `visible_entries`.
     """
     visited: set[tuple[int, int]] = set()
     stack: list[os.DirEntry[str]] = []
@@ -64,7 +59,8 @@ def walk(folder: str, on_error: OnError, skipped: list[str] | None = None) -> It
             if (status.st_dev, status.st_ino) in visited:
                 return False
             visited.add((status.st_dev, status.st_ino))
-        stack.extend(reversed(visible_entries(path, on_error, skipped)))
+        entries = visible_entries(path, on_error, skipped)
+        stack.extend(sorted(entries, key=lambda entry: natural_key(entry.name), reverse=True))
         return True
 
     enter(folder)
@@ -82,23 +78,11 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def as_on_disk(path: str) -> str:
-    """Return a path whose accents have the Unicode form of the disk; the same path if there is no such file."""
-    if path.isascii() or os.path.lexists(path):
-        return path
-    folder, name = os.path.split(path)
-    if folder != path:
-        folder = as_on_disk(folder)
-    with suppress(OSError):
-        mtime_ns = os.stat(folder or ".").st_mtime_ns  # noqa: PTH116
-        return os.path.join(folder, _names_in(folder or ".", mtime_ns).get(nfc(name), name))  # noqa: PTH118
-    return path
-
-
-@lru_cache(64)
-def _names_in(folder: str, mtime_ns: int) -> dict[str, str]:
-    """Return the names in a folder by their composed forms, read again when its modification time changes."""
-    return {nfc(name): name for name in os.listdir(folder)}  # noqa: PTH208
+def as_on_disk(path: str, folder: str = "") -> str:
+    """Return a path below a folder whose accents have the Unicode form of the disk; the same path without a file."""
+    forms = (path, unicodedata.normalize("NFC", path), unicodedata.normalize("NFD", path))
+    places = [os.path.join(folder, form) for form in forms]  # noqa: PTH118
+    return next((place for place in places if os.path.lexists(place)), places[0])
 
 
 def skipped_text(skipped: Iterable[str]) -> str:

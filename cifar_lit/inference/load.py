@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from cifar_lit.data.decode import Preparation, decode, pixels_of
 from cifar_lit.errors import Failure
 from cifar_lit.inference.unknown import FALSE_ALARMS, check_rate, novelty, threshold
+from cifar_lit.plugins import all_imports_allowed
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.text import printable
@@ -139,11 +141,19 @@ def _to_pil(image: Any) -> Image.Image:
     return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
-def load(path: str | Path, device: str = "cpu") -> Classifier:
+def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifier:
     """Return the classifier of a run folder, or of a `model.safetensors`, on a device such as "cuda".
 
-    Raise UsageError if there is no such file, Failure if it is damaged or was not written by this program.
+    Args:
+        path: the folder or file.
+        device: device of the net.
+        trust: import a net that the file names by its import path, such as `my_nets.MyNet`. Its code runs.
+
+    Raises:
+        UsageError: there is no such file, or it names a net to import.
+        Failure: the file is damaged or was not written by this program.
     """
-    net = load_model_file(path)
+    with all_imports_allowed() if trust else nullcontext():
+        net = load_model_file(path)
     test = read_metrics(Path(path)).get("test") or {}
     return Classifier(net, device, test.get("accuracy"))

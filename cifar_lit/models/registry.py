@@ -20,7 +20,7 @@ from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net,
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
 from cifar_lit.models.whitened import OPTIONS, WhitenedNet, min_size
 from cifar_lit.models.wide_resnet import wide_resnet
-from cifar_lit.plugins import check_no_file, import_callable, is_import_path
+from cifar_lit.plugins import accepted_arguments, check_no_file, find_part, is_import_path, part_name
 
 
 class NetSpec(NamedTuple):
@@ -55,7 +55,7 @@ NETS: dict[str, NetSpec] = {
 
 
 def build_net(
-    name: str,
+    net: str | Callable[..., nn.Module] | NetSpec,
     *,
     channels: int,
     image_size: int | tuple[int, int],
@@ -66,8 +66,8 @@ def build_net(
     """Return the net `name` with random weights.
 
     Args:
-        name: a key of `NETS`, a torchvision net, a timm net with the prefix "timm/", or the import path of a builder
-            (see `NetSpec.build`) or of a `NetSpec`.
+        net: a key of `NETS`, a torchvision net, a timm net with the prefix "timm/", or a builder (see `NetSpec.build`)
+            or a `NetSpec`, or the import path of one.
         channels: channels of the images.
         image_size: side of square images, or (height, width), in pixels.
         num_classes: number of logits.
@@ -83,28 +83,31 @@ def build_net(
         raise UsageError(f"a net needs at least 1 channel, class and pixel, not {channels}, {num_classes} and {shape}")
     if not 0 < width <= MAX_WIDTH:
         raise UsageError(f"width, a multiplier, must be above 0 and at most {MAX_WIDTH:g}, not {width}")
-    options = dict(options or {})
-    spec = check_net(name, options)
+    options, name = dict(options or {}), part_name(net)
+    spec = check_net(net, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)
     if min(size) < min_size:
         raise UsageError(f"{name} cannot take {shape} images; the smallest size is {min_size}×{min_size}.")
     settings = {"channels": channels, "image_size": size, "num_classes": num_classes, "width": width, **options}
+    settings = accepted_arguments(spec.build, settings)
+    if width != 1 and "width" not in settings:
+        raise UsageError(f"{name} takes no width: leave model.width at 1")
     try:
-        net = spec.build(**settings)
+        built = spec.build(**settings)
     except TypeError as error:  # a user's builder with a different signature
         raise UsageError(
-            f"{name} cannot be built with the keyword arguments {', '.join(settings)}: {first_line(error)}. "
-            "It must accept all of them; image_size is (height, width)."
+            f"{name} cannot be built with the keyword arguments {', '.join(settings) or '(none)'}: {first_line(error)}"
         ) from error
-    if not isinstance(net, nn.Module):
-        raise UsageError(f"{name} must return a torch.nn.Module, not a {type(net).__name__}")
-    return net
+    if not isinstance(built, nn.Module):
+        raise UsageError(f"{name} must return a torch.nn.Module, not a {type(built).__name__}")
+    return built
 
 
-def check_net(name: str, options: Mapping[str, Any]) -> NetSpec:
+def check_net(net: str | Callable[..., nn.Module] | NetSpec, options: Mapping[str, Any]) -> NetSpec:
     """Return the spec of a net. Raise UsageError for an unknown name or option."""
+    name = part_name(net)
     # Do not import timm, which takes seconds: `any_size` is not needed here.
-    spec = NetSpec(partial(build_timm_net, name), options=TIMM_OPTIONS) if name.startswith(TIMM) else net_spec(name)
+    spec = NetSpec(partial(build_timm_net, name), options=TIMM_OPTIONS) if name.startswith(TIMM) else net_spec(net)
     for option in options:
         if spec.options is not None and option not in spec.options:
             valid = ", ".join(spec.options) or "none: leave model.net_options out"
@@ -113,14 +116,15 @@ def check_net(name: str, options: Mapping[str, Any]) -> NetSpec:
     return spec
 
 
-def net_spec(name: str) -> NetSpec:
+def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
     """Return the spec of a net. Raise UsageError for an unknown name."""
+    name = part_name(net)
     if name in NETS:  # checked first, because torchvision is slow to import
         return NETS[name]
     if name.startswith(TIMM):
         return NetSpec(partial(build_timm_net, name), any_size=takes_any_size(name), options=TIMM_OPTIONS)
-    if is_import_path(name):
-        target = import_callable(name)
+    if not isinstance(net, str) or is_import_path(net):
+        target = find_part(net, "model.net", NetSpec)
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
     names = [*NETS, *torchvision_names()]
     if name not in names:

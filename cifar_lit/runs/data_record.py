@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from cifar_lit.data.split_images import TEST
+
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
-
-UNUSED, TRAIN, VAL, TEST = range(4)
 
 
 def data_record(data: ImageData) -> dict[str, Any]:
@@ -22,27 +21,19 @@ def data_record(data: ImageData) -> dict[str, Any]:
     Each image is identified by its pixels. So a fingerprint does not depend on the order, names or place of the files,
     and other labels change only that of the labels, unless a split by seed changes with them.
     """
-    train, val = data.split
-    part = torch.full((len(data.train_images),), UNUSED)
-    part[train], part[val] = TRAIN, VAL
-    sets = [(data.train_images, part)]
-    if data.parts.folds:  # the test images are among the training images
-        part[data.parts.fold_rows] = TEST
-    else:
-        with suppress(Exception):  # `fit` needs no test images, and the function of a user may have none
-            sets.append((data.test_images, torch.full((len(data.test_images),), TEST)))
     columns: dict[str, list[np.ndarray]] = {"images": [], "labels": [], "split": []}  # uint64 (N,), a key per image
-    for image_set, parts in sets:
+    for image_set, sides in data.parts.sides():
         names = _keys([name.encode() for name in image_set.classes])
         for rows in torch.arange(len(image_set)).split(4096):  # in parts, because the images may be memory-mapped
             columns["images"].append(_keys(image_set.take(rows).flatten(1).numpy()))
             columns["labels"].append(names[image_set.labels[rows].numpy()])
-            columns["split"].append(parts[rows].numpy().astype(np.uint64))
+            columns["split"].append(sides[rows].numpy().astype(np.uint64))
     keys = {name: np.concatenate(parts) for name, parts in columns.items()}
     pairs = {name: np.stack([keys["images"], column]) for name, column in keys.items()}
     hashes = {name: sha256(pair[:, np.lexsort(pair[::-1])].tobytes()).hexdigest() for name, pair in pairs.items()}
-    counts = {"train": len(train), "val": len(val), "test": int((sets[-1][1] == TEST).sum())}
-    return {**hashes, **counts, "classes": data.class_count}
+    train, val = map(len, data.split)
+    tested = int((keys["split"] == TEST).sum())
+    return {**hashes, "train": train, "val": val, "test": tested, "classes": data.class_count}
 
 
 def _keys(items: Iterable[Any]) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +24,7 @@ from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.models.pretrained import TIMM
 from cifar_lit.models.registry import MAX_WIDTH, build_net, net_spec
 from cifar_lit.models.state import with_versions
-from cifar_lit.plugins import UntrustedName, is_import_path
+from cifar_lit.plugins import UntrustedName, check_allowed, is_import_path
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name
 
@@ -116,6 +117,16 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def read_card(path: str | Path) -> ModelCard | None:
+    """Return the card of a run folder or a `model.safetensors`, None for other or invalid files."""
+    with suppress(UsageError, InvalidFileError, SafetensorError, OSError, KeyError, MemoryError):
+        with safe_open(weights_file(path), framework="pt") as opened:
+            metadata = opened.metadata() or {}
+        if metadata.get("format") == FORMAT:
+            return ModelCard(**card_values(metadata["card"]))
+    return None
+
+
 def load_model_file(path: str | Path) -> LoadedNet:
     """Return the net of a run folder, or of a `model.safetensors`, in evaluation mode on the CPU.
 
@@ -137,6 +148,7 @@ def load_model_file(path: str | Path) -> LoadedNet:
             if metadata.get("format") != FORMAT:
                 raise InvalidFileError(f"it holds no {FORMAT!r} model")
             card = ModelCard(**card_values(metadata["card"]))
+            check_allowed(card.net)
             if card.net.startswith(TIMM) or is_import_path(card.net):
                 net_spec(card.net)  # raises UsageError for a missing package: the file is not damaged
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no dict

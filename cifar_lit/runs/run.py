@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from torchvision.utils import make_grid
@@ -53,7 +52,6 @@ class Run(Callback):
     ) -> None:
         self.changed = dict(changed or {})
         self.changes: list[dict[str, Any]] = []
-        self._threads = torch.get_num_threads()  # at the start of the run
         self.folder, self.settings, self.config, self.notes = folder, settings, config, notes
         self.command, self.trains = command, command in ("fit", "train")
         self.clock = Clock()
@@ -123,20 +121,17 @@ class Run(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to record its changes."""
-        return {"threads": self._threads, "changes": json.dumps(self.changes)}
+        return {"changes": json.dumps(self.changes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Record the settings and the number of threads that differ from those at the start, unless they did before."""
+        """Record the settings that differ from config.yaml, unless they did before."""
         try:
-            self._threads, self.changes = int(state_dict["threads"]), changes_in(json.loads(state_dict["changes"]))
+            self.changes = changes_in(json.loads(state_dict["changes"]))
         except (KeyError, TypeError, ValueError, RecursionError):
             raise Failure("the checkpoint's record of changed settings is damaged: use another checkpoint") from None
-        settings = dict(self.changed)
-        if torch.get_num_threads() != self._threads:
-            settings["threads"] = torch.get_num_threads()
         before = self.changes[-1]["settings"] if self.changes else {}
-        if settings != before:
-            self.changes.append({"step": int(self.notes["step"]), "settings": settings})
+        if self.changed != before:
+            self.changes.append({"step": int(self.notes["step"]), "settings": self.changed})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Create metrics.csv and log augmented training images, before the clock starts.

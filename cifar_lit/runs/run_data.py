@@ -15,7 +15,7 @@ from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import MIN_SIZE, shapes
 from cifar_lit.data.sources import SourceSettings, at_hand, load_images
 from cifar_lit.errors import Failure, UsageError, first_line
-from cifar_lit.plugins import allow_imports
+from cifar_lit.plugins import allow_imports, check_allowed
 from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
@@ -163,6 +163,7 @@ class RunData:
 
     def _check_at_hand(self) -> None:
         where = f" in {self.settings.root}" if self.settings.root else ""
+        check_allowed(self.dataset)
         if not at_hand(self.dataset, self.settings):
             raise Failure(f"the images of {self.dataset} are missing{where}: give their folder with --data-dir")
         check_choices({"data": self.values})

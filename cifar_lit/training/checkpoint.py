@@ -13,6 +13,7 @@ import re
 import time
 import warnings
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -252,15 +253,25 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return _read(path, _check_contents)
 
 
+# Names under which programs store the weights of a net beside other values, the preferred one first.
+CONTAINERS = (
+    "state_dict", "model", "model_state_dict", "net", "network", "module", "weights", "params",
+    "state_dict_ema", "ema_state_dict", "model_ema", "ema", "teacher", "student",
+)  # fmt: skip
+
+
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors in a checkpoint of any program by name, on the CPU.
 
-    Tensors in `state_dict` or `model` take precedence. Raises the errors of `read_checkpoint`.
+    Tensors in one of CONTAINERS, at any depth, take precedence. Raises the errors of `read_checkpoint`.
     """
-    contents = _read(path, lambda contents: _count_values(contents, {}, 0))
-    candidates = [contents.get(name) for name in ("state_dict", "model")]
-    weights = next((candidate for candidate in candidates if isinstance(candidate, Mapping)), contents)
-    tensors = {str(name): tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    with torch.serialization.safe_globals([Namespace]):  # timm's `args`; building one runs no code
+        contents = _read(path, lambda contents: _count_values(contents, {}, 0))
+    weights: Mapping[str, Any] | None = contents
+    while weights is not None:
+        contents = dict(weights)
+        weights = next((contents[name] for name in CONTAINERS if isinstance(contents.get(name), Mapping)), None)
+    tensors = {str(name): tensor for name, tensor in contents.items() if isinstance(tensor, Tensor)}
     if not tensors:
         raise Failure(f"{path} holds no weights: name a file with the state_dict of a net")
     return tensors
@@ -295,7 +306,7 @@ def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str,
         raise Failure(f"{path} was not loaded: {error}. Use another checkpoint.") from None
     except pickle.UnpicklingError as error:
         if any(word in str(error) for word in ("GLOBAL", "Trying to call reduce", "allowlisted")):
-            remedy = "Use checkpoints that hold weights only"
+            remedy = "Use checkpoints that hold weights only, as torch.save(net.state_dict(), FILE) writes"
             raise Failure(f"{path} was not loaded: it would execute code. {remedy}.") from None
         raise DamagedCheckpoint(f"{path} is not a checkpoint, or is damaged: use another checkpoint") from None
     except Exception as error:  # A damaged file can raise anything.

@@ -40,6 +40,7 @@ PLAIN = (  # opcodes of protocol 2 that take no more memory than their bytes in 
 )  # fmt: skip
 # One byte in the file, about 64 in memory.
 CONTAINERS = (pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+NAMESPACE = "argparse.Namespace"
 UNKNOWN_TENSOR = "it has a tensor of an unsupported kind"
 
 
@@ -103,6 +104,7 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
             "__builtin__.bytearray": lambda content: bytearray(self.copy(content, bytes)),
             "__builtin__.complex": complex,
             "_codecs.encode": self.encode,
+            NAMESPACE: lambda: OrderedDict(),
         }
 
     def count(self, kind: str, number: int = 1) -> None:
@@ -178,6 +180,14 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
         for key, value in zip(items[::2], items[1::2], strict=True):
             self.stack[-1][key] = value
 
+    def load_newobj(self) -> None:
+        """Create an empty argparse.Namespace, as torch does without calling it."""
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if function is not self.functions[NAMESPACE] or arguments != ():
+            raise pickle.UnpicklingError("GLOBAL of another class")
+        self.count("lists and tuples")
+        self.stack.append(function())
+
     def load_setitems(self) -> None:
         """Put the items above the last mark into a dict."""
         self.set_items(self.pop_mark())
@@ -201,6 +211,7 @@ class _Checker(pickle._Unpickler):  # in Python: the C implementation allocates 
     dispatch |= {code[0]: pickle._Unpickler.dispatch[code[0]] for code in PLAIN}
     dispatch |= {code[0]: _counted(pickle._Unpickler.dispatch[code[0]]) for code in CONTAINERS}
     dispatch |= {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems, pickle.BUILD[0]: load_build}
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
 
 
 def _is_plain(value: Any) -> bool:

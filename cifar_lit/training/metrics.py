@@ -18,6 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit.errors import UsageError
+from cifar_lit.plugins import build_part
 from cifar_lit.text import csv_cell, is_name
 
 
@@ -154,7 +155,11 @@ class Evaluation(nn.Module):
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
         self.top5 = TopHits() if num_classes > TOP else None
         self.further = MetricCollection(
-            {name: metric.clone() for name, metric in (metrics or {}).items()}, compute_groups=False
+            {
+                name: build_part(metric, "model.metrics", Metric, num_classes=num_classes).clone()
+                for name, metric in (metrics or {}).items()
+            },
+            compute_groups=False,
         )
 
     def update(self, logits: Tensor, labels: Tensor) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.plugins import import_callable
+from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
 from cifar_lit.training.captured import can_capture
 from cifar_lit.training.muon import Muon
 from cifar_lit.training.schedules import SCHEDULES, schedule_from
@@ -139,9 +141,12 @@ _MUON_ONLY = {
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise UsageError for invalid settings of ImageClassifier, or an invalid combination."""
     optimizer, decay = settings["optimizer"], settings["weight_decay"]
-    if "." not in optimizer:  # else an import path
-        check_choice("model.optimizer", optimizer, OPTIMIZERS)
-    check_choice("model.schedule", settings["schedule"], SCHEDULES)
+    for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+        if "." not in settings[name]:  # else an import path, or the name of a class
+            check_choice(f"model.{name}", settings[name], choices)
+    for name in ("warmup_epochs", "final_lr", "whiten_epochs") if "." in settings["schedule"] else ():
+        if settings[name]:
+            raise UsageError(f"model.{name} needs one of our schedules: leave it out with {settings['schedule']}")
     if not settings["lr"] > 0:
         raise UsageError(f"the learning rate must be above 0, not {settings['lr']:g}: set --lr")
     for name, (is_valid, range_text) in _RANGES.items():
@@ -165,7 +170,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 def build_optimizer(
     net: nn.Module,
-    optimizer: str,
+    optimizer: str | Callable[..., Optimizer] | Optimizer,
     lr: float,
     *,
     precision: str = "bf16-mixed",
@@ -178,7 +183,9 @@ def build_optimizer(
 
     Args:
         net: the net, on the device where it is trained.
-        optimizer: one of OPTIMIZERS, or the import path of a torch optimizer, called with the groups and `lr`.
+        optimizer: one of OPTIMIZERS; or a torch optimizer, which is returned; or a class or function, or the import
+            path of one, which is called with the groups and, if it accepts it, `lr`. `lr` and `weight_decay` that a
+            partial or a function sets itself take precedence.
         lr: highest learning rate.
         precision: precision of the Trainer. Without bf16, which may be slow, Muon's products are float32.
         capturable: keep the rate of each group in a 0-dim float32 tensor on the device, which captured steps read.
@@ -187,7 +194,11 @@ def build_optimizer(
     Raises:
         UsageError: if the import path is not of an optimizer, or the optimizer ignores a setting.
     """
-    groups = parameter_groups(net, optimizer, lr, **settings)
+    if isinstance(optimizer, partial):
+        lr = optimizer.keywords.get("lr", lr)
+        settings["weight_decay"] = optimizer.keywords.get("weight_decay", settings.get("weight_decay", 0.0))
+    name = part_name(optimizer)
+    groups = parameter_groups(net, name, lr, **settings)
     first = groups[0]["params"][0]
     if capturable:
         for group in groups:
@@ -205,27 +216,37 @@ def build_optimizer(
             for parameter in group["params"] if group["momentum"] else ():
                 built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     elif capturable:
-        raise UsageError(f"a step of {optimizer} cannot be captured: add --model.capture false")
+        raise UsageError(f"a step of {name} cannot be captured: add --model.capture false")
+    elif isinstance(optimizer, Optimizer):
+        built = optimizer
     else:
-        built = import_callable(optimizer)(groups, lr=lr)
-        if not isinstance(built, Optimizer):
-            raise UsageError(f"{optimizer} must return a torch.optim.Optimizer, not a {type(built).__name__}")
+        build = find_part(optimizer, "model.optimizer")
+        accepted = accepted_arguments(build, {"lr": lr, "weight_decay": 0.0})
+        for group in groups:  # their values would replace those that a function sets itself
+            if "lr" not in accepted and settings.get("input_lr") is None:
+                del group["lr"]
+            if "weight_decay" not in accepted and group["role"] == "weights" and not group["weight_decay"]:
+                del group["weight_decay"]
+        built = build_part(build, "model.optimizer", Optimizer, groups, lr=lr)
         for setting in ("momentum", "nesterov", "weight_decay"):
             if settings.get(setting) and setting not in built.defaults:
-                raise UsageError(f"{optimizer} takes no {setting}: leave model.{setting} out, or set it to 0")
+                raise UsageError(f"{name} takes no {setting}: leave model.{setting} out, or set it to 0")
     # A fused step would unscale gradients after clipping. Lightning's precision plugin unscales them before clipping.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _keep_machine_settings(built)
     return built
 
 
-def configure_optimizers(net: nn.Module, settings: Mapping[str, Any], trainer: Any) -> Any:
+def configure_optimizers(
+    net: nn.Module, settings: Mapping[str, Any], trainer: Any, optimizer: Any = None, schedule: Any = None
+) -> Any:
     """Return the optimizer and, unless rates are constant, its schedule, as Lightning expects them.
 
-    Raises UsageError for a schedule if the training has no limit.
+    optimizer, schedule: classes or objects, instead of the names in `settings`. Raises UsageError for a schedule if the
+    training has no limit.
     """
     captures = can_capture(trainer, settings["capture"])
-    groups = {name: settings[name] for name in GROUP_SETTINGS}
+    groups = {name: settings[name] for name in GROUP_SETTINGS} | {"optimizer": optimizer or settings["optimizer"]}
     optimizer = build_optimizer(net, precision=str(trainer.precision), capturable=captures, **groups)
     if settings["schedule"] == "constant" and not settings["warmup_epochs"] and settings["whiten_epochs"] is None:
         return optimizer
@@ -234,8 +255,9 @@ def configure_optimizers(net: nn.Module, settings: Mapping[str, Any], trainer: A
     if steps == math.inf:
         raise UsageError("a schedule needs an end: set --epochs or --trainer.max_steps, or --model.schedule constant")
     steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
-    schedule = schedule_from(optimizer, settings, int(steps), steps_per_epoch)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": settings["schedule_every"]}}
+    built = schedule_from(optimizer, settings, int(steps), steps_per_epoch, schedule)
+    every = "epoch" if isinstance(built, ReduceLROnPlateau) else settings["schedule_every"]
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}
 
 
 def _keep_machine_settings(optimizer: Optimizer) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from cifar_lit.errors import UsageError
+from cifar_lit.plugins import build_part
 
 SCHEDULES = ("constant", "cosine", "one_cycle", "triangular")
 
@@ -87,14 +88,32 @@ class Schedule(LambdaLR):
         return self._whitening is not None and self.last_epoch >= self._whitening
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state with rates as floats, and without `whitening`, which may change on resume."""
+        """Return torch's state with rates as floats, and without `whitening`, which is a setting."""
         state = super().state_dict()
         del state["_whitening"]
         return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
 
 
-def schedule_from(optimizer: Optimizer, settings: Mapping[str, Any], steps: int, steps_per_epoch: int) -> Schedule:
-    """Return the schedule for a model's settings. steps: all optimizer steps of the training."""
+def schedule_from(
+    optimizer: Optimizer, settings: Mapping[str, Any], steps: int, steps_per_epoch: int, schedule: Any = None
+) -> LRScheduler:
+    """Return the schedule for a model's settings.
+
+    Args:
+        optimizer: the optimizer.
+        settings: of the model.
+        steps: all optimizer steps of the training.
+        steps_per_epoch: optimizer steps of an epoch.
+        schedule: a torch scheduler, which is returned; or a class or function, or the import path of one, which is
+            called with the optimizer, and with `total_steps` if its signature has it. None for `settings["schedule"]`.
+
+    Raises UsageError if the result is no torch scheduler.
+    """
+    schedule = schedule or settings["schedule"]
     unit = steps_per_epoch if settings["schedule_every"] == "epoch" else 1
-    warmup, whitening = ((settings[name] or 0) * steps_per_epoch / unit for name in ("warmup_epochs", "whiten_epochs"))
-    return Schedule(optimizer, settings["schedule"], steps / unit, warmup, settings["final_lr"], whitening or None)
+    if schedule in SCHEDULES:
+        spans = (settings[name] or 0 for name in ("warmup_epochs", "whiten_epochs"))
+        warmup, whitening = (epochs * steps_per_epoch / unit for epochs in spans)
+        return Schedule(optimizer, schedule, steps / unit, warmup, settings["final_lr"], whitening or None)
+    built: LRScheduler = build_part(schedule, "model.schedule", LRScheduler, optimizer, total_steps=steps // unit)
+    return built

@@ -93,7 +93,7 @@ def classify(run: str, pictures: Path, device: str) -> tuple[int, float, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "cifar_lit", "classify", run, str(pictures), f"--csv={folder}/rows.csv"]
         before = time.perf_counter()
-        with started([*command, "--device", device], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        with started([*command, "--accelerator", device], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
 
             def watch() -> None:
                 while not ended.wait(POLL_SECONDS):

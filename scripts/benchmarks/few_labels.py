@@ -11,10 +11,10 @@ from inspect import signature
 
 from imbalance import drawn
 from script import run_script
+from train_once import StepProgress, run_once
 
 from cifar_lit.bench.process import without_places
-from cifar_lit.bench.progress import Progress, StepProgress
-from cifar_lit.bench.recipe import run_once
+from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
@@ -77,7 +77,7 @@ def run(settings: argparse.Namespace) -> None:
             ]
             with tempfile.TemporaryDirectory() as cache_dir:  # each method computes its own features
                 flags += [f"--data.cache_dir={cache_dir}", *settings.flags]
-                done = run_once(recipe, flags, seed, None, False, StepProgress(progress, number))
+                done = run_once(recipe, flags, seed, None, StepProgress(progress, number))
             results.setdefault(f"{images:,} images, {way}", []).append(done)
             progress.advance(
                 number + 1, f"{images:,} images, {way}: {100 * done['accuracy']:.2f} % in {done['seconds']:.0f} s"

@@ -11,10 +11,10 @@ from itertools import product
 
 import torch
 from script import run_script
+from train_once import StepProgress, run_once
 
 from cifar_lit.bench.process import without_places
-from cifar_lit.bench.progress import Progress, StepProgress
-from cifar_lit.bench.recipe import run_once
+from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, SourceSettings
@@ -62,7 +62,7 @@ def run(settings: argparse.Namespace) -> None:
     with suppress(Interrupted):
         for number, (seed, way) in enumerate(plans):
             SOURCES[LONG_TAILED] = replace(SOURCES["cifar10"], load=cache(partial(drawn, sizes=sizes, seed=seed)))
-            done = run_once(settings.recipe, [*flags, *WAYS[way]], seed, None, False, StepProgress(progress, number))
+            done = run_once(settings.recipe, [*flags, *WAYS[way]], seed, None, StepProgress(progress, number))
             results[way].append(done)
             progress.advance(number + 1, f"{way} {100 * done['balanced_accuracy']:.2f} %")
     rows: list[Row] = [

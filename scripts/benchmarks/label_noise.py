@@ -20,11 +20,11 @@ from script import run_script, set_threads
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.functional.classification import binary_auroc
+from train_once import StepProgress, run_once
 
 import cifar_lit
 from cifar_lit.bench.process import without_places
-from cifar_lit.bench.progress import Progress, StepProgress
-from cifar_lit.bench.recipe import run_once
+from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.hard_rounds import LastLosses
 from cifar_lit.data.image_set import ImageSet
@@ -145,7 +145,7 @@ def train(
     """Train and return logits (N, classes), embeddings (N, features), mean margins (N,) and last losses (N,)."""
     losses = Losses()
     with tempfile.TemporaryDirectory() as logs:
-        done = run_once(recipe, flags, seed, logs, False, losses, progress)
+        done = run_once(recipe, flags, seed, logs, losses, progress)
         (folder,) = Path(logs).iterdir()
         margins = torch.from_numpy(np.load(folder / "margins.npy"))
         rows = torch.arange(len(images))

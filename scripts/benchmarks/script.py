@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.cli.errors import explain_error
-from cifar_lit.cli.quiet import quieten
-from cifar_lit.training.orderly_stop import Interrupted
+from cifar_lit.cli.quiet import catch_signals, quieten
+from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
 
 def set_threads(text: str) -> int:
@@ -23,9 +25,31 @@ def run_script() -> int:
     """Run the main module, a measurement as defined in `cifar_lit.bench.commands`; return the exit code."""
     quieten()
     try:
-        run_module(f"python scripts/benchmarks/{Path(sys.argv[0]).name}", sys.modules["__main__"], sys.argv[1:])
+        with ends_at_once():
+            run_module(f"python scripts/benchmarks/{Path(sys.argv[0]).name}", sys.modules["__main__"], sys.argv[1:])
     except (Exception, Interrupted) as error:
         line, code = explain_error(error)
         print(line, file=sys.stderr)
         return code
     return 0
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` at once, also in a training, which needs no checkpoint here.
+
+    An interruption that the measurement has caught to print its results is raised at the end.
+    """
+    catch_signals()
+    Interrupted.latest = None
+    signals, OrderlyStop.SIGNALS = OrderlyStop.SIGNALS, ()
+    try:
+        yield
+    except Exception:
+        if Interrupted.latest:  # compiled code may replace the exception by another error
+            raise Interrupted.latest from None
+        raise
+    finally:
+        OrderlyStop.SIGNALS = signals
+    if Interrupted.latest:
+        raise Interrupted.latest

@@ -23,11 +23,11 @@ from page_tables import RUN_COLUMNS, TABLES, UNMEASURED, Cell, Figure, Table
 from script import run_script
 
 from cifar_lit.bench.commands import BENCHES
-from cifar_lit.bench.recipe import LEGEND, mean_text, texts_of
-from cifar_lit.bench.report import machine_text, spread_text
+from cifar_lit.bench.report import FEW, machine_text, spread, spread_text
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.stats import SHARE, limits_text, mean_interval
 
 WHAT = "print measured results as Markdown, or write them into the pages and the recipe headers of a checkout"
 PAGES = ("README*.md", "docs/**/*.md", "results/**/*.md")
@@ -39,6 +39,14 @@ BLOCK = re.compile(
 INTERVAL = re.compile(r"\((?:[\d.,]+ … [\d.,]+, )?(n = \d+)(?:; [\d.]+ … [\d.]+)?\)")
 TIME = re.compile(r"^[\d.,]+ (m?s|[a-z]+/s)\b")
 MARKDOWN_WIDTH = 100
+LEGEND = (
+    f"± is the standard deviation over n seeds, with a 95 % confidence interval (Student's t) where n >= {FEW}",
+    "training time: fit with validation, without the checkpoints of its last epoch",
+    "training and test: training time and the test of the plain images and, with TTA, of their views",
+    "times and speed: median (quartiles; range if n < 4) without the first run of each process if there are others",
+    "start to result: from process start to the test result; peak memory: of the process, including earlier runs",
+    "The runs share one process and the decoded images. Each run draws its random numbers from its own seed.",
+)
 OTHER_COLUMNS = ("measurement", "machine", "what", "result", "file")
 
 
@@ -216,6 +224,41 @@ def figure_texts(figures: Mapping[str, Any]) -> dict[str, str]:
         units = figures["unit"]
         return {label: spread_text(value, units.get(label, "")) for label, value in figures["headline"].items()}
     return _run_texts(figures)
+
+
+def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the results of a recipe's runs by column, – for missing values.
+
+    The accuracy is over all runs. If there are several runs, times leave out the first run in each process, which loads
+    code and compiles or captures kernels.
+    """
+    warm = [run for run in runs if not run["first"]] or runs
+    views = [run["views"] for run in runs if run["views"]]
+    # Files of earlier versions have no time of the test. Only they have one from the start of the process.
+    both = [run["seconds"] + run["test_seconds"] for run in warm if "test_seconds" in run]
+    cold = [run["cold_seconds"] for run in runs if run.get("cold_seconds") is not None]
+    memory, device = (max(run[name] or 0 for run in runs) for name in ("memory_mb", "device_memory_mb"))
+    peak = f"{memory:,} MB" if memory else "–"
+    if device:
+        peak += f" + {device:,} MB on the device"
+    return {
+        "test accuracy": mean_text([run["accuracy"] for run in runs]),
+        "with TTA": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
+        "training time": spread_text(spread(run["seconds"] for run in warm), "s"),
+        "training and test": spread_text(spread(both), "s") if both else "–",
+        "start to result": spread_text(spread(cold), "s") if cold else "–",
+        "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
+        "peak memory": peak,
+    }
+
+
+def mean_text(fractions: Sequence[float]) -> str:
+    """Return the mean with standard deviation, n and interval: `91.69 ± 0.17 % (n = 20; 91.61 … 91.77)`."""
+    mean = mean_interval(fractions, SHARE)
+    deviation = "" if mean["std"] is None else f" ± {100 * mean['std']:.2f}"
+    limits = limits_text(mean, ".2f", 0.01) if mean["n"] >= FEW else ""
+    interval = f"; {limits}" if limits else ""
+    return f"{100 * mean['mean']:.2f}{deviation} % (n = {mean['n']}{interval})"
 
 
 def _run_texts(metrics: Mapping[str, Any]) -> dict[str, str]:

@@ -14,10 +14,10 @@ import torch
 from script import run_script
 from torch import Tensor
 from torch.nn import functional as F
+from train_once import run_once
 
 import cifar_lit
 from cifar_lit.bench.process import without_places
-from cifar_lit.bench.recipe import run_once
 from cifar_lit.bench.report import Row, figures_of, publish, spread, write_figures
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError
@@ -100,7 +100,7 @@ def measure(settings: argparse.Namespace, seed: int) -> dict[str, Any]:
     if settings.val_size:
         flags += ["--data.val_size", str(settings.val_size)]
     with tempfile.TemporaryDirectory(prefix="cifar-lit-temperature-") as logs:
-        trained = run_once(settings.recipe, flags, seed, logs, False)
+        trained = run_once(settings.recipe, flags, seed, logs)
         run_dir = next(Path(logs).glob("*/model.safetensors")).parent
         classifier = cifar_lit.load(run_dir)
         data = run_image_data(run_dir, classifier.card)

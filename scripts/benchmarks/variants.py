@@ -28,6 +28,7 @@ from cifar_lit.data.resolution import shrink, side_at
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.models.tta import view_logits
+from cifar_lit.text import duration_text, note
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 from cifar_lit.training.orderly_stop import Interrupted
 from cifar_lit.training.schedules import Schedule
@@ -69,9 +70,8 @@ def run(settings: argparse.Namespace) -> None:
     plans = [(name, seed) for seed, name in product(range(settings.runs), changes)]
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in changes}
     progress = Progress(len(plans), "training")
-    progress.announce(
-        settings.seconds * len(plans) / 2, f"{settings.seconds:g} s of a processor for each of {len(plans)} trainings"
-    )
+    duration = duration_text(settings.seconds * len(plans) / 2)
+    note(f"this takes about {duration}: {settings.seconds:g} s of a processor for each of {len(plans)} trainings")
     parts = [(name, settings.seconds, merged(merged(recipe, own), changes[name]), seed) for name, seed in plans]
     with get_context("spawn").Pool(2, leave_signals, (0,), maxtasksperchild=1) as pool, suppress(Interrupted):
         for number, (name, one) in enumerate(pool.imap_unordered(train, parts)):

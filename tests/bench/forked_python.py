@@ -37,6 +37,7 @@ def serve(listener: socket.socket) -> None:
             for target, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, target)
                 os.close(descriptor)
+            sys.stdout, sys.stderr = (open(target, "w", closefd=False) for target in (1, 2))  # noqa: SIM115
             code = run(*json.loads(message))
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`cifar-lit bench recipe`: means over seeds, interrupted benchmarks, and separate conditions."""
+"""`cifar-lit bench recipe` and `train --seeds --json`: one driver, and a file for the tables of results."""
 
 from __future__ import annotations
 
@@ -8,110 +8,116 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import table
+from train_once import run_once
 
-from cifar_lit.bench import recipe
 from cifar_lit.bench.commands import bench
-from cifar_lit.bench.recipe import process_age, run_once
+from cifar_lit.cli.fit import TrainingCLI
+from cifar_lit.cli.flags import parse
+from cifar_lit.cli.seeds import train_seeds
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.training.orderly_stop import Interrupted
 
-RUN: dict[str, Any] = {  # a result of `run_once`
+RUN: dict[str, Any] = {  # an entry of a file
     "seed": 0, "dataset": "shapes", "accelerator": "cpu", "precision": "32-true", "parameters": 10, "accuracy": 0.5,
-    "loss": 1.0, "views": None, "seconds": 10.0, "test_seconds": 2.5, "images_per_second": 100.0, "cold_seconds": None,
-    "memory_mb": 100, "device_memory_mb": None,
+    "loss": 1.0, "views": None, "seconds": 10.0, "test_seconds": 2.5, "images_per_second": 100.0, "memory_mb": 1000,
+    "device_memory_mb": None, "first": False,
 }  # fmt: skip
+LOGS = Path("lightning_logs")
+
+
+def entry_in(file: str, recipe: str = "small") -> dict[str, Any]:
+    return dict(json.loads(Path(file).read_text())["recipes"][recipe])
 
 
 @pytest.fixture
-def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fake the runs and record their seeds; the first run of seed 2 is interrupted."""
-    seeds: list[int] = []
+def seeds(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Record the seeds of the trainings; the first training with seed 2 is interrupted before it begins."""
+    seeds: list[str | None] = []
+    start = TrainingCLI.__init__
 
-    def run(name: str, flags: Any, seed: int, *rest: Any) -> dict[str, Any]:
-        seeds.append(seed)
-        if seed == 2 and seeds.count(2) == 1:
+    def train(self: TrainingCLI, command: Any) -> None:
+        seeds.append(command.value("seed_everything"))
+        if seeds[-1] == "2" and seeds.count("2") == 1:
             raise Interrupted(signal.SIGTERM)
-        return {**RUN, "seed": seed}
+        start(self, command)
 
-    monkeypatch.setattr(recipe, "run_once", run)
+    monkeypatch.setattr(TrainingCLI, "__init__", train)
     return seeds
 
 
-def runs_in(file: str) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = json.loads(Path(file).read_text())["recipes"]["small"]["runs"]
-    return runs
-
-
-def test_runs_with_other_threads_or_flags_have_other_conditions() -> None:
-    file = Path("small.yaml")
-    first = recipe.conditions_of(file, [])
-    assert recipe.conditions_of(file, []) == first
-    other_flags = recipe.conditions_of(file, ["--lr", "0.5"])
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    more_threads = recipe.conditions_of(file, [])
-    assert {name for name in first if more_threads[name] != first[name]} == {"machine"}
-    assert {name for name in first if other_flags[name] != first[name]} == {"flags"}
-
-
-def test_each_seed_is_a_run_with_the_same_result_as_a_run_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    bench(["recipe", "small.yaml", "--runs", "2", "--json", "out/f.json"])
-    runs, out = runs_in("out/f.json"), capsys.readouterr().out
-    assert [(run["seed"], run["first"]) for run in runs] == [(0, True), (1, False)]
-    assert [run["cold_seconds"] is None for run in runs] == [process_age() is None, True]
-    assert all(run["test_seconds"] > 0 for run in runs) and "training and test" in out
-    assert "small seed 1 (2 of 2)" in out and "share one process" in out and "train loss" not in out
-    assert sorted(path.name for path in Path().rglob("*") if path.is_file()) == ["f.json", "small.yaml"]
-    alone = run_once("small.yaml", [], 1, None, False)
+def test_the_file_has_scores_times_and_memory_of_each_seed_as_a_training_alone_has_them() -> None:
+    bench(["recipe", "small.yaml", "--runs", "2", "--seed0", "4", "--lr", "0.01", "--json", "out/f.json"])
+    figures = json.loads(Path("out/f.json").read_text())
+    assert figures["bench"] == "recipe" and figures["environment"]["cpu"]
+    assert figures["settings"] == {"flags": ["--model.lr=0.01", "--trainer.devices=1"]}
+    runs, accuracy = (entry_in("out/f.json")[name] for name in ("runs", "accuracy"))
+    assert [(run["seed"], run["first"]) for run in runs] == [(4, True), (5, False)]
+    for number, run in enumerate(runs, 1):
+        metrics = read_metrics(LOGS / f"small-seeds-1/small-{number}")
+        assert run["seconds"] == metrics["train_seconds"] and run["test_seconds"] == metrics["test_seconds"]
+        assert run["images_per_second"] == metrics["images_per_second"] and run["accuracy"] == run["balanced_accuracy"]
+        assert 100 < run["memory_mb"] < 100_000 and run["device_memory_mb"] is None
+    assert accuracy["n"] == 2 and accuracy["mean"] == sum(run["accuracy"] for run in runs) / 2
+    texts = table.figure_texts(figures)
+    assert texts["small: test accuracy"].endswith("% (n = 2)") and texts["small: peak memory"].endswith(" MB")
+    alone = run_once("small.yaml", ["--lr", "0.01"], 5, None)
     assert alone["loss"] == runs[1]["loss"] != runs[0]["loss"]
     with pytest.raises(Failure, match="ended without a test"):
-        run_once("small.yaml", ["--trainer.fast_dev_run", "true"], 0, None, False)
+        run_once("small.yaml", ["--trainer.fast_dev_run", "true"], 0, None)
 
 
-def test_the_time_with_the_test_stands_beside_the_training_time_if_it_was_measured() -> None:
-    run = {**RUN, "first": False}
-    texts = recipe.texts_of([run])
-    assert (texts["training time"], texts["training and test"]) == ("10 s (n = 1)", "12.5 s (n = 1)")
-    del run["test_seconds"]  # a file of an earlier version
-    assert recipe.texts_of([run])["training and test"] == "–"
-
-
-def test_an_interrupted_benchmark_resumes_with_the_missing_seeds_and_accepts_no_other_conditions(
-    seeds: list[int], capsys: pytest.CaptureFixture[str]
+def test_a_stopped_measurement_has_the_finished_seeds_and_a_repeated_command_trains_only_the_others(
+    seeds: list[str | None],
 ) -> None:
-    argv = ["recipe", "small.yaml", "--runs", "4", "--json", "f.json"]
+    Path("other.yaml").write_text(Path("small.yaml").read_text())
+    argv = ["recipe", "other.yaml", "small.yaml", "--runs", "2", "--seed0", "1", "--json", "f.json"]
     with pytest.raises(Interrupted) as stopped:
         bench(argv)
-    assert "│ small  │ 50.00 ± 0.00 % (n = 2)" in capsys.readouterr().out
-    assert str(stopped.value.resume).endswith("bench recipe small.yaml --runs 4 --json f.json")
+    assert str(stopped.value.resume).endswith(f"bench {' '.join(argv)}")
+    assert [run["seed"] for run in entry_in("f.json", "other")["runs"]] == [1]
     bench(argv)
-    assert seeds == [0, 1, 2, 2, 3]
-    assert "2 runs are in f.json, 2 to go" in capsys.readouterr().out
-    assert [(run["seed"], run["first"]) for run in runs_in("f.json")] == [(0, True), (1, False), (2, True), (3, False)]
-    recipe_file = Path("small.yaml")
-    recipe_file.write_text(f"# a header with these figures\n{recipe_file.read_text()}")
-    bench([*argv, "--runs", "5"])
-    assert seeds[5:] == [4]
-    before = Path("f.json").read_bytes()
-    for line, reason in (("small.yaml --epochs 2", "other flags"), ("lenet", "has runs of small, which is not")):
-        with pytest.raises(UsageError, match=reason):
-            bench(["recipe", *line.split(), "--json", "f.json"])
-    assert Path("f.json").read_bytes() == before
-    Path("f.json").write_text('{"bench": "step"}')
-    with pytest.raises(UsageError, match="has no results of `bench recipe`"):
-        bench(argv)
-    assert Path("f.json").read_text() == '{"bench": "step"}'
+    assert seeds == ["1", "2", "2", "1", "2"]
+    assert [(run["seed"], run["first"]) for run in entry_in("f.json", "other")["runs"]] == [(1, True), (2, True)]
+    assert [(run["seed"], run["first"]) for run in entry_in("f.json")["runs"]] == [(1, True), (2, False)]
+    before = json.loads(Path("f.json").read_text())["recipes"]
+    bench(argv)
+    assert len(seeds) == 5 and json.loads(Path("f.json").read_text())["recipes"] == before
+    Path("f.json").unlink()
+    train_seeds(parse("train", ["--recipe", "small.yaml", "--seeds", "1-2", "--json", "f.json"]))
+    assert seeds[5:] == ["1", "2"]  # without its file, the command is a new measurement
+
+
+def test_the_command_that_continues_stopped_seeds_names_their_file(seeds: list[str | None]) -> None:
+    with pytest.raises(Interrupted) as stopped:
+        train_seeds(parse("train", ["--json", "f.json", "--recipe", "small.yaml", "--seeds", "2-3"]))
+    assert str(stopped.value.resume).endswith("train --recipe small.yaml --seeds=2-3 --json=f.json")
+    assert not Path("f.json").exists() and not [*LOGS.iterdir()]
+
+
+def test_times_leave_out_first_trainings_and_a_time_or_memory_that_was_not_measured_is_a_dash() -> None:
+    first = {**RUN, "seconds": 90.0, "first": True, "memory_mb": None}
+    texts = table.texts_of([first, RUN])
+    assert (texts["training time"], texts["training and test"]) == ("10 s (n = 1)", "12.5 s (n = 1)")
+    assert (texts["peak memory"], texts["start to result"]) == ("1,000 MB", "–")
+    assert table.texts_of([{**RUN, "device_memory_mb": 5}])["peak memory"] == "1,000 MB + 5 MB on the device"
+    earlier = {name: value for name, value in first.items() if name != "test_seconds"} | {"cold_seconds": 19.1}
+    texts = table.texts_of([earlier])
+    assert (texts["training and test"], texts["start to result"]) == ("–", "19.1 s (n = 1)")
+    assert (texts["training time"], texts["peak memory"]) == ("90 s (n = 1)", "–")
 
 
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
+        ("--runs 3", "needs a recipe"),
         ("quickstrat", "Did you mean quickstart"),
-        ("quickstart --rusn 3", "Did you mean --runs"),
         ("quickstart --runs 0", "--runs must be at least 1"),
-        ("quickstart --seed 1", "--seed0 and --runs"),
+        ("quickstart --seed0 -1", "--seed0 at least 0"),
+        ("quickstart --seed 1", "sets seed_everything: leave it out"),
         ("quickstart small.yaml ./small.yaml", "same name"),
-        ("quickstart --devices 2", "one device"),
+        ("quickstart --devices 2 --json f.json", "--json measures on one device"),
     ],
 )
 def test_an_invalid_benchmark_is_refused_before_any_run(line: str, answer: str) -> None:

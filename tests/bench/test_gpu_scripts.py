@@ -168,7 +168,8 @@ def test_a_dry_run_measures_everything_on_a_cpu(
     python, data = python_and_data
     program, out = tmp_path / "airbench.py", tmp_path / "out"
     program.write_text(AIRBENCH)
-    code, output = bench(data, out, python=python, TINY="1", AIRBENCH=str(program), DATA100=str(data))
+    places = {"AIRBENCH": str(program), "DATA100": str(data), "LOGS": str(tmp_path / "logs")}
+    code, output = bench(data, out, python=python, TINY="1", **places)
     text = "\n".join(output)
     assert (code, output[-1]) == (1, "failed: airbench"), text
     assert (out / "airbench.txt").read_text().splitlines()[-1] == "100 images"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import scores
 import temperature
+from train_once import run_once
 
 import cifar_lit
 from cifar_lit.bench.commands import run_module
-from cifar_lit.bench.recipe import run_once
 from cifar_lit.errors import UsageError
 
 
@@ -46,7 +46,7 @@ def test_a_recipe_is_measured_with_its_own_temperature() -> None:
 
 
 def test_scores_of_a_run_are_compared_against_drawn_images() -> None:
-    run_once("small.yaml", ["--data.val_size", "40"], 0, "logs", False)
+    run_once("small.yaml", ["--data.val_size", "40"], 0, "logs")
     run_module("scores.py", scores, ["logs/small-1", "--images", "12", "--json", "s.json"])
     headline = json.loads(Path("s.json").read_text())["headline"]
     for name in ("drawn textures", "drawn digits"):

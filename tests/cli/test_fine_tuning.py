@@ -49,6 +49,17 @@ def test_training_only_the_last_layer_makes_a_complete_run() -> None:
     assert accuracy in scored.lines
 
 
+def test_the_weights_of_a_run_come_with_its_normalisation() -> None:
+    assert run_command(*SMALL, *SHAPENET, "--model.unfreeze", "false", "--data.mean", "0.4").code == 0
+    run = "lightning_logs/small-1"
+    words = ("--net", "shapenet", "--model.weights", run, *ADAMW, "--model.unfreeze", "false")
+    answer = run_command("fit", *SMALL, *words, "--data.num_classes", "4")
+    assert answer.code == 0, answer.err
+    data = config_of(Path("lightning_logs/small-2"))["data"]
+    assert data["mean"] == [0.4] * 3 and data["std"] == config_of(Path(run))["data"]["std"]
+    assert_refused(run_command(*SMALL, "--model.weights", "lightning_logs"), 2, "no weights lightning_logs/model.saf")
+
+
 def test_two_processes_give_the_same_fine_tuning_as_one() -> None:
     words = (*SMALL, *SHAPENET, "--model.fixed_norms", "true", "--epochs", "1", "--data.cache_dir")
     answers = [run_command(*words, "cache-1"), *(rank.answer() for rank in fork_pair([*words, "cache-2"], Path.cwd()))]

@@ -228,7 +228,7 @@ def test_invalid_inputs_get_one_line(run_dir: Path) -> None:
     assert_refused(run_command("review", "own-1"), 1, "review.jsonl, line 1 is not a decision about these classes")
     (run / "review.jsonl").unlink()
     (run / "review.jsonl").symlink_to("/etc/hostname")
-    assert_refused(run_command("review", "own-1"), 1, "decisions cannot be stored in own-1/review.jsonl")
+    assert_refused(run_command("review", "own-1"), 1, "own-1/review.jsonl is a symlink pointing outside")
     (run / "folds.json").write_text('{"folds": []}')
     assert_refused(run_command("review", "own-1"), 1, "folds.json is damaged: repeat the cross-validation")
     (run / "folds.json").write_text('{"folds": ["../../elsewhere-1"]}')

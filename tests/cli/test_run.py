@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -30,6 +31,8 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 import cifar_lit
 from cifar_lit.cli.run_report import small_set_text
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.sources import SourceSettings
+from cifar_lit.errors import UsageError
 from cifar_lit.inference.unknown import novelty, reject_scores, threshold
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import view_logits
@@ -307,3 +310,25 @@ def test_test_time_augmentation_is_reported_beside_the_plain_score(run_dir: Path
     metrics = metrics_of(Path("lightning_logs/small-2"))
     assert metrics["test"].pop("tta")["views"] == "mirror"
     assert (metrics["val"], metrics["test"]) == (plain["val"], plain["test"])
+
+
+def test_a_time_limit_takes_the_place_of_a_number_of_epochs(working_folder: Path) -> None:
+    words = ("--trainer.max_epochs", "-1", "--trainer.max_time", "00:00:00:01", "--model.schedule", "constant")
+    answer = run_command(*SMALL, *words)
+    assert answer.code == 0 and "unlimited epochs" in answer.out, answer.err
+    assert metrics_of(Path("lightning_logs/small-1"))["epochs"] > 2
+
+
+def test_a_user_without_a_home_folder_is_asked_for_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "CIFAR_LIT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)  # has no entry in the list of users
+    with pytest.raises(UsageError, match=r"no home folder to cache images in: name one with --data\.cache_dir"):
+        _ = SourceSettings().cache_path
+
+
+def test_mlflow_needs_a_path_that_its_database_accepts(working_folder: Path) -> None:
+    pytest.importorskip("mlflow")
+    for logs in ("a?b", "a%20b"):
+        assert_refused(run_command(*SMALL, "--logger", "mlflow", "--logs", logs), 2, "MLflow", "without ? and %")
+        assert not Path(logs).exists() and not Path("a").exists()

@@ -67,7 +67,7 @@ def test_equal_seeds_of_two_groups_are_compared_and_a_finished_group_is_not_reus
 def test_seeds_of_an_edited_recipe_or_configuration_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[str] = []
 
-    def stop(command: object, trainings: object, path: Path) -> None:
+    def stop(command: object, trainings: object, path: Path, after: object) -> None:
         (path / "small-1").mkdir(exist_ok=True)
         places.append(path.name)
         raise Failure("stopped")
@@ -106,6 +106,7 @@ def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
         (("train", "--seeds", "4-0"), "--seeds must be seeds such as 0-4 or 1,2,3, at most 1000 of them, not '4-0'"),
         (("train", "--seeds", "0-4000000"), "at most 1000 of them"),
         (("train", "--seeds", ",".join(f"{n}000-{n}999" for n in range(1, 40))), "--seeds must be at most 1000 seeds"),
+        (("train", "--json", "f.json"), "--json records several seeds: add --seeds 0-4"),
         (("train", "--seeds", "5"), "--seeds 5 is one seed: name several, such as 0-4, or use --seed 5"),
         (("compare", "lightning_logs", "--difference", "0"), "--difference is in points of accuracy, above 0"),
     ],

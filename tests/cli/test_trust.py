@@ -71,13 +71,20 @@ def test_a_copied_run_is_refused_only_if_it_names_classes(working_folder: Path, 
 
 
 @pytest.mark.parametrize(
-    "text", ["model: {net: own.Net}", "model.net: own.Net", "data:\n  dataset: own.Net", "model.net: own.py:Net"]
+    "text",
+    [
+        "model: {net: own.Net}",
+        "model.net: own.Net",
+        "data:\n  dataset: own.Net",
+        "model.net: own.py:Net",
+        "model.schedule: own.Net",
+    ],
 )
 def test_a_custom_net_or_data_set_is_imported_only_if_typed_or_trusted(working_folder: Path, text: str) -> None:
     (working_folder / "own.yaml").write_text(text)
     name = text.rpartition(": ")[2].rstrip("}")
-    group, key = ("data", "dataset") if "dataset" in text else ("model", "net")
-    for argv in (["--config", "own.yaml"], ["--config", "own.yaml", "--model.net=other.Net"]):
+    group, key = ("data", "dataset") if "dataset" in text else ("model", "schedule" if "schedule" in text else "net")
+    for argv in (["--config", "own.yaml"], ["--config", "own.yaml", f"--{group}.{key}=other.Net"]):
         assert_class_refused(run_command("--recipe", "small.yaml", *argv), name)
     for argv in (["--config", "own.yaml", "--trust"], ["--config", "own.yaml", f"--{group}.{key}", name]):
         assert "whose code would run" not in run_command("--recipe", "small.yaml", *argv).err

@@ -71,6 +71,9 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --checkpoint-every often", ["--checkpoint-every", "often", "500", "10m"]),
     (f"{S} --epochs many", ["--epochs", "whole number", "many"]),
     (f"{S} --epochs 0", ["--epochs", "at least 1"]),
+    (f"{S} --epochs -1", ["--epochs must be at least 1, not -1"]),
+    (f"{S} --trainer.barebones true", ["--trainer.barebones true leaves out what a run records: remove it"]),
+    (f"{S} --config stops.yaml", ["two callbacks EarlyStopping{'monitor': 'val/loss', 'mode': 'min'}", "remove one"]),
     (f"{S} --lr nan", ["--lr", "nan"]),
     (f"{S} --batch-size 0", ["--batch-size", "at least 1"]),
     (f"{S} --data.eval_batch_size 0", ["data.eval_batch_size must be at least 1"]),
@@ -135,6 +138,7 @@ def files(working_folder: Path) -> Path:
     """The working folder with the files named in INVALID."""
     for name, text in {
         "key.yaml": "trainer:\n  max_epoch: 3\n",
+        "stops.yaml": "trainer: {callbacks: [&one {class_path: EarlyStopping, init_args: {monitor: val/loss}}, *one]}",
         "top.yaml": "trainr:\n  max_epochs: 3\n",
         "epochs.yaml": "epochs: 3\n",
         "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",

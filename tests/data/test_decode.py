@@ -17,7 +17,7 @@ import pytest
 from inference.odd_files import encoded
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
-from security.hostile_files import progressive_jpeg, tiff
+from security.hostile_files import TILE, gif_with_blocks, png_with_chunks, progressive_jpeg, tiff
 
 from cifar_lit.data.decode import (
     DecodeError,
@@ -189,13 +189,15 @@ def test_data_after_the_end_of_a_jpeg_is_ignored() -> None:
 def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
-    (tmp_path / "a.jpg").write_bytes(encoded(blocks(16, 32), "JPEG", exif=exif)[:-200])
+    data = encoded(blocks(16, 32), "JPEG", exif=exif)
+    (tmp_path / "a.jpg").write_bytes(data[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
     reasons = {"a.jpg": "cut short", "b.jpg": "not a JPEG, PNG", "c.jpg": "missing: there is no such file"}
     for name, reason in reasons.items():
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
         assert caught.value.exit_code == 1 and str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    (tmp_path / "a.jpg").write_bytes(data[:-200] + data[-2:])
     assert image_size(tmp_path / "a.jpg") == (32, 16)
     with pytest.raises(DecodeError, match="not a JPEG, PNG"):
         image_size(tmp_path / "b.jpg")
@@ -290,3 +292,24 @@ def test_libtiff_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(DecodeError):
             decode(io.BytesIO(damaged))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "data", [png_with_chunks(20_000), gif_with_blocks(20_000), tiff(8, 8, [(270, 2, 3 << 20, 200)])]
+)
+def test_many_parts_and_large_tags_are_refused_with_the_reason(data: bytes) -> None:
+    with pytest.raises(DecodeError, match="too many parts for an image, or too much beside its pixels: save it again"):
+        decode(io.BytesIO(data + bytes(4 << 20)))
+
+
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
+def test_a_tiff_may_have_more_pixels_than_tags(compression: str) -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), dtype=np.uint8))
+    data = encoded(image, "TIFF", compression=compression)
+    assert len(data) > 4_000_000 and (decode(io.BytesIO(data)) == np.asarray(image)).all()
+
+
+def test_tiffs_of_many_or_huge_tiles_are_refused() -> None:
+    for data in (tiff(8, 8, TILE, bytes(200)), tiff(8, 8, [(259, 3, 1, 1), (273, 4, 30_000, 200), (278, 3, 1, 4)])):
+        with pytest.raises(DecodeError, match="a TIFF of many or huge tiles"):
+            decode(io.BytesIO(data + bytes(200_000)))

@@ -162,6 +162,14 @@ def test_targets_are_the_shares_of_the_mixed_images(settings: dict[str, float]) 
     assert bool(pasted.any()) == ("cutmix" in settings) and bool(blended.any()) == ("mixup" in settings)
 
 
+@pytest.mark.parametrize("alpha", [0.3, 1.0, 5.0])
+def test_shares_are_drawn_from_a_beta_distribution_of_alpha(alpha: float) -> None:
+    rows = torch.arange(5000)
+    share = mixed({"mixup": alpha}, rows)[1][rows, rows % 10]
+    share = share[share < 1]  # without partners of the same class
+    assert float(share.var()) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.06)
+
+
 def test_each_image_is_mixed_with_one_other_determined_by_the_rows() -> None:
     rows = torch.arange(10)  # one image per class
     _, targets = mixed({"mixup": 1.0}, rows)

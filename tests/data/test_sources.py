@@ -22,7 +22,6 @@ from filelock import FileLock
 from local_mirrors import Mirror, serving
 from torchvision import datasets
 
-from cifar_lit import plugins
 from cifar_lit.data import sources
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
@@ -288,12 +287,10 @@ def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, mon
         "remote = Source(load, at_hand=lambda settings: False, fixed={'channels': 3})\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plugins, "_allowed", set())
-    text = r"my_own_data\.load would run code of its module: type it on the command line"
-    with pytest.raises(UsageError, match=text):
-        load_images("my_own_data.load", settings, train=True)
-    plugins.allow_imports(["my_own_data.load", "my_own_data.remote"])
     assert len(load_images("my_own_data.load", settings, train=True)) == 12
     assert at_hand("my_own_data.load", settings) and not at_hand("my_own_data.remote", settings)
     with pytest.raises(UsageError, match=r"data\.channels of my_own_data.remote is 3, not 1: leave it out"):
         load_images("my_own_data.remote", SourceSettings(channels=1), train=True)
+    assert len(load_images(own, settings, train=True)) == len(load_images(own.load, settings, train=True)) == 12
+    with pytest.raises(UsageError, match=r"data\.dataset must be a name, a class or a function, not 5"):
+        load_images(5, settings, train=True)  # type: ignore[arg-type]

@@ -61,7 +61,8 @@ def test_an_invalid_share_is_refused(share: float) -> None:
         _ = ImageData("shapes", image_size=8, count=20, train_share=share).split
 
 
-def test_a_share_below_a_batch_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_images_than_a_batch_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     for share, batch in ((1.0, 512), (0.5, 8), (0.5, 32)):
         ImageData("shapes", image_size=8, count=40, val_size=0, batch_size=batch, train_share=share).setup("fit")
-    assert capsys.readouterr().err == "20 training images are less than a batch of 32: lower --batch-size\n"
+    line = "{} training images are less than a batch of {}: lower --batch-size\n"
+    assert capsys.readouterr().err == line.format(40, 512) + line.format(20, 32)

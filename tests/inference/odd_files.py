@@ -153,7 +153,7 @@ def odd_files() -> list[OddFile]:
         OddFile("zeros.png", "only zero bytes", bytes(5000), UNKNOWN),
         OddFile("behind-rubbish.jpg", "garbage before a JPEG", b"rubbish!" + jpeg(), UNKNOWN),
         OddFile("half.jpg", "JPEG cut in half", cut(jpeg()), CUT),
-        OddFile("beginning.jpg", "first 20 bytes of a JPEG", jpeg()[:20], UNKNOWN),
+        OddFile("beginning.jpg", "first 20 bytes of a JPEG", jpeg()[:20], CUT),
         OddFile("half-progressive.jpg", "progressive JPEG cut in half", cut(jpeg(progressive=True), 0.7), CUT),
         *halves,
         OddFile(
@@ -176,8 +176,8 @@ def odd_files() -> list[OddFile]:
             "zstd.tif", "TIFF with Zstandard", encoded(picture(), "TIFF", compression="zstd"), "a rare compression"
         ),
         OddFile("photo.avif", "first bytes of an AVIF", b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(200), "damaged"),
-        OddFile("photo.jxl", "first bytes of a JPEG XL", b"\xff\x0a" + bytes(200), "a JPEG XL"),
+        OddFile("photo.jxl", "first bytes of a JPEG XL", b"\xff\x0a" + bytes(200), UNKNOWN),
         OddFile("drawing.png", "SVG named .png", b'<svg xmlns="http://www.w3.org/2000/svg"/>', UNKNOWN),
-        OddFile("page.pdf", "PDF", b"%PDF-1.7\n" + bytes(200), "a PDF"),
+        OddFile("page.pdf", "PDF", b"%PDF-1.7\n" + bytes(200), UNKNOWN),
     ]
     return readable + refused

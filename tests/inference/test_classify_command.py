@@ -173,7 +173,7 @@ def test_a_folder_of_other_formats_names_them(run: Path, capsys: Capture) -> Non
     for name in ("1.NEF", "2.nef"):
         Path("raw", name).touch()
     code, out, _ = classify(capsys, run, "--csv", "raw")
-    assert code == 1 and " 2 .nef: convert them first, such as with magick" in rows(out)[0]["error"]
+    assert code == 1 and " 2 .nef: convert them: magick" in rows(out)[0]["error"]
 
 
 # ---- pictures
@@ -222,7 +222,7 @@ def test_nets_without_feature_maps_and_non_finite_weights_are_refused(tmp_path: 
         ("pictures --sheet sheet.txt", "give an image file, such as sheet.png"),
         ("pictures --sheet sheet.psd", "give an image file, such as sheet.png"),  # Pillow cannot write it
         ("pictures --sheet pictures/2.png", "is one of the images to classify"),
-        ("pictures --device tpu", "this machine has no device 'tpu': it has cpu"),
+        ("pictures --accelerator tpu", "this machine has no device 'tpu': it has cpu"),
         ("pictures --topp 2", "there is no flag --topp. Did you mean --top?"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_journal_does_not_grow_beyond_what_is_read(tmp_path: Path, monkeypatch
     assert [*Journal(file, CLASSES).decisions] == ["1"]
     with file.open("a") as stream:
         stream.write(" " * 11)
-    with pytest.raises(Failure, match="it is not a file of at most"):
+    with pytest.raises(Failure, match="it is larger than"):
         Journal(file, CLASSES)
 
 

@@ -2,6 +2,7 @@ import copy
 import re
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from cifar_lit import plugins
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.checks import build_on_meta_device, check_shapes
 from cifar_lit.models.registry import NETS, NetSpec, build_net, net_spec
+from cifar_lit.models.wide_resnet import WideBlock
 
 
 def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
@@ -22,7 +23,7 @@ def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
         return net.eval()(torch.rand(2, channels, height, width, generator=torch.Generator().manual_seed(0)))
 
 
-def build(name: str, image_size: Any = 32, channels: int = 3, num_classes: int = 10, **settings: Any) -> Any:
+def build(name: Any, image_size: Any = 32, channels: int = 3, num_classes: int = 10, **settings: Any) -> Any:
     return build_net(name, channels=channels, image_size=image_size, num_classes=num_classes, **settings)
 
 
@@ -104,6 +105,17 @@ def test_a_wide_resnet_computes_the_layers_of_its_paper() -> None:
     pooled = activated(maps).mean((2, 3))
     with torch.no_grad():
         torch.testing.assert_close(net.eval()(images), pooled @ next(state).T + next(state))
+
+
+def test_wide_resnets_drop_units_in_training_and_start_with_the_variance_of_their_outputs() -> None:
+    torch.manual_seed(0)
+    block, plain = WideBlock(4, 4, 1, 0.5), WideBlock(4, 4, 1, 0.0)
+    x = torch.randn(2, 4, 6, 6)
+    assert not torch.equal(block(x), block(x)) and torch.equal(plain(x), plain(x))
+    assert torch.equal(block.eval()(x), block(x))
+    first = build("wide_resnet", options={"depth": 10, "widen": 4})[1].branch[0]
+    std = float(first.weight.std())
+    assert first.weight.shape[:2] == (64, 16) and std == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -240,16 +252,23 @@ class Own(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(channels * image_size[0] * image_size[1], num_classes))
         self.depth = depth
 
-class NoWidth(nn.Module):
-    def __init__(self, channels, image_size, num_classes):
+class NoClasses(nn.Module):
+    def __init__(self, channels, name, /):
         super().__init__()
+
+class Tutorial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
+
+    def forward(self, images):
+        return self.layers(images)
 
 def anything(**settings):
     return settings
 
 spec = NetSpec(Own, min_size=9, any_size=True)
 """
-SETTINGS = "channels, image_size, num_classes, width"
 NO_PACKAGE = "ModuleNotFoundError: No module named 'no_such_package_at_all'"
 
 
@@ -258,8 +277,6 @@ def custom_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_own_nets.py").write_text(CUSTOM_NETS)
     (tmp_path / "my_broken_nets.py").write_text("import no_such_package_at_all\n")
     monkeypatch.chdir(tmp_path)
-    names = ["my_own_nets.Own", "my_own_nets.NoWidth", "my_own_nets.anything", "my_own_nets.spec", "my_own_nets.Ohn"]
-    monkeypatch.setattr(plugins, "_allowed", {*names, "my_broken_nets.Net", "no_nets_here.Net"})
 
 
 @pytest.mark.usefixtures("custom_nets")
@@ -273,20 +290,29 @@ def test_a_custom_net_can_be_registered_or_named_by_its_import_path(monkeypatch:
 
 
 @pytest.mark.usefixtures("custom_nets")
+def test_a_net_gets_only_the_arguments_that_it_accepts() -> None:
+    assert logits(build("my_own_nets.Tutorial", 8, 3, 10), 3, 8, 8).shape == (2, 10)
+    with pytest.raises(UsageError, match=r"my_own_nets\.Tutorial takes no width: leave model\.width at 1"):
+        build("my_own_nets.Tutorial", 8, 3, 10, width=2.0)
+    linear = partial(nn.Linear, 3 * 8 * 8, 4)
+    assert build(linear).out_features == build(NetSpec(linear)).out_features == 4
+
+
+@pytest.mark.usefixtures("custom_nets")
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
         ("my_own_nets.Own", {"dept": 2}, "model.net_options of my_own_nets.Own has no 'dept'. Did you mean depth?"),
         ("my_own_nets.spec", {}, "my_own_nets.spec cannot take 8×8 images; the smallest size is 9×9."),
-        ("my_own_nets.NoWidth", {}, f"my_own_nets.NoWidth cannot be built with the keyword arguments {SETTINGS}: "),
+        ("my_own_nets.NoClasses", {}, "my_own_nets.NoClasses cannot be built with the keyword arguments channels: "),
         ("my_own_nets.anything", {"any": 1}, "my_own_nets.anything must return a torch.nn.Module, not a dict"),
         ("my_own_nets.Ohn", {}, "my_own_nets has no 'Ohn'. Did you mean Own?"),
         ("no_nets_here.Net", {}, "no_nets_here.Net: there is no module 'no_nets_here' here or on PYTHONPATH"),
-        ("os.system", {}, "os.system would run code of its module: type it on the command line, or add --trust"),
+        (5, {}, "model.net must be a name, a class or a function, not 5"),
         ("my_broken_nets.Net", {}, f"my_broken_nets cannot be imported: {NO_PACKAGE}"),
     ],
 )
-def test_a_custom_net_that_cannot_be_built_is_refused(name: str, options: dict[str, int], text: str) -> None:
+def test_a_custom_net_that_cannot_be_built_is_refused(name: Any, options: dict[str, int], text: str) -> None:
     with pytest.raises((UsageError, Failure)) as refusal:
         build(name, 8, options=options)
     assert str(refusal.value).startswith(text) and "\n" not in str(refusal.value)

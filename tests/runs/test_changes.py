@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from cifar_lit.errors import Failure
 from cifar_lit.runs.run import Run
@@ -30,25 +29,7 @@ def test_each_change_is_recorded_once_and_so_is_the_return_to_the_first_settings
     assert changes_text({}) == ""
 
 
-def test_another_number_of_threads_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = resumed(0).state_dict()
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 3)
-    later = resumed(5, state)
-    assert later.changes == [{"step": 5, "settings": {"threads": threads + 3}}]
-    monkeypatch.undo()
-    assert resumed(9, later.state_dict()).changes[1:] == [{"step": 9, "settings": {}}]
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {},
-        {"threads": "x", "changes": "[]"},
-        *({"threads": 1, "changes": text} for text in ("[", "[1]", '[{"step": 1}]')),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("state", [{}, *({"changes": text} for text in ("[", "[1]", '[{"step": 1}]'))], ids=str)
 def test_a_damaged_record_of_changes_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(Failure, match="record of changed settings is damaged"):
         resumed(1).load_state_dict(state)

@@ -21,9 +21,9 @@ from cifar_lit.data.cache import FORMAT
 from cifar_lit.files import PART
 
 RESUME = ["train", "--resume", "run"]
-REPORT = ["report", "run", "--device", "cpu"]
+REPORT = ["report", "run", "--accelerator", "cpu"]
 COMPARE = ["compare", "run", "--plot", "curves.png", "--json", "-"]
-CLASSIFY = ["classify", "run", "images", "--device", "cpu"]
+CLASSIFY = ["classify", "run", "images", "--accelerator", "cpu"]
 EXPORT = ["export", "run", "--to", "safetensors", "--out"]
 TEST = ["test", "--recipe", "small.yaml", "--ckpt_path", "run/checkpoints/best.ckpt"]
 FIT = ["fit", "--recipe", "small.yaml", "--logs", "logs"]

@@ -255,7 +255,7 @@ def data_of_run(**settings: Any) -> Prepare:
 
 
 def report(setting: str, **settings: Any) -> Attack:
-    line = in_work(["report", "../run", "--device", "cpu"])
+    line = in_work(["report", "../run", "--accelerator", "cpu"])
     return Attack(with_pictures(data_of_run(**settings)), line, says=f"a configuration file sets data.{setting} to ")
 
 

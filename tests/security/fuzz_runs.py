@@ -77,7 +77,7 @@ def compare_runs(inputs: tuple[dict[str, Any], dict[str, Any], list[str]]) -> No
 
 def report_run(files: dict[str, Any]) -> None:
     put_run(files)
-    run_line("report", "logs/run", "--device", "cpu")
+    run_line("report", "logs/run", "--accelerator", "cpu")
 
 
 # Settings that keep a resumed run small and offline.

@@ -62,7 +62,7 @@ def test_no_library_reads_files_of_the_working_folder(working_folder: Path, envi
     run = "lightning_logs/small-1"
     lines = [
         "train --recipe small.yaml --epochs 1 --trainer.profiler simple",
-        f"report {run} --device cpu",
+        f"report {run} --accelerator cpu",
         f"classify {run} images --sheet sheet.png",
         f"compare {run} --plot curves.png",
     ]

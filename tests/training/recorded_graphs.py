@@ -61,10 +61,13 @@ class Recorder(TorchDispatchMode):
 
 
 class Stream:
-    """A stream without pending work."""
+    """A stream that records for which others it has waited since it was last used."""
+
+    def __init__(self) -> None:
+        self.waited = set[Stream]()
 
     def wait_stream(self, other: "Stream") -> None:
-        assert isinstance(other, Stream)
+        self.waited.add(other)
 
 
 class Pool:
@@ -101,9 +104,9 @@ class Module:
     """The graph functions of a device's module. `streams` and `pools` are those of the captures."""
 
     Stream, CUDAGraph, graph_pool_handle = Stream, Graph, Pool
-    current_stream = Stream
 
     def __init__(self) -> None:
+        self._main = Stream()
         self.streams, self.pools = set[Stream](), set[Pool]()
         self.graphs = WeakSet[Graph]()
         self.captures = self.replays = self.deaths = 0
@@ -111,12 +114,19 @@ class Module:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
+        assert self._main in stream.waited, "a step on another stream would read its batch too early"
+        stream.waited.clear()
+        self._main.waited.discard(stream)
         self._warmed_up_on = stream
         yield
+
+    def current_stream(self) -> Stream:
+        return self._main
 
     @contextmanager
     def graph(self, graph: Graph, pool: Pool, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local", "a thread that pins memory spoils the capture"
+        assert stream in self._main.waited, "the host's stream would read the results of a warm-up too early"
         assert stream is self._warmed_up_on, "memory that another stream has freed cannot be used again"
         assert pool.graphs or not pool.used, "use_count > 0 INTERNAL ASSERT FAILED"
         with Recorder() as recorder:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import recorded_graphs
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LambdaCallback
 from small_runs import (
     BATCHES,
     Rows,
@@ -38,7 +39,7 @@ from cifar_lit.data.augment import augment_batch
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.training.callbacks import Clock, NotFiniteLoss, RandomState
-from cifar_lit.training.captured import GraphedSteps, device_graphs
+from cifar_lit.training.captured import GraphedSteps, can_capture, device_graphs
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import RunningMetrics
@@ -163,6 +164,27 @@ def test_captured_steps_train_and_log_like_eager_steps(name: str, device: Device
         assert step == eager_step
         for each in {"train/loss", "lr"} & eager.keys() if device.accelerator == "gpu" else eager:
             assert values[each] == pytest.approx(eager[each], rel=0.05 if only_losses else device.rtol, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "captures"),
+    [
+        ({}, True),
+        ({"world_size": 2}, False),
+        ({"accumulate_grad_batches": 2}, False),
+        ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, False),
+        ({"callbacks": [LambdaCallback(on_before_optimizer_step=print)]}, False),
+        ({"callbacks": [LambdaCallback(on_train_epoch_end=print)]}, True),
+    ],
+)
+@pytest.mark.usefixtures("fake_graphs")
+def test_steps_are_captured_only_if_one_device_takes_them_without_other_code(
+    settings: dict[str, Any], captures: bool
+) -> None:
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = {"strategy": strategy, "world_size": 1, "accumulate_grad_batches": 1, "callbacks": [], **settings}
+    assert can_capture(SimpleNamespace(**trainer), enabled=True) == captures
+    assert not can_capture(SimpleNamespace(**trainer), enabled=False)
 
 
 @pytest.mark.parametrize("name", ["Nesterov, clipped by norm", "adamw"])

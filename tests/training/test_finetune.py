@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from argparse import Namespace
 from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.training import finetune
+from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.finetune import fit_head, load_into, load_pretrained, net_head
 from cifar_lit.training.optimizers import parameter_groups
@@ -67,11 +69,53 @@ def test_pretrained_weights_are_loaded_except_a_head_for_other_classes(file: str
     head = weights(fresh[-1])
     load_pretrained(fresh, "shapenet", file)
     assert same(weights(fresh[:-1]), weights(pretrained[:-1])) and same(weights(fresh[-1]), head)
-    state = {f"module.{name}": value for name, value in pretrained.state_dict().items()}
-    torch.save({"epoch": 3, "state_dict": state}, tmp_path / "a.pth")
-    other = shapenet()
+
+
+@pytest.mark.parametrize(
+    ("containers", "prefix"),
+    [
+        (["state_dict"], "module."),
+        ([], "_orig_mod."),
+        (["model", "state_dict"], "module._orig_mod."),
+        (["state_dict"], "model.backbone."),
+        (["model_state_dict"], ""),
+        (["net"], "net."),
+        (["model_ema"], "module.encoder_q."),
+    ],
+)
+def test_weights_are_found_in_containers_and_under_prefixes(containers: list[str], prefix: str, tmp_path: Path) -> None:
+    first, other = shapenet(), shapenet()
+    contents: dict[str, Any] = {f"old.{name}": torch.zeros(3) for name in list(first.state_dict())[:2]}
+    contents |= {f"{prefix}{name}": value for name, value in first.state_dict().items()}
+    contents["queue"] = torch.zeros(3)
+    for name in reversed(containers):
+        average = {f"{prefix}{key}": torch.zeros_like(value) for key, value in first.state_dict().items()}
+        contents = {"epoch": 3, "args": Namespace(lr=0.1, layers=[1, {"a": None}]), "ema": average, name: contents}
+    torch.save(contents, tmp_path / "a.pth")
     load_pretrained(other, "shapenet", str(tmp_path / "a.pth"))
-    assert same(weights(other), weights(pretrained))
+    assert same(weights(other), weights(first))
+
+
+def test_a_namespace_of_other_objects_is_not_loaded(tmp_path: Path) -> None:
+    torch.save({"state_dict": shapenet().state_dict(), "args": Namespace(path=Path("a"))}, tmp_path / "a.pth")
+    with pytest.raises(
+        Failure, match=r"would execute code\. Use .* as torch\.save\(net\.state_dict\(\), FILE\) writes"
+    ):
+        load_pretrained(shapenet(), "shapenet", str(tmp_path / "a.pth"))
+    torch.save({"state_dict": {}, "args": Namespace()}, tmp_path / "a.ckpt")
+    with pytest.raises(Failure, match="would execute code"):  # only the weights of other programs have one
+        read_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_first_layers_for_another_image_size_are_named_with_the_remedy(tmp_path: Path) -> None:
+    small, large = (build_net("resnet18", channels=3, image_size=side, num_classes=2) for side in (32, 128))
+    for net, other, line in (
+        (small, large, "for images of at most 64 pixels resnet18 has other first layers; use such images"),
+        (large, small, r"has other first layers; use timm/resnet18, or larger images \(--data\.image_size\)"),
+    ):
+        torch.save(net.state_dict(), tmp_path / "a.pth")
+        with pytest.raises(UsageError, match=line):
+            load_pretrained(other, "resnet18", str(tmp_path / "a.pth"))
 
 
 def test_a_users_layer_may_be_named_net_like_the_prefix_of_a_run(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import csv
 import errno
 import json
 import os
-import stat
 from collections.abc import Collection, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -14,14 +13,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cifar_lit.errors import Failure
-from cifar_lit.files import read_bytes, writing
+from cifar_lit.files import open_inside, read_bytes, writing
 from cifar_lit.text import csv_cell, is_name
 
 JOURNAL, TABLE = "review.jsonl", "labels-reviewed.csv"  # in the run folder
 SPLITS = ("train", "val", "test")
 ACTIONS = ("keep", "relabel", "drop", "skip")
 MAX_BYTES = 1 << 25  # more than 100,000 decisions, read in two seconds
-_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a run may come from anyone: no links, no pipes
 
 
 class Decision(NamedTuple):
@@ -53,10 +51,9 @@ class Journal:
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
         self._path = path
         try:
-            self._file = open(path, "a+b", 0, opener=lambda name, flags: os.open(name, flags | _FLAGS, 0o666))  # noqa: SIM115
-            status = os.fstat(self._file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-                raise OSError(0, f"it is not a file of at most {MAX_BYTES >> 20} MiB")
+            self._file = open_inside(path, "a+b", buffering=0)
+            if os.fstat(self._file.fileno()).st_size > MAX_BYTES:
+                raise OSError(0, f"it is larger than {MAX_BYTES >> 20} MiB")
             self._file.seek(0)
             data = self._file.read()
             self._made, self.classes = _replay(path, data, classes)

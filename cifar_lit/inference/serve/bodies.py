@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cifar_lit.data.decode import KINDS, has_known_signature
+from cifar_lit.data.decode import KINDS, SIGNATURE
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def parse_body(content_type: str, body: bytes, limits: Limits) -> Images:
     for name, data in images.files:
         if not data:
             raise RequestError(400, f"{name} is empty: {WAYS}")
-        if not has_known_signature(data):
+        if not SIGNATURE.match(data):
             raise RequestError(415, f"{name} is not a {KINDS}: convert it to one of these")
     return images
 

@@ -1,0 +1,42 @@
+"""Build a net in the main process when Lightning forks or spawns the training processes, as it does in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+
+def build_before_workers() -> None:
+    """Extend Lightning's launcher of worker processes: an ImageClassifier builds its net before they start.
+
+    Lightning copies the trained weights into the model of the main process. A net that only the workers have built does
+    not exist there, and Lightning calls no hook of a model or a datamodule before it starts them.
+    """
+    launch = _MultiProcessingLauncher.launch
+
+    @wraps(launch)
+    def launch_with_net(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        model: Any = getattr(trainer, "lightning_module", None)
+        if not hasattr(model, "build_for"):
+            return launch(self, function, *args, trainer=trainer, **kwargs)
+        data = [value for value in (*args, *kwargs.values()) if isinstance(value, LightningDataModule)]
+        model.build_for(data[0] if data else None)
+        if self._start_method == "fork":
+            function = partial(_in_one_thread, function)
+        result = launch(self, function, *args, trainer=trainer, **kwargs)
+        if trainer.state.fn == "fit":
+            model.is_pretrained = True  # A second fit continues with the trained weights.
+        return result
+
+    _MultiProcessingLauncher.launch = launch_with_net  # type: ignore[method-assign]
+
+
+def _in_one_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a forked process, which hangs if it waits for OpenMP threads that its parent had started."""
+    torch.set_num_threads(1)
+    return function(*args, **kwargs)

@@ -1,0 +1,126 @@
+"""Steps of every recipe on fake CUDA tensors: torch raises an error where a tensor of the CPU meets one of the GPU.
+
+The backward pass needs a driver and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from cifar_lit import ImageClassifier, ImageData
+from cifar_lit.cli.flags import packaged_recipe, recipe_names, recipe_settings
+from cifar_lit.data import device_augment, draws, resolution
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.loaders import EvalLoader, TrainLoader
+from cifar_lit.data.sources import SOURCES
+from cifar_lit.models.registry import net_spec
+from cifar_lit.models.tta import VIEWS, view_logits
+from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.training.metrics import RunningMetrics
+from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
+from cifar_lit.training.schedules import schedule_from
+
+GPU = torch.device("cuda:0")
+COUNT = 12
+
+
+@pytest.fixture(autouse=True)
+def uncached() -> Iterator[None]:
+    """Keep fake tensors out of the caches of other tests, and those of other modes out of this one."""
+    cached = [value for module in (draws, device_augment, resolution) for value in vars(module).values()]
+    clears = [value.cache_clear for value in cached if hasattr(value, "cache_clear")]
+    for clear in clears:
+        clear()
+    yield
+    for clear in clears:
+        clear()
+
+
+def shape_of(data: dict[str, Any]) -> tuple[int, int, int]:
+    """Return classes, side and channels of the images of a recipe."""
+    fixed = SOURCES[data.get("dataset", "cifar10")].fixed
+    known = {"num_classes": 10, "image_size": 32, "channels": 3, **fixed, **data}
+    return known["num_classes"], known["image_size"] or 32, known["channels"] or 3
+
+
+def image_data(settings: dict[str, Any], images: ImageSet) -> ImageData:
+    """Return a datamodule with these images and the augmentation of a recipe."""
+    names = ("crop", "flip", "cutout", "augment", "resolutions")
+    data = ImageData("shapes", **{name: settings[name] for name in names if name in settings}, mean=0.5, std=0.25)
+    data.preprocessing.parts = SimpleNamespace(train_images=images)  # type: ignore[assignment]
+    data.preprocessing.check()
+    return data
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torchmetrics copies its states, and tensors of a copied mode would not mix with the others.
+    monkeypatch.setattr(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, raising=False)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # fake tensors have no memory
+    if recipe_settings(packaged_recipe(recipe))["model"]["net"].startswith("timm/"):  # type: ignore[index]
+        pytest.importorskip("timm")
+    settings: Any = recipe_settings(packaged_recipe(recipe))
+    classes, side, channels = shape_of(settings["data"])
+    # torchmetrics selects the counted images, whose number is unknown here.
+    monkeypatch.setattr(MulticlassConfusionMatrix, "update", lambda metric, logits, labels: None)
+    # Its checks read values, which fake tensors do not have.
+    images = ImageSet(torch.zeros(COUNT, side, side, channels, dtype=torch.uint8), torch.arange(COUNT) % 2, ("a", "b"))
+    object.__setattr__(images, "classes", tuple(map(str, range(classes))))
+    with FakeTensorMode():
+        given = {name: value for name, value in settings["model"].items() if name not in ("weights", "frozen")}
+        with GPU:  # fake parameters cannot be moved
+            model = ImageClassifier(**given, input_shape=[channels, side, side], num_classes=classes)
+        model.running, model._reads_losses = RunningMetrics(GPU), False
+        object.__setattr__(images, "images", torch.zeros(images.images.shape, dtype=torch.uint8, device=GPU))
+        object.__setattr__(images, "labels", torch.zeros(COUNT, dtype=torch.int64, device=GPU))
+        data = image_data(settings["data"], images)
+        fill = torch.zeros(channels, dtype=torch.uint8, device=GPU)
+        rows = torch.arange(COUNT)
+        loader = TrainLoader(images, rows, COUNT // 2, augmentation=data.augmentation, fill=fill, seed=0)
+        sizes = [None, *(data.resolutions if net_spec(model.hparams["net"]).any_size else ())]
+        for size in sizes:
+            for batch in loader:
+                prepared = data.preprocessing.train_batch(batch, size)
+                assert prepared.images.device == GPU
+                assert model.training_step(prepared, 0).device == GPU
+        with torch.no_grad():
+            check_evaluation(model, data, EvalLoader(images, rows, COUNT))
+            check_updates(model)
+
+
+def check_evaluation(model: ImageClassifier, data: ImageData, loader: Any) -> None:
+    """Whiten, then score a batch with every kind of test-time augmentation."""
+    net: Any = model.eval().net
+    for batch in loader:
+        images, labels = data.preprocessing.eval_batch(batch)
+        if isinstance(net, WhitenedNet):
+            net.initialise(images)
+        logits = model(images)
+        model.evaluation.update(logits, labels)
+        model._collector.update(logits, labels, batch.indices)
+        for views in VIEWS[1:]:
+            model.views.update(view_logits(net, images, views, logits), labels)
+    states: list[Tensor] = [model.evaluation.loss.sums, model.evaluation.confusion.confmat, *model._collector.logits]
+    assert {state.device for state in states} == {GPU}
+
+
+def check_updates(model: ImageClassifier) -> None:
+    """Take steps of Muon. Those of the other optimizers are torch's own fused kernels, which have no fake."""
+    h = model.hparams
+    if h["optimizer"] != "muon":
+        return
+    optimizer = build_optimizer(model.net, **{name: h[name] for name in GROUP_SETTINGS})
+    schedule = schedule_from(optimizer, h, 100, 10)
+    for parameter in model.net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()

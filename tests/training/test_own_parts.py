@@ -1,0 +1,148 @@
+"""Nets, optimizers, schedules, metrics and data sets that a Python program passes by name, as classes or as objects."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelSummary
+from small_runs import shapes_data, trainer
+from torch import nn
+from torch.optim import SGD, lr_scheduler
+from torchmetrics.classification import MulticlassF1Score
+
+from cifar_lit import ImageClassifier, ImageData, load, plugins
+from cifar_lit.data.shapes import shapes
+from cifar_lit.plugins import UntrustedName
+from cifar_lit.runs.model_file import ModelCard, save_weights
+from cifar_lit.training.checkpoint import read_checkpoint
+
+MINE = "module_of_a_test"
+
+
+class Net(nn.Sequential):
+    def __init__(self, channels: int, num_classes: int) -> None:
+        super().__init__(nn.Conv2d(channels, 4, 3, stride=2), nn.Flatten(), nn.LazyLinear(num_classes))
+        self(torch.zeros(1, channels, 16, 16))
+
+
+class Momentum(SGD):
+    def __init__(self, params: Any, lr: float, momentum: float = 0.25, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, momentum, weight_decay=weight_decay)
+
+
+def falling(optimizer: Any, total_steps: int) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_steps)
+
+
+def images(settings: Any, train: bool) -> Any:
+    return shapes(train, count=60, image_size=16)
+
+
+def plain_sgd(groups: Any) -> SGD:
+    return SGD(groups, lr=0.02, weight_decay=0.5)
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType(MINE)
+    for part in (Net, Momentum, falling, images):
+        setattr(module, part.__name__, part)
+        monkeypatch.setattr(part, "__module__", MINE)
+    monkeypatch.setitem(sys.modules, MINE, module)
+    monkeypatch.setattr(plugins, "_allowed", set())
+
+
+def fit(dataset: Any = "shapes", **settings: Any) -> tuple[ImageClassifier, pl.Trainer]:
+    model = ImageClassifier(**{"net": "lenet", "lr": 0.01, **settings})
+    data = shapes_data() if dataset == "shapes" else ImageData(dataset, val_size=10)
+    done = trainer(max_epochs=1)
+    done.fit(model, data)
+    return model, done
+
+
+def groups(done: pl.Trainer) -> list[tuple[float, float]]:
+    return [(group.get("initial_lr", group["lr"]), group["weight_decay"]) for group in done.optimizers[0].param_groups]
+
+
+@pytest.mark.parametrize("as_name", [True, False])
+def test_names_and_classes_are_accepted_alike(as_name: bool, tmp_path: Path) -> None:
+    parts: list[Any] = [Net, Momentum, falling, images]
+    net, optimizer, schedule, dataset = [f"{MINE}.{part.__name__}" for part in parts] if as_name else parts
+    metric: Any = "torchmetrics.classification.MulticlassF1Score" if as_name else MulticlassF1Score
+    settings = {"net": net, "optimizer": optimizer, "schedule": schedule}
+    model, done = fit(dataset, **settings, metrics={"f1": metric}, weight_decay=0.1)
+    assert type(model.net) is Net and type(done.optimizers[0]) is Momentum
+    assert done.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0) and groups(done) == [(0.01, 0.1), (0.01, 0.0)]
+    assert model.score is not None and model.score.further["f1"] == pytest.approx(model.score.macro_f1, abs=1e-5)
+
+    done.save_checkpoint(tmp_path / "own.ckpt")
+    hparams = read_checkpoint(tmp_path / "own.ckpt")["hyper_parameters"]
+    assert [hparams[name] for name in settings] == [f"{MINE}.{part.__name__}" for part in parts[:3]]
+    with pytest.raises(UntrustedName, match=rf"{MINE}\.Net would run code of its module: if you trust the file, pass"):
+        ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt")
+    loaded = ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", net=net)
+    trainer().test(loaded, ImageData(dataset), verbose=False)  # needs no optimizer
+    with pytest.raises(UntrustedName, match=rf"{MINE}\.(Momentum|falling) would run code"):
+        trainer().fit(loaded, ImageData(dataset))
+    loaded = ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", **settings)
+    trainer(max_epochs=1).fit(loaded, ImageData(dataset))
+
+
+def test_what_an_optimizer_sets_itself_takes_precedence() -> None:
+    assert groups(fit(optimizer=partial(SGD, lr=0.03, weight_decay=0.2))[1]) == [(0.03, 0.2), (0.03, 0.0)]
+    assert groups(fit(optimizer=plain_sgd)[1]) == [(0.02, 0.5), (0.02, 0.0)]
+    net = Net(3, 10)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.04)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    _, done = fit(net=net, optimizer=optimizer, schedule=schedule, schedule_every="epoch")
+    assert done.optimizers[0] is optimizer and optimizer.param_groups[0]["lr"] == 0.02
+
+
+def test_a_plateau_schedule_follows_the_validation_loss() -> None:
+    schedule = partial(lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e9, threshold_mode="abs", factor=0.1)
+    model, done = fit(schedule=schedule)
+    assert done.lr_scheduler_configs[0].interval == "epoch"
+    assert done.lr_scheduler_configs[0].scheduler.best == pytest.approx(model.score.loss, abs=1e-6)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"optimizer": 5}, r"model\.optimizer must be a name, a class or a function, not 5"),
+        ({"optimizer": lambda groups: groups}, r"must return a torch\.optim\.optimizer\.Optimizer, not a list"),
+        ({"optimizer": lambda: None}, r"model\.optimizer: .* has another signature: .* takes 0 positional arguments"),
+        ({"schedule": lambda optimizer: 5}, r"must return a torch\.optim\.lr_scheduler\.LRScheduler, not a int"),
+        ({"schedule": falling, "warmup_epochs": 1}, rf"model\.warmup_epochs needs one of our schedules: .* {MINE}\.f"),
+        ({"metrics": {"a": nn.Identity}}, r"must return a torchmetrics\.metric\.Metric, not a Identity"),
+        ({"optimizer": "torch.optim.SDG"}, r"torch\.optim has no 'SDG'\. Did you mean SGD\?"),
+    ],
+)
+def test_other_values_are_refused_with_one_line(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(Exception, match=line):
+        fit(**settings)
+
+
+def test_a_file_names_a_net_or_data_set_only_with_trust(tmp_path: Path) -> None:
+    card = ModelCard(f"{MINE}.Net", 1.0, [3, 16, 16], [*map(str, range(10))], [0.5] * 3, [0.2] * 3)
+    save_weights(tmp_path / "model.safetensors", Net(3, 10).state_dict(), card)
+    with pytest.raises(UntrustedName, match=r"use load\(…, trust=True\)"):
+        load(tmp_path)
+    assert type(load(tmp_path, trust=True).net.net) is Net
+    foreign = {"datamodule_hyper_parameters": {"dataset": f"{MINE}.images"}, "pytorch-lightning_version": "2.6.0"}
+    torch.save(foreign, tmp_path / "data.ckpt")
+    with pytest.raises(UntrustedName):
+        ImageData.load_from_checkpoint(tmp_path / "data.ckpt")
+    assert ImageData.load_from_checkpoint(tmp_path / "data.ckpt", dataset=images).class_count == 10
+
+
+def test_the_summary_of_a_plain_trainer_shows_the_net_only(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ImageClassifier("lenet", num_classes=10)
+    trainer(ModelSummary(), fast_dev_run=1).fit(model, shapes_data(image_size=32))
+    assert [name for name, _ in model.named_children()] == ["net"]
+    model.double()
+    assert model.evaluation.loss.sums.device == model.device
