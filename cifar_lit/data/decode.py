@@ -227,16 +227,19 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
     that become almost plain, because others have far darker or brighter pixels.
     """
     paths = [path for path in paths if path.lower().endswith(DEEP_SUFFIXES)]
-    lows, highs, darks, brights = [], [], [], []
+    lows: list[int] = []
+    highs: list[int] = []
+    darks: list[int] = []
+    brights: list[int] = []
     for path in paths[:: len(paths) // MAX_MEASURED + 1]:
         with suppress(DecodeError), _decode_errors(path):
             image = _open(_read(path))
             if image.mode.startswith("I") and image.width * image.height <= MAX_UNPACKED_PIXELS:
                 with silent_stderr():
                     values = np.asarray(image)
-                for percent, lowest, highest in ((0.1, lows, highs), (5, darks, brights)):
-                    lowest.append(np.percentile(values, percent, method="lower"))
-                    highest.append(np.percentile(values, 100 - percent, method="higher"))
+                for percent, lowest, highest in ((0.1, lows, highs), (5.0, darks, brights)):
+                    lowest.append(int(np.percentile(values, percent, method="lower")))
+                    highest.append(int(np.percentile(values, 100 - percent, method="higher")))
     if not lows:
         return None
     low = int(np.percentile(lows, 2, method="lower"))

@@ -68,8 +68,11 @@ def open_storage(url: URL) -> RDBStorage:
             raise Failure(f"{url.render_as_string()}: {first_line(error)}") from None
 
 
-def open_study(storage: RDBStorage, name: str, directions: Sequence[str], pruner: BasePruner) -> optuna.Study:
-    """Create or load a study. Raise Failure if its rows are not those of such a sweep: Optuna does not check them."""
+def open_study(storage: RDBStorage, name: str, directions: Sequence[Any], pruner: BasePruner) -> optuna.Study:
+    """Create or load a study. Raise Failure if its rows are not those of such a sweep: Optuna does not check them.
+
+    directions: "maximize" or "minimize" for each objective.
+    """
     try:
         study = optuna.create_study(
             study_name=name, storage=storage, directions=directions, pruner=pruner, load_if_exists=True
