@@ -177,12 +177,11 @@ def check_database(path: Path) -> None:
         if path.stat().st_size:  # SQLite creates an empty file before its first table
             file_size(path, MAX_DATABASE)
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as database:
-            has_code = database.execute(f"SELECT count(*) FROM sqlite_master WHERE {CODE}").fetchone()[0]
-            fault = "it has views, triggers or functions" if has_code else None
+            if database.execute(f"SELECT count(*) FROM sqlite_master WHERE {CODE}").fetchone()[0]:
+                raise sqlite3.DatabaseError("it has views, triggers or functions")
     except (OSError, sqlite3.Error) as error:
-        fault = getattr(error, "strerror", None) or str(error)
-    if fault:
-        raise Failure(f"the database {path} is not read: {fault}. Move it away.")
+        fault = getattr(error, "strerror", None) or error
+        raise Failure(f"the database {path} is not read: {fault}. Move it away.") from None
 
 
 def lock_file(file: IO[Any]) -> None:

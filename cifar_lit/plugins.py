@@ -34,10 +34,9 @@ class UntrustedName(UsageError):
 
 
 MAX_SOURCE = 1 << 18  # bytes of a Python file to parse for its names
-IN_PYTHON = "if you trust the file, pass the name yourself, or use load(…, trust=True)"
 _EVERY_NAME = "*"
 _allowed: set[str] = set()
-_remedies: list[str] = []  # one for each active `only_allowed_imports`
+_files_name_parts = False  # within `only_allowed_imports`
 
 
 def allow_imports(paths: Iterable[str]) -> None:
@@ -46,40 +45,41 @@ def allow_imports(paths: Iterable[str]) -> None:
 
 
 @contextmanager
-def only_allowed_imports(remedy: str) -> Iterator[None]:
-    """Let `import_callable` import only allowed names: within the context, names may come from files.
-
-    Args:
-        remedy: how to allow a name, for the message of the error.
-    """
-    _remedies.append(remedy)
+def only_allowed_imports() -> Iterator[None]:
+    """Let `import_callable` import only allowed names: within the context, names may come from files."""
+    global _files_name_parts
+    before, _files_name_parts = _files_name_parts, True
     try:
         yield
     finally:
-        _remedies.remove(remedy)
+        _files_name_parts = before
 
 
 def names_may_be_foreign() -> bool:
     """Return whether this is within `only_allowed_imports`."""
-    return bool(_remedies)
+    return _files_name_parts
 
 
 def check_allowed(name: str) -> None:
     """Raise UntrustedName for a dotted name from a file that the user has neither typed nor trusted."""
     if is_import_path(name) and _allowed.isdisjoint((name, _EVERY_NAME)):
-        remedy = _remedies[-1] if _remedies else IN_PYTHON
-        raise UntrustedName(f"{name} would run code of its module: {remedy}")
+        remedy = "pass the name yourself, or add --trust (in Python, use load(…, trust=True))"
+        raise UntrustedName(f"{name} would run code of its module: if you trust the file, {remedy}")
 
 
 class NamesInCheckpoint:
     """A mixin for Lightning's classes: `load_from_checkpoint` imports only names that the program itself passes."""
 
+    names_are_foreign = False  # whether the settings come from a checkpoint
+
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance as Lightning does. Raise UntrustedName for the dotted name of a net in the file."""
         allow_imports(value for value in kwargs.values() if isinstance(value, str))
-        with only_allowed_imports(IN_PYTHON):
-            return super().load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        with only_allowed_imports():
+            loaded = super().load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        loaded.names_are_foreign = True
+        return loaded
 
 
 @contextmanager
@@ -154,11 +154,11 @@ def part_name(part: Any) -> str:
 
 
 def accepted_arguments(build: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the signature of a class or function accepts."""
+    """Return the settings that the signature of a class or function accepts, and that a partial does not set itself."""
     parameters = signature(build).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(settings)
-    return {name: value for name, value in settings.items() if name in parameters}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    own = build.keywords if isinstance(build, partial) else {}
+    return {name: value for name, value in settings.items() if name not in own and (takes_any or name in parameters)}
 
 
 def build_part(part: Any, setting: str, kind: type, *arguments: Any, **settings: Any) -> Any:
@@ -244,7 +244,7 @@ def import_callable(path: str) -> Callable[..., Any]:
         Failure: if its module cannot be imported.
     """
     check_no_file(path)
-    if _remedies:
+    if names_may_be_foreign():
         check_allowed(path)
     module = import_module_of(path)
     name = path.rpartition(".")[2]

@@ -46,4 +46,7 @@ def test_equal_values_in_other_forms_and_unknown_settings_are_no_change() -> Non
 def test_functions_and_objects_are_compared_by_name() -> None:
     """Their addresses differ in every process."""
     values = plain_settings("data", {"dataset": plain_settings, "augment": {"policy": object()}})
-    assert values == {"data.dataset": "plain_settings", "data.augment": {"policy": "object"}}
+    assert values == {
+        "data.dataset": "cifar_lit.settings.plain_settings",
+        "data.augment": {"policy": "builtins.object"},
+    }

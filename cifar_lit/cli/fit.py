@@ -307,6 +307,7 @@ class TrainingCLI(LightningCLI):
         if self.checkpoint and run:
             trained, given = plain_values(run / "config.yaml") or {}, yaml.safe_load(self._config_text())
             self.changes = changed_settings(by_name(trained), by_name(given))
+            self.changes.pop("logs", None)  # A resumed run stays in its folder.
             self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
             self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})
             self.notes |= {"resume": display_path(self.checkpoint), "step": str(self.step)}

@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     limit_busy_waiting()
     accept_any_encoding()
     try:
-        with only_allowed_imports("type it on the command line, or add --trust"):
+        with only_allowed_imports():
             return _run(argv, default)
     except BaseException as error:
         if not isinstance(error, (SystemExit, Exception, KeyboardInterrupt)) and not hasattr(error, "exit_code"):

@@ -32,6 +32,7 @@ from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
+from cifar_lit.text import listed
 
 
 class ImageData(NamesInCheckpoint, pl.LightningDataModule):
@@ -351,6 +352,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         """
         loader = self._train_loader
         state: dict[str, Any] = {"split": self.record, "settings": json.dumps(self._all_settings)}
+        state["classes"] = [*self.classes]
         if loader is not None:
             state |= loader.state_dict()
         if isinstance(loader, HardRoundsLoader):
@@ -380,7 +382,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         """Use the split of a checkpoint to evaluate it, if the settings of images and split are those of its training.
 
         Images that were added since are left out, because the split of all images could test on training images. A note
-        reports other changes.
+        reports other changes. Raise UsageError for other classes, whose score would mean nothing.
         """
         names = {f"data.{name}" for name in ("dataset", *self._split, *asdict(self.settings))} & self.given.keys()
         with suppress(UsageError):  # a checkpoint of another program or version
@@ -390,6 +392,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
                     self._keep_split(state)
                 except UsageError as error:
                     note_once(f"scores may be too high, because images have changed since the training: {error}")
+        classes = state.get("classes") if isinstance(state, Mapping) else None
+        if isinstance(classes, list) and classes != [*self.classes]:
+            fault = f"the checkpoint was trained on other classes ({listed(map(str, classes))[:200]}) than these"
+            raise UsageError(f"{fault} ({listed(self.classes)}): name the folder of its own data")
 
     def _keep_split(self, state: Mapping[str, Any]) -> None:
         """Leave out images that were added since the training began. Raise UsageError if its images have changed."""

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
+from cifar_lit.data.progress import note_once
 from cifar_lit.errors import Failure
 from cifar_lit.files import read_bytes
 from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
@@ -44,6 +45,7 @@ SUFFIXES = (
 DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit grey
 MIN_DEEP_COLOUR = 16  # smallest maximum of the upper bytes of a picture with 16-bit colours
 MAX_MEASURED = 300  # images, to find the levels of all
+FEW_GREYS = 16  # number of 256 below which a note names the levels that give most images more
 UNREAD_SUFFIXES = (*HEIC_SUFFIXES, ".jp2", ".jxl", ".dng", ".cr2", ".nef", ".arw", ".psd", ".tga", ".svg", ".pdf")
 MISSING = "missing: there is no such file"
 MAX_FILE_BYTES = 1 << 29  # more than a BMP of the largest size that Pillow accepts
@@ -221,23 +223,32 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
     """Return the levels of the 16-bit grey images among files, measured on at most `MAX_MEASURED` of them.
 
     In each image, the lowest and highest thousandth may be dead pixels. Of the images, the 2 % with the lowest and
-    highest values may be blank. Images that use most of the 65,536 values keep them all (None).
+    highest values may be blank. Images that use most of the 65,536 values keep them all (None). A note reports images
+    that become almost plain, because others have far darker or brighter pixels.
     """
     paths = [path for path in paths if path.lower().endswith(DEEP_SUFFIXES)]
-    lows, highs = [], []
+    lows: list[int] = []
+    highs: list[int] = []
+    darks: list[int] = []
+    brights: list[int] = []
     for path in paths[:: len(paths) // MAX_MEASURED + 1]:
         with suppress(DecodeError), _decode_errors(path):
             image = _open(_read(path))
             if image.mode.startswith("I") and image.width * image.height <= MAX_UNPACKED_PIXELS:
                 with silent_stderr():
                     values = np.asarray(image)
-                lows.append(np.percentile(values, 0.1, method="lower"))
-                highs.append(np.percentile(values, 99.9, method="higher"))
+                for percent, lowest, highest in ((0.1, lows, highs), (5.0, darks, brights)):
+                    lowest.append(int(np.percentile(values, percent, method="lower")))
+                    highest.append(int(np.percentile(values, 100 - percent, method="higher")))
     if not lows:
         return None
     low = int(np.percentile(lows, 2, method="lower"))
     high = int(np.percentile(highs, 98, method="higher"))
     is_full = low >= 0 and high <= 65535 and high - low >= 32768
+    dark, bright = int(np.median(darks)), int(np.median(brights))
+    if 0 < 256 * (bright - dark) < FEW_GREYS * (65536 if is_full else high - low):
+        fault = f"most values of most 16-bit images lie between {dark:,} and {bright:,}, others far outside"
+        note_once(f'{fault}: if those are faults, --data.levels "[{dark}, {bright}]" keeps more grey levels')
     return None if is_full or low >= high else (low, high)
 
 

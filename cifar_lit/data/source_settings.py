@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.image_size import ImageSize
+from cifar_lit.data.walk import as_on_disk
 from cifar_lit.errors import UsageError
 
 
@@ -46,7 +47,7 @@ class SourceSettings:
     @property
     def path(self) -> Path:
         """The root as a path; `data` if not given."""
-        return Path(self.root or "data").expanduser()
+        return Path(as_on_disk(str(Path(self.root or "data").expanduser())))
 
     @property
     def cache_path(self) -> Path:

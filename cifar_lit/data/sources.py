@@ -44,8 +44,6 @@ CIFAR_MIRRORS = (
 )
 # The copy in the authors' repository, tried after torchvision's mirrors.
 FASHION_MIRROR = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
-
-
 Load = Callable[[SourceSettings, bool], ImageSet]
 
 

@@ -20,7 +20,6 @@ from cifar_lit.data.split_images import TEST, SplitImages
 from cifar_lit.errors import Failure
 from cifar_lit.text import listed, nfc
 
-HASHED_BYTES = 1024  # from the middle of each image
 MAX_HASHED = 4 << 30  # bytes of all images; larger data sets, which exceed many memories, are identified by path only
 MAX_TEXT = 256 << 20  # bytes of an uncompressed record; about five million paths
 SKIPPED = TEST + 1  # side of unreadable images
@@ -51,15 +50,13 @@ def split_rows(parts: SplitImages) -> list[Row]:
 
 
 def image_hashes(images: ImageSet) -> list[int]:
-    """Return the CRC-32 of class name and middle pixels of each image, only of the class name for a large data set."""
+    """Return the CRC-32 of class name and pixels of each image, only of the class name for a large data set."""
     seeds = [zlib.crc32(name.encode()) for name in images.classes]
     labels = images.labels.tolist()
     if images.images.nbytes > MAX_HASHED:
         return [seeds[label] for label in labels]
-    pixels = images.images.flatten(1)
-    start = max(0, pixels.shape[1] - HASHED_BYTES) // 2
-    middles = pixels.numpy()[:, start : start + HASHED_BYTES]
-    return [zlib.crc32(middle, seeds[label]) for middle, label in zip(middles, labels, strict=True)]
+    pixels = images.images.flatten(1).numpy()
+    return [zlib.crc32(row, seeds[label]) for row, label in zip(pixels, labels, strict=True)]
 
 
 def recorded_rows(record: Mapping[str, Any]) -> list[Row] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cifar_lit.data.decode import SUFFIXES as IMAGES
+from cifar_lit.data.progress import note_once
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.files import file_size
 from cifar_lit.text import nfc
@@ -67,6 +68,10 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
         column: next((plain.index(name) for name in aliases if name in plain), None)
         for column, aliases in COLUMNS.items()
     }
+    label_columns = [name[:80] for place, name in enumerate(names) if plain[place] in COLUMNS["label"]]
+    if labelled and len(label_columns) > 1:
+        used = names[positions["label"] or 0][:80]
+        note_once(f"{table}: {used} is used of the columns that may be the label, {', '.join(label_columns)}")
     taken = {alias for aliases in COLUMNS.values() for alias in aliases}
     unknown = [place for place, name in enumerate(names) if plain[place] not in taken and name != group]
     absent = [column for column in ("path", "label") if positions[column] is None]

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from cifar_lit.errors import UsageError, first_line, nearest
+from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.pretrained import OPTIONS as TIMM_OPTIONS
 from cifar_lit.models.pretrained import TIMM, build_timm_net, takes_any_size
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net, torchvision_names
 from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
 from cifar_lit.models.whitened import OPTIONS, WhitenedNet, min_size
 from cifar_lit.models.wide_resnet import wide_resnet
-from cifar_lit.plugins import accepted_arguments, check_no_file, find_part, is_import_path, part_name
+from cifar_lit.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
 
 
 class NetSpec(NamedTuple):
@@ -89,17 +89,9 @@ def build_net(
     if min(size) < min_size:
         raise UsageError(f"{name} cannot take {shape} images; the smallest size is {min_size}×{min_size}.")
     settings = {"channels": channels, "image_size": size, "num_classes": num_classes, "width": width, **options}
-    settings = accepted_arguments(spec.build, settings)
-    if width != 1 and "width" not in settings:
+    if width != 1 and "width" not in accepted_arguments(spec.build, settings):
         raise UsageError(f"{name} takes no width: leave model.width at 1")
-    try:
-        built = spec.build(**settings)
-    except TypeError as error:  # a user's builder with a different signature
-        raise UsageError(
-            f"{name} cannot be built with the keyword arguments {', '.join(settings) or '(none)'}: {first_line(error)}"
-        ) from error
-    if not isinstance(built, nn.Module):
-        raise UsageError(f"{name} must return a torch.nn.Module, not a {type(built).__name__}")
+    built: nn.Module = build_part(spec.build, "model.net", nn.Module, **settings)
     return built
 
 

@@ -95,16 +95,14 @@ def _fault_of_text(text: str) -> str | None:
     """Return what is wrong with the text of a value, quoted or not; None if nothing is."""
     if re.search("[\0\ud800-\udfff]", text):
         return "invalid Unicode or a NUL character"
-    if re.fullmatch(r"[-+]?[0-9_]{65,}", text.strip()):  # Python does not convert thousands of digits
-        return "an integer of more than 64 bits"
+    if len(text) > MAX_LENGTH:
+        return f"a text of more than {MAX_LENGTH:,} characters"
     try:
         integer = yaml.SafeLoader("").construct_yaml_int(yaml.ScalarNode(_INTEGER, text.strip()))
     except (ValueError, IndexError):
         integer = 0
     if abs(integer) >= MAX_INTEGER:
         return "an integer of more than 64 bits"
-    if len(text) > MAX_LENGTH:
-        return f"a text of more than {MAX_LENGTH:,} characters"
     if _TEXT.fullmatch(text):
         return None
     try:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import optuna
 from optuna.exceptions import StorageInternalError
+from optuna.pruners import BasePruner
 from optuna.storages import RDBStorage
+from optuna.trial import TrialState, create_trial
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -27,6 +31,8 @@ def database_url(storage: str | None, folder: Path) -> URL:
         return URL.create("sqlite", database=str(folder / "sweep.db"))
     try:
         url = make_url(storage)
+        if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+            raise ValueError("workers cannot share a database in memory")
         url = url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
         url.get_dialect().import_dbapi()
     except (ArgumentError, ValueError):
@@ -58,6 +64,47 @@ def open_storage(url: URL) -> RDBStorage:
             if attempts == ATTEMPTS or not re.search("already exists|[Dd]uplicate|UNIQUE", str(error)):
                 raise
             time.sleep(1)  # another command is creating the tables
+        except RuntimeError as error:  # tables of another version
+            raise Failure(f"{url.render_as_string()}: {first_line(error)}") from None
+
+
+def open_study(storage: RDBStorage, name: str, directions: Sequence[Any], pruner: BasePruner) -> optuna.Study:
+    """Create or load a study. Raise Failure if its rows are not those of such a sweep: Optuna does not check them.
+
+    directions: "maximize" or "minimize" for each objective.
+    """
+    try:
+        study = optuna.create_study(
+            study_name=name, storage=storage, directions=directions, pruner=pruner, load_if_exists=True
+        )
+        _check_rows(study, directions)
+    except (SQLAlchemyError, StorageInternalError):
+        raise
+    except Exception as error:  # a wrong type or damaged JSON may raise any error
+        fault = first_line(error).rstrip(".") or type(error).__name__
+        remedy = "restore it, or give this sweep a name of its own (name: …)"
+        raise Failure(f"the sweep {name} in the database is damaged ({fault}): {remedy}") from None
+    return study
+
+
+def _check_rows(study: optuna.Study, directions: Sequence[str]) -> None:
+    """Raise an error of any type for a row with another type or value than a sweep writes."""
+    if [direction.name.lower() for direction in study.directions] != [*directions]:
+        raise ValueError("its objectives have other directions")
+    if not isinstance(study.user_attrs.get("sweep", {}), dict):
+        raise TypeError("its settings are not a mapping")
+    math.isfinite(study.user_attrs.get("seconds", 0))
+    for number, trial in enumerate(study.get_trials(deepcopy=False)):
+        attributes = trial.user_attrs
+        numbers = [*(trial.values or ()), *trial.intermediate_values.values(), attributes.get("kills", 0)]
+        texts = [attributes.get(key) or "" for key in ("worker", "run", "error")]
+        if trial.number != number or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"trial {trial.number} has other columns")
+        are_finite = [math.isfinite(value) for value in numbers]
+        is_complete = trial.state == TrialState.COMPLETE
+        if is_complete and not (all(are_finite) and len(trial.values) == len(directions)):
+            raise ValueError(f"trial {trial.number} is complete without finite values")
+        create_trial(state=trial.state, values=trial.values, params=trial.params, distributions=trial.distributions)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import check_links, display_path
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.sweep.check import check_sweep, devices_of_workers, nested
-from cifar_lit.sweep.database import database_url, open_storage, storage_errors
+from cifar_lit.sweep.database import database_url, open_storage, open_study, storage_errors
 from cifar_lit.sweep.results import conclusion, ranked, rows_of, text, write_results
 from cifar_lit.sweep.space import SweepFile, read_sweep
 from cifar_lit.sweep.trials import Control, Job, run_job
@@ -70,13 +70,8 @@ def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) ->
         with storage_errors(url):
             storage = open_storage(url)
             folder.mkdir(parents=True, exist_ok=True)
-            study = optuna.create_study(
-                study_name=file.name,
-                storage=storage,
-                directions=[*file.objectives.values()],
-                pruner=MedianPruner() if file.pruner == "median" else NopPruner(),
-                load_if_exists=True,
-            )
+            pruner = MedianPruner() if file.pruner == "median" else NopPruner()
+            study = open_study(storage, file.name, [*file.objectives.values()], pruner)
             _check_same(study, options.file, recipe_path(file.recipe), fixed, folder)
             if base.data.val_size == 0:
                 say(f"validation on {VAL_SIZE:.0%} of the training images, as {file.recipe} has data.val_size 0")
@@ -211,13 +206,7 @@ def _confirm(
         fixed: flags of all trainings.
     """
     objective, count = job.objectives[0], 2 * len(seeds)
-    study = optuna.create_study(
-        study_name=f"{file.name} confirm {best}",
-        storage=job.storage,
-        direction=file.objectives[objective],
-        pruner=NopPruner(),
-        load_if_exists=True,
-    )
+    study = open_study(job.storage, f"{file.name} confirm {best}", [file.objectives[objective]], NopPruner())
 
     def flags(trial: Trial) -> list[str]:
         return [*fixed, f"--seed_everything={seeds[trial.number // 2]}"]

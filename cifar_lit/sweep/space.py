@@ -51,17 +51,12 @@ class Parameter(NamedTuple):
             return self.choices
         return self.space.low, self.space.high
 
-    @property
-    def size(self) -> float:
-        """Return the number of values, which may be infinite."""
+    def values(self) -> Sequence[Any]:
+        """Return all values as Optuna stores them, none if there are more than MAX_COMBINATIONS."""
         if isinstance(self.space, CategoricalDistribution):
-            return len(self.choices)
-        return math.inf if self.space.step is None else (self.space.high - self.space.low) / self.space.step + 1
-
-    def values(self) -> list[Any]:
-        """Return all values of a finite space, as Optuna stores them."""
-        if isinstance(self.space, CategoricalDistribution):
-            return list(self.space.choices)
+            return self.space.choices
+        if self.space.step is None or (self.space.high - self.space.low) / self.space.step >= MAX_COMBINATIONS:
+            return ()
         low, high, step = (Decimal(str(number)) for number in (self.space.low, self.space.high, self.space.step))
         return [type(self.space.low)(low + index * step) for index in range(int((high - low) / step) + 1)]
 
@@ -99,13 +94,13 @@ class SweepFile:
 
     def grid(self) -> list[dict[str, Any]]:
         """Return the parameters of all combinations in random order, at most `MAX_GRID`."""
-        if math.prod(parameter.size for parameter in self.parameters) > MAX_COMBINATIONS:
+        spaces = {parameter.name: parameter.values() for parameter in self.parameters}
+        if not all(spaces.values()) or math.prod(map(len, spaces.values())) > MAX_COMBINATIONS:
             limit = f"and at most {MAX_COMBINATIONS:,} combinations"
             raise UsageError(f"sampler grid: use choice, or range with a step, for every setting, {limit}")
         combinations = {}
-        for values in product(*(parameter.values() for parameter in self.parameters)):
-            names = (parameter.name for parameter in self.parameters)
-            trial = FixedTrial(dict(zip(names, values, strict=True)))
+        for values in product(*spaces.values()):
+            trial = FixedTrial(dict(zip(spaces, values, strict=True)))
             self.suggest(trial)
             combinations[str(trial.params)] = trial.params  # equal ones differ in settings that a condition leaves out
         in_order = list(combinations.values())

@@ -353,7 +353,7 @@ def _check_file(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(4)
     if start != b"PK\3\4":
-        check_pickles(path, None)
+        check_pickles(path, is_zip=False)
         return
     with zipfile.ZipFile(path) as container:
         entries = container.infolist()
@@ -367,7 +367,7 @@ def _check_file(path: Path) -> None:
             raise ValueError("its checksum does not match")
         if any(entry.external_attr & FOLDER_ATTRIBUTE for entry in entries):
             raise ValueError("an entry is marked as a folder")
-        check_pickles(path, container)
+        check_pickles(path, is_zip=True)
 
 
 def _check_contents(checkpoint: Mapping[str, Any]) -> None:

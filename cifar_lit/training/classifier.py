@@ -20,14 +20,7 @@ from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
-from cifar_lit.plugins import (
-    NameOrObject,
-    NamesInCheckpoint,
-    check_allowed,
-    is_import_path,
-    names_may_be_foreign,
-    part_name,
-)
+from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.callbacks import NotFiniteLoss, check_finite
 from cifar_lit.training.features import check_features, feature_callbacks
@@ -169,7 +162,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
         self.hparams.update({name: part_name(part) for name, part in parts.items()})
         self._objects = {name: part for name, part in parts.items() if not isinstance(part, str)}
-        self._names_may_be_foreign = names_may_be_foreign()
         check_model(self.hparams)
         self._metrics, self.teacher = metrics, teacher
         if isinstance(net, nn.Module):
@@ -267,11 +259,11 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule, which spans the whole training."""
-        objects = {name: self._objects[name] for name in ("optimizer", "schedule") if name in self._objects}
-        if self._names_may_be_foreign:
-            for name in {"optimizer", "schedule"} - objects.keys():
-                check_allowed(self.hparams[name])
-        return configure_optimizers(self.net, self.hparams, self.trainer, **objects)
+        settings = {**self.hparams, **self._objects}
+        for part in (settings["optimizer"], settings["schedule"]):
+            if self.names_are_foreign and isinstance(part, str):
+                check_allowed(part)
+        return configure_optimizers(self.net, settings, self.trainer)
 
     def configure_callbacks(self) -> list[Callback]:
         """Build the net from the datamodule unless it is built. Return the callbacks of the optional features."""

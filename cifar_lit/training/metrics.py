@@ -154,13 +154,10 @@ class Evaluation(nn.Module):
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
         self.top5 = TopHits() if num_classes > TOP else None
-        self.further = MetricCollection(
-            {
-                name: build_part(metric, "model.metrics", Metric, num_classes=num_classes).clone()
-                for name, metric in (metrics or {}).items()
-            },
-            compute_groups=False,
-        )
+        further = {}
+        for name, metric in (metrics or {}).items():
+            further[name] = build_part(metric, "model.metrics", Metric, num_classes=num_classes).clone()
+        self.further = MetricCollection(further, compute_groups=False)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add logits (B, classes) and labels, int64 (B,); -1 is padding."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -194,9 +193,6 @@ def build_optimizer(
     Raises:
         UsageError: if the import path is not of an optimizer, or the optimizer ignores a setting.
     """
-    if isinstance(optimizer, partial):
-        lr = optimizer.keywords.get("lr", lr)
-        settings["weight_decay"] = optimizer.keywords.get("weight_decay", settings.get("weight_decay", 0.0))
     name = part_name(optimizer)
     groups = parameter_groups(net, name, lr, **settings)
     first = groups[0]["params"][0]
@@ -237,16 +233,13 @@ def build_optimizer(
     return built
 
 
-def configure_optimizers(
-    net: nn.Module, settings: Mapping[str, Any], trainer: Any, optimizer: Any = None, schedule: Any = None
-) -> Any:
+def configure_optimizers(net: nn.Module, settings: Mapping[str, Any], trainer: Any) -> Any:
     """Return the optimizer and, unless rates are constant, its schedule, as Lightning expects them.
 
-    optimizer, schedule: classes or objects, instead of the names in `settings`. Raises UsageError for a schedule if the
-    training has no limit.
+    Raises UsageError for a schedule if the training has no limit.
     """
     captures = can_capture(trainer, settings["capture"])
-    groups = {name: settings[name] for name in GROUP_SETTINGS} | {"optimizer": optimizer or settings["optimizer"]}
+    groups = {name: settings[name] for name in GROUP_SETTINGS}
     optimizer = build_optimizer(net, precision=str(trainer.precision), capturable=captures, **groups)
     if settings["schedule"] == "constant" and not settings["warmup_epochs"] and settings["whiten_epochs"] is None:
         return optimizer
@@ -255,9 +248,9 @@ def configure_optimizers(
     if steps == math.inf:
         raise UsageError("a schedule needs an end: set --epochs or --trainer.max_steps, or --model.schedule constant")
     steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
-    built = schedule_from(optimizer, settings, int(steps), steps_per_epoch, schedule)
-    every = "epoch" if isinstance(built, ReduceLROnPlateau) else settings["schedule_every"]
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}
+    schedule = schedule_from(optimizer, settings, int(steps), steps_per_epoch)
+    every = "epoch" if isinstance(schedule, ReduceLROnPlateau) else settings["schedule_every"]
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": every, "monitor": "val/loss"}}
 
 
 def _keep_machine_settings(optimizer: Optimizer) -> None:

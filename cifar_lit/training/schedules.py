@@ -94,22 +94,13 @@ class Schedule(LambdaLR):
         return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
 
 
-def schedule_from(
-    optimizer: Optimizer, settings: Mapping[str, Any], steps: int, steps_per_epoch: int, schedule: Any = None
-) -> LRScheduler:
-    """Return the schedule for a model's settings.
+def schedule_from(optimizer: Optimizer, settings: Mapping[str, Any], steps: int, steps_per_epoch: int) -> LRScheduler:
+    """Return the schedule for a model's settings. steps: all optimizer steps of the training.
 
-    Args:
-        optimizer: the optimizer.
-        settings: of the model.
-        steps: all optimizer steps of the training.
-        steps_per_epoch: optimizer steps of an epoch.
-        schedule: a torch scheduler, which is returned; or a class or function, or the import path of one, which is
-            called with the optimizer, and with `total_steps` if its signature has it. None for `settings["schedule"]`.
-
-    Raises UsageError if the result is no torch scheduler.
+    A class or function, or the import path of one, is called with the optimizer and, if its signature has it,
+    `total_steps`. Raises UsageError if the result is not a torch scheduler.
     """
-    schedule = schedule or settings["schedule"]
+    schedule = settings["schedule"]
     unit = steps_per_epoch if settings["schedule_every"] == "epoch" else 1
     if schedule in SCHEDULES:
         spans = (settings[name] or 0 for name in ("warmup_epochs", "whiten_epochs"))

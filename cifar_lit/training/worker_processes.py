@@ -14,8 +14,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 def build_before_workers() -> None:
     """Extend Lightning's launcher of worker processes: an ImageClassifier builds its net before they start.
 
-    Lightning copies the trained weights into the model of the main process. A net that only the workers have built does
-    not exist there, and Lightning calls no hook of a model or a datamodule before it starts them.
+    Lightning copies the trained weights into the main process's net, but calls no hook before it starts the workers.
     """
     launch = _MultiProcessingLauncher.launch
 

@@ -16,13 +16,14 @@ def line(*argv: str, base: Path | None = None) -> list[str]:
 
 
 def test_flags_override_configs_and_configs_override_the_recipe_in_any_order(working_folder: Path) -> None:
-    for name in ("a.yaml", "b.yaml"):
-        (working_folder / name).write_text("{}")
-    expected = ["fit", "--config", "small.yaml", "--config", "a.yaml", "--config", "b.yaml"]
+    for name, rate in (("small", 2), ("a", 3), ("b", 4)):
+        (working_folder / f"{name}.yaml").write_text(f"model: {{lr: {rate}}}")
     recipe_last = "--lr 1 --config a.yaml -c b.yaml --recipe small.yaml"
     for argv in (recipe_last, "--recipe small.yaml --config a.yaml --lr 1 -c b.yaml"):
-        assert line(*argv.split(), base=recipe_path("small.yaml")) == [*expected, "--recipe=small", "--model.lr=1"]
-    assert line("--config=small.yaml") == ["fit", "--config", "small.yaml"]
+        words = line(*argv.split(), base=recipe_path("small.yaml"))
+        assert [re.findall("lr: ([0-9])", word) for word in words[1:4]] == [["2"], ["3"], ["4"]]
+        assert words[4:] == ["--recipe=small", "--model.lr=1"]
+    assert len(line("--config=small.yaml")) == 2
 
 
 def test_the_last_of_repeated_flags_wins() -> None:

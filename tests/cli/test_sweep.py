@@ -31,12 +31,15 @@ from contract.command_line import (
 from cifar_lit.bench.process import started
 from cifar_lit.cli.flags import parse
 from cifar_lit.cli.sweep import DESCRIPTION
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import open_inside
 from cifar_lit.sweep.space import read_sweep
 
 optuna = pytest.importorskip("optuna")
-from cifar_lit.sweep.database import database_url, open_storage  # noqa: E402
+from optuna.pruners import NopPruner  # noqa: E402
+from sqlalchemy.engine import make_url  # noqa: E402
+
+from cifar_lit.sweep.database import database_url, open_storage, open_study  # noqa: E402
 from cifar_lit.sweep.results import conclusion, ranked  # noqa: E402
 from cifar_lit.sweep.trials import Control, Job, Worker, run_in, run_job, value_of  # noqa: E402
 
@@ -211,8 +214,47 @@ def test_a_value_of_the_database_out_of_range_is_refused(fake: list[list[str]]) 
     best = (FOLDER / "best.yaml").read_text()
     with closing(sqlite3.connect(FOLDER / "sweep.db")) as database, database:
         database.execute("UPDATE trial_params SET param_value = 50 WHERE param_name = 'model.lr'")
-    assert_refused(sweep("--confirm", "0"), 1, "the database has model.lr 50, not in 0.01 … 0.1: it was changed")
+    assert_refused(sweep("--confirm", "0"), 1, "the sweep lr in the database is damaged", "The value 50.0 of")
     assert (FOLDER / "best.yaml").read_text() == best
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE trial_params SET distribution_json = '{'",
+        "UPDATE trial_params SET param_value = 'many'",
+        "UPDATE trials SET number = number + 5",
+        "UPDATE trials SET datetime_start = 'yesterday'",
+        "UPDATE trial_values SET value = 9e999",
+        "DELETE FROM trial_values",
+        "UPDATE trial_intermediate_values SET intermediate_value = 'low'",
+        "UPDATE trial_user_attributes SET value_json = '[1, 2]' WHERE key = 'run'",
+        "UPDATE trial_user_attributes SET value_json = '\"x\"' WHERE key = 'kills'",
+        "UPDATE study_user_attributes SET value_json = '3' WHERE key = 'sweep'",
+        "UPDATE study_user_attributes SET value_json = '\"x\"' WHERE key = 'seconds'",
+        "UPDATE study_directions SET direction = 'MINIMIZE'",
+        "UPDATE alembic_version SET version_num = 'x'",
+    ],
+)
+def test_rows_of_a_database_that_no_sweep_writes_are_refused(statement: str, tmp_path: Path) -> None:
+    url = make_url(f"sqlite:///{tmp_path}/sweep.db")
+
+    def opened() -> optuna.Study:
+        return open_study(open_storage(url), "lr", ["maximize"], NopPruner())
+
+    study = opened()
+    for name, value in {"sweep": {}, "seconds": 1.5}.items():
+        study.set_user_attr(name, value)
+    trial = study.ask()
+    trial.report(trial.suggest_float("model.lr", 0, 1), 1)
+    for name, value in {"worker": "", "run": "lr/trial-000/small-1", "error": "", "kills": 0}.items():
+        trial.set_user_attr(name, value)
+    study.tell(trial, 0.5)
+    assert len(opened().trials) == 1
+    with closing(sqlite3.connect(tmp_path / "sweep.db")) as database, database:
+        assert database.execute(statement).rowcount == 1
+    with pytest.raises(Failure, match=r"the sweep lr in the database is damaged|no longer compatible"):
+        opened()
 
 
 def test_results_are_read_from_the_newest_run_and_the_last_row_of_its_curve(tmp_path: Path) -> None:
@@ -572,6 +614,7 @@ def test_the_page_shows_no_characters_that_change_its_text(fake: list[list[str]]
         (("--epoch", "1"), 2, "there is no flag --epoch. Did you mean --epochs?"),
         (("--confirm", "1"), 2, "--confirm needs 2 seeds"),
         (("--storage", "nowhere"), 2, "--storage is not the URL"),
+        (("--storage", "sqlite://"), 2, "--storage is not the URL"),
         (("--storage", "sqlite:///a.db?password=secret"), 2, "--storage: put the password into ~/.pgpass"),
         (("--storage", "sqlite:////nowhere/a.db"), 1, "/nowhere/a.db: unable to open database file. Fix that"),
         (("--config", "small.yaml"), 2, "takes its recipe from the file"),

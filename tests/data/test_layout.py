@@ -167,6 +167,13 @@ def test_composed_and_decomposed_names_are_one_class(root: Path, first: Callable
     assert 9 in open_set(root).images.flatten().tolist()
 
 
+def test_a_folder_or_table_is_found_by_either_form_of_its_name(root: Path) -> None:
+    fill(root / NFD("Größe"), "cat", "dog")
+    rows = [f"{path.relative_to(root)},{path.parent.name}" for path in root.rglob("*.png")]
+    (root / NFD("Größe.csv")).write_text("\n".join(["path,label", *rows]))
+    assert open_set(root / NFC("Größe")).classes == open_set(root / NFC("Größe.csv")).classes == ("cat", "dog")
+
+
 def test_a_drawn_split_does_not_depend_on_the_form_of_names(root: Path) -> None:
     drawn = []
     for form in (NFC, NFD):

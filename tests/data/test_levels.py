@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,21 @@ def test_dead_pixels_and_blank_images_do_not_change_the_levels(tmp_path: Path) -
     Image.fromarray(np.zeros((SIDE, SIDE), np.uint16)).save(root / "a/900.png")
     Image.fromarray(np.full((SIDE, SIDE), 65535, np.uint16)).save(root / "b/900.png")
     assert open_set(root, channels=1).levels == (1000, 1510)
+
+
+def test_a_note_names_the_levels_of_images_that_others_make_almost_plain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = save_deep(tmp_path / "set", 1, 1000, count=20)
+    assert common_levels(sorted(map(str, root.rglob("*.png")))) == (1000, 1255)
+    assert "others far outside" not in capsys.readouterr().err
+    for path in (root / "a").iterdir():
+        values = np.array(Image.open(path))
+        values[0, :9], values[1, :9] = 0, 65535
+        Image.fromarray(values).save(path)
+    assert common_levels(sorted(map(str, root.rglob("*.png")))) is None
+    found = re.search(r'--data.levels "\[(\d+), (\d+)\]" keeps more', capsys.readouterr().err)
+    assert found and 1000 <= int(found[1]) < 1050 and 1200 < int(found[2]) <= 1255
 
 
 def test_images_of_8_bits_keep_their_values_beside_others(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from own_images import damage, save_photo
+from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
@@ -163,6 +164,16 @@ def test_images_that_are_missing_or_changed_are_refused_by_name(change: str, pho
         own_data(photos).load_state_dict(state)
 
 
+@pytest.mark.parametrize("place", [(0, 0), (95, 95)], ids=str)
+def test_an_image_that_was_edited_in_one_corner_is_refused(place: tuple[int, int], photos: Path) -> None:
+    state = own_data(photos, image_size=96).state_dict()
+    with Image.open(photos / "bee/01.png") as image:
+        image.putpixel(place, (0, 255, 0))
+        image.save(photos / "bee/01.png")
+    with pytest.raises(UsageError, match=r"have changed \(1 of 60\): bee/01.png"):
+        own_data(photos, image_size=96).load_state_dict(state)
+
+
 def test_other_labels_or_groups_in_a_table_are_refused(photos: Path) -> None:
     table = write_table(photos, "group", lambda name: name)
     state = own_data(table).state_dict()
@@ -260,3 +271,12 @@ def test_an_evaluation_on_other_images_uses_all_of_them(photos: Path) -> None:
     (evaluated := own_data(other)).evaluate_split_of(state)
     assert sum(map(len, sides(evaluated).values())) == 61
     own_data(other).evaluate_split_of({})  # a checkpoint of another program
+
+
+def test_an_evaluation_on_other_classes_is_refused(photos: Path) -> None:
+    """A class that was renamed changes the order of the labels, so that the score means nothing."""
+    state = own_data(photos).state_dict()
+    for name, new in {"bee": "fly", "ant": "wasp"}.items():
+        (photos / name).rename(photos / new)
+        with pytest.raises(UsageError, match=r"trained on other classes \(ant, bee\) than these"):
+            own_data(photos).evaluate_split_of(state)

@@ -111,6 +111,17 @@ def test_a_table_has_the_class_order_of_its_folder(tmp_path: Path, classes: tupl
     assert open_set(tmp_path / "set").classes == open_set(table).classes == classes
 
 
+@pytest.mark.parametrize("header", ["path,class,label", "path,label,Label"])
+def test_a_second_column_of_labels_is_named(pets: Path, header: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{path},{path.parent.name},{number % 2}" for number, path in enumerate(pets.rglob("*.png"))]
+    table = write(pets / "labels.csv", header, *rows)
+    list_table(table, None, False)
+    used, others = ("label", "class, label") if "class" in header else ("label", "label, Label")
+    assert f"{used} is used of the columns that may be the label, {others}\n" in capsys.readouterr().err
+    list_table(write(pets / "one.csv", "path,label", *(row.rpartition(",")[0] for row in rows)), None, False)
+    assert "is used of the columns" not in capsys.readouterr().err
+
+
 def test_a_repeated_row_counts_once(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{name},{name[:3]},train" for name in (*NAMES[:4], *NAMES[:2])]
     table = write(pets / "a.csv", "path,label,split", *rows, "dog/4.png,dog,test")

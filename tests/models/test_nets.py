@@ -304,8 +304,8 @@ def test_a_net_gets_only_the_arguments_that_it_accepts() -> None:
     [
         ("my_own_nets.Own", {"dept": 2}, "model.net_options of my_own_nets.Own has no 'dept'. Did you mean depth?"),
         ("my_own_nets.spec", {}, "my_own_nets.spec cannot take 8×8 images; the smallest size is 9×9."),
-        ("my_own_nets.NoClasses", {}, "my_own_nets.NoClasses cannot be built with the keyword arguments channels: "),
-        ("my_own_nets.anything", {"any": 1}, "my_own_nets.anything must return a torch.nn.Module, not a dict"),
+        ("my_own_nets.NoClasses", {}, "model.net: my_own_nets.NoClasses has another signature: "),
+        ("my_own_nets.anything", {"any": 1}, "my_own_nets.anything must return a torch.nn.modules.module.Module"),
         ("my_own_nets.Ohn", {}, "my_own_nets has no 'Ohn'. Did you mean Own?"),
         ("no_nets_here.Net", {}, "no_nets_here.Net: there is no module 'no_nets_here' here or on PYTHONPATH"),
         (5, {}, "model.net must be a name, a class or a function, not 5"),

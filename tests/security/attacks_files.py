@@ -263,9 +263,7 @@ ATTACKS: dict[str, Attack] = {
         for name in ("w.pth", "w.safetensors")
     },
     "a table of images from the kernel log": from_kernel("t.csv", [*TABLE, "run/t.csv"], "the file is empty"),
-    "weights of a bytearray of 2 GB": Attack(
-        bytearray_weights, [*WEIGHTS, "weights.pth"], says="it requests memory that it does not fill"
-    ),
+    "weights of a bytearray of 2 GB": Attack(bytearray_weights, [*WEIGHTS, "weights.pth"], says="would execute code"),
     # data sets and their cache
     "a link for a broken download": harmless(data_with("cifar-10-python.tar.gz.part"), DOWNLOAD, "wrong md5"),
     "a link for the lock of a download": Attack(data_with("cifar-10-batches-py.lock"), DOWNLOAD),

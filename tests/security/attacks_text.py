@@ -191,8 +191,8 @@ ATTACKS: dict[str, Attack] = {
     "an integer of 8,000 hexadecimal digits": harmless(seed("0x" + "f" * 8000), COMPARE, "run2"),
     "an integer of 4,000 sexagesimal digits": harmless(seed(":".join("1" * 4000)), COMPARE, "run2"),
     "an integer of 30,000 bits, as JSON": harmless(seed("0b" + "1" * 30_000), JSON, "run2"),
-    "an integer of 8,000 digits in a run to report": Attack(
-        seed("0x" + "f" * 8000), REPORT2, says="an integer of more than 64 bits at line"
+    "an integer of 4,000 digits in a run to report": Attack(
+        seed("0x" + "f" * 4000), REPORT2, says="an integer of more than 64 bits at line"
     ),
     "400,000 disputed images": harmless(disputed_images, compare_cheaply, "cheap"),
     # its report

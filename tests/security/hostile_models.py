@@ -120,7 +120,7 @@ def _reduced(function: bytes, arguments: bytes) -> bytes:
 
 
 _BYTEARRAY = b"\x80\2" + _reduced(b"__builtin__.bytearray", b"J\0\0\0\x7f\x85") + b"."
-_TEXT = b"X" + (200_000).to_bytes(4, "little") + b"x" * 200_000
+_STORAGE = b"\x80\2ctorch.storage\nUntypedStorage\nJ\0\0\0\x7f\x85R."
 _TUPLE = b"(" + b"K\1" * 100_000 + b"t"
 _DICT = b"}(" + b"".join(b"J" + number.to_bytes(4, "little") + b"N" for number in range(50_000)) + b"u"
 
@@ -162,7 +162,7 @@ CHECKPOINTS: dict[str, Maker] = {
     "a bytearray of 2 GB in the pickle of a zip": _zip_with(_BYTEARRAY),
     "the same in the last pickle of the old format": content(lambda: _old_format({})[:-6] + _BYTEARRAY),
     "the same in a second pickle of the same name": _two_pickles,
-    "a text that is encoded 5000 times": _called_often(_TEXT, _reduced(b"_codecs.encode", b"h\0X\6\0\0\0latin1\x86")),
+    "a call of a storage's type for 2 GB": _zip_with(_STORAGE),
     "a tuple that becomes a torch.Size 5000 times": _called_often(_TUPLE, _reduced(b"torch.Size", b"h\0\x85")),
     "a dict that is copied into 5000 others": _called_often(
         _DICT, _reduced(b"collections.OrderedDict", b")") + b"h\0b"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from contract.command_line import draw_folder
 from security.hostile_files import ARCHIVES, BESIDE, CONFIGS, IMAGES, READ
 from security.hostile_models import CHECKPOINTS, MODELS, Maker
@@ -21,7 +22,9 @@ from security.sandbox import SMALL, Answer, read_in_fork
 
 from cifar_lit.cli import main
 from cifar_lit.cli.errors import explain_error
+from cifar_lit.errors import Failure
 from cifar_lit.inference.load import load
+from cifar_lit.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures memory and programs in Linux's /proc")
 
@@ -88,6 +91,30 @@ def test_every_hostile_file_is_refused_with_one_line_within_the_limits_and_nothi
     rows = {name: asdict(one) for name, one in answers.items()}
     write_counts({"answers": rows, "headline": headline, "unit": dict.fromkeys(headline, "files")})
     assert wrong == {}
+
+
+REASONS = {
+    "a bytearray of 2 GB in the pickle of a zip": "would execute code",
+    "the same in the last pickle of the old format": "would execute code",
+    "a call of a storage's type for 2 GB": "would execute code",
+    "a tuple that becomes a torch.Size 5000 times": "more than 1,000,000 copied values",
+    "a dict that is copied into 5000 others": "more than 1,000,000 copied values",
+    "20,000 views of one storage": "more than 30,000 calls",
+    "8 million empty dicts": "more than 500,000 opcodes",
+    "a key of 60 nested tuples with two equal items": "keys of an unsupported kind",
+    "100,000 keys of equal hash": "keys of an unsupported kind",
+    "a storage in the old format that claims 4 GB": "numbers in tensors",
+    "weights on the meta device": "a tensor of an unsupported kind",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_a_pickle_demands_is_refused_before_it_is_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "best.ckpt"
+    torch.save({"state_dict": {"weight": torch.zeros(2)}}, path)
+    CHECKPOINTS[name](path)
+    with pytest.raises(Failure, match=REASONS[name]):
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "model"])

@@ -28,12 +28,10 @@ CONTENT: dict[str, Any] = {
     "callbacks": {  # types that a user's callback may save
         "own": {
             "size": torch.Size([3, 4]),
-            "kinds": (torch.float32, torch.device("cuda:1"), 1j, None, 2**200, 0.5),
+            "kinds": (torch.float32, torch.device("cuda:1"), None, 2**200, 0.5),
             "random": random.Random(0).getstate(),
             "counts": Counter("aab"),
-            "seen": {1, "two", (3, 4)},
-            "bytes": (b"\0\xff", bytearray(b"\1")),
-            (1, "a"): OrderedDict(a=1),
+            0.5: OrderedDict(a=1),
         },
         "part": torch.arange(24.0).view(4, 6)[1:, ::2],
         "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),

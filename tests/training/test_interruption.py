@@ -346,7 +346,7 @@ def test_the_best_checkpoint_is_found_after_the_folder_moved(tmp_path: Path, mon
 
     before.rename(after)
     best, last = best_and_last(after)
-    resumed = classifier(net="shapenet", lr=1e-9, momentum=0.9)  # does not improve
+    resumed = classifier(net="shapenet", lr=0.3, momentum=0.9)
     fitted(resumed, shapes_data(), best, last, max_epochs=6, resume=after / "last.ckpt")
     assert best.best_model_path == str(after / "best.ckpt")
     assert list(best.best_k_models) == [str(after / "best.ckpt")]
