@@ -156,6 +156,8 @@ def test_wandb_without_an_account_gets_settings_and_curves_offline(wandb: Any) -
     settings = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert settings["data"] == config_of(RUN)["data"]
     assert wandb_curves(RUN) == csv_curves(RUN)
+    assert not [row for row in wandb_rows(RUN) if "epoch" in row]
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
     assert not list(RUN.glob("events.out.tfevents.*"))
 
 
