@@ -22,7 +22,8 @@ from cifar_lit.errors import InvalidFileError
 
 # Functions that torch.save names.
 TENSORS = {f"torch._utils _rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter")}
-COPIES = {"collections OrderedDict": dict, "collections Counter": dict, "torch Size": tuple}  # and what they copy
+# The type of the values that each of these copies.
+COPIES = {"collections OrderedDict": dict, "collections Counter": dict, "torch Size": tuple}
 CALLS = {*TENSORS, *COPIES, "torch device"}
 NAMESPACE = "argparse Namespace"
 # A tensor takes about 32 opcodes and two calls: its own, and an OrderedDict for its hooks.

@@ -230,11 +230,12 @@ def test_a_checkpoint_of_another_net_is_refused_with_both_nets(run_dir: Path) ->
     checkpoint = run_dir / "checkpoints/best.ckpt"
     for flags, other in (
         (["--net", "tudui"], "not of tudui (3×16×16, 4 classes)"),
-        (["--data.num_classes", "5"], "not of lenet (3×16×16, 5 classes)"),
         (["--model.width", "2"], "not of lenet width 2 (3×16×16, 4 classes)"),
     ):
         answer = run_command("test", "--ckpt_path", checkpoint, *flags)
         assert_refused(answer, 1, f"{checkpoint} holds weights of lenet (3×16×16, 4 classes)", other)
+    answer = run_command("test", "--ckpt_path", checkpoint, "--data.num_classes", "5")
+    assert_refused(answer, 2, "the checkpoint was trained on other classes", "name the folder of its own data")
     assert not Path("lightning_logs").exists()
 
 
