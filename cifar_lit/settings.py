@@ -3,26 +3,63 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import UsageError, nearest
 from cifar_lit.plugins import part_name
 
-# Settings of devices, loading, logging and places. They do not change what is computed, except for rounding.
+# Settings of the program and the Trainer that may change when a training is resumed: devices, logging and places. They do
+# not change what is computed, except for rounding. Models, data and features name theirs themselves, as `may_change`.
 MAY_CHANGE = {
     "ckpt_path", "weights_only", "logs", "logger", "checkpoint_every", "rank_timeout", "threads",
     "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.precision",
     "trainer.plugins", "trainer.sync_batchnorm", "trainer.benchmark", "trainer.deterministic",
     "trainer.logger", "trainer.log_every_n_steps", "trainer.profiler", "trainer.default_root_dir",
     "trainer.detect_anomaly", "trainer.enable_progress_bar", "trainer.enable_model_summary",
-    "trainer.num_sanity_val_steps",
-    "trainer.max_time", "model.patience", "model.teacher", "model.channels_last", "model.compile", "model.capture",
-    "data.root", "data.url", "data.cache_dir", "data.placement", "data.workers", "data.eval_batch_size",
+    "trainer.num_sanity_val_steps", "trainer.max_time",
 }  # fmt: skip
 # May be raised if nothing depends on the length of the training. A later `max_steps` would not be exact: Lightning
 # counts the epoch in which a training reaches it as complete.
 END = "trainer.max_epochs"
+
+
+Options = TypeVar("Options")
+
+
+def options_of(kind: type[Options], options: Mapping[str, Any], setting: str, owner: str) -> Options:
+    """Return an instance of a dataclass from options by name, such as those of a recipe.
+
+    Args:
+        kind: the dataclass. Its fields are numbers, switches or texts, which may be None if their default is.
+        options: values by name.
+        setting: where the options come from, such as `model.optimizer_options`.
+        owner: begins the sentence about valid names, such as "muon has".
+
+    Raises:
+        UsageError: for an unknown name, or a value of another type.
+    """
+    names = [field.name for field in fields(kind)]
+    for name, value in options.items():
+        if name not in names:
+            raise UsageError(f"{setting} has no {name!r}.{nearest(str(name), names)} {owner} {', '.join(names)}.")
+        default = getattr(kind, name)
+        if value is None and default is None:
+            continue
+        wanted = "true or false" if isinstance(default, bool) else "text" if isinstance(default, str) else "a number"
+        if _kind_of(value) != wanted:
+            raise UsageError(f"{setting}.{name} must be {wanted}, not {value!r}")
+    return kind(**options)
+
+
+def _kind_of(value: Any) -> str:
+    """Return what a value is, in the words of `options_of`."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    return "text" if isinstance(value, str) else "another value"
 
 
 def plain_settings(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,19 +81,26 @@ def saved_settings(state: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `given` that differ from those of a run; raise UsageError if one must not change."""
+def changed_settings(
+    saved: Mapping[str, Any], given: Mapping[str, Any], may_change: Iterable[str] = (), fixes_length: str | None = None
+) -> dict[str, Any]:
+    """Return the settings of `given` that differ from those of a run; raise UsageError if one must not change.
+
+    Args:
+        saved, given: settings by dotted name. Only names in both are compared.
+        may_change: names that may change in addition to MAY_CHANGE.
+        fixes_length: what depends on the number of epochs, which then must not grow; None if nothing does.
+    """
+    free = MAY_CHANGE.union(may_change)
     changed = {name: given[name] for name in saved if name in given and not _are_equal(saved[name], given[name])}
     for name, value in changed.items():
-        if name in MAY_CHANGE:
+        is_longer = name == END and _is_later(saved[name], value)
+        if name in free or (is_longer and not fixes_length):
             continue
         fault = f"{name} was {json.dumps(saved[name])[:200]} in this run, not {json.dumps(value)[:200]}"
         remedy = "leave it out to resume the run, or start a new one"
-        if name == END and _is_later(saved[name], value):
-            cause = _depends_on_length(saved)
-            if not cause:
-                continue
-            remedy = f"{cause} depends on the length, so leave it out, or train a new run from these weights"
+        if is_longer:
+            remedy = f"{fixes_length} depends on the length, so leave it out, or train a new run from these weights"
         raise UsageError(f"{fault}: {remedy}")
     return changed
 
@@ -68,14 +112,3 @@ def _are_equal(old: Any, new: Any) -> bool:
 
 def _is_later(old: Any, new: Any) -> bool:
     return isinstance(old, int) and isinstance(new, int) and 0 < old < new
-
-
-def _depends_on_length(settings: Mapping[str, Any]) -> str | None:
-    """Return the first setting whose effect depends on the number of epochs, None if there is none."""
-    if settings.get("model.schedule", "constant") != "constant":
-        return f"model.schedule {settings['model.schedule']}"
-    patience = settings.get("model.patience")
-    if isinstance(patience, float) and 0 < patience < 1:
-        return f"model.patience {patience:g}"
-    shares = ("data.skip_easy", "data.resolutions")
-    return next((name for name in shares if settings.get(name)), None)

@@ -19,7 +19,7 @@ from cifar_lit.runs.results import log_pictures, run_metrics, write_metrics, wri
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import PREVIOUS
 from cifar_lit.training.checkpoint import load_weights
-from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.classifier import ImageClassifier, check_features
 from cifar_lit.training.metrics import Score
 
 
@@ -105,6 +105,7 @@ def write_results(
 def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
     """Raise UsageError, before a run folder is created, if data, model and devices are incompatible."""
     check_card(model_card(model, data))
+    check_features(model, trainer, data)
     data.trainer = trainer
     data.train_dataloader()  # Fail early if a batch cannot be split across the devices.
     channels, height, width = data.input_shape

@@ -28,16 +28,14 @@ from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
 from cifar_lit.cli.tuner import RATES, device_of, search
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import Failure, UsageError, check_choice, nearest
-from cifar_lit.models.pretrained import Preprocessing, preprocessing
+from cifar_lit.features import FEATURES, feature_class
 from cifar_lit.models.registry import check_net, net_spec
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
-from cifar_lit.runs.model_file import read_card
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import (
     RunFolder,
@@ -62,7 +60,6 @@ from cifar_lit.training.checkpoint import (
     regular_checkpoint,
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
-from cifar_lit.training.finetune import load_into
 from cifar_lit.training.metrics import TOP, value_names
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -191,7 +188,7 @@ class TrainingCLI(LightningCLI):
             return
         config, weights = (shlex.quote(display_path(run / name)) for name in ("config.yaml", "model.safetensors"))
         start = program(sys.argv[0], self.command.name)
-        command = f"{start} --config {config} --model.weights {weights} --model.head_views 0 --epochs {more}"
+        command = f"{start} --config {config} --weights {weights} --finetune.head_views 0 --epochs {more}"
         name, count = display_path(run), counted(more, "more epoch")
         raise UsageError(f"{name} is finished. To train its weights for {count}, start a new run: {command}")
 
@@ -218,8 +215,11 @@ class TrainingCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our own settings, and link the model's shape to the data."""
+        for name in FEATURES:
+            feature = feature_class(name)
+            parser.add_argument(f"--{name}", type=feature | None, default=None, help=feature.__doc__.partition("\n")[0])
         for action in parser._actions:
-            if action.dest in WORDS:
+            if action.dest in (*WORDS, *FEATURES):
                 action._enable_path = False  # type: ignore[attr-defined]
         text = "name of the recipe, used to name the run folder"
         parser.add_argument("--recipe", type=str | None, default=None, help=text)
@@ -291,7 +291,10 @@ class TrainingCLI(LightningCLI):
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
-        follow_pretraining(self.settings.model.net, self.settings.model.weights, self.settings.data)
+        for name in FEATURES:
+            adjust = getattr(feature_class(name), "adjust_settings", None)
+            if adjust and self.settings[name] is not None:
+                adjust(self.settings[name], self.settings)
         self._select_checkpoint()
 
     def _select_checkpoint(self) -> None:
@@ -306,7 +309,10 @@ class TrainingCLI(LightningCLI):
         self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
         if self.checkpoint and run:
             trained, given = plain_values(run / "config.yaml") or {}, yaml.safe_load(self._config_text())
-            self.changes = changed_settings(by_name(trained), by_name(given))
+            may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
+            for group, kind in (("model", ImageClassifier), ("data", ImageData)):
+                may_change += [f"{group}.{name}" for name in kind.may_change]
+            self.changes = changed_settings(by_name(trained), by_name(given), may_change)
             self.changes.pop("logs", None)  # A resumed run stays in its folder.
             self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
             self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})
@@ -328,10 +334,10 @@ class TrainingCLI(LightningCLI):
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
         auto, trainer = self.command.auto, self.settings.trainer
-        if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
-            load_into(self.model)  # a failure leaves no run folder
-        if self.name == "fit" and (teacher := self.settings.model.teacher):
-            self.model.teacher = trust.load_teacher(str(teacher), self.command.trust)
+        features = self._features()
+        for feature in features if self.name == "fit" and not self.checkpoint else ():
+            if hasattr(feature, "prepare"):
+                feature.prepare(self.model)  # a failure leaves no run folder
         validates = len(self.datamodule.split[1]) > 0
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
             raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")
@@ -363,7 +369,7 @@ class TrainingCLI(LightningCLI):
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            callbacks=[*callbacks, *self.run.callbacks(validates, bar, lines), *card, *watched, *self.further],
+            callbacks=[*callbacks, *features, *self.run.callbacks(validates, bar, lines), *card, *watched, *self.further],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,
@@ -374,6 +380,13 @@ class TrainingCLI(LightningCLI):
         if self.watch and isinstance(configured.strategy, str):  # the watch finds a lost rank sooner
             trainer.strategy._timeout = WATCHED_TIMEOUT  # type: ignore[attr-defined]
         return trainer
+
+    def _features(self) -> list[Callback]:
+        """Return the callbacks of the features that the settings name. Only a fit has any."""
+        if self.name != "fit":
+            return []
+        given = (self.config_init[self.name][name] for name in FEATURES)
+        return [feature for feature in given if feature is not None]
 
     def _make_run(self) -> Run:
         """Return the run, whose folder is locked if it is resumed."""
@@ -483,31 +496,8 @@ def check_settings(settings: Any) -> None:
     for name in filter(is_import_path, (model["optimizer"], model["schedule"])):
         import_callable(name)
     check_choice("model.monitor", model["monitor"], value_names(TOP + 1, model["metrics"] or {}))
-    if settings.model.class_weights != "none" and data.sampling != "none":
-        both = f"model.class_weights {settings.model.class_weights} and data.sampling {data.sampling}"
-        raise UsageError(f"{both} would balance the classes twice: set one of them to none")
     if data.resolutions and not net_spec(settings.model.net).any_size:
         raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")
-
-
-def follow_pretraining(net: str, weights: str | None, data: Any) -> None:
-    """Set mean, std and image size to those of the pretraining, where the settings `data` leave them open."""
-    if not weights:
-        return
-    card = read_card(weights)  # None unless a run wrote them
-    pretraining = preprocessing(net)
-    if card:
-        pretraining = Preprocessing(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
-    if not pretraining:
-        return
-    source = SOURCES.get(data.dataset)
-    grey = 1 in (data.channels, source.fixed.get("channels") if source else None)
-    for name in ("mean", "std"):
-        if getattr(data, name) is None:
-            channels = getattr(pretraining, name)
-            setattr(data, name, [sum(channels) / len(channels)] if grey else channels)
-    if data.dataset == "folder" and data.image_size is None:
-        data.image_size = list(pretraining.image_size)
 
 
 def program(script: str, command: str) -> str:
@@ -519,10 +509,13 @@ def program(script: str, command: str) -> str:
 
 
 def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config.yaml by dotted name. Settings that are themselves nested are values."""
-    named = {name: value for name, value in settings.items() if not isinstance(value, dict)}
-    for group in settings.keys() - named.keys():
-        named |= {f"{group}.{name}": value for name, value in settings[group].items()}
+    """Return the settings of a config.yaml by dotted name. A feature is one setting, whatever it holds."""
+    named: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in ("trainer", "model", "data") and isinstance(value, dict):
+            named |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            named[name] = value
     return named
 
 

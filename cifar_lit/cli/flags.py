@@ -8,12 +8,15 @@ from __future__ import annotations
 import re
 import sys
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.features import FEATURES
 from cifar_lit.runs.config_file import plain_values
 
 # Short flags: LightningCLI's long flag, and an example of a value for the error message.
@@ -27,6 +30,7 @@ _SHORT = {
     "data-dir": ("data.root", "PATH"),
     "batch-size": ("data.batch_size", "128"),
     "net": ("model.net", "resnet18"),
+    "weights": ("finetune.weights", "imagenet"),
     "lr": ("model.lr", "0.1"),
     "seed": ("seed_everything", "1"),
     "checkpoint-every": ("checkpoint_every", "10m"),
@@ -75,10 +79,11 @@ _SYNONYMS = {
     "model.net": "m model arch architecture backbone",
     "model.lr": "learning-rate base-lr init-lr",
     "model.optimizer": "opt",
-    "model.weight_decay": "wd decay",
-    "model.ema_decay": "ema model-ema",
-    "model.weights": "weights pretrained initial-checkpoint",
-    "model.patience": "early-stopping",
+    "model.optimizer_options.weight_decay": "wd decay weight-decay",
+    "model.optimizer_options.momentum": "momentum",
+    "weight_average.decay": "ema model-ema ema-decay",
+    "finetune.weights": "pretrained initial-checkpoint",
+    "early_stop.patience": "early-stopping patience",
     "seed_everything": "random-state manual-seed",
     "logger": "loggers report-to log-with tracker",
     "logger wandb": "wandb",
@@ -92,6 +97,7 @@ AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 ONE_DEVICE = r"1|\d+,|\[\d+,?\]"  # values of --devices
+SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
 RECIPES = Path(__file__).parent.parent / "recipes"
 NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
 
@@ -219,6 +225,9 @@ def parse(name: str, argv: list[str]) -> Command:
                 setattr(command, key.replace("-", "_"), value)
             else:
                 command.configs.append(_config_file(value))
+        elif key in FEATURES:
+            value = remaining.popleft() if value_follows else value
+            command.flags.append(f"{flag}={SWITCH.get(value.lower(), value)}")
         else:
             command.flags.append(f"{word}={remaining.popleft()}" if value_follows else word)
         if key not in (*SEVERAL, "json"):
@@ -289,19 +298,42 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
         base: YAML file of the settings with the lowest precedence (of a recipe or a run), or None.
     """
     line = [subcommand]
+    files = [_plain(file) for file in (*([base] if base else []), *(Path(config).expanduser() for config in command.configs))]
+    _drop_options_of_others(files, command)
     if base:
-        line.append(_as_text(base))
+        line.append(_as_text(files.pop(0)))
         if not command.recipe:
             line.append(f"--logs={LOGS}")  # overrides the folder recorded in the run's configuration
-    line += [_as_text(Path(config).expanduser()) for config in command.configs]
+    line += [_as_text(settings) for settings in files]
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
     return line + command.flags + ([f"--logs={command.logs}"] if command.logs else [])
 
 
-def _as_text(file: Path) -> str:
-    """Return --config with the values of a file, so that the parser does not read the file with another reader."""
-    values = yaml.safe_dump(plain_values(file) or {}, default_flow_style=True, width=sys.maxsize)
+def _plain(file: Path) -> dict[str, Any]:
+    """Return the settings of a file, with {} for a feature that is true, and null for one that is false."""
+    settings: dict[str, Any] = plain_values(file) or {}
+    for name in FEATURES:
+        if isinstance(settings.get(name), bool):
+            settings[name] = {} if settings[name] else None
+    return settings
+
+
+def _drop_options_of_others(files: list[dict[str, Any]], command: Command) -> None:
+    """Remove the options of a net, optimizer or schedule that a later file, or a flag, replaces by another."""
+    for part in ("net", "optimizer", "schedule"):
+        last = command.value(f"model.{part}")
+        for settings in reversed(files):
+            model = settings.get("model") or {}
+            own = model.get(part, last)
+            if last is not None and own != last:
+                model.pop(f"{part}_options", None)
+            last = own if last is None else last
+
+
+def _as_text(settings: Mapping[str, Any]) -> str:
+    """Return --config with settings, so that the parser does not read the file with another reader."""
+    values = yaml.safe_dump(dict(settings), default_flow_style=True, width=sys.maxsize)
     return f"--config={NO_PATH}\n{values}"
 
 

@@ -20,7 +20,7 @@ from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import newcombe_margin
 from cifar_lit.text import counted, say
 from cifar_lit.train import Results
-from cifar_lit.training.finetune import training_plan
+from cifar_lit.training.hooks import methods
 from cifar_lit.training.metrics import Score
 
 MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer lists are left out
@@ -59,8 +59,7 @@ def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> di
     classes = f"{data.class_count} classes{names} · {channels}×{height}×{width}"
     fewest, most = data.class_counts.aminmax()
     h, notes = model.hparams, run.notes
-    balancing = {"class weights": h["class_weights"], "sampling": data.sampling}
-    balanced = "".join(f" · {name} {value}" for name, value in balancing.items() if value != "none")
+    balanced = f" · sampling {data.sampling}" if data.sampling != "none" else ""
     sizes = "".join(f"{side} px for {part:.0%} of the epochs, " for side, part in data.resolutions.items())
     skipped = f"the easiest {data.skip_easy:.0%} of the images after {data.skip_from:.0%} of the steps"
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
@@ -70,10 +69,7 @@ def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> di
         "classes": f"{fewest:,} … {counted(int(most), 'training image')} each{balanced}" if balanced else "",
         "sizes": f"{sizes}then {height} px" if sizes else "",
         "skips": skipped if data.skip_easy else "",
-        "net": f"{h['net']} · {parameters:,} parameters" + (f" · weights {h['weights']}" if h["weights"] else ""),
-        "trains": training_plan(model, data, max(trainer.max_epochs or 1, 1))
-        if h["weights"] and not run.folder.resumed
-        else "",
+        "net": f"{h['net']} · {parameters:,} parameters",
         "devices": f"{trainer.world_size} × {device}",
         "threads": notes.get("threads", "") if device == "cpu" else "",
         "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
@@ -83,14 +79,14 @@ def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> di
         else "",
         "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }
+    for card in methods(trainer, "card"):
+        rows |= card()
+    rows["run"] = rows.pop("run")  # the last line
     return {name: value for name, value in rows.items() if value}
 
 
 def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> dict[str, str]:
-    """Return the start card's rows about batches and the optimizer. A fit of the last layer alone takes no steps."""
-    if h["weights"] and not h["unfreeze"]:
-        views = counted(h["head_views"], "view")
-        return {"optimizer": f"L-BFGS on the features of {views} of each training image · seed {data.seed}"}
+    """Return the start card's rows about batches and the optimizer."""
     share = data.batch_size // trainer.world_size
     relation = "=" if share * trainer.world_size == data.batch_size else "≈"
     steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)

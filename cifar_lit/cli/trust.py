@@ -5,7 +5,7 @@ A path can be written to, downloaded from, or cleared. The rules:
 
 - The command line is trusted. Files may name the classes and paths that its flags name.
 - Files (`--config`, `--recipe PATH`, the config.yaml beside a checkpoint) may name only the classes in `SAFE` and
-  `SAFE_PACKAGE`. Exceptions: `--trust`, and a file identical to a config.yaml written by a run of this user.
+  `SAFE_PACKAGES`. Exceptions: `--trust`, and a file identical to a config.yaml written by a run of this user.
   jsonargparse asks before each import. A file named inside an untrusted file is not read.
 - The import paths of your own nets, optimizers, schedules and data sets follow the same rule.
 - `config_file.check_choices` restricts paths and other choices, after the parser has merged all files and flags.
@@ -32,10 +32,8 @@ from jsonargparse import set_parsing_settings
 from cifar_lit.cli.errors import UNTRUSTED
 from cifar_lit.cli.flags import LOGS, RECIPES, Command, recipe_path
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.load import Classifier, load
 from cifar_lit.plugins import allow_imports, import_module_of, is_import_path
 from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
-from cifar_lit.runs.run_folder import weights_file
 
 # Classes of Lightning that take plain values only, run no command and do not use the network.
 SAFE = {
@@ -49,7 +47,7 @@ SAFE = {
     "strategies": ("DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"),
     "plugins.environments": ("LightningEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
 }  # fmt: skip
-SAFE_PACKAGE = "torchmetrics.classification"  # all of its classes
+SAFE_PACKAGES = {"torchmetrics.classification", "cifar_lit.features"}  # all of their classes
 # Settings that name a class, at any depth.
 CLASSES = {
     *(("trainer", name) for name in ("accelerator", "callbacks", "logger", "plugins", "profiler", "strategy")),
@@ -114,13 +112,6 @@ def allow_run(config: Path, trusted: bool) -> None:
         allow_choices(settings)
 
 
-def load_teacher(path: str, trusted: bool) -> Classifier:
-    """Return the classifier of a run or model file. A net of its own needs `trusted`, or a run of this user."""
-    with suppress(UsageError):  # no config.yaml, or that of another program
-        allow_run(weights_file(path).parent / "config.yaml", trusted)
-    return load(path, trust=trusted)
-
-
 def _own_names(settings: Any) -> set[str]:
     """Return the import paths of your own nets, optimizers, schedules and data sets in nested settings."""
     return {text for key, text in leaves(settings) if key and key[-1] in OWN and not _PLAIN_NAME.fullmatch(text)}
@@ -147,7 +138,7 @@ def allow(settings: Any) -> None:
     class_keys = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
     paths = {path for _, path in class_keys}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
-    set_parsing_settings(import_path_allowlist=sorted(safe | paths | {SAFE_PACKAGE}))
+    set_parsing_settings(import_path_allowlist=sorted(safe | paths | SAFE_PACKAGES))
     allow_imports(paths)
     allow_choices(settings)
     _allowed_before.update(paths - safe)

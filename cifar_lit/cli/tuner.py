@@ -27,9 +27,7 @@ from cifar_lit.hardware import MAX_FLOATS, Machine, count_devices, free_memory, 
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.text import say
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import freeze_norms
-from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
-from cifar_lit.training.whitening import images_to_whiten
+from cifar_lit.training.optimizers import build_optimizer
 
 SIZES = [2**power for power in range(4, 13)]  # above 4,096, images/s no longer rises and accuracy falls
 RATES = ("lr", "bias_lr", "head_lr", "input_lr")  # model settings that the range test scales by one factor

@@ -94,6 +94,9 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         train_share: share of the training images to train on, drawn by class; `--learning-curve` trains on four shares.
     """
 
+    # Settings that may change when a fit is resumed: places and loading.
+    may_change = ("root", "url", "cache_dir", "placement", "workers", "eval_batch_size")
+
     def __init__(
         self,
         dataset: NameOrObject = "cifar10",
@@ -369,12 +372,13 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             self.evaluate_split_of(state_dict)
             return
         saved = saved_settings(state_dict)
-        changed_settings(saved, self.given)
+        may_change = [f"data.{name}" for name in self.may_change]
+        changed_settings(saved, self.given, may_change)
         loaded = self.parts
         self._keep_split(state_dict)
         if self.trainer and self.parts is not loaded:
             self.setup("fit")
-        changed_settings(saved, self._all_settings)
+        changed_settings(saved, self._all_settings, may_change)
         if "position" in state_dict:
             self._resumed = state_dict
 

@@ -191,12 +191,14 @@ class WhitenedNet(nn.Module):
 
     Attributes:
         whitened: whether `initialise` was called; a bool scalar, saved with the weights.
+        is_prepared: whether the first layer is, or will be, computed from images.
         bias_is_final: whether the whitening bias is no longer trained, so that no gradient is computed at full
             resolution.
     """
 
     whitened: Tensor
     bias_is_final = False
+    is_prepared = False
 
     def __init__(
         self, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any
@@ -223,6 +225,8 @@ class WhitenedNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of normalised images."""
+        if self.training and not self.is_prepared:
+            self._check_whitened(images)
         with _no_autocast(images):
             maps = self._whitened(images.type(self.whiten.weight.dtype))
         maps = maps.detach() if self.bias_is_final else maps
@@ -231,6 +235,12 @@ class WhitenedNet(nn.Module):
         with _no_autocast(images):
             logits: Tensor = self.head(pooled.flatten(1).type(self.head.weight.dtype))
             return logits * self.logit_scale
+
+    def _check_whitened(self, images: Tensor) -> None:
+        """Raise UsageError if the net is trained without its first layer."""
+        if not images.is_meta and not bool(self.whitened):
+            raise UsageError("the first layer of whitened is not computed: add the callback Whitening, or whitening: {}")
+        self.is_prepared = True
 
     def _whitened(self, images: Tensor) -> Tensor:
         if not self.zero_channels:

@@ -23,28 +23,41 @@ from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.callbacks import NotFiniteLoss, check_finite
-from cifar_lit.training.features import check_features, feature_callbacks
+from cifar_lit.training.hooks import callbacks_with, methods
 from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
-from cifar_lit.training.optimizers import REST_MOMENTUM, check_settings, configure_optimizers
+from cifar_lit.training.optimizers import configure_optimizers, optimizer_settings
 from cifar_lit.training.predictions import PredictionCollector
 from cifar_lit.training.resume import check_restored_state, training_settings
-from cifar_lit.training.rows import TrainingRows, log_values
+from cifar_lit.training.rows import LateRows, TrainingRows, log_values
+from cifar_lit.training.schedules import schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
 
 DEFAULT_SHAPE = (3, 32, 32)
 METRICS = ("evaluation", "views", "_collector")  # kept out of the modules, as Lightning's summary would list them
 build_before_workers()
 
-# Function of (losses (B,), logits (B, classes), training batch) that returns the losses to train on. Optional features
-# add hooks to a fit.
-LossHook = Callable[[Tensor, Tensor, Any], Tensor]
-
 
 def check_model(h: Mapping[str, Any]) -> None:
     """Raise UsageError for settings of ImageClassifier that are invalid for all images. No net is built."""
-    check_settings(h)
-    check_features(h)
+    optimizer_settings(h["optimizer"], h["optimizer_options"])
+    schedule_settings(h["schedule"], h["schedule_options"])
     check_choice("model.tta", h["tta"], VIEWS)
+    if not h["lr"] > 0:
+        raise UsageError(f"the learning rate must be above 0, not {h['lr']:g}: set --lr")
+    if not 0 <= h["label_smoothing"] < 1:
+        raise UsageError(f"model.label_smoothing must be 0 or more and below 1, not {h['label_smoothing']:g}")
+    temperature = h["temperature"]
+    if temperature is not None and not 0.05 <= temperature <= 20:
+        raise UsageError(f"model.temperature must be from 0.05 to 20, or null, not {temperature:g}")
+
+
+def check_features(model: ImageClassifier, trainer: Any, data: Any) -> None:
+    """Raise UsageError if a callback does not fit the model or the data, or two callbacks balance the classes."""
+    for check in methods(trainer, "check"):
+        check(model, data)
+    balancing = [type(callback).__name__ for callback in callbacks_with(trainer, "balances_classes")]
+    if len(balancing) > 1:
+        raise UsageError(f"{' and '.join(balancing)} would balance the classes twice: leave one of them out")
 
 
 class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
@@ -60,59 +73,30 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         num_classes: number of classes. Default: `class_count` of the datamodule.
         width: multiplier of the hidden widths of our nets.
         net_options: further options of the net, such as {widths: [32, 96, 96]} for `whitened`.
-        label_smoothing: share of the target spread over all classes, from 0 to below 1.
-        class_weights: loss weights for unequal classes: none, balanced (1 / number of training images), or effective (1
-            / effective number of images, a weaker correction).
+        lr: highest learning rate; with muon, that of the filters.
         optimizer: sgd, adamw, muon (Muon for filters, SGD for other parameters); or a torch optimizer, a class or a
             function (see `optimizers.build_optimizer`), or the import path of one.
-        lr: highest learning rate. With muon: highest learning rate of the filters.
-        momentum: momentum of SGD. With muon: momentum of the filters.
-        nesterov: use Nesterov momentum.
-        weight_decay: decay of weights, not of biases and norms; coupled in SGD, decoupled in AdamW. With muon: share
-            that each step at the highest rate removes from parameters other than filters.
-        bias_lr: with muon, learning rate of biases and norms. Default: lr.
-        head_lr: with muon, learning rate of the last layer. Default: lr.
-        rest_momentum: with muon, momentum of the SGD part.
-        rescale_filters: with muon, rescale each filter tensor to norm √outputs at every step.
-        whiten_epochs: epochs over which the learning rate of a whitening layer's bias falls to 0. After that, the
-            bias's gradient is not computed. Default: the schedule of the other parameters.
+        optimizer_options: settings of the optimizer by name, such as {momentum: 0.9, weight_decay: 0.0005}; see
+            `SGDSettings`, `AdamWSettings` and `MuonSettings`.
         schedule: constant, cosine, one_cycle or triangular; or a torch scheduler, a class or a function (see
             `schedules.schedule_from`), or the import path of one.
-        schedule_every: update the learning rate every step or every epoch.
-        warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
-        final_lr: final learning rate, as a fraction of lr.
-        ema_decay: decay per step of a moving average of the weights, which is validated and saved. 0 disables it.
+        schedule_options: settings of the schedule by name, such as {warmup_epochs: 2}; see `ScheduleSettings`.
+        label_smoothing: share of the target spread over all classes, from 0 to below 1.
         channels_last: keep convolution weights in channels_last memory format, which is faster on CPUs and tensor
             cores.
-        compile: compile the net of captured steps with torch.compile. Without captured steps, this has no effect.
-        capture: replay training steps as CUDA graphs unless other code must run within a step.
         temperature: divisor of the logits in `classify`, `serve` and exported files. Used with fewer than 20
             validation images; otherwise it is fitted on them. Losses are without it.
         tta: test-time augmentation, scored in addition to the plain accuracy: none, mirror, or full (mirror and 1-pixel
             shifts).
-        weights: pretrained weights: imagenet, or a file (.safetensors, .pth). Default: random weights.
-        head_views: number of views of each training image on which the last layer of a pretrained net is first fitted.
-            The first view is plain, the others are augmented. 0 skips this fit.
-        unfreeze: train the pretrained net after its last layer is fitted. With false, only the last layer is fitted.
-        frozen: share of the pretrained net's parameters, starting at the input, that stay fixed.
-        input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers. Default:
-            lr.
-        fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
-        teacher: also train on the predictions of this trained net: a run folder or model.safetensors on the command
-            line, the result of `cifar_lit.load` in Python. It sees the same images, at its size and normalisation.
-        teacher_weight: share of the teacher in the loss, 0 … 1.
-        teacher_temperature: divisor of the logits of both nets in the teacher's part of the loss.
-        margins: record the mean logit margin of each training image, and write margins.npy to the run folder.
         metrics: additional torchmetrics for validation and test, by name. They receive logits (B, classes) and labels
             (B,). In Python also classes or import paths, called with `num_classes` if their signature has it.
         monitor: validation score that selects the best checkpoint: accuracy, balanced_accuracy, macro_f1, top5 (with
             more than five classes), loss (the lowest), or one of `metrics`.
-        patience: stop after this many validations without a better score; below 1, after this share of the epochs. 0
-            disables it. An EarlyStopping among the Trainer's callbacks takes precedence.
     """
 
     net: nn.Module
     weighs_batches = True  # tells ImageData that this module supports `Batch.loss_weight` and padded labels
+    may_change = ("channels_last",)  # settings that may change when a fit is resumed
 
     def __init__(
         self,
@@ -121,55 +105,31 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         num_classes: int | None = None,
         width: float = 1.0,
         net_options: dict[str, Any] | None = None,
-        label_smoothing: float = 0.0,
-        class_weights: str = "none",
-        optimizer: NameOrObject = "sgd",
         lr: float = 0.1,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        weight_decay: float = 0.0,
-        bias_lr: float | None = None,
-        head_lr: float | None = None,
-        rest_momentum: float = REST_MOMENTUM,
-        rescale_filters: bool = True,
-        whiten_epochs: float | None = None,
+        optimizer: NameOrObject = "sgd",
+        optimizer_options: dict[str, Any] | None = None,
         schedule: NameOrObject = "constant",
-        schedule_every: str = "step",
-        warmup_epochs: float = 0.0,
-        final_lr: float = 0.0,
-        ema_decay: float = 0.0,
+        schedule_options: dict[str, Any] | None = None,
+        label_smoothing: float = 0.0,
         channels_last: bool = True,
-        compile: bool = False,
-        capture: bool = False,
         temperature: float | None = None,
         tta: str = "none",
-        weights: str | None = None,
-        head_views: int = 2,
-        unfreeze: bool = True,
-        frozen: float = 0.0,
-        input_lr: float | None = None,
-        fixed_norms: bool = False,
-        teacher: str | Any = None,
-        teacher_weight: float = 0.9,
-        teacher_temperature: float = 4.0,
-        margins: bool = False,
         metrics: dict[str, Metric] | None = None,
         monitor: str = "accuracy",
-        patience: float = 0.0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule", "teacher"])
+        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule"])
         parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
         self.hparams.update({name: part_name(part) for name, part in parts.items()})
         self._objects = {name: part for name, part in parts.items() if not isinstance(part, str)}
         check_model(self.hparams)
-        self._metrics, self.teacher = metrics, teacher
+        self._metrics = metrics
         if isinstance(net, nn.Module):
             self.hparams["net"] = type(net).__name__
             self.net = net
         elif not isinstance(net, str) or is_import_path(net):
             check_net(net, net_options or {})
-        self.loss_hooks: list[LossHook] = []
+        self.loss_hooks: list[Callable[[Tensor, Tensor, Any], Tensor]] = []  # see `hooks`: (losses, logits, batch)
         self.running = RunningMetrics(self.device)  # this device's training steps
         self.rows = TrainingRows(self)
         self._collector = PredictionCollector()
@@ -188,19 +148,19 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         if not hasattr(self, "net"):
             channels, height, width = input_shape
             shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": num_classes}
-            net = self._objects.get("net", h["net"])
-            self.net = build_net(net, **shape, width=h["width"], options=h["net_options"])
+            self.net = build_net(self.part("net"), **shape, width=h["width"], options=h["net_options"])
         if h["channels_last"]:
             for parameter in self.net.parameters():
                 if parameter.ndim == 4:
                     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         check_shapes(self.net, h["net"], input_shape, num_classes)
-        parameters = list(self.net.parameters())
-        for parameter in parameters[: int(h["frozen"] * len(parameters))]:
-            parameter.requires_grad_(False)
         self.evaluation = Evaluation(num_classes, self._metrics)
         self.views = Evaluation(num_classes)
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
+
+    def part(self, name: str) -> Any:
+        """Return the net, optimizer or schedule as it was given: a name, a class, a function or an object."""
+        return self._objects.get(name, self.hparams[name])
 
     def build_for(self, data: Any) -> None:
         """Build net and metrics for a datamodule, unless they are built. Raise UsageError without `class_count`."""
@@ -259,22 +219,28 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and its schedule, which spans the whole training."""
-        settings = {**self.hparams, **self._objects}
-        for part in (settings["optimizer"], settings["schedule"]):
+        for name in ("optimizer", "schedule"):
+            part = self.part(name)
             if self.names_are_foreign and isinstance(part, str):
                 check_allowed(part)
-        return configure_optimizers(self.net, settings, self.trainer)
+        return configure_optimizers(self, self.trainer)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Build the net from the datamodule unless it is built. Return the callbacks of the optional features."""
-        self.build_for(self.trainer.datamodule)  # type: ignore[attr-defined]
-        self.loss_hooks = []
-        return feature_callbacks(self, self.trainer)
+        """Build the net from the datamodule unless it is built. Add the callback that an accelerator needs."""
+        trainer: Any = self.trainer
+        self.build_for(trainer.datamodule)
+        has_rows = any(isinstance(callback, LateRows) for callback in trainer.callbacks)
+        if trainer.strategy.root_device.type == "cpu" or has_rows:
+            return []
+        return [LateRows()]
 
     def setup(self, stage: str) -> None:
         """Reset the state of an earlier fit."""
         if stage == "fit":
-            self.trained_with = training_settings(self.hparams, self.trainer)
+            trainer: Any = self.trainer
+            check_features(self, trainer, trainer.datamodule)
+            self.loss_hooks = methods(trainer, "loss")
+            self.trained_with = training_settings(self.hparams, trainer)
             self.running = RunningMetrics(self.trainer.strategy.root_device)
             self.rows = TrainingRows(self)
             self._reads_losses = True
@@ -416,7 +382,8 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         if self.trainer.precision == "64-true":
             self.double()  # Lightning converts the weights after it has loaded them, which would round them
         state = checkpoint.get("cifar_lit", {})
-        changed_settings(saved_settings(state), self.trained_with)
+        may_change = [f"model.{name}" for name in self.may_change]
+        changed_settings(saved_settings(state), self.trained_with, may_change, self._what_fixes_the_length())
         rows = state["device_sums"]
         rank = self.trainer.global_rank
         if len(rows) != self.trainer.world_size:  # The first device continues with the sums of all devices.
@@ -427,3 +394,12 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         self.running.batches = int(any(images for *_, images in rows))  # the same on all devices
         self.rows.step = int(state["logged_step"])
         self.score = Score.from_dict(state["score"], self.hparams["num_classes"])
+
+    def _what_fixes_the_length(self) -> str | None:
+        """Return what depends on the number of epochs: the schedule or a callback; None if nothing does."""
+        if self.hparams["schedule"] != "constant":
+            return f"model.schedule {self.hparams['schedule']}"
+        for callback in callbacks_with(self.trainer, "depends_on_length"):
+            if callback.depends_on_length:
+                return type(callback).__name__
+        return None

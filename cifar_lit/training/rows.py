@@ -53,6 +53,13 @@ def record_event(device: torch.device) -> Any:
     return event
 
 
+def logged_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the parameter group whose rate is logged: the first, or if that is split by depth, its last layers."""
+    first = optimizer.param_groups[0]
+    alike = [group for group in optimizer.param_groups if group.get("role") == first.get("role", "")]
+    return alike[-1] if alike else first
+
+
 def log_values(trainer: pl.Trainer, values: Mapping[str, float], epoch: int, step: int) -> None:
     """Write values to the loggers. `LightningModule.log` takes longer than a step of a small net."""
     for logger in trainer.loggers:
@@ -124,7 +131,7 @@ class TrainingRows:
         norm = None
         if loop.batch_progress.is_last_batch:
             norm = get_total_norm([parameter.detach() for parameter in model.net.parameters()])
-        values = (self._gathered_sums(), trainer.optimizers[0].param_groups[0]["lr"], norm)
+        values = (self._gathered_sums(), logged_group(trainer.optimizers[0])["lr"], norm)
         sums, rate, norm = (copy_to_host(value, late) for value in values)
         copied = record_event(model.device) if late else None
         self._row = Row(self.step, model.global_step, model.current_epoch, sums, rate, norm, copied)
@@ -139,14 +146,12 @@ class TrainingRows:
             return
         if row.copied is not None:
             row.copied.synchronize()
-        model, h = self._model, self._model.hparams
+        model = self._model
         self._check(row.sums, row.start, row.epoch)
         loss, hits, images = sums = row.sums[:, :3].sum(0).tolist()
         model.running.epoch = [total + new for total, new in zip(model.running.epoch, sums, strict=True)]
         self.loss = loss / images
         rate = float(row.lr)
-        if h["input_lr"] is not None:  # Group 0 holds the first layers. Log the rate of the last ones.
-            rate *= h["lr"] / float(model.trainer.optimizers[0].param_groups[0].get("initial_lr", rate))
         means = {"train/loss": self.loss, "train/accuracy": hits / images}
         norm = {} if row.weight_norm is None else {"weight_norm": float(row.weight_norm)}
         log_values(model.trainer, {**means, "lr": rate, **norm}, row.epoch, row.step)

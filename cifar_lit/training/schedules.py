@@ -3,16 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from cifar_lit.errors import UsageError
-from cifar_lit.plugins import build_part
+from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
+from cifar_lit.settings import options_of
 
 SCHEDULES = ("constant", "cosine", "one_cycle", "triangular")
+OPTIONS = "model.schedule_options"
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """Settings of our schedules.
+
+    Args:
+        warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
+        final_lr: final learning rate, as a fraction of lr.
+        every: update the learning rate every step or every epoch.
+    """
+
+    warmup_epochs: float = 0.0
+    final_lr: float = 0.0
+    every: str = "step"
+
+    def __post_init__(self) -> None:
+        if not self.warmup_epochs >= 0:
+            raise UsageError(f"{OPTIONS}.warmup_epochs must be 0 or more, not {self.warmup_epochs:g}")
+        if not 0 <= self.final_lr <= 1:
+            raise UsageError(f"{OPTIONS}.final_lr is a fraction of model.lr, 0 … 1, not {self.final_lr:g}")
+        check_choice(f"{OPTIONS}.every", self.every, ("step", "epoch"))
+
+    @staticmethod
+    def interval(options: Mapping[str, Any]) -> str:
+        """Return how often a schedule is updated: every step unless the options say epoch."""
+        interval: str = options.get("every", "step")
+        return interval
+
+
+def schedule_settings(name: str, options: Mapping[str, Any] | None) -> ScheduleSettings | None:
+    """Return the settings of one of SCHEDULES, None for an import path. Raise UsageError for other names or options."""
+    if "." in name:  # an import path, or the name of a class
+        return None
+    check_choice("model.schedule", name, SCHEDULES)
+    settings = options_of(ScheduleSettings, options or {}, OPTIONS, f"{name} has")
+    if settings.every == "epoch" and (settings.warmup_epochs or name == "one_cycle"):
+        raise UsageError(f"with a warm-up, the first epoch would train at final_lr: use {OPTIONS}.every step")
+    return settings
 
 
 def schedule_factor(name: str, done: float, total: float, warmup: float, final: float) -> float:
@@ -48,63 +92,76 @@ class Schedule(LambdaLR):
     Args:
         optimizer: the optimizer.
         name, total, warmup, final: see `schedule_factor`. Call `step` once for each unit (step or epoch) of `total`.
-        whitening: units over which the rate of the group with role "whitening" falls linearly to 0; None for the common
-            schedule.
 
     Raises:
-        UsageError: if the warm-up is as long as the training, or for `whitening` without such a group.
+        UsageError: if the warm-up is as long as the training.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        total: float,
-        warmup: float = 0,
-        final: float = 0,
-        whitening: float | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, name: str, total: float, warmup: float = 0, final: float = 0) -> None:
         if warmup < 0 or warmup >= max(total, 1e-9):
-            raise UsageError(f"a warm-up of {warmup:g} takes all of {total:g} steps: lower model.warmup_epochs")
+            raise UsageError(f"a warm-up of {warmup:g} takes all of {total:g} steps: lower {OPTIONS}.warmup_epochs")
 
         def factor(done: float) -> float:  # at least 0, for captured steps
             return max(0.0, schedule_factor(name, done, total, warmup, final))
 
-        def whitening_factor(done: float) -> float:
-            return max(0.0, 1 - done / whitening) if whitening else factor(done)
-
-        roles = [group.get("role") for group in optimizer.param_groups]
-        if whitening and "whitening" not in roles:
-            raise UsageError("this net has no whitening layer with a bias to train: set --model.whiten_epochs null")
-        factors: list[Callable[[int], float]] = [whitening_factor if role == "whitening" else factor for role in roles]
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))  # LambdaLR would keep the tensor of the rate
-        self._whitening = whitening
-        super().__init__(optimizer, factors)
+        super().__init__(optimizer, factor)
 
-    @property
-    def whitening_ended(self) -> bool:
-        """Whether the rate of the group with role "whitening" has fallen to 0."""
-        return self._whitening is not None and self.last_epoch >= self._whitening
+    def end_early(self, role: str, length: float) -> bool:
+        """Let the rates of the groups with a role fall linearly to 0 over `length` steps (or epochs).
+
+        Returns whether there is such a group.
+        """
+        is_found = False
+        for index, group in enumerate(self.optimizer.param_groups):
+            if group.get("role") == role:
+                is_found = True
+                self.lr_lambdas[index] = partial(_linear_to_zero, length)
+                rate = group["initial_lr"] * self.lr_lambdas[index](self.last_epoch)
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+        return is_found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state with rates as floats, and without `whitening`, which is a setting."""
+        """Return torch's state with rates as floats."""
         state = super().state_dict()
-        del state["_whitening"]
         return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
 
 
-def schedule_from(optimizer: Optimizer, settings: Mapping[str, Any], steps: int, steps_per_epoch: int) -> LRScheduler:
-    """Return the schedule for a model's settings. steps: all optimizer steps of the training.
+def _linear_to_zero(length: float, done: float) -> float:
+    return max(0.0, 1 - done / length)
 
-    A class or function, or the import path of one, is called with the optimizer and, if its signature has it,
-    `total_steps`. Raises UsageError if the result is not a torch scheduler.
+
+def schedule_from(
+    optimizer: Optimizer, schedule: Any, options: Mapping[str, Any], steps: int, steps_per_epoch: int
+) -> LRScheduler:
+    """Return a schedule for all steps of a training.
+
+    Args:
+        optimizer: the optimizer.
+        schedule: one of SCHEDULES; or a torch scheduler, which is returned; or a class or function, or the import path
+            of one, which is called with the optimizer, the options and, if its signature has it, `total_steps`.
+        options: settings of the schedule; `every` says whether it is updated every step or every epoch.
+        steps: all optimizer steps of the training.
+        steps_per_epoch: optimizer steps of an epoch.
+
+    Raises:
+        UsageError: for an invalid option, or a result that is not a torch scheduler.
     """
-    schedule = settings["schedule"]
-    unit = steps_per_epoch if settings["schedule_every"] == "epoch" else 1
-    if schedule in SCHEDULES:
-        spans = (settings[name] or 0 for name in ("warmup_epochs", "whiten_epochs"))
-        warmup, whitening = (epochs * steps_per_epoch / unit for epochs in spans)
-        return Schedule(optimizer, schedule, steps / unit, warmup, settings["final_lr"], whitening or None)
-    built: LRScheduler = build_part(schedule, "model.schedule", LRScheduler, optimizer, total_steps=steps // unit)
+    settings = schedule_settings(part_name(schedule), options)
+    unit = steps_per_epoch if ScheduleSettings.interval(options) == "epoch" else 1
+    if settings:
+        warmup = settings.warmup_epochs * steps_per_epoch / unit
+        return Schedule(optimizer, schedule, steps / unit, warmup, settings.final_lr)
+    arguments = {name: value for name, value in options.items() if name != "every"}
+    if not isinstance(schedule, LRScheduler) and arguments:
+        accepted = accepted_arguments(find_part(schedule, "model.schedule", LRScheduler), arguments)
+        if refused := [name for name in arguments if name not in accepted]:
+            fault = f"{part_name(schedule)} takes no {refused[0]}"
+            raise UsageError(f"{fault}: leave {OPTIONS}.{refused[0]} out")
+    total = steps // unit
+    built: LRScheduler = build_part(schedule, "model.schedule", LRScheduler, optimizer, total_steps=total, **arguments)
     return built

@@ -1,4 +1,4 @@
-"""Mean logit margin of each training image over the training (`model.margins`), to find wrong labels.
+"""Mean logit margin of each training image over the training, to find wrong labels.
 
 The margin of an image is the logit of its label minus the largest other logit. Its mean over the training is the area
 under the margin (AUM; G. Pleiss et al., Identifying Mislabeled Data using the Area Under the Margin Ranking, NeurIPS
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import lightning.pytorch as pl
 import numpy as np
@@ -24,6 +24,7 @@ from cifar_lit.files import atomic_write
 UNIT = 2.0**-20
 
 
+@final
 class Margins(Callback):
     """Sum the margins of the training steps, and write `margins.npy` to the run folder when the fit ends.
 
@@ -34,29 +35,29 @@ class Margins(Callback):
         sums: int64 (2, N) on the device of the net: sum of the margins in units, and number of steps, of each image.
     """
 
+    def check(self, model: Any, data: Any) -> None:
+        """Raise UsageError if the images have no rows or are mixed."""
+        if not hasattr(data, "train_images"):
+            raise UsageError("margins needs the row of each image: train on ImageData, or leave margins out")
+        if getattr(data.device_augmentation, "mixes", False):
+            raise UsageError("margins needs one label per image: remove mixup and cutmix, or leave margins out")
+
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Start without margins. Raise UsageError if the images have no rows or are mixed."""
+        """Start without margins."""
         if stage != "fit":
             return
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "train_images"):
-            raise UsageError("model.margins needs the row of each image: train on ImageData, or set it to false")
-        if getattr(data.device_augmentation, "mixes", False):
-            raise UsageError("model.margins needs one label per image: remove mixup and cutmix, or set it to false")
+        self.check(pl_module, data)
         self._trainer = trainer
         self.sums = torch.zeros(2, len(data.train_images), dtype=torch.int64, device=trainer.strategy.root_device)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Record the margins of the model's training steps."""
-        pl_module.loss_hooks.append(self)
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that `__call__` writes to."""
+        """The tensors that `loss` writes to."""
         return (self.sums,)
 
-    def __call__(self, losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
-        """Add the margins of a training batch with logits (B, classes); return its losses: a loss hook of the model."""
+    def loss(self, losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Add the margins of a training batch with logits (B, classes); return its losses (B,)."""
         if batch.loss_weight:
             logits, labels = logits.detach().float(), batch.labels[:, None]
             others = logits.scatter(1, labels, -math.inf).amax(1)

@@ -1,7 +1,7 @@
-"""Training steps as CUDA graphs (`model.capture`): the kernels of a step are captured once, then replayed.
+"""Training steps as CUDA graphs: the kernels of a step are captured once, then replayed.
 
-With `model.capture false`, Lightning's own `optimizer_step` runs, with the same results. `model.compile` compiles the
-net of captured steps only: elsewhere, compiling takes longer than it saves.
+Without this feature, Lightning's own `optimizer_step` runs, with the same results. The net of captured steps can be
+compiled; elsewhere, compiling takes longer than it saves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from cifar_lit.errors import first_line
 from cifar_lit.text import note
-from cifar_lit.training.deferred import DeferredBatch, DeferredBatches
-from cifar_lit.training.whitening import Whitening
+from cifar_lit.features.capture.deferred import DeferredBatch, DeferredBatches
+from cifar_lit.training.hooks import callbacks_with
 
 WARM_UP_STEPS = 3  # before a capture, for libraries to select kernels and optimizers to create states
 # Hooks that a replayed step cannot call.
@@ -38,9 +38,9 @@ def device_graphs(device: torch.device) -> Any:
     return module if hasattr(module, "CUDAGraph") else None
 
 
-def can_capture(trainer: Any, enabled: bool) -> bool:
-    """Return whether steps can be replayed: `enabled`, one device that supports graphs, no code within a step."""
-    if not enabled or device_graphs(trainer.strategy.root_device) is None:
+def can_capture(trainer: Any) -> bool:
+    """Return whether steps can be replayed: on one device that supports graphs, without code within a step."""
+    if device_graphs(trainer.strategy.root_device) is None:
         return False
     accumulates = trainer.accumulate_grad_batches > 1 or any(
         isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
@@ -54,12 +54,24 @@ def can_capture(trainer: Any, enabled: bool) -> bool:
     return not (trainer.world_size > 1 or accumulates or has_hooks)
 
 
-class CapturedSteps(Callback):
-    """Replace the `optimizer_step` of the model for one fit, if `can_capture` allows it."""
+@final
+class Capture(Callback):
+    """Replay training steps as CUDA graphs, unless other code must run within a step; on a CPU this has no effect.
 
-    def __init__(self) -> None:
+    Args:
+        compile: compile the net of captured steps with torch.compile.
+    """
+
+    may_change = True  # on resume
+
+    def __init__(self, compile: bool = True) -> None:
+        self._compile = compile
         self._steps: GraphedSteps | None = None
         self._deferred: DeferredBatches | None = None
+
+    def captures(self, trainer: pl.Trainer) -> bool:
+        """Return whether steps will be captured, so that the optimizer keeps its rates in tensors."""
+        return can_capture(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Capture a step for each shape of batch, before the training time starts.
@@ -67,10 +79,10 @@ class CapturedSteps(Callback):
         A resumed fit captures later, because its checkpoint replaces the optimizer states.
         """
         self._release(pl_module)
-        if not can_capture(trainer, pl_module.hparams["capture"]):
+        if not can_capture(trainer):
             return
         pl_module.watch_losses()
-        self._steps = GraphedSteps(pl_module)
+        self._steps = GraphedSteps(pl_module, self._compile)
         pl_module.optimizer_step = self._optimizer_step
         trainer.fit_loop.setup_data()  # creates the loader
         if DeferredBatches.supports(trainer.datamodule):  # type: ignore[attr-defined]
@@ -126,10 +138,11 @@ def example_batches(trainer: pl.Trainer, model: Any, deferred: DeferredBatches |
     net, data = model.net, trainer.datamodule  # type: ignore[attr-defined]
     if not hasattr(data, "train_loader"):
         return
-    skips_bias = any(isinstance(callback, Whitening) and callback.skips_bias for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    end = model.hparams["whiten_epochs"] if skips_bias else math.inf
-    epochs = range(data.epochs or 1)
-    kinds = {(data.side(epoch), is_final) for epoch in epochs for is_final in (epoch >= end, epoch + 1 > end)}
+    end = min((callback.skips_bias_from for callback in callbacks_with(trainer, "skips_bias_from")), default=math.inf)
+    kinds = set()
+    for epoch in range(data.epochs or 1):
+        kinds.add((data.side(epoch), epoch >= end))  # the first batches of the epoch
+        kinds.add((data.side(epoch), epoch + 1 > end))  # its last batches: the end may fall within it
     for side, is_final in sorted(kinds, key=lambda kind: (kind[0] or math.inf, kind[1]), reverse=True):
         net.bias_is_final = is_final
         yield from batches_of_side(data, side, deferred)
@@ -160,7 +173,7 @@ class GraphedSteps:
         batch: the next batch to train on.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, compile_net: bool) -> None:
         self.batch: Any = None
         self._model = model
         self._module = device_graphs(model.device)
@@ -173,7 +186,7 @@ class GraphedSteps:
         self._epoch_plan: Tensor | None = None
         self._plan: Tensor | None = None
         self._compiled: Any = None  # the compiled call of the net, which Module.compile would use everywhere
-        if model.hparams["compile"]:
+        if compile_net:
             model.net.compile(dynamic=False)  # one graph per size is faster than one graph for all sizes
             self._compiled, model.net._compiled_call_impl = model.net._compiled_call_impl, None
 
@@ -184,7 +197,7 @@ class GraphedSteps:
     def rehearse(self, batches: Iterable[Any]) -> None:
         """Warm up and capture a step on each batch, then restore all state. Do not call this in a resumed fit."""
         model = self._model
-        hook_tensors = [tensor for hook in model.loss_hooks for tensor in getattr(hook, "tensors", ())]
+        hook_tensors = [tensor for callback in callbacks_with(model.trainer, "tensors") for tensor in callback.tensors]
         tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *hook_tensors]
         with torch.no_grad():
             copies = [tensor.clone() for tensor in tensors]
@@ -262,7 +275,7 @@ class GraphedSteps:
         except torch._dynamo.exc.TorchDynamoException as error:
             self._compiled = None
             cause = first_line(getattr(error, "inner_exception", error))
-            note(f"the net is not compiled, because the compiler failed ({cause}): add --model.compile false")
+            note(f"the net is not compiled, because the compiler failed ({cause}): add --capture.compile false")
         return self._model.training_step(batch, 0)
 
     @contextmanager

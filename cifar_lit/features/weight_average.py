@@ -1,23 +1,31 @@
-"""Exponential moving average of the weights (`model.ema_decay`)."""
+"""Exponential moving average of the weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
+from cifar_lit.errors import UsageError
 from cifar_lit.models.state import with_versions
 
 
+@final
 class WeightAverage(EMAWeightAveraging):
-    """Lightning's moving average, which includes the running statistics of norms. It is removed after the fit.
+    """Validate and save a moving average of the weights, which includes the running statistics of norms.
 
-    If it remained, a test by the same Trainer would score the average, or the *current* weights of a checkpoint.
+    It is removed after the fit. If it remained, a test by the same Trainer would score the average, or the *current*
+    weights of a checkpoint.
+
+    Args:
+        decay: decay per step, above 0 and below 1.
     """
 
     def __init__(self, decay: float) -> None:
+        if not 0 < decay < 1:
+            raise UsageError(f"weight_average.decay must be above 0 and below 1, not {decay:g}")
         super().__init__(decay=decay, use_buffers=True)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

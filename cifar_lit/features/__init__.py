@@ -1,0 +1,28 @@
+"""Optional parts of a training: each is a Lightning callback in a file of its own, and may be deleted with its line.
+
+`Trainer(callbacks=[WeightAverage(decay=0.999)])` in Python, `weight_average: {decay: 0.999}` in a recipe, and
+`--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here. The
+callbacks run in this order.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+_CLASSES = {
+    "finetune": "Finetune",
+    "weight_average": "WeightAverage",
+    "class_weights": "ClassWeights",
+    "margins": "Margins",
+    "whitening": "Whitening",
+    "early_stop": "EarlyStop",
+    "capture": "Capture",
+}
+FEATURES = tuple(name for name in _CLASSES if find_spec(f"{__name__}.{name}"))
+
+
+def feature_class(name: str) -> Any:
+    """Return the class of a feature by its name in recipes."""
+    return getattr(import_module(f"{__name__}.{name}"), _CLASSES[name])

@@ -1,0 +1,76 @@
+"""Class weights in the training loss, for unequal classes."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.text import counted
+
+KINDS = ("balanced", "effective")
+BETA = 0.999  # value of Cui et al. for ImageNet and iNaturalist
+
+
+def class_weights(counts: Tensor, kind: str) -> list[float]:
+    """Return the weight of each class; their mean over all training images is 1. Classes without images get 0.
+
+    Args:
+        counts: number of training images of each class, int64 (classes,).
+        kind: `balanced` (1 / count) or `effective` (1 / effective number of samples, (1 − βⁿ) / (1 − β); Cui et al.,
+            Class-Balanced Loss, CVPR 2019).
+    """
+    sizes = counts.double() if kind == "balanced" else (1 - BETA ** counts.double()) / (1 - BETA)
+    weights = torch.where(counts > 0, 1 / sizes, 0.0)
+    return (weights * (counts.sum() / (weights * counts).sum())).tolist()
+
+
+@final
+class ClassWeights(Callback):
+    """Multiply the training loss of each image by the weight of its class, then divide by the number of images.
+
+    `F.cross_entropy(weight=…)` would divide by the sum of the weights on this device. It would also weigh the smoothed
+    part of the labels, which favours rare classes.
+
+    Args:
+        kind: balanced (1 / number of training images), or effective (1 / effective number of images, a weaker
+            correction).
+
+    Attributes:
+        weights: float32 (classes,), set when a fit starts.
+    """
+
+    balances_classes = True
+
+    def __init__(self, kind: str = "balanced") -> None:
+        check_choice("class_weights.kind", kind, KINDS)
+        self._kind = kind
+        self._counts = torch.empty(0)
+        self.weights = torch.empty(0)
+
+    def check(self, model: Any, data: Any) -> None:
+        """Raise UsageError if the datamodule cannot count its classes."""
+        if not hasattr(data, "class_counts"):
+            raise UsageError("class_weights needs class_counts of the datamodule: define it, or leave class_weights out")
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Count the training images of each class."""
+        self._counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
+        self.weights = torch.tensor(class_weights(self._counts, self._kind), device=pl_module.device)
+
+    def loss(self, losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
+        """Return the weighted losses (B,) of a batch."""
+        targets = getattr(batch, "targets", None)
+        if targets is None:
+            return losses * self.weights[batch[1]]
+        return losses * (targets @ self.weights)
+
+    def card(self) -> dict[str, str]:
+        """Return the line of the start card."""
+        fewest, most = self._counts.aminmax()
+        images = counted(int(most), "training image")
+        return {"classes": f"{fewest:,} … {images} each · class weights {self._kind}"}

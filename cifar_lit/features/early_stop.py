@@ -1,0 +1,48 @@
+"""Early stopping on the validation score of the model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, final
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping
+
+from cifar_lit.errors import UsageError
+
+
+@final
+class EarlyStop(EarlyStopping):
+    """Lightning's EarlyStopping on `model.monitor`. On resume, the given patience replaces the checkpoint's.
+
+    Args:
+        patience: stop after this many validations without a better score; below 1, after this share of the epochs.
+            Without a limit of epochs, a share never ends the training.
+    """
+
+    may_change = True  # on resume
+
+    def __init__(self, patience: float) -> None:
+        if not 0 < patience < math.inf:
+            raise UsageError(f"early_stop.patience is a number of validations, or below 1 a share, not {patience:g}")
+        self._given = patience
+        self.depends_on_length = patience < 1
+        super().__init__("val/accuracy")
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Monitor the model's score."""
+        if stage != "fit":
+            return
+        validations = math.ceil(self._given)
+        if self._given < 1:
+            epochs = trainer.max_epochs or -1
+            validations = math.ceil(self._given * epochs) if epochs > 0 else 2**31
+        monitor, mode = pl_module.monitored
+        super().__init__(
+            monitor, mode=mode, patience=validations, strict=False, check_finite=False, check_on_train_epoch_end=False
+        )
+        super().setup(trainer, pl_module, stage)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore all but the patience."""
+        super().load_state_dict({**state_dict, "patience": self.patience})

@@ -1,0 +1,290 @@
+"""Fine-tuning: load pretrained weights, fit the last layer on features of the frozen net, then train the net."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from cifar_lit.data.progress import progress
+from cifar_lit.data.sources import SOURCES
+from cifar_lit.errors import UsageError
+from cifar_lit.features.finetune.head import (
+    batches_of_view,
+    compute_features,
+    digest,
+    fit_head,
+    read_features,
+    write_features,
+)
+from cifar_lit.features.finetune.pretrained import IMAGENET, head_path, load_pretrained, net_head
+from cifar_lit.models.pretrained import Preprocessing, preprocessing
+from cifar_lit.runs.model_file import read_card
+from cifar_lit.text import counted, duration_text, say
+from cifar_lit.training.checkpoint import RunCheckpoint
+from cifar_lit.training.collectives import broadcast_from_first
+from cifar_lit.training.hooks import callbacks_with
+from cifar_lit.training.optimizers import Group
+
+
+@final
+class Finetune(Callback):
+    """Start from pretrained weights: fit the last layer on features of the frozen net, then train the net.
+
+    Args:
+        weights: imagenet, or a file (.safetensors, .pth), or the folder of a finished run.
+        head_views: number of views of each training image on which the last layer is first fitted. The first view is
+            plain, the others are augmented. 0 skips this fit.
+        unfreeze: train the net after its last layer is fitted. With false, only the last layer is fitted.
+        frozen: share of the net's parameters, starting at the input, that stay fixed.
+        input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers (Howard
+            and Ruder, ULMFiT, 2018, 3.2). Default: lr.
+        fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
+    """
+
+    def __init__(
+        self,
+        weights: str = IMAGENET,
+        head_views: int = 2,
+        unfreeze: bool = True,
+        frozen: float = 0.0,
+        input_lr: float | None = None,
+        fixed_norms: bool = False,
+    ) -> None:
+        if head_views < 0:
+            raise UsageError(f"finetune.head_views must be 0 or more, not {head_views}")
+        if not unfreeze and not head_views:
+            raise UsageError("finetune.unfreeze false fits only the last layer: set finetune.head_views above 0")
+        if not 0 <= frozen < 1:
+            raise UsageError(f"finetune.frozen is a share of the net's parameters, from 0 to below 1, not {frozen:g}")
+        if input_lr is not None and not input_lr > 0:
+            raise UsageError(f"finetune.input_lr must be above 0, or null, not {input_lr:g}")
+        self.weights, self.head_views, self.unfreeze = weights, head_views, unfreeze
+        self.frozen, self.input_lr, self.fixed_norms = frozen, input_lr, fixed_norms
+        self._model: Any = None
+
+    @staticmethod
+    def adjust_settings(own: Any, settings: Any) -> None:
+        """Set mean, std and image size of the data to those of the pretraining, where the settings leave them open."""
+        data, net = settings.data, settings.model.net
+        card = read_card(own.weights)  # None unless a run wrote them
+        pretraining = preprocessing(net)
+        if card:
+            pretraining = Preprocessing(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
+        if not pretraining:
+            return
+        source = SOURCES.get(data.dataset)
+        is_grey = 1 in (data.channels, source.fixed.get("channels") if source else None)
+        for name in ("mean", "std"):
+            if getattr(data, name) is None:
+                channels = getattr(pretraining, name)
+                setattr(data, name, [sum(channels) / len(channels)] if is_grey else channels)
+        if data.dataset == "folder" and data.image_size is None:
+            data.image_size = list(pretraining.image_size)
+
+    def prepare(self, model: Any) -> None:
+        """Load the weights, unless they are loaded; see `load_pretrained` for the errors."""
+        if not getattr(model, "is_pretrained", False):
+            load_pretrained(model.net, model.hparams["net"], self.weights)
+            model.is_pretrained = True
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Load the weights unless the fit is resumed, and freeze the first layers."""
+        if stage != "fit":
+            return
+        self._model = pl_module
+        if not trainer.ckpt_path:
+            self.prepare(pl_module)
+        parameters = list(pl_module.net.parameters())
+        for parameter in parameters[: int(self.frozen * len(parameters))]:
+            parameter.requires_grad_(False)
+
+    def parameter_groups(self, groups: list[Group]) -> list[Group]:
+        """Split each group by depth, with rates from `input_lr` to its own."""
+        if self.input_lr is None:
+            return groups
+        if any(group["role"] not in ("weights", "biases") for group in groups):
+            raise UsageError("model.optimizer muon does not support finetune.input_lr: use adamw or sgd")
+        trained = [parameter for parameter in self._model.net.parameters() if parameter.requires_grad]
+        return [part for group in groups for part in by_depth(group, trained, self.input_lr)]
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Fix the norms before steps are captured."""
+        if self.fixed_norms:
+            freeze_norms(pl_module.net)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Fix the norms again after a validation."""
+        if self.fixed_norms:
+            freeze_norms(pl_module.net)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Fit the last layer, and save it as the first checkpoint, unless the training is resumed."""
+        if self.head_views and not trainer.ckpt_path:
+            self._fit(trainer, pl_module)
+        if not self.unfreeze:
+            trainer.should_stop = True
+
+    def card(self) -> dict[str, str]:
+        """Return the lines of the start card."""
+        trainer = self._model.trainer
+        lines = {"weights": self.weights}
+        if not trainer.ckpt_path:
+            lines["trains"] = self._training_plan()
+        if not self.unfreeze:
+            views = counted(self.head_views, "view")
+            lines["batch"] = ""
+            lines["optimizer"] = f"L-BFGS on the features of {views} of each training image"
+        return lines
+
+    def _fit(self, trainer: pl.Trainer, model: Any) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        h, labels, (train, val) = model.hparams, data.train_images.labels, data.split
+        classes = h["num_classes"]
+        path = head_path(model.net)
+        # The features do not depend on the head, so neither does their cache key.
+        body = [tensor for name, tensor in model.net.state_dict().items() if not name.startswith(f"{path}.")]
+        net_key = digest([*body, h["net"], h["net_options"], trainer.precision])
+        features = self._features(trainer, model, net_key, train, self.head_views)
+        val_features = self._features(trainer, model, net_key, val, 1) if len(val) else None
+        head, seconds = net_head(model.net), 0.0
+        if features is not None:
+            weights = None
+            for callback in callbacks_with(trainer, "balances_classes"):
+                weights = callback.weights.cpu()
+            if data.sampling == "balanced":
+                weights = len(train) / (classes * torch.bincount(labels[train], minlength=classes).clamp_min(1).float())
+            weight, bias, seconds = fit_head(features, labels[train], classes, self.head_views, weights)
+            with torch.no_grad():
+                head.weight.copy_(weight)
+                head.bias.copy_(bias)
+        broadcast_from_first(trainer, head.weight, head.bias)
+        text, scalars = f"last layer fitted in {seconds:.1f} s", {}
+        if len(val):
+            model.evaluation.reset()
+            # Only the first device has features. The other devices contribute an empty batch.
+            logits = torch.zeros(0, classes) if val_features is None else F.linear(val_features.float(), weight, bias)
+            model.evaluation.update(*move_data_to_device((logits, labels[val][: len(logits)]), model.device))
+            model.score = model.evaluation.compute()
+            scalars = model.score.logged("val")
+            text += f" · validation accuracy {model.score.accuracy:.4f}"
+        for callback in callbacks_with(trainer, "start_from"):
+            callback.start_from(model)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunCheckpoint):
+                callback.save_first(trainer, scalars)
+            elif isinstance(callback, EarlyStopping) and callback.monitor in scalars:
+                callback.best_score = torch.tensor(scalars[callback.monitor])
+        if trainer.is_global_zero:
+            say(text)
+
+    def _features(self, trainer: pl.Trainer, model: Any, net_key: str, rows: Tensor, views: int) -> Tensor | None:
+        """Return features of training images, read from the cache or computed on all devices.
+
+        Collective: every rank must call this.
+
+        Args:
+            net_key: cache key of the frozen net.
+            rows: int64 (N,), rows of the training images.
+            views: number of views.
+
+        Returns:
+            float16 (views · N, features) on the CPU for the first device; None for the others.
+        """
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        rank, world, is_first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
+        images_key = ""
+        if is_first:
+            pixels = (data.train_images.take(part) for part in rows.split(256))
+            images_key = digest(chain(pixels, [data.train_images.input_shape, data.statistics]))
+        parts: list[Tensor] = []
+        model.eval()
+        for view in range(views):
+            augmentation = f"{data.augmentation} {data.device_augmentation}" if view else ""
+            key = digest([images_key, net_key, augmentation, view])
+            file = data.settings.cache_path / f"features-{key}.safetensors"
+            features = read_features(file) if is_first else None
+            if not trainer.strategy.broadcast(features is not None):
+                rank_rows = rows[rank::world]
+                rows_or_one = rank_rows if len(rank_rows) else rows[:1]  # there may be fewer images than devices
+                with progress(f"features{f' of view {view + 1}' * bool(view)}", len(rows_or_one)) as advance:
+                    batches = batches_of_view(data, rows_or_one, view)
+                    features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
+                if world > 1:
+                    gathered = torch.zeros(len(rows), features.shape[1], device=model.device)
+                    gathered[rank::world] = features[: len(rank_rows)].to(gathered)
+                    features = trainer.strategy.reduce(gathered, reduce_op="sum").half().cpu()
+                if is_first:
+                    write_features(file, features)
+            if is_first and features is not None:
+                parts.append(features)
+        model.train()
+        return torch.cat(parts) if is_first else None
+
+    def _training_plan(self) -> str:
+        """Return the stages with their durations, estimated from the time of a batch."""
+        model = self._model
+        trainer, data, lr = model.trainer, model.trainer.datamodule, model.hparams["lr"]
+        train, val = (len(part) for part in data.split)
+        forward = _seconds(model, data, trains=False)
+        stages = []
+        if self.head_views:
+            seconds = (train * self.head_views + val) * forward
+            stages.append(f"last layer on features of the frozen net, about {duration_text(seconds)}")
+        if self.unfreeze:
+            rates = f"learning rates {self.input_lr:g} (first layers) to {lr:g}, " if self.input_lr else ""
+            seconds = max(trainer.max_epochs or 1, 1) * (train * _seconds(model, data, trains=True) + val * forward)
+            layers = "the later layers" if self.frozen else "all layers"
+            may_stop = any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks)
+            limit = " at most" if may_stop else ""
+            stages.append(f"{layers}, {rates}about {duration_text(seconds)}{limit}")
+        return "; then ".join(stages)
+
+
+def freeze_norms(net: nn.Module) -> None:
+    """Set batch norms to evaluation mode: they use their running statistics and do not update them."""
+    for module in net.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+
+
+DEPTHS = 8  # groups of adjacent layers
+
+
+def by_depth(group: Group, trained: list[nn.Parameter], input_lr: float) -> list[Group]:
+    """Return a group split by depth, with rates from `input_lr`. trained: all trainable parameters in order."""
+    count = min(DEPTHS, len(trained))
+    depths = {parameter: index * count // len(trained) for index, parameter in enumerate(trained)}
+    parts: dict[int, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        parts.setdefault(depths[parameter], []).append(parameter)
+    ratio = group["lr"] / input_lr
+    return [
+        {**group, "params": params, "lr": input_lr * ratio ** (depth / (count - 1) if count > 1 else 1)}
+        for depth, params in parts.items()
+    ]
+
+
+def _seconds(model: pl.LightningModule, data: Any, trains: bool) -> float:
+    """Return the time per image of a forward pass, or with `trains` of a forward and a backward pass."""
+    images = next(batches_of_view(data, data.split[0][: max(1, data.batch_size // model.trainer.world_size)], 0))
+    model.eval()
+    with model.trainer.precision_plugin.forward_context(), torch.set_grad_enabled(trains):
+        for _ in range(2):  # the first pass is a warm-up
+            started = time.perf_counter()
+            loss = model(images).float().square().mean()
+            if trains:
+                loss.backward()
+            loss.item()  # synchronises the device
+            seconds = time.perf_counter() - started
+    model.zero_grad()
+    model.train()
+    return seconds / len(images)

@@ -1,0 +1,181 @@
+"""Fit the last layer of a net (the head) on features of its frozen body.
+
+Features are computed once and cached on disk, so that runs with other seeds or rates start in seconds. The head is a
+multinomial logistic regression (Kornblith et al., Do Better ImageNet Models Transfer Better?, CVPR 2019). A fitted head
+avoids the large gradients of a random one (Kumar et al., Fine-Tuning can Distort Pretrained Features, ICLR 2022).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cifar_lit.features.finetune.pretrained import net_head
+from cifar_lit.files import atomic_write
+
+MAX_FILES = 40  # in the cache
+
+
+@torch.no_grad()
+def compute_features(
+    net: nn.Module,
+    batches: Iterable[Tensor],
+    precision: Callable[[], AbstractContextManager[Any]],
+    advance: Callable[[int], None],
+) -> Tensor:
+    """Return the input of the head for each image: float16 (N, features) on the CPU.
+
+    Args:
+        net: the net, in evaluation mode.
+        batches: float (B, C, H, W), on the device of the net.
+        precision: returns the context manager for forward passes.
+        advance: progress callback with the number of images processed since the last call.
+    """
+    inputs: list[Tensor] = []
+    head = net_head(net)
+    hook = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu()))
+    with hook:
+        for images in batches:
+            with precision():
+                net(images.type(head.weight.dtype))
+            advance(len(images))
+    return torch.cat(inputs)
+
+
+def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
+    """Yield normalised batches of training images on the training device.
+
+    Args:
+        data: an ImageData.
+        rows: int64 (N,), rows of its training images.
+        view: 0 for plain images. Other views are augmented like the epoch of this number with seed 0, for all seeds.
+    """
+    loader = replace(data.train_loader, seed=0)
+    preprocessing = data.preprocessing
+    images = loader.source
+    _, make = loader.epoch_plan(view, rows)
+    for part in move_data_to_device(rows, images.images.device).split(data.eval_batch_size):
+        pixels = make([(part, 1.0)])[0].images if view else images.take(part)
+        pixels, part = move_data_to_device((pixels, part), data.device)
+        if view:
+            yield preprocessing.augment_images(pixels, part, 0, view, preprocessing.normalise)
+        else:
+            yield preprocessing.normalise(pixels)
+
+
+def read_features(file: Path) -> Tensor | None:
+    with suppress(SafetensorError, OSError, KeyError):
+        return load_file(file)["features"]
+    return None
+
+
+def write_features(file: Path, features: Tensor) -> None:
+    """Write features to the cache and delete the oldest files beyond MAX_FILES. Disk errors are ignored."""
+    with suppress(OSError, SafetensorError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(file) as partial:
+            save_file({"features": features}, partial)
+        files = sorted(file.parent.glob("features-*.safetensors"), key=lambda file: file.stat().st_mtime)
+        for oldest in files[:-MAX_FILES]:
+            oldest.unlink(missing_ok=True)
+
+
+def digest(values: Iterable[object]) -> str:
+    """Return the SHA-256 in hex of the bytes of tensors and the text of other values."""
+    total = sha256()
+    for value in values:
+        if isinstance(value, Tensor):
+            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            total.update(f"\0{value}\0".encode())
+    return total.hexdigest()
+
+
+# ---- the head
+
+STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # L2 penalties, for standardised features
+ITERATIONS = 60  # L-BFGS iterations for each strength, starting from the previous solution
+FOLDS = 5
+MAX_FOLDED = 2000  # rows of features; with more, only one fold is held out
+MAX_FITTED = 100_000  # rows of features; more cost memory and hardly improve the accuracy
+
+
+class Head(NamedTuple):
+    """A linear layer: weight (classes, features) and bias (classes,), float32; `seconds` that its fit took."""
+
+    weight: Tensor
+    bias: Tensor
+    seconds: float
+
+
+def fit_head(
+    features: Tensor, labels: Tensor, num_classes: int, views: int, class_weights: Tensor | None = None
+) -> Head:
+    """Return a multinomial logistic regression with an L2 penalty of the strength that cross-validation selects.
+
+    Args:
+        features: (views · N, features), view by view.
+        labels: int64 (N,).
+        num_classes: number of classes.
+        views: number of views.
+        class_weights: float32 (classes,), weights of the loss.
+    """
+    started = time.perf_counter()
+    targets = labels.repeat(views)
+    generator = torch.Generator().manual_seed(0)
+    fold = torch.empty_like(labels)
+    for label in range(num_classes):
+        class_rows = (labels == label).nonzero().flatten()
+        fold[class_rows[torch.randperm(len(class_rows), generator=generator)]] = torch.arange(len(class_rows)) % FOLDS
+    fold = fold.repeat(views)
+    if len(targets) > MAX_FITTED:
+        subset = torch.randperm(len(targets), generator=generator)[:MAX_FITTED].sort().values
+        features, targets, fold = features[subset], targets[subset], fold[subset]
+    features = features.float()
+    mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
+    rows = (features - mean) / std
+    losses = torch.zeros(len(STRENGTHS))
+    for part in range(min(FOLDS, int(fold.max()) + 1) if len(rows) <= MAX_FOLDED else 1):
+        held_out = fold == part
+        solutions = _solve(rows[~held_out], targets[~held_out], num_classes, STRENGTHS, class_weights)
+        for index, (weight, bias) in enumerate(solutions):
+            losses[index] += F.cross_entropy(rows[held_out] @ weight.T + bias, targets[held_out], class_weights)
+    best = int(losses.argmin())
+    weight, bias = _solve(rows, targets, num_classes, STRENGTHS[: best + 1], class_weights)[-1]
+    weight = weight / std
+    return Head(weight, bias - weight @ mean, time.perf_counter() - started)
+
+
+def _solve(
+    rows: Tensor, targets: Tensor, num_classes: int, strengths: list[float], class_weights: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return weight and bias for each strength of the penalty."""
+    weight = torch.zeros(num_classes, rows.shape[1], requires_grad=True)
+    bias = torch.zeros(num_classes, requires_grad=True)
+    solutions = []
+    for strength in strengths:
+        solver = torch.optim.LBFGS([weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
+
+        def loss(strength: float = strength) -> Tensor:
+            weight.grad = bias.grad = None
+            penalty = strength / 2 * weight.square().sum()
+            value = F.cross_entropy(rows @ weight.T + bias, targets, class_weights) + penalty
+            value.backward()
+            return value
+
+        with torch.enable_grad():
+            solver.step(loss)
+        solutions.append((weight.detach().clone(), bias.detach().clone()))
+    return solutions

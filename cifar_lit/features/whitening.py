@@ -1,0 +1,101 @@
+"""Training of a whitening layer (`models.whitened`): compute it from images, and stop training its bias early."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from cifar_lit.errors import UsageError
+from cifar_lit.hardware import MAX_FLOATS
+from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.training.collectives import broadcast_from_first
+from cifar_lit.training.schedules import Schedule
+
+WHITENING_IMAGES = 5_000  # airbench's value (K. Jordan, 2024)
+
+
+def images_to_whiten(data: Any) -> Tensor:
+    """Return normalised training images of a datamodule: float32 (B, C, H, W), at most 1 GB."""
+    return data.plain_images(min(WHITENING_IMAGES, max(1, MAX_FLOATS // math.prod(data.input_shape))))
+
+
+@final
+class Whitening(Callback):
+    """Compute the first layer of the net `whitened` from training images, on the first device before the first step.
+
+    With `bias_epochs`, the learning rate of the layer's bias falls to 0 early. The backward pass then skips the bias,
+    unless gradient clipping or DDP need its gradient. Other nets stay as they are.
+
+    Args:
+        bias_epochs: epochs over which the learning rate of the layer's bias falls linearly to 0. Default: the schedule
+            of the other parameters.
+    """
+
+    def __init__(self, bias_epochs: float | None = None) -> None:
+        if bias_epochs is not None and not bias_epochs > 0:
+            raise UsageError(f"whitening.bias_epochs must be above 0, or null, not {bias_epochs:g}")
+        self._bias_epochs = bias_epochs
+        self._schedule: Any = None  # schedule of the bias, until it ends
+        self._end = math.inf  # steps, or epochs, of the schedule
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Shorten the schedule of the bias."""
+        if not isinstance(pl_module.net, WhitenedNet):
+            return
+        pl_module.net.is_prepared = True
+        self._reset(pl_module)
+        if self._bias_epochs is None:
+            return
+        configs = trainer.lr_scheduler_configs
+        schedule = configs[0].scheduler if configs else None
+        if not isinstance(schedule, Schedule):
+            raise UsageError("whitening.bias_epochs needs one of our schedules, such as model.schedule triangular")
+        self._end = self._bias_epochs
+        if configs[0].interval == "step":
+            self._end *= max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
+        if not schedule.end_early("whitening", self._end):
+            raise UsageError("this net has no whitening layer with a bias to train: leave whitening.bias_epochs out")
+        if not trainer.gradient_clip_val and trainer.world_size == 1:
+            self._schedule = schedule
+
+    @property
+    def skips_bias_from(self) -> float:
+        """The epoch from which the backward pass skips the bias; infinite if it never does."""
+        if self._schedule is None or self._bias_epochs is None:
+            return math.inf
+        return self._bias_epochs
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Initialise the layer here, so that the training time includes it, as in airbench."""
+        net = pl_module.net
+        if not isinstance(net, WhitenedNet) or bool(net.whitened):
+            return
+        if trainer.is_global_zero:
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            if hasattr(data, "plain_images"):
+                images = images_to_whiten(data)
+            else:
+                batches: Any = islice(trainer.train_dataloader, 8)  # type: ignore[arg-type]
+                images = torch.cat([images for images, _ in batches])[:WHITENING_IMAGES]
+            net.initialise(images.to(net.whiten.weight))
+        broadcast_from_first(trainer, net.whiten.weight)
+        net.whitened.fill_(True)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Skip the bias after its schedule has ended."""
+        if self._schedule is not None and self._schedule.last_epoch >= self._end:
+            pl_module.net.bias_is_final, self._schedule = True, None
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Compute the gradient of the bias again."""
+        if isinstance(pl_module.net, WhitenedNet):
+            self._reset(pl_module)
+
+    def _reset(self, pl_module: Any) -> None:
+        pl_module.net.bias_is_final, self._schedule = False, None

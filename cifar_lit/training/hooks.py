@@ -1,0 +1,31 @@
+"""Methods that the core calls by name on every callback that has them, beyond Lightning's hooks.
+
+| method | when and why |
+|---|---|
+| `check(model, data)` | before a fit: raise UsageError if the feature does not fit this model or data |
+| `prepare(model)` | before a new fit, not before a resumed one: load what may fail, such as weights |
+| `loss(losses, logits, batch)` | in each training step: return the losses (B,) to train on; see `ImageClassifier` |
+| `parameter_groups(groups)` | before the optimizer is built: return the parameter groups to train |
+| `captures(trainer)` | whether the optimizer must keep its rates in tensors, for captured steps |
+| `card()` | lines of the start card by name, which replace the core's lines of these names |
+
+A callback may also have these attributes: `tensors`, to which its `loss` writes; `balances_classes`, whether it gives
+classes equal weight; `depends_on_length`, whether it needs the number of epochs, which then cannot grow on resume;
+`may_change`, whether it may be added, removed and changed on resume; `skips_bias_from`, the epoch from which it sets
+`net.bias_is_final`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def callbacks_with(trainer: Any, name: str) -> list[Any]:
+    """Return the callbacks of a Trainer that have an attribute, in their order."""
+    return [callback for callback in trainer.callbacks if hasattr(callback, name)]
+
+
+def methods(trainer: Any, name: str) -> list[Callable[..., Any]]:
+    """Return the methods of this name of a Trainer's callbacks, in the order of the callbacks."""
+    return [getattr(callback, name) for callback in callbacks_with(trainer, name)]
