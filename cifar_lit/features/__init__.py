@@ -1,8 +1,8 @@
-"""Optional parts of a training: each is a Lightning callback in a file of its own, and may be deleted with its line.
+"""Optional parts of a training: each is a Lightning callback in a file of its own, which may be deleted.
 
 `Trainer(callbacks=[WeightAverage(decay=0.999)])` in Python, `weight_average: {decay: 0.999}` in a recipe, and
-`--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here. The
-callbacks run in this order.
+`--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here.
+The callbacks run in this order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ _CLASSES = {
     "finetune": "Finetune",
     "weight_average": "WeightAverage",
     "class_weights": "ClassWeights",
+    "balanced": "Balanced",
+    "skip_easy": "SkipEasy",
+    "resolutions": "Resolutions",
     "margins": "Margins",
     "whitening": "Whitening",
     "early_stop": "EarlyStop",

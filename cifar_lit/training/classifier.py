@@ -55,7 +55,7 @@ def check_features(model: ImageClassifier, trainer: Any, data: Any) -> None:
     """Raise UsageError if a callback does not fit the model or the data, or two callbacks balance the classes."""
     for check in methods(trainer, "check"):
         check(model, data)
-    balancing = [type(callback).__name__ for callback in callbacks_with(trainer, "balances_classes")]
+    balancing = [type(callback).__name__ for callback in callbacks_with(trainer, "class_weights")]
     if len(balancing) > 1:
         raise UsageError(f"{' and '.join(balancing)} would balance the classes twice: leave one of them out")
 
