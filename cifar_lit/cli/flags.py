@@ -70,6 +70,7 @@ _SYNONYMS = {
     "data.eval_batch_size": "test-batch-size val-batch-size",
     "data.workers": "j",
     "threads": "num-threads omp-num-threads",
+    "data.split.folds": "data-folds",
     "data.val_size": "val-split validation-split val-ratio",
     "data.image_size": "img input-size resolution crop-size",
     "data.augment": "aug transforms",

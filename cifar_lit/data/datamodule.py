@@ -27,6 +27,7 @@ from cifar_lit.data.source_settings import parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
@@ -48,8 +49,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         eval_batch_size: images per step on each device in validation, test and prediction.
         val_size: number (1 or more) or fraction (below 1) of training images to validate on. 0 trains on all of them.
             A validation set that comes with the data set is never trained on.
-        test_size: fraction of your own images to test on, if the folder or table has no test set.
-        split_seed: seed of the split and of generated images. Runs that differ in `seed` share the same test set.
+        split: further settings of the split; see `Split`.
         seed: seed of order and augmentation; --seed sets it.
         shuffle: draw a new order every epoch.
         crop: pixels of reflect padding for a random crop; 0 for none.
@@ -78,12 +78,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         cache_dir: folder for decoded images; the user's cache folder if not given.
         labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
             written by `cifar-lit review`, for data sets that are not your own images.
-        group: table column, such as patient: images with equal values stay on the same side of every split. Default:
-            the column `group`, if the table has one.
-        folds: number of stratified folds for cross-validation; 0 for none. The training images are divided into folds,
-            or all of your own images if there is no test set. `--folds 5` tests on each fold in turn.
-        fold: index of the fold to test on, from 0.
-        train_share: share of the training images to train on, drawn by class; `--learning-curve` trains on four shares.
     """
 
     # Settings that may change when a fit is resumed: places and loading.
@@ -96,8 +90,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         batch_size: int = 128,
         eval_batch_size: int = 500,
         val_size: float = 0.1,
-        test_size: float = 0.2,
-        split_seed: int = 0,
+        split: Split = Split(),  # noqa: B008 (frozen)
         seed: int = 0,
         shuffle: bool = True,
         crop: int = 0,
@@ -118,14 +111,12 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         skip_bad: bool = False,
         cache_dir: str | None = None,
         labels: str | None = None,
-        group: str | None = None,
-        folds: int = 0,
-        fold: int = 0,
-        train_share: float = 1.0,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "mean", "std")}
         super().__init__()
-        self.given = plain_settings("data", given)
+        if isinstance(split, dict):  # a Python program may pass a mapping
+            split = Split(**split)
+        self.given = plain_settings("data", {**given, "split": asdict(split)})
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
         if names_may_be_foreign() and isinstance(dataset, str):
@@ -137,21 +128,21 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.shuffle = shuffle
         self.workers = workers
         self.settings = SourceSettings(
-            root=root, url=url, cache_dir=cache_dir, labels=labels, group=group, skip_bad=skip_bad, resize=resize,
+            root=root, url=url, cache_dir=cache_dir, labels=labels, skip_bad=skip_bad, resize=resize,
             image_size=tuple(image_size) if isinstance(image_size, list) else image_size, channels=channels,
-            num_classes=num_classes, count=count, test_size=test_size, split_seed=split_seed,
+            num_classes=num_classes, count=count, split=split,
             levels=parse_levels(levels),
         )  # fmt: skip
         self.augmentation = Augmentation(crop, flip, cutout)
         self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
-        self._split: dict[str, Any] = {"val_size": val_size, "folds": folds, "fold": fold, "train_share": train_share}
+        self._val_size = val_size
         self._placement, self._mean, self._std = placement, mean, std
         self._build_parts()
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
 
     def _build_parts(self) -> None:
-        self.parts = SplitImages(self.dataset, self.settings, **self._split)
+        self.parts = SplitImages(self.dataset, self.settings, self._val_size)
         self.placement = Placement(self.parts, self._placement)
         self.preprocessing = Preprocessing(
             self.parts, mean=self._mean, std=self._std, augmentation=self.device_augmentation, seed=self.seed
@@ -368,7 +359,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         Images that were added since are left out, because the split of all images could test on training images. A note
         reports other changes. Raise UsageError for other classes, whose score would mean nothing.
         """
-        names = {f"data.{name}" for name in ("dataset", *self._split, *asdict(self.settings))} & self.given.keys()
+        names = {f"data.{name}" for name in ("dataset", "val_size", *asdict(self.settings))} & self.given.keys()
         with suppress(UsageError):  # a checkpoint of another program or version
             saved = saved_settings(state)
             if all(saved.get(name) == self.given[name] for name in names - {"data.url", "data.cache_dir"}):
