@@ -53,8 +53,8 @@ class LastLosses:
         """Record the losses of a model's training steps. Raise UsageError if the model has no loss hooks."""
         if not hasattr(model, "loss_hooks"):
             raise UsageError("data.skip_easy needs the loss of each image: train an ImageClassifier, or set it to 0")
-        # A resumed fit with other images than at its setup listens again.
-        model.loss_hooks[:] = [hook for hook in model.loss_hooks if not isinstance(hook, LastLosses)] + [self]
+        # First, before class weights. A resumed fit with other images than at its setup listens again.
+        model.loss_hooks[:] = [self, *(hook for hook in model.loss_hooks if not isinstance(hook, LastLosses))]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
