@@ -14,9 +14,9 @@ from typing import Any
 _CLASSES = {
     "finetune": "Finetune",
     "weight_average": "WeightAverage",
+    "skip_easy": "SkipEasy",  # before class_weights, as it compares losses without weights
     "class_weights": "ClassWeights",
     "balanced": "Balanced",
-    "skip_easy": "SkipEasy",
     "resolutions": "Resolutions",
     "margins": "Margins",
     "whitening": "Whitening",
