@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.models.spec import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
 
 EPS = 5e-4  # airbench's value; limits the amplification of directions with little variance
@@ -300,3 +301,6 @@ def _to_autocast_dtype(maps: Tensor) -> Tensor:
     kind = maps.device.type
     lower = kind != "meta" and torch.is_autocast_enabled(kind)
     return maps.type(torch.get_autocast_dtype(kind)) if lower else maps
+
+
+SPEC = NetSpec(WhitenedNet, min_size, any_size=True, options=OPTIONS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cifar_lit.training.captured import batches_of_side
 from small_data import shapes_data, trainer_at
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.device_augment import CHUNK_BYTES, OPERATIONS, DeviceAugmentation
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.figures import augmented_sample
-from cifar_lit.training.captured import batches_of_side
 
 EVERYTHING: dict[str, Any] = {
     "scale": [0.35, 1], "rotation": 15, "perspective": 0.3, "policy": "randaugment", "brightness": 0.4, "contrast": 0.4,

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from cifar_lit.data.balanced import balanced, balanced_order
 
 from cifar_lit.data.augment import Augmentation, augment_batch
-from cifar_lit.data.balanced import balanced, balanced_order
 from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader

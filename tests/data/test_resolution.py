@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cifar_lit.data.resolution import LEAST_SIDE, check_resolutions, shrink, side_at
 from torch.nn import functional as F
 
-from cifar_lit.data.resolution import LEAST_SIDE, check_resolutions, shrink, side_at
 from cifar_lit.errors import UsageError
 
 SQUARES = [*((32, 32, side, side) for side in (4, 16, 20, 31, 32)), (28, 28, 21, 21)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cifar_lit.training.finetune import fit_head, load_into, load_pretrained, net_head
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from small_runs import At, best_and_last, fitted, same, shapes_data, weights
@@ -24,7 +25,6 @@ from cifar_lit.models.registry import build_net
 from cifar_lit.training import finetune
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import fit_head, load_into, load_pretrained, net_head
 from cifar_lit.training.optimizers import parameter_groups
 
 SHAPE: dict[str, Any] = {"channels": 3, "image_size": 16, "num_classes": 10}

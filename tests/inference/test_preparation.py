@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 import cifar_lit
-from cifar_lit.data.decode import RESIZES
+from cifar_lit.data.formats import RESIZES
 from cifar_lit.inference.classify import ImageFile, classify_files, contact_sheet
 from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.predictions import Row

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses
 from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.data.augment import Augmentation
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 
