@@ -226,7 +226,7 @@ class WhitenedNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of normalised images."""
-        if self.training and not self.is_prepared:
+        if self.training and not self.is_prepared and not torch.compiler.is_compiling():
             self._check_whitened(images)
         with _no_autocast(images):
             maps = self._whitened(images.type(self.whiten.weight.dtype))
