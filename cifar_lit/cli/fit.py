@@ -519,11 +519,12 @@ def program(script: str, command: str) -> str:
 
 
 def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config.yaml by dotted name. Settings that are themselves nested are values."""
+    """Return the settings of a config.yaml by dotted name. Except `data.augment`, nested settings are values."""
     named = {name: value for name, value in settings.items() if not isinstance(value, dict)}
     for group in settings.keys() - named.keys():
         named |= {f"{group}.{name}": value for name, value in settings[group].items()}
-    return named
+    augment = named.pop("data.augment", None) or {}
+    return named | {f"data.augment.{name}": value for name, value in augment.items()}
 
 
 def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, dict[str, Any]]:

@@ -11,7 +11,7 @@ from cifar_lit.errors import UsageError, check_choice
 
 SAMPLINGS = ("none", "balanced")
 
-_CYCLES = 0  # number of this random stream; `data.order` has 1, `data.augment` 2 and 3
+_CYCLES = 0  # number of this random stream; `data.order` has 1, `data.augment` 4
 
 
 def balanced(labels: Tensor) -> Order:

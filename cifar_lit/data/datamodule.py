@@ -13,10 +13,9 @@ import torch
 from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.balanced import balanced, check_balanced
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.fit_length import FitLength, count_batches, fit_length
 from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses, check_skipping, first_hard_batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
@@ -58,15 +57,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         skip_easy: share of training images to skip late in training: those whose latest loss is lowest. The other
             images are shown more often. This improves short trainings.
         skip_from: share of the steps after which easy images are skipped.
-        crop: pixels of reflect padding for a random crop; 0 for none.
-        flip: none, random, or alternating (each image is mirrored in every second epoch).
-        cutout: side in pixels of a square painted with the mean colour; 0 for none.
         resolutions: train on smaller images first: share of the epochs by side in pixels, such as {24: 0.4, 28: 0.3}.
             The remaining epochs and all evaluation are at full size.
-        augment: further augmentations by name, such as {scale: [0.35, 1], brightness: 0.4}, drawn per image and
-            computed on the training device. Names: scale and ratio (area and aspect ratio of a random crop), rotation
-            (degrees), perspective (0 … 1), policy (trivial, or randaugment with operations and magnitude), brightness,
-            contrast, saturation, hue, blur (pixels), erasing (probability), mixup and cutmix (alpha).
+        augment: augmentation of the training images: an `Augment`, or its settings by name, such as {crop: 4, flip:
+            random}; null for none.
         placement: device (all images in the memory of the training device), host (worker processes prefetch them), or
             auto. auto means device if the images fit into half of its free memory.
         workers: number of worker processes that prefetch.
@@ -108,11 +102,8 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         sampling: str = "none",
         skip_easy: float = 0.0,
         skip_from: float = 0.6,
-        crop: int = 0,
-        flip: str = "none",
-        cutout: int = 0,
         resolutions: dict[int, float] | None = None,
-        augment: dict[str, Any] | None = None,
+        augment: Augment = Augment(),  # noqa: B008 (immutable)
         placement: str = "auto",
         workers: int = 2,
         mean: list[float] | float | None = None,
@@ -134,7 +125,8 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "mean", "std")}
         super().__init__()
-        self.given = plain_settings("data", given)
+        self.augment = Augment.of(given.pop("augment"))
+        self.given = plain_settings("data", given) | plain_settings("data.augment", asdict(self.augment))
         check_balanced(sampling, shuffle)
         check_skipping(skip_easy, skip_from, sampling=sampling, shuffle=shuffle)
         if workers < 1:
@@ -157,8 +149,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             num_classes=num_classes, count=count, test_size=test_size, split_seed=split_seed,
             levels=parse_levels(levels),
         )  # fmt: skip
-        self.augmentation = Augmentation(crop, flip, cutout)
-        self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
         self._split: dict[str, Any] = {"val_size": val_size, "folds": folds, "fold": fold, "train_share": train_share}
         self._placement, self._mean, self._std = placement, mean, std
         self._build_parts()
@@ -170,7 +160,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.parts = SplitImages(self.dataset, self.settings, **self._split)
         self.placement = Placement(self.parts, self._placement)
         self.preprocessing = Preprocessing(
-            self.parts, mean=self._mean, std=self._std, augmentation=self.device_augmentation,
+            self.parts, mean=self._mean, std=self._std, augment=self.augment,
             resolutions=self.resolutions, seed=self.seed,
         )  # fmt: skip
         self._record: dict[str, Any] | None = None
@@ -259,14 +249,14 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         """Create the training loader of this rank."""
         self.preprocessing.check()
         self.record  # noqa: B018 (loads the test images too, before any image is added to their folder)
-        if self.device_augmentation and self.device_augmentation.mixes and not self._rank_settings["weighted"]:
+        if self.augment.mixes and not self._rank_settings["weighted"]:
             fault = "data.augment mixup and cutmix need a model that reads batch.targets"
             raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
         images, _ = self.placed("train")
         order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
         settings: dict[str, Any] = {
             "source": images, "indices": self.split[0], "batch_size": self.batch_size,
-            "augmentation": self.augmentation, "fill": self.preprocessing.mean_colour(images.images.device),
+            "augment": self.augment, "fill": self.preprocessing.mean_colour(images.images.device),
             "order": order if self.shuffle and not self._overfits else in_order, "seed": self.seed,
             "workers": self.workers if self.reads_ahead else 0,
             "pin_memory": self.reads_ahead and self.device.type != "cpu",

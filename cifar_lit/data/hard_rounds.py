@@ -141,12 +141,7 @@ class HardRoundsLoader(TrainLoader):
             losses = self.losses.gather()[rows]
             self._hard = rows[losses.argsort(descending=True, stable=True)[:size]]
         first = begin + number * length
-        return Pass(first, min(first + length, len(self)), *self.epoch_plan(draw_epoch, self._hard))
-
-    def plan_next_epoch(self) -> None:
-        """Plan the next epoch if it begins with all images. Hard images are not known yet."""
-        if self._full_batches(self.epoch + 1):
-            super().plan_next_epoch()
+        return Pass(first, min(first + length, len(self)), self.epoch_rows(draw_epoch, self._hard), self.maker(draw_epoch))
 
     def _full_batches(self, epoch: int) -> int:
         """Return the number of batches of an epoch before the first round."""

@@ -9,8 +9,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.split_images import SplitImages
@@ -28,7 +28,7 @@ class Preprocessing:
         parts: the images. Missing statistics are measured on their training part.
         mean: mean of the channels for pixels in [0, 1], one number for all channels or one for each.
         std: standard deviation of the channels for pixels in [0, 1], one number or one for each channel.
-        augmentation: augmentation on the device.
+        augment: augmentation; `flip`, `crop` and `cutout` have been applied by the loader.
         resolutions: share of the epochs by side in pixels, in the order of training.
         seed: seed of the augmentation.
     """
@@ -39,12 +39,12 @@ class Preprocessing:
         *,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
-        augmentation: DeviceAugmentation | None = None,
+        augment: Augment | None = None,
         resolutions: Mapping[int, float] | None = None,
         seed: int = 0,
     ) -> None:
         self.parts = parts
-        self.augmentation = augmentation
+        self._augment = augment or Augment()
         self.resolutions = resolutions or {}
         self.seed = seed
         self._mean, self._std = mean, std
@@ -54,8 +54,7 @@ class Preprocessing:
         """Raise UsageError if the settings are invalid for the size of the images."""
         _, height, width = self.parts.train_images.input_shape
         check_resolutions(self.resolutions, height, width)
-        if self.augmentation:
-            self.augmentation.check(height, width)
+        self._augment.check(height, width)
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
@@ -98,17 +97,17 @@ class Preprocessing:
         """Augment the images of a batch one by one, apply `finish`, then mix images."""
         key = (batch.indices, self.seed, batch.epoch)
         images, targets = self.augment_images(batch.images, *key, finish), batch.targets
-        if self.augmentation and self.augmentation.mixes:
+        if self._augment.mixes:
             classes = len(self.parts.train_images.classes)
-            images, targets = self.augmentation.mix(images, batch.labels, classes, *key)
+            images, targets = self._augment.mix(images, batch.labels, classes, *key)
         return replace(batch, images=images, targets=targets)
 
     def augment_images(self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Finish) -> Tensor:
         """Augment images one by one, as functions of (seed, epoch, row), and apply `finish`."""
-        if self.augmentation is None:
+        if not self._augment.computes:
             return finish(images)
         fill = self._constants_on(images.device)[0] * 255
-        return self.augmentation.apply(images, rows, seed, epoch, fill, finish)
+        return self._augment.apply(images, rows, seed, epoch, fill, finish)
 
     def _constants_on(self, device: torch.device) -> Tensor:
         if self._constants is None or self._constants.device != device:

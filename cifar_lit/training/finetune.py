@@ -234,7 +234,7 @@ def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
     loader = replace(data.train_loader, seed=0)
     preprocessing = data.preprocessing
     images = loader.source
-    _, make = loader.epoch_plan(view, rows)
+    make = loader.maker(view)
     for part in move_data_to_device(rows, images.images.device).split(data.eval_batch_size):
         pixels = make([(part, 1.0)])[0].images if view else images.take(part)
         pixels, part = move_data_to_device((pixels, part), data.device)
@@ -431,7 +431,7 @@ class HeadFit(Callback):
         parts: list[Tensor] = []
         model.eval()
         for view in range(views):
-            augmentation = f"{data.augmentation} {data.device_augmentation}" if view else ""
+            augmentation = f"{data.augment}" if view else ""
             key = digest([images_key, net_key, augmentation, view])
             file = data.settings.cache_path / f"features-{key}.safetensors"
             features = _read_features(file) if is_first else None

@@ -41,7 +41,7 @@ class Margins(Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not hasattr(data, "train_images"):
             raise UsageError("model.margins needs the row of each image: train on ImageData, or set it to false")
-        if getattr(data.device_augmentation, "mixes", False):
+        if data.augment.mixes:
             raise UsageError("model.margins needs one label per image: remove mixup and cutmix, or set it to false")
         self._trainer = trainer
         self.sums = torch.zeros(2, len(data.train_images), dtype=torch.int64, device=trainer.strategy.root_device)

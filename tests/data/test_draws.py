@@ -71,7 +71,7 @@ def test_numbers_are_uniform_and_independent_of_their_neighbours(seed: int) -> N
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 8.0, 32.0, 100.0])
 def test_beta_has_the_quantiles_of_the_beta_distribution(alpha: float) -> None:
-    shares = beta(uniform(ROWS, 1, 5)[:, 0], alpha).numpy()
+    shares = beta(*uniform(ROWS, 2, 5).unbind(1), alpha).numpy()
     sample = np.random.default_rng(0).beta(alpha, alpha, COUNT)
     levels = np.arange(1, 256) / 256
     assert np.abs(np.quantile(shares, levels) - np.quantile(sample, levels)).max() < 0.02

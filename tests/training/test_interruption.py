@@ -76,8 +76,8 @@ class Training:
     def run(self, *more: Callback, resume: Path | None = None) -> Run:
         """Train to the end."""
         settings = {"net": "dropout", "momentum": 0.9, **self.settings}
-        data_settings = {name: settings.pop(name) for name in ("resolutions", "augment") if name in settings}
-        data = shapes_data(crop=2, flip="random", **data_settings)
+        augment = {"crop": 2, "flip": "random", **settings.pop("augment", {})}
+        data = shapes_data(augment=augment, resolutions=settings.pop("resolutions", None))
         model, clock, (best, last) = classifier(**settings), Clock(), best_and_last(self.folder)
         regular = [regular_checkpoint(self.every)] if self.every else []
         for callback in regular:
