@@ -7,7 +7,7 @@ any order of batches, on any number of workers and devices, and after a restart.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -21,11 +21,8 @@ from cifar_lit.data.draws import WORD, beta, integers, key_words, uniform
 from cifar_lit.data.moves import cut_out, flip_and_shift, within
 from cifar_lit.errors import UsageError, check_choice, nearest
 
-FLIPS = ("none", "random", "alternating")
-POLICIES = ("none", "trivial", "randaugment")
 # torchvision's defaults (Zhong et al., 2017). The ratio is width / height.
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (1 / 3.3, 1 / 0.3)
-CHUNK_BYTES = 1 << 22  # float32; a CPU works in chunks that stay in its cache
 # Range of each setting that is one number. The first four are whole.
 LIMITS: dict[str, tuple[float, float]] = {
     "crop": (0, 2047), "cutout": (0, 2047), "magnitude": (0, operations.BINS - 1), "operations": (1, 8),
@@ -33,36 +30,23 @@ LIMITS: dict[str, tuple[float, float]] = {
     "perspective": (0, 1), "blur": (0, 16), "erasing": (0, 1), "mixup": (0, 100), "cutmix": (0, 100),
 }  # fmt: skip
 WHOLE = tuple(LIMITS)[:4]
-# Independent random streams of one seed and epoch. The streams of other modules begin with a number below _SEEDS.
-_SEEDS = 4
-_STREAMS = (
-    "crop", "rotation", "perspective", "policy", "brightness", "contrast", "saturation", "hue", "blur", "erasing",
-    "mixing", "flip", "row shift", "column shift", "cutout row", "cutout column",
-)  # fmt: skip
-
-
-def _key(stream: str, seed: int, epoch: int) -> tuple[int, ...]:
-    return _SEEDS, seed, epoch, _STREAMS.index(stream)
 
 
 @dataclass(frozen=True)
 class Augment:
     """Settings of the augmentation, applied in this order. All default to off.
 
-    `flip`, `crop` and `cutout` move uint8 pixels where the images are. All others are computed on the training device.
-    Operations, ranges and probabilities are torchvision's. Interpolation and fill differ from its defaults: there
-    `rotation` and `policy` take the nearest pixel, and areas outside the image are black, also with `perspective`. Here
-    all warps interpolate bilinearly and use the mean colour. `scale`, `rotation` and `perspective` are one warp, so
-    pixels are interpolated once. The colour operations run in a fixed order, unlike in ColorJitter.
+    `flip`, `crop` and `cutout` copy uint8 pixels where the images are. All others are computed on the training device.
+    Operations, ranges and probabilities are torchvision's. Interpolation and fill differ from its defaults, the nearest
+    pixel and black: warps interpolate bilinearly and use the mean colour. `scale`, `rotation` and `perspective` are one
+    warp, so pixels are interpolated once. The colour operations run in a fixed order, unlike in ColorJitter.
 
     Args:
         flip: none; random, mirrored with probability 1/2; or alternating, one random half of the images is mirrored in
             even epochs and the other half in odd ones (Jordan, airbench, 2024).
         crop: pixels of reflect padding for a random crop of the image's own size; 0 for none.
-        cutout: side in pixels of a square painted with the mean colour at a random place (DeVries and Taylor, 2017); 0
-            for none.
-        scale: smallest and largest share of the area that a random crop keeps, such as [0.35, 1]. The crop is scaled to
-            the image's size.
+        cutout: side in pixels of a square painted with the mean colour (DeVries and Taylor, 2017); 0 for none.
+        scale: smallest and largest share of the area of a random crop scaled to the image's size, such as [0.35, 1].
         ratio: smallest and largest aspect ratio (width / height) of the crop of `scale`; [3/4, 4/3] if not given.
         rotation: largest angle in degrees, to either side.
         perspective: largest inward shift of the corners, as a share of half the image, 0 … 1.
@@ -121,8 +105,8 @@ class Augment:
             if not _is_number(value) or not least <= value <= most or (name in WHOLE and value != int(value)):
                 kind = "a whole number" if name in WHOLE else "a number"
                 raise UsageError(f"data.augment.{name} must be {kind} from {least:g} to {most:g}, not {value!r}")
-        check_choice("data.augment.flip", self.flip, FLIPS)
-        check_choice("data.augment.policy", self.policy, POLICIES)
+        check_choice("data.augment.flip", self.flip, ("none", "random", "alternating"))
+        check_choice("data.augment.policy", self.policy, ("none", "trivial", "randaugment"))
         _check_range("scale", self.scale, 1.0, "two rising shares of the area, above 0 and up to 1")
         _check_range("ratio", self.ratio, math.inf, "two rising numbers above 0")
         if self.ratio and not self.scale:
@@ -138,24 +122,19 @@ class Augment:
         """Whether images are mixed, so that targets are shares of classes."""
         return bool(self.mixup or self.cutmix)
 
-    @property
-    def blur_radius(self) -> int:
-        """Radius of the blur kernel in pixels."""
-        return math.ceil(3 * self.blur)
-
     def check(self, height: int, width: int) -> None:
         """Raise UsageError if images of this size are too small for the settings."""
-        for name, size in (("crop", self.crop), ("cutout", self.cutout), ("blur", self.blur_radius)):
+        for name, size in (("crop", self.crop), ("cutout", self.cutout), ("blur", math.ceil(3 * self.blur))):
             if size >= min(height, width):
-                value = f"{getattr(self, name):g}"
-                raise UsageError(f"data.augment.{name} {value} is too large for {height}×{width} images: lower it")
+                fault = f"data.augment.{name} {getattr(self, name):g} is too large"
+                raise UsageError(f"{fault} for {height}×{width} images: lower it")
 
     def move_keys(self, height: int, width: int, seed: int, epoch: int) -> Tensor | None:
         """Return the keys of an epoch's draws of `flip`, `crop` and `cutout`, see `integers`; None without them."""
         keys = []
         for stream, values in self._move_values(height, width).items():
             is_alternating = stream == "flip" and self.flip == "alternating"
-            first, second = key_words(*_key(stream, seed, 0 if is_alternating else epoch))
+            first, second = key_words(stream, seed, 0 if is_alternating else epoch)
             if is_alternating and epoch % 2:
                 second ^= WORD  # mirrors the other half
             keys.append((first, second, len(values), values.start))
@@ -189,40 +168,13 @@ class Augment:
             batch = cut_out(batch, drawn["cutout row"], drawn["cutout column"], self.cutout, fill)
         return batch
 
-    def apply(
-        self, images: Tensor, rows: Tensor, seed: int, epoch: int, fill: Tensor, finish: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Apply the float operations to images one by one, and pass them to `finish`.
-
-        Args:
-            images: uint8 (B, H, W, C).
-            rows, seed, epoch: key of the draws; rows of the image set, int64 (B,).
-            fill: float32 (C,) in 0 … 255, colour of erased boxes and of areas outside the image.
-            finish: function of each image, from float32 (B, H, W, C) to (B, C, H, W) in channels_last memory.
-        """
-        count, height, width, channels = images.shape
-        drawn = self._draw(rows, seed, epoch, height, width)
-        if images.device.type != "cpu":
-            return finish(operations.transform(images, drawn, fill, self.blur_radius).permute(0, 2, 3, 1).contiguous())
-        # Sort by operation, so that each chunk has few different operations.
-        order = drawn["operations"][:, 0].argsort(stable=True) if "operations" in drawn else torch.arange(count)
-        results = torch.empty(0)
-        for part in order.split(max(1, CHUNK_BYTES // (4 * height * width * channels))):
-            chunk = {name: values.index_select(0, part) for name, values in drawn.items()}
-            floats = operations.transform(images.index_select(0, part), chunk, fill, self.blur_radius)
-            result = finish(floats.permute(0, 2, 3, 1).contiguous()).permute(0, 2, 3, 1)
-            if not len(results):
-                results = result.new_empty(count, *result.shape[1:])
-            results[part] = result
-        return results.permute(0, 3, 1, 2)
-
-    def _draw(self, rows: Tensor, seed: int, epoch: int, height: int, width: int) -> dict[str, Tensor]:
-        """Return the parameters of all enabled operations, each (B,) or (B, …)."""
+    def draw(self, rows: Tensor, seed: int, epoch: int, height: int, width: int) -> dict[str, Tensor]:
+        """Return the parameters of the float operations for `operations.transform`. rows: int64 (B,)."""
 
         def draws(stream: str, count: int = 1) -> Tensor:
-            return uniform(rows, count, *_key(stream, seed, epoch))
+            return uniform(rows, count, stream, seed, epoch)
 
-        ranges = {"rotation": (-self.rotation, self.rotation), "hue": (-self.hue, self.hue), "blur": (0.0, self.blur)}
+        ranges = {"rotation": (-self.rotation, self.rotation), "hue": (-self.hue, self.hue), "blur": (1e-3, self.blur)}
         for name in ("brightness", "contrast", "saturation"):
             ranges[name] = (max(0.0, 1 - getattr(self, name)), 1 + getattr(self, name))
         drawn = {}
@@ -257,20 +209,17 @@ class Augment:
     def mix(
         self, images: Tensor, labels: Tensor, classes: int, rows: Tensor, seed: int, epoch: int
     ) -> tuple[Tensor, Tensor]:
-        """Mix each image with another image of this device's part of the batch, by mixup or cutmix.
+        """Mix each image with another one of this device's part of the batch; return images and shares of classes.
 
-        The pairs are a function of (seed, epoch, rows), and therefore depend on the number of devices.
+        The pairs are a function of (seed, epoch, rows), and therefore depend on the number of devices. The shares are
+        float32 (B, classes).
 
         Args:
             images: float32 (B, C, H, W) in channels_last memory; changed in place.
-            labels: int64 (B,), in 0 … classes - 1.
-            rows, seed, epoch: key of the draws; rows of the image set, int64 (B,).
-
-        Returns:
-            The images, and float32 (B, classes), the share of each class in each image.
+            labels, rows: int64 (B,), rows of the image set.
         """
         count, channels, height, width = images.shape
-        draws = uniform(rows, 6, *_key("mixing", seed, epoch))
+        draws = uniform(rows, 6, "mixing", seed, epoch)
         order = draws[:, 0].argsort(stable=True)
         partners = torch.empty_like(order).index_copy_(0, order, order.roll(1))  # the next image in a random ring
         is_paste = draws[:, 4] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))

@@ -16,24 +16,22 @@ from torch import Tensor
 WORD = 0xFFFFFFFF  # all bits of a word
 
 
-def uniform(rows: Tensor, count: int, *key: int) -> Tensor:
-    """Draw numbers in [0, 1), float32 (B, count), each a function of `key`, its row and its column alone.
+def uniform(rows: Tensor, count: int, stream: str, seed: int, epoch: int) -> Tensor:
+    """Draw numbers in [0, 1), float32 (B, count), each a function of the other arguments, its row and its column alone.
 
     Args:
         rows: int64 (B,), in 0 … 2³² - 1.
         count: numbers per row.
-        key: non-negative integers, such as seed, epoch and purpose.
+        stream: name of what is drawn. Streams are independent.
     """
-    row_word, column_word = key_words(*key)
+    row_word, column_word = key_words(stream, seed, epoch)
     columns = torch.arange(count, device=rows.device)
     words = _mix(_mix(rows ^ row_word)[:, None] ^ _mix(columns ^ column_word))
     return (words >> 8).float() * 2.0**-24  # a float32 holds 24 bits
 
 
 def integers(rows: Tensor, keys: Tensor) -> Tensor:
-    """Draw whole numbers, int64 (B, n), each a function of its row and its column of `keys` alone.
-
-    A CUDA graph can replay this with other rows and keys, because both are tensors.
+    """Draw whole numbers, int64 (B, n), each a function of its row and its column of `keys`. CUDA graphs can replay it.
 
     Args:
         rows: int64 (B,), in 0 … 2³² - 1.
@@ -54,9 +52,9 @@ def beta(draws: Tensor, angles: Tensor, alpha: float) -> Tensor:
 
 
 @lru_cache
-def key_words(*key: int) -> tuple[int, int]:
-    """Return two words of a key."""
-    first, second = np.random.SeedSequence(key).generate_state(2)
+def key_words(stream: str, seed: int, epoch: int) -> tuple[int, int]:
+    """Return two words of a key. Arguments: see `uniform`."""
+    first, second = np.random.SeedSequence((seed, epoch, int.from_bytes(stream.encode()))).generate_state(2)
     return int(first), int(second)
 
 

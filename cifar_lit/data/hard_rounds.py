@@ -141,7 +141,9 @@ class HardRoundsLoader(TrainLoader):
             losses = self.losses.gather()[rows]
             self._hard = rows[losses.argsort(descending=True, stable=True)[:size]]
         first = begin + number * length
-        return Pass(first, min(first + length, len(self)), self.epoch_rows(draw_epoch, self._hard), self.maker(draw_epoch))
+        return Pass(
+            first, min(first + length, len(self)), self.epoch_rows(draw_epoch, self._hard), self.maker(draw_epoch)
+        )
 
     def _full_batches(self, epoch: int) -> int:
         """Return the number of batches of an epoch before the first round."""

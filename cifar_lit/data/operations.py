@@ -9,7 +9,7 @@ Constants stay Python numbers, because copying a tensor to a GPU would synchroni
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 
 import torch
@@ -23,8 +23,8 @@ SIGNED = 9  # operations 1 … 9 of a policy may have a negative magnitude
 TRIES = 10  # random boxes to try until one fits, as in torchvision
 
 
-def transform(images: Tensor, drawn: dict[str, Tensor], fill: Tensor, blur_radius: int) -> Tensor:
-    """Apply all operations in `drawn` to uint8 images (B, H, W, C); return float32 (B, C, H, W)."""
+def transform(images: Tensor, drawn: Mapping[str, Tensor], fill: Tensor, largest_blur: float) -> Tensor:
+    """Apply the operations with parameters in `drawn` to uint8 images (B, H, W, C); return float32 (B, H, W, C)."""
     height, width = images.shape[1:3]
     if drawn.keys() & _WARPS.keys() == {"crop"}:
         images = resized_crop(images, drawn["crop"])
@@ -40,8 +40,10 @@ def transform(images: Tensor, drawn: dict[str, Tensor], fill: Tensor, blur_radiu
         if name in drawn:
             images = adjust(images, drawn[name])
     if "blur" in drawn:
-        images = gaussian_blur(images, drawn["blur"], blur_radius)
-    return erase(images, drawn["erasing"], fill) if "erasing" in drawn else images
+        images = gaussian_blur(images, drawn["blur"], radius=math.ceil(3 * largest_blur))
+    if "erasing" in drawn:
+        images = erase(images, drawn["erasing"], fill)
+    return images.permute(0, 2, 3, 1).contiguous()
 
 
 def random_boxes(
@@ -49,10 +51,7 @@ def random_boxes(
 ) -> tuple[list[Tensor], Tensor]:
     """Return the first of `TRIES` random boxes that fits, and whether any fits, bool (B,), as in torchvision.
 
-    Args:
-        draws: uniform, (B, 2 * TRIES + 2) or more columns.
-        area, ratio: smallest and largest share of the image's area, and width / height.
-        margin: pixels by which a box must be smaller than the image.
+    draws: uniform, (B, 2 * TRIES + 2) or more. margin: pixels by which a box must be smaller than the image.
     """
     areas = height * width * (area[0] + (area[1] - area[0]) * draws[:, :TRIES])
     ratios = (math.log(ratio[0]) + math.log(ratio[1] / ratio[0]) * draws[:, TRIES : 2 * TRIES]).exp()
@@ -165,9 +164,8 @@ def equalize(images: Tensor) -> Tensor:
 
 
 def gaussian_blur(images: Tensor, sigmas: Tensor, radius: int) -> Tensor:
-    """Blur with standard deviations in pixels, cut off at `radius` pixels, which must be less than either side."""
+    """Blur with standard deviations above 0 in pixels, cut off at `radius` pixels, which must be below either side."""
     offsets = torch.arange(-radius, radius + 1, device=images.device)
-    sigmas = sigmas.clamp_min(0.01)  # pixels; does not blur
     weights = torch.softmax(-0.5 * (offsets / sigmas[:, None]).square(), 1)[..., None, None, None]
     images = F.pad(images, (radius,) * 4, mode="reflect")
     for dim in (2, 3):
@@ -177,11 +175,6 @@ def gaussian_blur(images: Tensor, sigmas: Tensor, radius: int) -> Tensor:
             blurred.addcmul_(images.narrow(dim, shift, size), weights[:, shift])
         images = blurred
     return images
-
-
-_COLOURS = {
-    "brightness": adjust_brightness, "contrast": adjust_contrast, "saturation": adjust_saturation, "hue": adjust_hue
-}  # fmt: skip
 
 
 def _each(parameters: Tensor) -> Tensor:
@@ -204,29 +197,24 @@ def resized_crop(images: Tensor, boxes: Tensor) -> Tensor:
     """
     count, height, width, channels = images.shape
     top, left, rows, columns = boxes.unbind(1)
-    image = torch.arange(count, device=images.device)[:, None]
-    blended = _blend_rows(images.reshape(-1, width * channels), _neighbours(top, rows, height), image * height)
+    blended = _scaled_rows(images.reshape(-1, width * channels), top, rows, height)
     transposed = blended.view(count, height, width, channels).permute(0, 3, 2, 1).reshape(-1, height)
-    planes = torch.arange(count * channels, device=images.device)[:, None]
-    columns_of_planes = [values.repeat_interleave(channels, 0) for values in _neighbours(left, columns, width)]
-    blended = _blend_rows(transposed, columns_of_planes, planes * width)
+    blended = _scaled_rows(transposed, left.repeat_interleave(channels), columns.repeat_interleave(channels), width)
     return blended.view(count, channels, width, height).transpose(2, 3)
 
 
-def _neighbours(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the two source rows of each of `size` scaled rows, int64 (B, size), and the share of the second one."""
-    positions = (torch.arange(size, device=start.device) + 0.5) * (length / size)[:, None] - 0.5
-    last = length[:, None] - 1
+def _scaled_rows(lines: Tensor, start: Tensor, length: Tensor, size: int) -> Tensor:
+    """Scale `length` rows of each image from `start` on, both (N,), to `size` rows. lines: (N·size, columns)."""
+    start, last = start[:, None], length[:, None] - 1
+    positions = (torch.arange(size, device=lines.device) + 0.5) * (length / size)[:, None] - 0.5
     positions = positions.clamp_min(0).minimum(last)  # pixels outside the box do not count
     before = positions.floor()
-    return (start[:, None] + before).long(), (start[:, None] + (before + 1).minimum(last)).long(), positions - before
-
-
-def _blend_rows(rows: Tensor, neighbours: Sequence[Tensor], first: Tensor) -> Tensor:
-    """Blend pairs of rows from `_neighbours`, (N, n) and relative to `first` (N, 1), to float32 (N·n, columns)."""
-    before, after, shares = neighbours
-    lower, upper = (rows.index_select(0, (first + numbers).flatten()).float() for numbers in (before, after))
-    return lower.lerp_(upper, shares.view(-1, 1))
+    first = torch.arange(len(start), device=lines.device)[:, None] * size
+    lower, upper = (
+        lines.index_select(0, (first + (start + numbers).long()).flatten()).float()
+        for numbers in (before, (before + 1).minimum(last))
+    )
+    return lower.lerp_(upper, (positions - before).view(-1, 1))
 
 
 def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
@@ -238,8 +226,8 @@ def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
     height, width = images.shape[2:]
     columns, rows = (((torch.arange(size, device=images.device) + 0.5) * (2 / size) - 1) for size in (width, height))
     # Sums of rows and columns take a tenth of the time of affine_grid's products.
-    parts = [(line[:, 0:1] * columns, line[:, 1:2] * rows + line[:, 2:3]) for line in matrices.unbind(1)]
-    sums = [(across[:, None, :], down[:, :, None]) for across, down in parts]
+    x, y, ones = matrices[..., None].unbind(2)  # (B, lines, 1)
+    sums = list(zip((x * columns)[:, :, None].unbind(1), (y * rows + ones)[..., None].unbind(1), strict=True))
     grid = matrices.new_empty(len(images), height, width, 2)
     for axis in (0, 1):
         torch.add(*sums[axis], out=grid[..., axis])
@@ -252,14 +240,14 @@ def warp(images: Tensor, matrices: Tensor, fill: Tensor) -> Tensor:
 def crop_matrices(boxes: Tensor, height: int, width: int) -> Tensor:
     """Return matrices (B, 3, 3) for `warp` that scale boxes (B, 4) to the image's size."""
     top, left, rows, columns = boxes.unbind(1)
-    x = (columns / width, 0, (2 * left + columns) / width - 1)
-    return _matrices(x, (0, rows / height, (2 * top + rows) / height - 1))
+    x, y = (2 * left + columns) / width - 1, (2 * top + rows) / height - 1  # centres
+    return _matrices(columns / width, 0, x, 0, rows / height, y)
 
 
 def rotation_matrices(angles: Tensor, height: int, width: int) -> Tensor:
     """Return matrices (B, 3, 3) for `warp` that rotate about the centre, counter-clockwise, in degrees."""
     cos, sin = angles.deg2rad().cos(), angles.deg2rad().sin()
-    return _matrices((cos, -sin * (height / width), 0), (sin * (width / height), cos, 0))
+    return _matrices(cos, -sin * (height / width), 0, sin * (width / height), cos, 0)
 
 
 def perspective_matrices(corners: Tensor, height: int, width: int) -> Tensor:
@@ -278,6 +266,9 @@ def perspective_matrices(corners: Tensor, height: int, width: int) -> Tensor:
     return F.pad(entries, (0, 1), value=1.0).view(-1, 3, 3)
 
 
+_COLOURS = {
+    "brightness": adjust_brightness, "contrast": adjust_contrast, "saturation": adjust_saturation, "hue": adjust_hue
+}  # fmt: skip
 _WARPS = {"crop": crop_matrices, "rotation": rotation_matrices, "perspective": perspective_matrices}
 
 
@@ -288,12 +279,10 @@ def image_corners(height: int, width: int, device: torch.device) -> Tensor:
     return torch.tensor([[0.0, 0.0], [right, 0.0], [right, bottom], [0.0, bottom]], device=device)
 
 
-def _matrices(*rows: tuple[Tensor | float, ...]) -> Tensor:
-    """Return matrices (B, 3, 3) with the given two rows, then 0, 0, 1."""
-    values = [*rows[0], *rows[1], 0, 0, 1]
-    like = next(value for value in values if isinstance(value, Tensor))
-    columns = [value if isinstance(value, Tensor) else torch.full_like(like, value) for value in values]
-    return torch.stack(columns, 1).view(-1, 3, 3)
+def _matrices(first: Tensor, *further: Tensor | float) -> Tensor:
+    """Return matrices (B, 3, 3) of six values in rows, each a number or (B,), then 0, 0, 1."""
+    numbers = [value if isinstance(value, Tensor) else torch.full_like(first, value) for value in (*further, 0, 0, 1)]
+    return torch.stack((first, *numbers), 1).view(-1, 3, 3)
 
 
 @lru_cache
@@ -313,8 +302,7 @@ def policy_magnitudes(policy: str, height: int, width: int, device: torch.device
 def apply_operations(images: Tensor, operations: Tensor, magnitudes: Tensor, fill: Tensor) -> Tensor:
     """Apply to each image one of `OPERATIONS`, given by int64 indices (B,). Magnitudes (B,) are signed.
 
-    An operation is computed only for the images that drew it. This synchronises a GPU once, because the host needs the
-    number of images of each operation.
+    An operation is computed for the images that drew it. This synchronises a GPU, because the host needs their number.
     """
     order = operations.argsort(stable=True)
     counts = (operations[:, None] == torch.arange(len(OPERATIONS), device=operations.device)).sum(0).tolist()

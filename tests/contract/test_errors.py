@@ -85,7 +85,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --data.val_size 200", ["data.val_size 200", "train on"]),
     (f"{S} --model.width 0", ["width", "above 0"]),
     (f"{S} --data.augment.crop 16", ["data.augment.crop 16", "16×16"]),
-    (f"{S} --data.augment.brightnes 0.4", ["no flag --data.augment.brightnes", "Did you mean --data.augment.brightness?"]),
+    (f"{S} --data.augment.brightnes 0.4", ["--data.augment.brightnes.", "mean --data.augment.brightness?"]),
     (f"{S} --data.augment.hue=0.7", ["data.augment.hue must be a number from 0 to 0.5, not 0.7"]),
     (f"{S} --data.augment.blur 9", ["data.augment.blur 9", "16×16"]),
     ("preview", ["preview needs images"]),

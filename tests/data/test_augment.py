@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from small_data import shapes_data, trainer_at
 from torch import Tensor
 
-from cifar_lit.data.augment import CHUNK_BYTES, Augment
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.operations import OPERATIONS
+from cifar_lit.data.preprocessing import CHUNK_BYTES, Preprocessing
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.figures import augmented_sample
 from cifar_lit.training.captured import batches_of_side
@@ -37,11 +39,14 @@ def planes(images: Tensor) -> Tensor:
 
 def augmented(images: Tensor, rows: Tensor, epoch: int = 0, seed: int = 0, **settings: Any) -> Tensor:
     """Return the augmented images of `rows`, float32 (B, C, H, W)."""
-    return Augment(**settings).apply(images[rows], rows, seed, epoch, FILL, planes)
+    parts: Any = SimpleNamespace(train_images=SimpleNamespace(input_shape=planes(images).shape[1:]))
+    mean = (FILL[: images.shape[3]] / 255).tolist()
+    preprocessing = Preprocessing(parts, mean=mean, std=1.0, augment=Augment(**settings))
+    return preprocessing.augment_images(images[rows], rows, seed, epoch, planes)
 
 
 def drawn(count: int = 4000, height: int = 32, width: int = 48, **settings: Any) -> dict[str, Tensor]:
-    return Augment(**settings)._draw(torch.arange(count), 0, 0, height, width)
+    return Augment(**settings).draw(torch.arange(count), 0, 0, height, width)
 
 
 # ---- random draws
@@ -135,7 +140,7 @@ def test_a_batch_of_several_chunks_keeps_its_order() -> None:
 
 def test_grey_images_are_augmented(images: Tensor) -> None:
     rows, grey = torch.arange(60), images[..., :1].contiguous()
-    result = Augment(**EVERYTHING).apply(grey, rows, 0, 0, FILL[:1], planes)
+    result = augmented(grey, rows, **EVERYTHING)
     assert result.shape == (60, 1, 16, 12) and float(result.min()) >= 0 and float(result.max()) <= 255.01
 
 
@@ -228,7 +233,7 @@ def test_training_batches_alone_are_augmented_before_scaling_and_normalising() -
     batch = next(iter(loader))
     plain = scaled_data().on_after_batch_transfer(batch, 0).images
     assert torch.equal(at(data, 2, training=False).on_after_batch_transfer(batch, 0).images, plain)
-    bright = Augment(brightness=0.5).apply(batch.images, batch.indices, 3, 2, FILL, planes)
+    bright = data.preprocessing.augment_images(batch.images, batch.indices, 3, 2, planes)
     result = at(data, 2).on_after_batch_transfer(batch, 0)
     torch.testing.assert_close(result.images, (bright / 255 - 0.5) / 0.25, rtol=0, atol=1e-5)
     assert result.images.is_contiguous(memory_format=torch.channels_last) and result.targets is None

@@ -61,7 +61,7 @@ def test_images_on_the_device_give_the_batches_of_the_cpu() -> None:
     data, loader = on_gpu("auto")
     assert data.placed("train")[0].images.device.type == "cuda"
     assert (data.placed("train")[1], data.placed("test")[1]) == ("device", "device")
-    on_cpu = shapes_data(augment=augment).train_dataloader()
+    on_cpu = shapes_data(augment=data.augment).train_dataloader()
     for epoch in (0, 1):
         for each in (loader, on_cpu):
             each.set_epoch(epoch)
