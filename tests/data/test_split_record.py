@@ -203,7 +203,7 @@ def test_other_images_of_a_function_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 REFUSED = {"split_seed": 7, "val_size": 0.3, "test_size": 0.3, "folds": 5, "group": "x", "batch_size": 4, "seed": 1,
-           "flip": "random", "augment": {"scale": [0.5, 1]}, "image_size": 16, "resize": "squash", "mean": 0.1,
+           "augment": {"scale": [0.5, 1], "flip": "random"}, "image_size": 16, "resize": "squash", "mean": 0.1,
            "train_share": 0.5}  # fmt: skip
 
 
