@@ -34,7 +34,7 @@ from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import Failure, UsageError, check_choice, nearest
 from cifar_lit.features import FEATURES, feature_class, feature_settings
-from cifar_lit.models.registry import check_net, net_spec
+from cifar_lit.models.registry import check_net
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run import Run
@@ -297,10 +297,7 @@ class TrainingCLI(LightningCLI):
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
-        for name in FEATURES:
-            adjust = getattr(feature_class(name), "adjust_settings", None)
-            if adjust and self.settings[name] is not None:
-                adjust(self.settings[name], self.settings)
+        adjust_to_features(self.settings)
         self._select_checkpoint()
 
     def _select_checkpoint(self) -> None:
@@ -375,7 +372,14 @@ class TrainingCLI(LightningCLI):
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            callbacks=[*callbacks, *features, *self.run.callbacks(validates, bar, lines), *card, *watched, *self.further],
+            callbacks=[
+                *callbacks,
+                *features,
+                *self.run.callbacks(validates, bar, lines),
+                *card,
+                *watched,
+                *self.further,
+            ],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,
@@ -511,8 +515,14 @@ def check_settings(settings: Any) -> None:
     for name in filter(is_import_path, (model["optimizer"], model["schedule"])):
         import_callable(name)
     check_choice("model.monitor", model["monitor"], value_names(TOP + 1, model["metrics"] or {}))
-    if data.resolutions and not net_spec(settings.model.net).any_size:
-        raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")
+
+
+def adjust_to_features(settings: Any) -> None:
+    """Let the features set what the settings leave open, such as the image size of pretrained weights."""
+    for name in FEATURES:
+        adjust = getattr(feature_class(name), "adjust_settings", None)
+        if adjust and settings[name] is not None:
+            adjust(settings[name], settings)
 
 
 def program(script: str, command: str) -> str:

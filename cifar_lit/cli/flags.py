@@ -70,6 +70,7 @@ _SYNONYMS = {
     "data.eval_batch_size": "test-batch-size val-batch-size",
     "data.workers": "j",
     "threads": "num-threads omp-num-threads",
+    "data.split.folds": "data-folds",
     "data.val_size": "val-split validation-split val-ratio",
     "data.image_size": "img input-size resolution crop-size",
     "data.augment": "aug transforms",
@@ -303,7 +304,9 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
         base: YAML file of the settings with the lowest precedence (of a recipe or a run), or None.
     """
     line = [subcommand]
-    files = [_plain(file) for file in (*([base] if base else []), *(Path(config).expanduser() for config in command.configs))]
+    files = [
+        _plain(file) for file in (*([base] if base else []), *(Path(config).expanduser() for config in command.configs))
+    ]
     _drop_options_of_others(files, command)
     if base:
         line.append(_as_text(files.pop(0)))

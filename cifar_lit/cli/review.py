@@ -269,5 +269,6 @@ def training_command(source: Path, table: Path, labels: Labels, data: ImageData)
     config = source / "config.yaml"
     settings = f"--config {shlex.quote(display_path(config))}" if config.is_file() else f"--dataset {data.dataset}"
     flag = "--data-dir" if labels.column == "path" else "--data.labels"
-    others = (" --data.folds 0" if data.parts.folds else "") + (" --data.group null" if data.settings.group else "")
+    others = " --data.split.folds 0" if data.parts.folds else ""
+    others += " --data.split.group null" if data.settings.split.group else ""
     return f"cifar-lit train {settings} {flag} {shlex.quote(display_path(table))}{others}"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.image_set import ImageSet, spread_rows
-from cifar_lit.data.resolution import check_resolutions, shrink, side_at
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import UsageError
 
@@ -29,7 +29,6 @@ class Preprocessing:
         mean: mean of the channels for pixels in [0, 1], one number for all channels or one for each.
         std: standard deviation of the channels for pixels in [0, 1], one number or one for each channel.
         augmentation: augmentation on the device.
-        resolutions: share of the epochs by side in pixels, in the order of training.
         seed: seed of the augmentation.
     """
 
@@ -40,12 +39,10 @@ class Preprocessing:
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
         augmentation: DeviceAugmentation | None = None,
-        resolutions: Mapping[int, float] | None = None,
         seed: int = 0,
     ) -> None:
         self.parts = parts
         self.augmentation = augmentation
-        self.resolutions = resolutions or {}
         self.seed = seed
         self._mean, self._std = mean, std
         self._constants: Tensor | None = None  # mean and std on the device of the batches
@@ -53,7 +50,6 @@ class Preprocessing:
     def check(self) -> None:
         """Raise UsageError if the settings are invalid for the size of the images."""
         _, height, width = self.parts.train_images.input_shape
-        check_resolutions(self.resolutions, height, width)
         if self.augmentation:
             self.augmentation.check(height, width)
 
@@ -75,10 +71,6 @@ class Preprocessing:
     def mean_colour(self, device: torch.device) -> Tensor:
         """Return the mean colour, uint8 (C,)."""
         return (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(device)
-
-    def side(self, epoch: int, epochs: int | None) -> int | None:
-        """Return the side of training images in an epoch, in pixels; None for full size."""
-        return side_at(self.resolutions, epoch, epochs) if epochs else None
 
     def normalise(self, images: Tensor, side: int | None = None) -> Tensor:
         """Normalise images (B, H, W, C) in 0 … 255 to float32 (B, C, H, W), scaled to `side` if given."""
@@ -152,3 +144,24 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     shift = (-mean / std).repeat(width)
     rows = images.reshape(count * height, width * channels).float().mul_(scale).add_(shift)
     return rows.view(count, height, width, channels).permute(0, 3, 1, 2)
+
+
+@lru_cache
+def _weights(height: int, width: int, channels: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return matrices that shrink an image (H, W·C) from the left and from the right."""
+    rows, columns = (
+        F.interpolate(torch.eye(size).view(1, size, size, 1), (small, 1), mode="area").view(size, small).T.contiguous()
+        for size, small in ((height, side), (width, round(width * side / height)))
+    )
+    return rows.to(device), torch.kron(columns, torch.eye(channels)).T.contiguous().to(device)
+
+
+def shrink(images: Tensor, side: int) -> Tensor:
+    """Downsample images, uint8 (B, H, W, C), to float32 (B, side, side·W/H, C) in 0 … 255 by averaging areas.
+
+    The result equals `F.interpolate(mode="area")`. Two matrix products take a tenth of its time on a CPU.
+    """
+    count, height, width, channels = images.shape
+    rows, columns = _weights(height, width, channels, side, images.device)
+    small = torch.matmul(rows, images.view(count, height, width * channels).float())
+    return (small.view(count * side, width * channels) @ columns).view(count, side, -1, channels)

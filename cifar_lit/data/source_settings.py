@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cifar_lit.data.cache import default_cache_dir
 from cifar_lit.data.image_size import ImageSize
+from cifar_lit.data.split_settings import Split
 from cifar_lit.data.walk import as_on_disk
 from cifar_lit.errors import UsageError
 
@@ -34,13 +35,11 @@ class SourceSettings:
     channels: int | None = None
     num_classes: int | None = None
     count: int = 10_000
-    test_size: float | None = 0.2
-    split_seed: int = 0
+    split: Split = field(default_factory=Split)
     skip_bad: bool = False
     cache_dir: str | None = None
     labels: str | None = None
     resize: str = "crop"
-    group: str | None = None
     levels: tuple[int, int] | None = None
     only: frozenset[str] | None = None
 

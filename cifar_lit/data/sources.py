@@ -133,7 +133,7 @@ def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
         channels=settings.channels or 3,
         num_classes=settings.num_classes or 10,
         count=settings.count if train else settings.count // 5,
-        seed=settings.split_seed,
+        seed=settings.split.seed,
     )
 
 

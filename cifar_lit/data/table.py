@@ -87,7 +87,8 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
             )
     if group is not None:
         if group not in names:
-            raise UsageError(f"{table} has no column {group!r} for data.group, only {columns}.{nearest(group, names)}")
+            fault = f"{table} has no column {group!r} for data.split.group, only {columns}"
+            raise UsageError(f"{fault}.{nearest(group, names)}")
         positions["group"] = names.index(group)
     rows = 0
     for number, cells in records:

@@ -1,8 +1,8 @@
-"""Optional parts of a training: each is a Lightning callback in a file of its own, and may be deleted with its line.
+"""Optional parts of a training: each is a Lightning callback in a file of its own, which may be deleted.
 
 `Trainer(callbacks=[WeightAverage(decay=0.999)])` in Python, `weight_average: {decay: 0.999}` in a recipe, and
-`--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here. The
-callbacks run in this order.
+`--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here.
+The callbacks run in this order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 _CLASSES = {
     "finetune": "Finetune",
     "weight_average": "WeightAverage",
+    "skip_easy": "SkipEasy",  # before class_weights, as it compares losses without weights
     "class_weights": "ClassWeights",
+    "balanced": "Balanced",
+    "resolutions": "Resolutions",
     "margins": "Margins",
     "whitening": "Whitening",
     "early_stop": "EarlyStop",

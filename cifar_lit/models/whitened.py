@@ -239,7 +239,7 @@ class WhitenedNet(nn.Module):
     def _check_whitened(self, images: Tensor) -> None:
         """Raise UsageError if the net is trained without its first layer."""
         if not images.is_meta and not bool(self.whitened):
-            raise UsageError("the first layer of whitened is not computed: add the callback Whitening, or whitening: {}")
+            raise UsageError("the first layer of this net is not computed: add the feature whitening (whitening: {})")
         self.is_prepared = True
 
     def _whitened(self, images: Tensor) -> Tensor:

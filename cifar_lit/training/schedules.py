@@ -123,6 +123,7 @@ class Schedule(LambdaLR):
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+                self._last_lr[index] = rate
         return is_found
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,30 +5,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import recorded_graphs
 import torch
 from contract.command_line import Answer
 from real_runs import SCRIPT, SETTINGS, run, run_here
-from small_runs import build_dropout
+from recorded_graphs import fake_graphs
+from small_runs import dropout_net
 
-from cifar_lit.models.registry import NETS, NetSpec
-from cifar_lit.training import captured
+__all__ = ["dropout_net", "fake_graphs"]
 
 torch.set_num_threads(1)  # nets this small only wait for a second thread
-
-
-@pytest.fixture
-def dropout_net(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register `build_dropout` as the net "dropout", for images of any size."""
-    monkeypatch.setitem(NETS, "dropout", NetSpec(build_dropout, min_size=8, any_size=True))
-
-
-@pytest.fixture
-def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> recorded_graphs.Module:
-    """Let the trainings of this test capture their steps on the CPU."""
-    module = recorded_graphs.Module()
-    monkeypatch.setattr(captured, "device_graphs", lambda device: module)
-    return module
 
 
 @pytest.fixture(scope="session")

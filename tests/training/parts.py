@@ -29,7 +29,7 @@ def our_data() -> ImageData:
 
 def our_model() -> ImageClassifier:
     torch.manual_seed(0)
-    return ImageClassifier("lenet", lr=0.02, momentum=0.9)
+    return ImageClassifier("lenet", lr=0.02, optimizer_options={"momentum": 0.9})
 
 
 class PlainData(L.LightningDataModule):

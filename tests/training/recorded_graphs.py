@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from cifar_lit.features import capture
 
 # Operations that wait for the device or whose output size depends on values; `lift_fresh` copies a number of the host.
 VALUE_SIZED = {"nonzero", "masked_select", "_unique2", "unique_dim", "bincount"}
@@ -137,3 +140,11 @@ class Module:
         self.streams.add(stream)
         self.pools.add(pool)
         self.graphs.add(graph)
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """Let the trainings of this test capture their steps on the CPU."""
+    module = Module()
+    monkeypatch.setattr(capture, "device_graphs", lambda device: module)
+    return module

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
@@ -13,10 +14,13 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.features import FEATURES, feature_class
+from cifar_lit.models.registry import NETS, NetSpec
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, best_checkpoint, last_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.orderly_stop import OrderlyStop
 
+MOMENTUM: dict[str, Any] = {"optimizer_options": {"momentum": 0.9}}
 BATCHES = 7  # per epoch of `shapes_data`: six of 16 images and one of 4
 
 
@@ -92,10 +96,21 @@ def build_dropout(*, channels: int, image_size: tuple[int, int], num_classes: in
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.2), nn.Linear(32, num_classes))
 
 
+@pytest.fixture
+def dropout_net(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register `build_dropout` as the net "dropout", for images of any size."""
+    monkeypatch.setitem(NETS, "dropout", NetSpec(build_dropout, min_size=8, any_size=True))
+
+
 def classifier(**settings: Any) -> ImageClassifier:
     """Return LeNet for the images of `shapes_data`, always with the same weights."""
     torch.manual_seed(0)
     return ImageClassifier(**{"net": "lenet", "lr": 0.05, "input_shape": [3, 16, 16], "num_classes": 10, **settings})
+
+
+def features(settings: Mapping[str, Any]) -> list[Callback]:
+    """Return the features in settings such as those of a recipe."""
+    return [feature_class(name)(**settings[name]) for name in FEATURES if name in settings]
 
 
 def best_and_last(folder: Path) -> tuple[ModelCheckpoint, ModelCheckpoint]:

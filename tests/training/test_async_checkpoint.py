@@ -15,11 +15,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data
+from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, shapes_data
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from cifar_lit.errors import Failure
+from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training.async_checkpoint import AsyncCheckpointIO, checkpoint_io, host_copy
 from cifar_lit.training.callbacks import RandomState
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
@@ -68,9 +69,9 @@ def train(
 ) -> pl.Trainer:
     """Train three epochs with momentum and averaged weights."""
     best, last = best_and_last(folder)
-    model = classifier(net="shapenet", momentum=0.9, ema_decay=0.9, schedule="one_cycle")
+    model = classifier(net="shapenet", schedule="one_cycle", **MOMENTUM)
     kept = [best, last] if keeps_best else [last]
-    callbacks = [NoSignalHandlers(), *more, RandomState(), *kept, OrderlyStop(last)]
+    callbacks = [WeightAverage(0.9), NoSignalHandlers(), *more, RandomState(), *kept, OrderlyStop(last)]
     return fitted(model, shapes_data(), *callbacks, resume=resume, max_epochs=3, plugins=io)
 
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import (
     BATCHES,
+    MOMENTUM,
     At,
     Rows,
     best_and_last,
@@ -26,12 +27,12 @@ from small_runs import (
 )
 
 from cifar_lit.data.batch import Batch
+from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training import callbacks
 from cifar_lit.training import classifier as classifier_module
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss, RandomState
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
 from cifar_lit.training.metrics import Score
-from cifar_lit.training.weight_average import WeightAverage
 
 CPU = torch.device("cpu")
 
@@ -292,16 +293,17 @@ def average_of(trainer: pl.Trainer) -> Any:
 
 @pytest.mark.usefixtures("dropout_net")
 @pytest.mark.parametrize(
-    ("name", "ema_decay", "validates"),
-    [("weights", 0.0, True), ("weights", 0.0, False), *((name, 0.9, True) for name in OVERFLOWS)],
+    ("name", "averages", "validates"),
+    [("weights", False, True), ("weights", False, False), *((name, True, True) for name in OVERFLOWS)],
 )
-def test_an_overflow_reaches_no_checkpoint(tmp_path: Path, name: str, ema_decay: float, validates: bool) -> None:
+def test_an_overflow_reaches_no_checkpoint(tmp_path: Path, name: str, averages: bool, validates: bool) -> None:
     best, last = best_and_last(tmp_path)
     last.MIN_INTERVAL = 0.0
     saves, limits = ([best, last], {}) if validates else ([last], {"limit_val_batches": 0})
     overflow = At(2 * BATCHES, lambda *fit: OVERFLOWS[name](*fit)[:1].fill_(math.inf), after=True)
+    average = [WeightAverage(0.9)] if averages else []
     with pytest.raises(NotFiniteLoss, match=r"the weight .* is no longer finite at step 14 of epoch 1"):
-        fitted(classifier(net="dropout", momentum=0.9, ema_decay=ema_decay), shapes_data(), overflow, *saves, **limits)
+        fitted(classifier(net="dropout", **MOMENTUM), shapes_data(), *average, overflow, *saves, **limits)
     for path in tmp_path.glob("*.ckpt"):
         checkpoint = read_checkpoint(path)
         assert checkpoint["epoch"] == 0
@@ -323,7 +325,7 @@ def test_a_non_finite_validation_loss_is_never_the_best(tmp_path: Path, capsys: 
 
 
 def test_float16_gradients_that_overflow_skip_their_step(tmp_path: Path) -> None:
-    model = classifier(net="signs_mlp", momentum=0.9)
+    model = classifier(net="signs_mlp", **MOMENTUM)
     before = weights(model)
     done = fitted(model, shapes_data(), *best_and_last(tmp_path), max_epochs=4, **float16(init_scale=2.0**26))
     assert done.global_step == 4 * BATCHES and done.precision_plugin.state_dict()["scale"] < 2.0**26

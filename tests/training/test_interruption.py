@@ -15,11 +15,12 @@ import pytest
 import torch
 from contract.command_line import undone
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from small_runs import BATCHES, At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
+from small_runs import BATCHES, MOMENTUM, At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
 from torch import Tensor
 
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.errors import UsageError
+from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
@@ -39,8 +40,15 @@ def _signals_given_back() -> Iterator[None]:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {},
-    "averaged": {"schedule": "one_cycle", "weight_decay": 1e-3, "nesterov": True, "ema_decay": 0.9},
-    "adamw, by the epoch": {"optimizer": "adamw", "lr": 0.01, "schedule": "cosine", "schedule_every": "epoch"},
+    "averaged": {
+        "schedule": "one_cycle",
+        "optimizer_options": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
+        "weight_average": {"decay": 0.9},
+    },
+    "adamw, by the epoch": {
+        **{"optimizer": "adamw", "optimizer_options": {}, "lr": 0.01},
+        **{"schedule": "cosine", "schedule_options": {"every": "epoch"}},
+    },
     "smaller images first": {"schedule": "triangular", "resolutions": {8: 0.4, 12: 0.3}},  # an epoch each
     "augmented": {
         "label_smoothing": 0.1,
@@ -75,7 +83,8 @@ class Training:
 
     def run(self, *more: Callback, resume: Path | None = None) -> Run:
         """Train to the end."""
-        settings = {"net": "dropout", "momentum": 0.9, **self.settings}
+        settings = {"net": "dropout", **MOMENTUM, **self.settings}
+        average = [WeightAverage(**settings.pop("weight_average"))] if "weight_average" in settings else []
         data_settings = {name: settings.pop(name) for name in ("resolutions", "augment") if name in settings}
         data = shapes_data(crop=2, flip="random", **data_settings)
         model, clock, (best, last) = classifier(**settings), Clock(), best_and_last(self.folder)
@@ -84,7 +93,7 @@ class Training:
             callback.dirpath = str(self.folder)
         self.rows = Rows()
         options: dict[str, Any] = {"log_every_n_steps": 2, "accumulate_grad_batches": self.accumulate, **self.limits}
-        callbacks = [NoSignalHandlers(), *more, clock, RandomState(), best, last, *regular, OrderlyStop(last)]
+        callbacks = [*average, NoSignalHandlers(), *more, clock, RandomState(), best, last, *regular, OrderlyStop(last)]
         done = fitted(model, data, *callbacks, resume=resume, logger=self.rows, **options)
         epoch_loss = float(done.callback_metrics.get("train/loss", math.nan))  # NaN if no step was left
         return Run(weights(model), self.rows.rows, clock.images, epoch_loss, read_checkpoint(self.folder / "best.ckpt"))
@@ -338,7 +347,7 @@ def test_a_validation_due_at_a_stop_is_not_lost(every: str | None, end: int, rea
 
 def test_the_best_checkpoint_is_found_after_the_folder_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after, names = tmp_path / "before", tmp_path / "after", ["best.ckpt", "last.ckpt", "previous.ckpt"]
-    model = classifier(net="shapenet", lr=0.3, momentum=0.9)
+    model = classifier(net="shapenet", lr=0.3, **MOMENTUM)
     monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
     fitted(model, shapes_data(), *best_and_last(before), max_epochs=5)
     final, previous = (read_checkpoint(before / f"{name}.ckpt") for name in ("last", "previous"))
@@ -346,7 +355,7 @@ def test_the_best_checkpoint_is_found_after_the_folder_moved(tmp_path: Path, mon
 
     before.rename(after)
     best, last = best_and_last(after)
-    resumed = classifier(net="shapenet", lr=0.3, momentum=0.9)
+    resumed = classifier(net="shapenet", lr=0.3, **MOMENTUM)
     fitted(resumed, shapes_data(), best, last, max_epochs=6, resume=after / "last.ckpt")
     assert best.best_model_path == str(after / "best.ckpt")
     assert list(best.best_k_models) == [str(after / "best.ckpt")]

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from small_runs import BATCHES, Rows, classifier, fitted, float16, same, shapes_data, weights
+from small_runs import BATCHES, MOMENTUM, Rows, classifier, fitted, float16, same, shapes_data, weights
 from torchmetrics.classification import MulticlassAccuracy
 
+from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training.checkpoint import read_checkpoint
 
 # ---- metrics
@@ -64,8 +65,8 @@ def test_trainer_limits_count_batches_and_updates(settings: dict[str, Any], step
 def test_validation_and_anomaly_detection_change_no_weights_or_logged_losses() -> None:
     ends = []
     for settings in ({}, {"val_check_interval": 3, "detect_anomaly": True}):
-        rows, model = Rows(), classifier(momentum=0.9, ema_decay=0.9)
-        fitted(model, shapes_data(), logger=rows, log_every_n_steps=2, **settings)
+        rows, model = Rows(), classifier(**MOMENTUM)
+        fitted(model, shapes_data(), WeightAverage(0.9), logger=rows, log_every_n_steps=2, **settings)
         ends.append((weights(model), rows.curve("train/loss")))
     assert same(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 

@@ -75,7 +75,7 @@ def test_names_and_classes_are_accepted_alike(as_name: bool, tmp_path: Path) -> 
     net, optimizer, schedule, dataset = [f"{MINE}.{part.__name__}" for part in parts] if as_name else parts
     metric: Any = "torchmetrics.classification.MulticlassF1Score" if as_name else MulticlassF1Score
     settings = {"net": net, "optimizer": optimizer, "schedule": schedule}
-    model, done = fit(dataset, **settings, metrics={"f1": metric}, weight_decay=0.1)
+    model, done = fit(dataset, **settings, metrics={"f1": metric}, optimizer_options={"weight_decay": 0.1})
     assert type(model.net) is Net and type(done.optimizers[0]) is Momentum
     assert done.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0) and groups(done) == [(0.01, 0.1), (0.01, 0.0)]
     assert model.score is not None and model.score.further["f1"] == pytest.approx(model.score.macro_f1, abs=1e-5)
@@ -99,7 +99,7 @@ def test_what_an_optimizer_sets_itself_takes_precedence() -> None:
     net = Net(3, 10)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.04)
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    _, done = fit(net=net, optimizer=optimizer, schedule=schedule, schedule_every="epoch")
+    _, done = fit(net=net, optimizer=optimizer, schedule=schedule, schedule_options={"every": "epoch"})
     assert done.optimizers[0] is optimizer and optimizer.param_groups[0]["lr"] == 0.02
 
 
@@ -117,7 +117,7 @@ def test_a_plateau_schedule_follows_the_validation_loss() -> None:
         ({"optimizer": lambda groups: groups}, r"must return a torch\.optim\.optimizer\.Optimizer, not a list"),
         ({"optimizer": lambda: None}, r"model\.optimizer: .* has another signature: .* takes 0 positional arguments"),
         ({"schedule": lambda optimizer: 5}, r"must return a torch\.optim\.lr_scheduler\.LRScheduler, not a int"),
-        ({"schedule": falling, "warmup_epochs": 1}, rf"model\.warmup_epochs needs one of our schedules: .* {MINE}\.f"),
+        ({"schedule": falling, "schedule_options": {"warmup_epochs": 1}}, rf"{MINE}\.falling takes no warmup_epochs"),
         ({"metrics": {"a": nn.Identity}}, r"must return a torchmetrics\.metric\.Metric, not a Identity"),
         ({"optimizer": "torch.optim.SDG"}, r"torch\.optim has no 'SDG'\. Did you mean SGD\?"),
     ],

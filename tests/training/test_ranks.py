@@ -15,14 +15,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from small_runs import BATCHES, best_and_last, classifier, fitted, same, shapes_data, weights
+from small_runs import BATCHES, MOMENTUM, best_and_last, classifier, fitted, same, shapes_data, weights
 from stress.forked import Forked
 from torch.utils._pytree import tree_leaves
 
+from cifar_lit.features.finetune import Finetune
+from cifar_lit.features.whitening import Whitening
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.collectives import Agreement
-from cifar_lit.training.finetune import HeadFit
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
 
 TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
@@ -85,7 +86,7 @@ def stop_in_all_cases(folder: str) -> list[int]:
     """Send a signal to the second rank of each case, resume, and write the results of each rank."""
 
     def train(place: Path, *more: Callback, resume: bool = False, **options: Any) -> dict[str, Any]:
-        model, last = classifier(momentum=0.9), best_and_last(place)[1]
+        model, last = classifier(**MOMENTUM), best_and_last(place)[1]
         callbacks = [NoSignalHandlers(), RandomState(), *more, last, OrderlyStop(last)]
         path = place / "last.ckpt" if resume else None
         fitted(model, shapes_data(), *callbacks, resume=path, **TWO, **options)
@@ -262,8 +263,11 @@ def train_with_timed_checkpoints(name: str, folder: str) -> list[int]:
         model = classifier(**COMPUTED[name][0])
         see = LambdaCallback(on_train_batch_start=started, on_save_checkpoint=save, on_after_backward=late)
         data = shapes_data(cache_dir=folder)
-        head = [] if COMPUTED[name][0] else [HeadFit(1, unfreeze=True)]
-        callbacks = [steps, NoSignalHandlers(), Clock(), *head, see, last, regular, OrderlyStop(last)]
+        feature: Callback = Whitening()
+        if not COMPUTED[name][0]:
+            torch.save(model.net.state_dict(), f"{folder}/{this_rank()}.pth")
+            feature = Finetune(f"{folder}/{this_rank()}.pth", head_views=1)
+        callbacks = [steps, NoSignalHandlers(), Clock(), feature, see, last, regular, OrderlyStop(last)]
         with recorded((*PICKLING, *COLLECTIVE), note):
             fitted(model, data, *callbacks, **TWO, max_epochs=1, log_every_n_steps=100)
         results = {"pickled": sorted(pickled), "waited": sorted(waited), "saved": saved, "start": starts[0]}

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import BATCHES, At, best_and_last, classifier, fitted, same, shapes_data, weights
+from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, same, shapes_data, weights
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
+from cifar_lit.features.early_stop import EarlyStop
+from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 
@@ -85,35 +87,35 @@ def test_settings_of_the_data_are_refused_in_a_fit_and_not_in_a_test(tmp_path: P
 
 
 def test_a_longer_training_equals_one_that_was_as_long_from_the_start(tmp_path: Path) -> None:
-    settings = {"momentum": 0.9, "ema_decay": 0.9, "warmup_epochs": 1.0, "net": "shapenet"}
-    fitted(classifier(**settings), shapes_data(), best_and_last(tmp_path)[1], max_epochs=3)
-    fitted(longer := classifier(**settings), shapes_data(), resume=tmp_path / "last.ckpt", max_epochs=5)
-    fitted(whole := classifier(**settings), shapes_data(), max_epochs=5)
+    settings = {**MOMENTUM, "schedule_options": {"warmup_epochs": 1.0}, "net": "shapenet"}
+    last, resume = best_and_last(tmp_path)[1], tmp_path / "last.ckpt"
+    fitted(classifier(**settings), shapes_data(), WeightAverage(0.9), last, max_epochs=3)
+    fitted(longer := classifier(**settings), shapes_data(), WeightAverage(0.9), resume=resume, max_epochs=5)
+    fitted(whole := classifier(**settings), shapes_data(), WeightAverage(0.9), max_epochs=5)
     assert same(weights(longer), weights(whole))
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "cause"),
+    ("features", "data", "cause"),
     [
-        ({"patience": 0.5}, {}, r"model\.patience 0\.5 depends on the length"),
-        ({}, {"skip_easy": 0.2}, r"data\.skip_easy and data\.resolutions depend on, was 3 in this run, not 5"),
-        ({}, {"resolutions": {8: 0.5}}, r"data\.skip_easy and data\.resolutions depend on, was 3 in this run, not 5"),
+        ([EarlyStop(0.5)], {}, r"EarlyStop depends on the length"),
+        ([], {"skip_easy": 0.2}, r"data\.skip_easy and data\.resolutions depend on, was 3 in this run, not 5"),
+        ([], {"resolutions": {8: 0.5}}, r"data\.skip_easy and data\.resolutions depend on, was 3 in this run, not 5"),
     ],
     ids=str,
 )
 def test_a_training_is_not_prolonged_if_something_depends_on_its_length(
-    model: dict[str, Any], data: dict[str, Any], cause: str, tmp_path: Path
+    features: list[Any], data: dict[str, Any], cause: str, tmp_path: Path
 ) -> None:
-    net = {"net": "shapenet", **model}
-    path = middle_of(tmp_path, shapes_data(**data), **net)
+    path = middle_of(tmp_path, shapes_data(**data), net="shapenet")
     with pytest.raises(UsageError, match=cause):
-        fitted(classifier(**net), shapes_data(**data), resume=path, max_epochs=5)
+        fitted(classifier(net="shapenet"), shapes_data(**data), *features, resume=path, max_epochs=5)
 
 
 def test_what_does_not_change_the_training_may_change(tmp_path: Path) -> None:
     path = middle_of(tmp_path, shapes_data())
-    model = classifier(channels_last=False, patience=3)
-    fitted(model, shapes_data(workers=1, placement="host"), resume=path, max_epochs=3, log_every_n_steps=1)
+    model = classifier(channels_last=False)
+    fitted(model, shapes_data(workers=1, placement="host"), EarlyStop(3), resume=path, max_epochs=3, log_every_n_steps=1)
 
 
 def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:

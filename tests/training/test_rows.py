@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import recorded_graphs
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer
 from lightning.pytorch.loops import fit_loop
@@ -29,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cifar_lit.data.placement import Placement
-from cifar_lit.training import captured, rows
+from cifar_lit.features.capture import Capture
+from cifar_lit.training import rows
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, NotFiniteLoss
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
@@ -114,7 +114,7 @@ def test_a_training_reads_nothing_from_its_device_before_the_last_step(
     used: Any = trainer(*callbacks, max_epochs=3, limit_val_batches=0, **settings)
     used.strategy._root_device, used.strategy.teardown = device, lambda: None
     used.strategy.accelerator.setup_device = lambda _: None
-    used.fit(classifier(optimizer="muon", momentum=0.6, schedule="triangular"), datamodule=shapes_data())
+    used.fit(classifier(**MUON), datamodule=shapes_data())
     assert list(logged.curve("train/loss")) == [3, 6, 7, 10, 13, 14, 17, 20, 21]
     assert copies == 8 * 3 * [True] + 3 * [False]
     assert capsys.readouterr().out.count("train loss 2.0000 acc 0.2500") == 3
@@ -154,6 +154,7 @@ class Bar(Callback):
         self.seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+MUON = {"optimizer": "muon", "optimizer_options": {"momentum": 0.6, "bias_lr": 0.01}, "schedule": "cosine"}
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a row per epoch": ({"log_every_n_steps": 1000, "limit_val_batches": 0}, {}),
     "several rows per epoch": ({"log_every_n_steps": 3}, {}),
@@ -162,23 +163,20 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "validation within epochs": ({"log_every_n_steps": 2, "val_check_interval": 3}, {}),
     "accumulated gradients": ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, {}),
     "end within an epoch": ({"log_every_n_steps": 4, "max_steps": 17, "limit_val_batches": 0}, {}),
-    "rates by depth": ({"log_every_n_steps": 4, "limit_val_batches": 0}, {"input_lr": 0.01, "schedule": "cosine"}),
-    "captured steps": ({"log_every_n_steps": 4, "limit_val_batches": 0}, {"capture": True, "schedule": "cosine"}),
+    "several rates": ({"log_every_n_steps": 4, "limit_val_batches": 0}, MUON),
+    "captured steps": ({"log_every_n_steps": 4, "limit_val_batches": 0}, {"schedule": "cosine"}),
 }
 
 
-@pytest.mark.usefixtures("late")
+@pytest.mark.usefixtures("late", "fake_graphs")
 @pytest.mark.parametrize("name", SETTINGS)
-def test_late_rows_and_lines_equal_those_of_a_waiting_host(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    graphs = recorded_graphs.Module()
-    monkeypatch.setattr(captured, "device_graphs", lambda _: graphs)
+def test_late_rows_and_lines_equal_those_of_a_waiting_host(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings, model_settings = SETTINGS[name]
     ends: list[Any] = []
     for callbacks in ([], [LateRows()]):
         logged, clock, bar = Rows(), Clock(), Bar()
-        watchers = [clock, EpochLines(clock), bar, *callbacks]
+        capture = [Capture(compile=False)] if name == "captured steps" else []
+        watchers = [*capture, clock, EpochLines(clock), bar, *callbacks]
         model = classifier(**model_settings)
         fitted(model, shapes_data(), *watchers, logger=logged, **{"max_epochs": 3, **settings})
         lines = [line.partition(" s ·")[0].rpartition(" · ")[0] for line in capsys.readouterr().out.splitlines()]

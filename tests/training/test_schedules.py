@@ -9,7 +9,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, OneCycleLR
 
 from cifar_lit.errors import UsageError
-from cifar_lit.training.schedules import SCHEDULES, Schedule, schedule_from
+from cifar_lit.training.schedules import SCHEDULES, Schedule
 
 
 def optimizer(lr: float = 1.0) -> SGD:
@@ -68,30 +68,20 @@ def test_the_rate_peaks_after_the_warmup_and_stays_at_its_final_value(name: str)
     assert min(values) >= 2 * final
 
 
-@pytest.mark.parametrize("end", [4, 2.5, 20, None])
-def test_the_whitening_rate_falls_linearly_to_zero_at_its_own_end(end: float | None) -> None:
-    values = all_rates(Schedule(whitened(), "cosine", 8, warmup=2, whitening=end), 10)
+@pytest.mark.parametrize("end", [4, 2.5, 20])
+def test_the_rate_of_a_role_falls_linearly_to_zero_at_its_own_end(end: float) -> None:
+    schedule = Schedule(whitened(), "cosine", 8, warmup=2)
+    assert schedule.end_early("whitening", end) and not schedule.end_early("head", end)
+    values = all_rates(schedule, 10)
     falling = [1 + math.cos(math.pi * step / 6) for step in range(7)]
     others = [0.0, 1.0, *falling, 0.0, 0.0]
-    whitening = [1.5 * rate for rate in others]
-    if end is not None:
-        whitening = [max(0.0, 3 * (1 - step / end)) for step in range(11)]
     assert [first for first, _ in values] == pytest.approx(others)
-    assert [second for _, second in values] == pytest.approx(whitening)
-
-
-@pytest.mark.parametrize("every", ["step", "epoch"])
-def test_the_schedule_settings_of_a_model_are_in_epochs(every: str) -> None:
-    epochs = {"schedule_every": every, "warmup_epochs": 0.0, "whiten_epochs": 17 / 7}
-    settings = {"schedule": "triangular", "final_lr": 0.0, **epochs}
-    total, end = (35, 17) if every == "step" else (5, 17 / 7)
-    for done, values in enumerate(all_rates(schedule_from(whitened(), settings, 35, 7), total)):
-        assert values == pytest.approx([2 * (1 - done / total), max(0.0, 3 * (1 - done / end))])
+    assert [second for _, second in values] == pytest.approx([max(0.0, 3 * (1 - step / end)) for step in range(11)])
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 14), (2, 8)])
 def test_in_a_fit_the_schedule_spans_all_optimizer_steps(accumulate: int, steps: int) -> None:
-    rows, model = Rows(), classifier(schedule="triangular", lr=0.1, warmup_epochs=0.5)
+    rows, model = Rows(), classifier(schedule="triangular", lr=0.1, schedule_options={"warmup_epochs": 0.5})
     # Seven batches per epoch: with two accumulated, the last update has one batch.
     done = fitted(model, shapes_data(), logger=rows, log_every_n_steps=1, accumulate_grad_batches=accumulate)
     assert done.global_step == steps
@@ -104,16 +94,15 @@ def test_a_schedule_ends_at_max_steps_and_needs_an_end() -> None:
     rows, model = Rows(), classifier(schedule="triangular", lr=0.1)
     fitted(model, shapes_data(), logger=rows, log_every_n_steps=1, max_epochs=-1, max_steps=10)
     assert rows.curve("lr") == pytest.approx({step: (10 - step) / 100 for step in range(1, 11)})
-    for settings, line in (({"warmup": 10}, r"lower model\.warmup_epochs"), ({"whitening": 3}, "null")):
-        with pytest.raises(UsageError, match=line):
-            Schedule(optimizer(), "cosine", 10, **settings)
+    with pytest.raises(UsageError, match=r"lower model\.schedule_options\.warmup_epochs"):
+        Schedule(optimizer(), "cosine", 10, warmup=10)
     with pytest.raises(UsageError, match="a schedule needs an end: set --epochs or "):
         fitted(classifier(schedule="triangular", lr=0.1), shapes_data(), max_epochs=-1, max_time={"seconds": 60})
 
 
 def test_in_a_fit_a_schedule_by_the_epoch_keeps_its_rate_within_each_epoch() -> None:
     used: list[float] = []
-    model = classifier(schedule="cosine", schedule_every="epoch", lr=0.1, final_lr=0.1)
+    model = classifier(schedule="cosine", schedule_options={"every": "epoch", "final_lr": 0.1}, lr=0.1)
     model.on_train_batch_start = lambda *_: used.append(model.trainer.optimizers[0].param_groups[0]["lr"])
     done = fitted(model, shapes_data(val_size=24), max_epochs=4)
     by_epoch = [0.01 + 0.045 * (1 + math.cos(math.pi * epoch / 4)) for epoch in range(4)]

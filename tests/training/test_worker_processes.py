@@ -9,6 +9,7 @@ from small_runs import BATCHES, same, shapes_data, trainer, weights
 
 from cifar_lit import ImageClassifier
 from cifar_lit.errors import UsageError
+from cifar_lit.features.finetune import Finetune
 
 FORKED: dict[str, Any] = {"devices": 2, "strategy": "ddp_notebook", "plugins": []}
 
@@ -19,8 +20,8 @@ def unbuilt(**settings: Any) -> ImageClassifier:
 
 def test_trained_weights_come_back_from_the_workers(tmp_path: Path) -> None:
     torch.save(ImageClassifier(net="lenet", input_shape=[3, 16, 16], num_classes=10).net.state_dict(), tmp_path / "net")
-    model, data = unbuilt(weights=str(tmp_path / "net"), head_views=0), shapes_data()
-    fit = trainer(**FORKED, max_epochs=1)
+    model, data, weights_only = unbuilt(), shapes_data(), Finetune(str(tmp_path / "net"), head_views=0)
+    fit = trainer(weights_only, **FORKED, max_epochs=1)
     fit.fit(model, data)
     trained = weights(model)
     fit.save_checkpoint(tmp_path / "last.ckpt")
@@ -29,7 +30,7 @@ def test_trained_weights_come_back_from_the_workers(tmp_path: Path) -> None:
     assert same(weights(ImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt")), trained)
 
     model.hparams["lr"] = 1e-12
-    trainer(**FORKED, max_epochs=1).fit(model, data)
+    trainer(weights_only, **FORKED, max_epochs=1).fit(model, data)
     for name, tensor in weights(model).items():  # the second fit does not start from the file again
         torch.testing.assert_close(tensor, trained[name])
 

@@ -20,8 +20,8 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
 from cifar_lit.errors import first_line
-from cifar_lit.text import note
 from cifar_lit.features.capture.deferred import DeferredBatch, DeferredBatches
+from cifar_lit.text import note
 from cifar_lit.training.hooks import callbacks_with
 
 WARM_UP_STEPS = 3  # before a capture, for libraries to select kernels and optimizers to create states

@@ -76,6 +76,7 @@ def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
 
 
 def read_features(file: Path) -> Tensor | None:
+    """Return features from the cache, None if there are none or the file is damaged."""
     with suppress(SafetensorError, OSError, KeyError):
         return load_file(file)["features"]
     return None

@@ -68,6 +68,7 @@ def net_head(net: nn.Module) -> nn.Linear:
 
 
 def head_path(net: nn.Module) -> str:
+    """Return the name of the last linear layer of a net. Raise UsageError for a net without one."""
     paths = [path for path, module in net.named_modules() if isinstance(module, nn.Linear)]
     if not paths or cast("nn.Linear", net.get_submodule(paths[-1])).bias is None:
         raise UsageError("a net must end with a linear layer with bias to be fine-tuned: choose another --net")

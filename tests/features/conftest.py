@@ -1,0 +1,11 @@
+"""Tests of features use the small runs of tests/training and their fixtures."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[1] / "training"))
+
+from recorded_graphs import fake_graphs  # noqa: E402
+from small_runs import dropout_net  # noqa: E402
+
+__all__ = ["dropout_net", "fake_graphs"]
