@@ -9,10 +9,10 @@ from PIL import Image, ImageDraw, ImageOps
 from torchvision.transforms.v2 import functional as oracle
 
 from cifar_lit.data.augment import Augmentation, augment_batch
-from cifar_lit.data.balanced import balanced_order
 from cifar_lit.data.order import epoch_order
 from cifar_lit.data.preprocessing import normalise
 from cifar_lit.errors import UsageError
+from cifar_lit.features.balanced import balanced_order
 
 
 @pytest.fixture
