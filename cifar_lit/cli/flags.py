@@ -93,7 +93,7 @@ _SYNONYMS = {
     "capture": "capture",
     "data.split.share": "train-share",
     "model.schedule_options.every": "schedule-every",
-    "finetune.weights": "pretrained initial-checkpoint weights",
+    "finetune.weights": "pretrained initial-checkpoint",
     "early_stop.patience": "early-stopping patience",
     "seed_everything": "random-state manual-seed",
     "logger": "loggers report-to log-with tracker",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from security.hostile_models import MKDIR
 
+from cifar_lit.cli.fit import nested_settings
 from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
 from cifar_lit.data import split_images
 
@@ -101,6 +102,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --model.monitor loss --data.val_size 0", ["model.monitor loss", "set --data.val_size 0.1"]),
     (f"{S} --balanced --data.shuffle false", ["balanced draws a new order", "leave data.shuffle at true"]),
     (f"{S} --balanced --class_weights.kind effective", ["balance the classes twice: leave one of them out"]),
+    (f"{S} --balanced --skip_easy", ["skip_easy sets the order of images: leave balanced out"]),
     # features
     (f"{S} --class_weights effective", ["--class_weights takes true or false, not effective", "--class_weights.kind"]),
     (f"{S} --weight_average", ["weight_average needs a decay: give --weight_average.decay"]),
@@ -154,6 +156,7 @@ def files(working_folder: Path) -> Path:
         "top.yaml": "trainr:\n  max_epochs: 3\n",
         "epochs.yaml": "epochs: 3\n",
         "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",
+        "old-names.yaml": "model: {patience: 3}",
         "loose.ckpt": "",
     }.items():
         (working_folder / name).write_text(text)
@@ -162,7 +165,7 @@ def files(working_folder: Path) -> Path:
 
 
 def test_every_synonym_stands_for_an_existing_flag() -> None:
-    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out)) | {"config", *SHORT.values(), *OWN}
+    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out)) | {"config", *SHORT.values(), *OWN, *nested_settings()}
     settings = {setting.partition(" ")[0] for setting in SYNONYMS.values()}
     assert settings - flags - {"data.augment.mixup", "data.augment.cutmix"} == set()
     assert SYNONYMS.keys() & {*SHORT, *OWN} == set()

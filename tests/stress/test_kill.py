@@ -37,9 +37,8 @@ def shortened(recipe: str, flags: str, processes: int = 1) -> Kind:
     """Return a CIFAR-10 recipe with a narrow net on few generated images: 10 steps per epoch, regular checkpoints."""
     images = "--dataset shapes --data.image_size 32 --data.count 100 --batch-size 8"
     net = ("--model.net_options.widths", "[8, 16, 16]", "--epochs", "3", "--checkpoint-every", "4", ANNOUNCE)
-    rates = "--lr 0.05 {o}.bias_lr 0.4 {o}.head_lr 5 {o}.weight_decay 0.0001".format(
-        o="--model.optimizer_options"
-    )  # for batches of 8
+    options = "--model.optimizer_options"
+    rates = f"--lr 0.05 {options}.bias_lr 0.4 {options}.head_lr 5 {options}.weight_decay 0.0001"  # for batches of 8
     argv = f"train --recipe {recipe} --accelerator cpu {images} {rates} --precision {flags}".split()
     return Kind([*argv, *net], processes)
 
