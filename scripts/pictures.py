@@ -472,7 +472,7 @@ def draw_review(programs: Programs) -> None:
     images = programs.folder / "photos"
     write_wrong_labels(programs.data_dir, images)
     train = ("train", "--recipe", "finetune", "--data-dir", "photos", "--folds", "5")
-    fast = ("--data.image_size", "128", "--model.unfreeze", "false")
+    fast = ("--data.image_size", "128", "--finetune.unfreeze", "false")
     programs.run(sys.executable, "-m", "cifar_lit", *train, *fast)
     words = ("cifar_lit", "review", "lightning_logs/finetune-folds-1", "--port", "0", "--limit", "100")
     with programs.service(*words) as line:

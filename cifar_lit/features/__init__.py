@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 _CLASSES = {
@@ -29,3 +30,8 @@ FEATURES = tuple(name for name in _CLASSES if find_spec(f"{__name__}.{name}"))
 def feature_class(name: str) -> Any:
     """Return the class of a feature by its name in recipes."""
     return getattr(import_module(f"{__name__}.{name}"), _CLASSES[name])
+
+
+def feature_settings(name: str) -> list[str]:
+    """Return the settings of a feature by their full names, such as `weight_average.decay`."""
+    return [f"{name}.{setting}" for setting in signature(feature_class(name)).parameters]

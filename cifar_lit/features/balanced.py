@@ -44,15 +44,19 @@ class Balanced(Callback):
     def __init__(self) -> None:
         self._counts = torch.empty(0)
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def check(self, model: Any, data: Any) -> None:
         """Raise UsageError for data without an order that can be replaced."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if stage != "fit":
-            return
         if not hasattr(data, "class_counts"):
             raise UsageError("balanced needs ImageData, whose order it sets: train on ImageData, or leave balanced out")
         if not data.shuffle:
             raise UsageError("balanced draws a new order every epoch: leave data.shuffle at true")
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Count the training images of each class."""
+        if stage != "fit":
+            return
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        self.check(pl_module, data)
         self._counts = data.class_counts
 
     def order(self, labels: Tensor) -> Order:

@@ -139,17 +139,20 @@ class SkipEasy(Callback):
         self._loader: HardRoundsLoader | None = None
         self._restored: dict[str, Any] = {}
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Forget the state of an earlier fit. Raise UsageError if there is no loss or no order of the images."""
-        if stage != "fit":
-            return
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(pl_module, "loss_hooks"):
+    def check(self, model: Any, data: Any) -> None:
+        """Raise UsageError if there is no loss or no order of the images."""
+        if not hasattr(model, "loss_hooks"):
             raise UsageError("skip_easy needs the loss of each image: train an ImageClassifier, or leave skip_easy out")
         if not hasattr(data, "train_loader"):
             raise UsageError("skip_easy needs ImageData, whose order it sets: train on ImageData, or leave it out")
-        if methods(trainer, "order") or not data.shuffle:
+        if methods(data.trainer, "order") or not data.shuffle:
             raise UsageError("skip_easy sets the order of images: leave balanced out and data.shuffle at true")
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Forget the state of an earlier fit."""
+        if stage != "fit":
+            return
+        self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         self._losses = self._loader = None
         self._restored = {}
 

@@ -17,8 +17,9 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.operations import OPERATIONS
 from cifar_lit.data.preprocessing import CHUNK_BYTES, Preprocessing
 from cifar_lit.errors import UsageError
+from cifar_lit.features.capture import batches_of_side
+from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.runs.figures import augmented_sample
-from cifar_lit.training.captured import batches_of_side
 
 EVERYTHING: dict[str, Any] = {
     "scale": [0.35, 1], "rotation": 15, "perspective": 0.3, "policy": "randaugment", "brightness": 0.4, "contrast": 0.4,
@@ -222,12 +223,12 @@ def test_invalid_settings_are_refused_by_name(settings: dict[str, Any], line: st
 
 
 def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
-    data.trainer = trainer_at(epoch, 4, training, world_size=1)
+    data.trainer = trainer_at(epoch, 4, training, world_size=1, callbacks=[Resolutions({6: 0.5})])
     return data
 
 
 def test_training_batches_alone_are_augmented_before_scaling_and_normalising() -> None:
-    data = scaled_data(augment={"brightness": 0.5}, resolutions={6: 0.5}, seed=3)
+    data = scaled_data(augment={"brightness": 0.5}, seed=3)
     loader = data.train_dataloader()
     loader.set_epoch(2)
     batch = next(iter(loader))

@@ -22,6 +22,7 @@ from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.order import epoch_order, in_order
 from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
+from cifar_lit.features.balanced import Balanced, balanced_order
 from cifar_lit.signals import STOP_SIGNALS
 
 MOVES: dict[str, Any] = {"augment": Augment("alternating", crop=2, cutout=3), "fill": torch.zeros(3).byte(), "seed": 5}
@@ -104,7 +105,7 @@ def test_an_augmented_image_does_not_depend_on_devices_batches_or_blocks(
 def test_a_balanced_epoch_resumes_alike_on_any_number_of_devices() -> None:
     source = image_set(60, 8)
     indices = torch.arange(60)[(source.labels > 1) | (torch.arange(60) < 12)]  # 3, 3, 12, 12 and 12 images
-    settings = {**MOVES, "indices": indices, "order": balanced(source.labels)}
+    settings = {**MOVES, "indices": indices, "order": Balanced().order(source.labels)}
     expected = [part.tolist() for part in indices[balanced_order(source.labels[indices], 5, 2)].split(8)]
     for world in (1, 2, 3):
         loaders = train_loaders(source, 8, world, **settings)

@@ -30,7 +30,8 @@ TRAINING = (
     *("--epochs", "2", "--batch-size", "5"),
     *("--net", "whitened", "--model.width", "1", "--model.net_options", "{widths: [8, 8]}", "--model.tta", "full"),
     *(
-        "--data.resolutions",
+        "--whitening",
+        "--resolutions.sides",
         "{12: 0.5}",
         "--data.augment.crop",
         "2",
