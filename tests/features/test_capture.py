@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import recorded_graphs
 import torch
+from cifar_lit.training.captured import GraphedSteps, can_capture, device_graphs
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LambdaCallback
 from small_runs import (
     BATCHES,
@@ -39,7 +40,6 @@ from cifar_lit.data.augment import augment_batch
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.training.callbacks import Clock, NotFiniteLoss, RandomState
-from cifar_lit.training.captured import GraphedSteps, can_capture, device_graphs
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import RunningMetrics

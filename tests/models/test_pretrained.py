@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.features.finetune.pretrained import PACKAGED_NET, load_pretrained
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.models.registry import build_net, net_spec
 from cifar_lit.models.state import with_versions
-from cifar_lit.features.finetune.pretrained import PACKAGED_NET, load_pretrained
 
 pytest.importorskip("timm")
 
@@ -94,6 +94,6 @@ def test_the_packaged_weights_need_no_network_and_are_trained() -> None:
 def test_weights_that_cannot_be_downloaded_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    text = r"weights of timm/resnet10t cannot be loaded .*--model\.weights FILE, or use timm/tf_eff"
+    text = r"weights of timm/resnet10t cannot be loaded .*--weights FILE, or use timm/tf_eff"
     with pytest.raises(Failure, match=text):
         load_pretrained(build(), "timm/resnet10t", "imagenet")
