@@ -5,7 +5,6 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
-from cifar_lit.data.balanced import balanced_order
 from PIL import Image, ImageDraw
 from torchvision.transforms.v2 import functional as oracle
 
@@ -14,6 +13,7 @@ from cifar_lit.data.moves import cut_out, flip_and_shift
 from cifar_lit.data.order import epoch_order
 from cifar_lit.data.preprocessing import normalise
 from cifar_lit.errors import UsageError
+from cifar_lit.features.balanced import balanced_order
 
 
 @pytest.fixture

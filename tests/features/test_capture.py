@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import recorded_graphs
 import torch
-from cifar_lit.training.captured import GraphedSteps, can_capture, device_graphs
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LambdaCallback
 from small_runs import (
     BATCHES,
@@ -38,6 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.features.capture import GraphedSteps, can_capture, device_graphs
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier

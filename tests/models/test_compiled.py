@@ -36,6 +36,7 @@ def make_model(compiled: bool) -> ImageClassifier:
     torch.manual_seed(0)
     options = {"widths": [8, 12], "depth": 2, "residual": True}
     model = ImageClassifier("whitened", [3, 16, 16], 5, net_options=options)
+    model.net.is_prepared = True  # as by the feature whitening
     if compiled:
         model.net.compile(dynamic=False)
     return model

@@ -25,7 +25,7 @@ from cifar_lit.models.registry import net_spec
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.metrics import RunningMetrics
-from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
+from cifar_lit.training.optimizers import build_optimizer
 from cifar_lit.training.schedules import schedule_from
 
 GPU = torch.device("cuda:0")
@@ -75,10 +75,10 @@ def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: 
     images = ImageSet(torch.zeros(COUNT, side, side, channels, dtype=torch.uint8), torch.arange(COUNT) % 2, ("a", "b"))
     object.__setattr__(images, "classes", tuple(map(str, range(classes))))
     with FakeTensorMode():
-        given = {name: value for name, value in settings["model"].items() if name not in ("weights", "frozen")}
         with GPU:  # fake parameters cannot be moved
-            model = ImageClassifier(**given, input_shape=[channels, side, side], num_classes=classes)
+            model = ImageClassifier(**settings["model"], input_shape=[channels, side, side], num_classes=classes)
         model.running, model._reads_losses = RunningMetrics(GPU), False
+        model.net.is_prepared = True  # as by the feature whitening
         object.__setattr__(images, "images", torch.zeros(images.images.shape, dtype=torch.uint8, device=GPU))
         object.__setattr__(images, "labels", torch.zeros(COUNT, dtype=torch.int64, device=GPU))
         data = image_data(settings["data"], images)
@@ -117,8 +117,8 @@ def check_updates(model: ImageClassifier) -> None:
     h = model.hparams
     if h["optimizer"] != "muon":
         return
-    optimizer = build_optimizer(model.net, **{name: h[name] for name in GROUP_SETTINGS})
-    schedule = schedule_from(optimizer, h, 100, 10)
+    optimizer = build_optimizer(model.net, "muon", h["lr"], h["optimizer_options"])
+    schedule = schedule_from(optimizer, h["schedule"], h["schedule_options"] or {}, 100, 10)
     for parameter in model.net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(2):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses
 from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
 
@@ -16,6 +15,7 @@ from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
+from cifar_lit.features.skip_easy import HardRoundsLoader, LastLosses
 
 SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "augment": {"flip": "alternating", "crop": 1}}
 SKIPS_AT = round(0.4 * 4 * BATCHES)  # steps, within an epoch
