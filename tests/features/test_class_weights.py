@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cifar_lit.training.class_weights import ClassWeights, class_weights
 from small_runs import BATCHES, Rows, classifier, fitted, shapes_data, trainer, weights
 from torch import Tensor
 from torch.nn import functional as F
