@@ -139,11 +139,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "bfloat16": (MOMENTUM, {}, {"precision": "bf16-mixed"}),
     "smaller images in bfloat16": ({"net": "shapenet"}, {"resolutions": {8: 0.4}}, {"precision": "bf16-mixed"}),
     "mixed images": ({"label_smoothing": 0.1}, {"augment": {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}}, {}),
-    "an average, a schedule by the step": (
-        {**MOMENTUM, "schedule": "one_cycle", "weight_average": {"decay": 0.9}},
-        {},
-        {},
-    ),
+    "an average, a schedule by the step": ({"schedule": "one_cycle", "weight_average": {"decay": 0.9}}, {}, {}),
     "a schedule by the epoch": ({"schedule": "cosine", "schedule_options": {"every": "epoch"}}, {}, {}),
 }
 
