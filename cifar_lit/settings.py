@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.plugins import part_name
 
-# Settings of the program and the Trainer that may change when a training is resumed: devices, logging and places. They do
-# not change what is computed, except for rounding. Models, data and features name theirs themselves, as `may_change`.
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+# Settings of the program and the Trainer that may change when a training is resumed: devices, logging and places. They
+# do not change what is computed, except for rounding. Models, data and features name theirs as `may_change`.
 MAY_CHANGE = {
     "ckpt_path", "weights_only", "logs", "logger", "checkpoint_every", "rank_timeout", "threads",
     "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.precision",
@@ -25,7 +28,7 @@ MAY_CHANGE = {
 END = "trainer.max_epochs"
 
 
-Options = TypeVar("Options")
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
 def options_of(kind: type[Options], options: Mapping[str, Any], setting: str, owner: str) -> Options:

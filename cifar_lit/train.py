@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.describe import describe_model, model_card
-from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.runs.model_file import check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import log_pictures, run_metrics, write_metrics, write_report
@@ -105,14 +104,9 @@ def write_results(
 def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
     """Raise UsageError, before a run folder is created, if data, model and devices are incompatible."""
     check_card(model_card(model, data))
-    check_features(model, trainer, data)
     data.trainer = trainer
+    check_features(model, trainer, data)
     data.train_dataloader()  # Fail early if a batch cannot be split across the devices.
-    channels, height, width = data.input_shape
-    settings = {"channels": channels, "num_classes": data.class_count, "width": model.hparams["width"]}
-    for side in data.resolutions:  # Some nets refuse small images.
-        size = (side, round(side * width / height))
-        build_on_meta_device(model.hparams["net"], image_size=size, options=model.hparams["net_options"], **settings)
 
 
 def _score(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:

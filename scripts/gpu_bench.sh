@@ -74,8 +74,8 @@ if [ -n "${TINY:-}" ]; then
 fi
 
 declare -A variants=(
-    [eager]="--model.capture false"
-    [uncompiled]="--model.compile false"
+    [eager]="--capture false"
+    [uncompiled]="--capture.compile false"
     [unbenchmarked]="--trainer.benchmark false"
     [padded]="--model.net_options.pad_input true"
 )
@@ -136,7 +136,7 @@ for part in "${parts[@]}"; do
         step)
             script profile profile_step.py --recipe fast94 $turns
             script step step.py --recipe fast94 $turns
-            script step-eager step.py --recipe fast94 --model.capture false $turns
+            script step-eager step.py --recipe fast94 --capture false $turns
             ;;
         variants) for variant in uncompiled eager unbenchmarked padded; do seeds "fast94-$variant" 8; done ;;
         fast94 | fast100) seeds "$part" 40 ;;

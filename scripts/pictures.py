@@ -41,6 +41,7 @@ from torch import Tensor
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.cli.flags import recipe_path
+from cifar_lit.data.augment import Augment
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
@@ -222,7 +223,7 @@ def draw_pixels(data: ImageData) -> None:
 
 def draw_augmentation() -> None:
     """Four images, and the same in six epochs with flip, crop and cutout."""
-    data = ImageData("shapes", count=1000, shuffle=False, crop=4, flip="random", cutout=8, mean=0.5)
+    data = ImageData("shapes", count=1000, shuffle=False, augment=Augment("random", 4, 8), mean=0.5)
     batches = []
     for epoch in range(6):
         order, make = data.train_loader.epoch_plan(epoch)
@@ -471,7 +472,7 @@ def draw_review(programs: Programs) -> None:
     images = programs.folder / "photos"
     write_wrong_labels(programs.data_dir, images)
     train = ("train", "--recipe", "finetune", "--data-dir", "photos", "--folds", "5")
-    fast = ("--data.image_size", "128", "--model.unfreeze", "false")
+    fast = ("--data.image_size", "128", "--finetune.unfreeze", "false")
     programs.run(sys.executable, "-m", "cifar_lit", *train, *fast)
     words = ("cifar_lit", "review", "lightning_logs/finetune-folds-1", "--port", "0", "--limit", "100")
     with programs.service(*words) as line:

@@ -16,6 +16,7 @@ from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, Na
 from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
 from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
+from cifar_lit.features import FEATURES, feature_settings
 from cifar_lit.files import DISK_FULL, find_os_error
 from cifar_lit.text import printable
 
@@ -171,7 +172,7 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
         return f"{' and '.join(names)} must be given, see --help"
     if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
         return f"no setting is called {match[1]}.{_setting_hint(match[1], keys)}"
-    if match := re.match(r'Parser key "(data|model|trainer)":\s*Unable to load config \'(.*)\'', message):
+    if match := re.match(r'Parser key "(data|data.augment|model|trainer)":\s*Unable to load config \'(.*)\'', message):
         hint = _flag_hint(match[1], keys).replace("?", f" {match[2]}?") if match[1] in SYNONYMS else ""
         return f"--{match[1]} takes a YAML file, and there is no file {match[2]}.{hint}"
     if match := re.match(r"Linked \"(.+?)\" must be|argument \S+ --> (\S+):", message):
@@ -188,9 +189,9 @@ def _flag_hint(flag: str, keys: Iterable[str]) -> str:
     """Return `" Did you mean --X?"` for an unknown flag, which may be one of another program, or an empty string."""
     flags = set(keys)
     word = flag.lstrip("-")
-    setting, _, value = SYNONYMS.get(_dashed(word.rpartition(".")[2]), "").partition(" ")
+    setting, _, value = _known_as(word, flags).partition(" ")
     short = next((name for name, long in SHORT.items() if long == setting), setting)
-    if name := next((name for name in (short, setting) if name in flags or name.rpartition(".")[0] in flags), None):
+    if name := next((name for name in (short, setting) if name in flags), None):
         return f" Did you mean --{name}{value and f' {value}'}?"
     # The dashes are left out: they would make any two flags similar.
     return nearest(word, flags).replace("mean ", "mean --") if len(word) > 1 else ""
@@ -199,9 +200,17 @@ def _flag_hint(flag: str, keys: Iterable[str]) -> str:
 def _setting_hint(key: str, keys: Iterable[str]) -> str:
     """Return `" Did you mean X?"` for an unknown YAML key, or an empty string. Short flags are not valid keys."""
     settings = [name for name in keys if name in ("recipe", "logs") or name not in (*SHORT, *OWN)]
-    last = _dashed(key.rpartition(".")[2])
-    setting = SHORT.get(last) or SYNONYMS.get(last, "").partition(" ")[0]
+    setting = SHORT.get(_dashed(key.rpartition(".")[2])) or _known_as(key, settings).partition(" ")[0]
     return f" Did you mean {setting}?" if setting in settings else nearest(key, settings)
+
+
+def _known_as(name: str, settings: Iterable[str]) -> str:
+    """Return the setting that another program, or another group of settings, calls `name`; "" if there is none."""
+    group, _, last = name.rpartition(".")
+    if group in ("", "trainer", "model", "data") and (setting := SYNONYMS.get(_dashed(last))):
+        return setting
+    same_name = [setting for setting in settings if "." in setting and setting.rpartition(".")[2] == last]
+    return same_name[0] if len(same_name) == 1 else ""
 
 
 def _dashed(name: str) -> str:
@@ -213,6 +222,8 @@ def _wrong_value(key: str, message: str) -> str:
     name = f"{short} ({key})" if short else key
     typed = re.search(r"(?:Given value|Got value): (.*)", message)
     value = typed[1].strip() if typed else "that"
+    if key in FEATURES:
+        return _wrong_feature(key, value, message)
     if match := re.search(r"dot import path string: (\S+)", message):
         groups = ("callbacks", "loggers", "profilers", "strategies")
         modules = (sys.modules.get(f"lightning.pytorch.{group}") for group in groups)
@@ -235,3 +246,18 @@ def _wrong_value(key: str, message: str) -> str:
     if "list[" in message:
         kinds.append("a list of them" if kinds else "a list")
     return f"{name} must be {' or '.join(dict.fromkeys(kinds))}, not {value}" if kinds else f"invalid {name}: {value}"
+
+
+def _wrong_feature(feature: str, value: str, message: str) -> str:
+    settings = feature_settings(feature)
+    listed = ", ".join(f"--{setting}" for setting in settings)
+    if match := re.search(r"Option '(.+?)' is not accepted", message):
+        hint = nearest(f"{feature}.{match[1]}", settings).replace("mean ", "mean --")
+        has = f" It has {listed}." if settings and not hint else ""
+        return f"{feature} has no setting {match[1]}.{hint}{has}"
+    if match := re.search(r"the following arguments are required: (\w+)", message):
+        return f"{feature} needs a {match[1]}: give --{feature}.{match[1]}"
+    if match := re.search(r'Parser key "(\w+)":(.*)', message.partition("\n")[2], re.DOTALL):
+        return _wrong_value(f"{feature}.{match[1]}", match[2])
+    own = f"; its settings are {listed}" if settings else ""
+    return f"--{feature} takes true or false, not {value}{own}"

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import Failure, UsageError, check_choice, nearest
-from cifar_lit.features import FEATURES, feature_class
-from cifar_lit.models.registry import check_net, net_spec
+from cifar_lit.features import FEATURES, feature_class, feature_settings
+from cifar_lit.models.registry import check_net
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run import Run
@@ -61,7 +62,9 @@ from cifar_lit.training.checkpoint import (
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.metrics import TOP, value_names
+from cifar_lit.training.optimizers import OPTIMIZERS
 from cifar_lit.training.orderly_stop import Interrupted
+from cifar_lit.training.schedules import ScheduleSettings
 
 DEFAULT_RECIPES = {"gpu": "fast94", "bf16": "laptop", "cpu": "laptop91"}  # bf16: CPUs with bfloat16 instructions
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
@@ -217,7 +220,9 @@ class TrainingCLI(LightningCLI):
         """Add our own settings, and link the model's shape to the data."""
         for name in FEATURES:
             feature = feature_class(name)
-            parser.add_argument(f"--{name}", type=feature | None, default=None, help=feature.__doc__.partition("\n")[0])
+            settings = ", ".join(f"--{setting}" for setting in feature_settings(name))
+            text = f"{feature.__doc__.partition(chr(10))[0]} Settings: {settings or 'none'}."
+            parser.add_argument(f"--{name}", type=feature | None, default=None, help=text)
         for action in parser._actions:
             if action.dest in (*WORDS, *FEATURES):
                 action._enable_path = False  # type: ignore[attr-defined]
@@ -241,7 +246,8 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse our command line, without argparse's usage text on errors."""
-        self.config = parsed(parser, args, {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN})
+        flags = long_flags(self._subcommand_parsers[self.name])
+        self.config = parsed(parser, args, {*flags, *SHORT, *OWN, *nested_settings()})
         check_choices(self.settings.as_dict())
 
     def _parse_ckpt_path(self) -> None:
@@ -291,10 +297,7 @@ class TrainingCLI(LightningCLI):
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings)
-        for name in FEATURES:
-            adjust = getattr(feature_class(name), "adjust_settings", None)
-            if adjust and self.settings[name] is not None:
-                adjust(self.settings[name], self.settings)
+        adjust_to_features(self.settings)
         self._select_checkpoint()
 
     def _select_checkpoint(self) -> None:
@@ -369,7 +372,14 @@ class TrainingCLI(LightningCLI):
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            callbacks=[*callbacks, *features, *self.run.callbacks(validates, bar, lines), *card, *watched, *self.further],
+            callbacks=[
+                *callbacks,
+                *features,
+                *self.run.callbacks(validates, bar, lines),
+                *card,
+                *watched,
+                *self.further,
+            ],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,
@@ -445,6 +455,15 @@ def set_save_dir(command: Command) -> None:
         command.flags.append(f"--trainer.logger.save_dir={logs_of(command)}")
 
 
+def nested_settings() -> list[str]:
+    """Return the settings that the parser does not list: those of features, optimizers and schedules."""
+    nested = [setting for name in FEATURES for setting in feature_settings(name)]
+    for kind in OPTIMIZERS.values():
+        nested += [f"model.optimizer_options.{field.name}" for field in fields(kind)]
+    nested += [f"model.schedule_options.{field.name}" for field in fields(ScheduleSettings)]
+    return nested
+
+
 def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
     """Raise UsageError if a callback of Lightning monitors a value that the training does not log, or occurs twice.
 
@@ -496,8 +515,14 @@ def check_settings(settings: Any) -> None:
     for name in filter(is_import_path, (model["optimizer"], model["schedule"])):
         import_callable(name)
     check_choice("model.monitor", model["monitor"], value_names(TOP + 1, model["metrics"] or {}))
-    if data.resolutions and not net_spec(settings.model.net).any_size:
-        raise UsageError(f"{settings.model.net} takes images of one size: leave data.resolutions out")
+
+
+def adjust_to_features(settings: Any) -> None:
+    """Let the features set what the settings leave open, such as the image size of pretrained weights."""
+    for name in FEATURES:
+        adjust = getattr(feature_class(name), "adjust_settings", None)
+        if adjust and settings[name] is not None:
+            adjust(settings[name], settings)
 
 
 def program(script: str, command: str) -> str:
@@ -516,7 +541,8 @@ def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
             named |= {f"{name}.{key}": each for key, each in value.items()}
         else:
             named[name] = value
-    return named
+    augment = named.pop("data.augment", None) or {}
+    return named | {f"data.augment.{name}": value for name, value in augment.items()}
 
 
 def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, dict[str, Any]]:

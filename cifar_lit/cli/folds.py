@@ -42,7 +42,7 @@ def train_folds(command: Command) -> None:
             parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
         last.update(images=data.train_images, recipe=cli.run.settings["recipe"] or "custom")
 
-    settings = [{"data.folds": folds, "data.fold": fold} for fold in range(folds)]
+    settings = [{"data.split.folds": folds, "data.split.fold": fold} for fold in range(folds)]
     trainings = {f"fold {number} of {folds}": each for number, each in enumerate(settings, 1)}
     paths = train_each(command, trainings, after=collect)
     runs = [(display_path(path), read_metrics(path)["test"]) for path in paths]

@@ -22,7 +22,7 @@ from cifar_lit.runs.learning_curve import FILE, PICTURE, draw, read_points
 from cifar_lit.runs.run_folder import display_path, read_metrics
 from cifar_lit.text import say
 
-SETTING = "data.train_share"
+SETTING = "data.split.share"
 SHARES = (0.25, 0.5, 0.75, 1.0)
 WORST = 3  # classes in the table
 

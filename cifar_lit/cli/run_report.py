@@ -57,18 +57,11 @@ def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> di
     listed = f" ({', '.join(data.classes)})" if data.dataset == "folder" else ""
     names = listed if len(listed) <= MAX_CLASS_NAMES else ""
     classes = f"{data.class_count} classes{names} · {channels}×{height}×{width}"
-    fewest, most = data.class_counts.aminmax()
     h, notes = model.hparams, run.notes
-    balanced = f" · sampling {data.sampling}" if data.sampling != "none" else ""
-    sizes = "".join(f"{side} px for {part:.0%} of the epochs, " for side, part in data.resolutions.items())
-    skipped = f"the easiest {data.skip_easy:.0%} of the images after {data.skip_from:.0%} of the steps"
     parameters = sum(parameter.numel() for parameter in model.net.parameters())
     precision = "float32" if trainer.precision == "32-true" else str(trainer.precision)
     rows = {
         "data": f"{data.dataset} · train {train:,} · validation {val:,} · {classes} · {source}",
-        "classes": f"{fewest:,} … {counted(int(most), 'training image')} each{balanced}" if balanced else "",
-        "sizes": f"{sizes}then {height} px" if sizes else "",
-        "skips": skipped if data.skip_easy else "",
         "net": f"{h['net']} · {parameters:,} parameters",
         "devices": f"{trainer.world_size} × {device}",
         "threads": notes.get("threads", "") if device == "cpu" else "",

@@ -13,12 +13,9 @@ import torch
 from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation
-from cifar_lit.data.balanced import balanced, check_balanced
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.fit_length import FitLength, count_batches, fit_length
-from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses, check_skipping, first_hard_batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.order import in_order, shuffled
@@ -29,10 +26,12 @@ from cifar_lit.data.source_settings import parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.text import listed
+from cifar_lit.training.hooks import methods
 
 
 class ImageData(NamesInCheckpoint, pl.LightningDataModule):
@@ -49,24 +48,11 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         eval_batch_size: images per step on each device in validation, test and prediction.
         val_size: number (1 or more) or fraction (below 1) of training images to validate on. 0 trains on all of them.
             A validation set that comes with the data set is never trained on.
-        test_size: fraction of your own images to test on, if the folder or table has no test set.
-        split_seed: seed of the split and of generated images. Runs that differ in `seed` share the same test set.
+        split: further settings of the split; see `Split`.
         seed: seed of order and augmentation; --seed sets it.
         shuffle: draw a new order every epoch.
-        sampling: none, or balanced: each epoch shows every class equally often. Images of rare classes are repeated;
-            images of common classes take turns.
-        skip_easy: share of training images to skip late in training: those whose latest loss is lowest. The other
-            images are shown more often. This improves short trainings.
-        skip_from: share of the steps after which easy images are skipped.
-        crop: pixels of reflect padding for a random crop; 0 for none.
-        flip: none, random, or alternating (each image is mirrored in every second epoch).
-        cutout: side in pixels of a square painted with the mean colour; 0 for none.
-        resolutions: train on smaller images first: share of the epochs by side in pixels, such as {24: 0.4, 28: 0.3}.
-            The remaining epochs and all evaluation are at full size.
-        augment: further augmentations by name, such as {scale: [0.35, 1], brightness: 0.4}, drawn per image and
-            computed on the training device. Names: scale and ratio (area and aspect ratio of a random crop), rotation
-            (degrees), perspective (0 … 1), policy (trivial, or randaugment with operations and magnitude), brightness,
-            contrast, saturation, hue, blur (pixels), erasing (probability), mixup and cutmix (alpha).
+        augment: augmentation of the training images: an `Augment`, or its settings by name, such as {crop: 4, flip:
+            random}; null for none.
         placement: device (all images in the memory of the training device), host (worker processes prefetch them), or
             auto. auto means device if the images fit into half of its free memory.
         workers: number of worker processes that prefetch.
@@ -86,12 +72,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         cache_dir: folder for decoded images; the user's cache folder if not given.
         labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
             written by `cifar-lit review`, for data sets that are not your own images.
-        group: table column, such as patient: images with equal values stay on the same side of every split. Default:
-            the column `group`, if the table has one.
-        folds: number of stratified folds for cross-validation; 0 for none. The training images are divided into folds,
-            or all of your own images if there is no test set. `--folds 5` tests on each fold in turn.
-        fold: index of the fold to test on, from 0.
-        train_share: share of the training images to train on, drawn by class; `--learning-curve` trains on four shares.
     """
 
     # Settings that may change when a fit is resumed: places and loading.
@@ -104,18 +84,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         batch_size: int = 128,
         eval_batch_size: int = 500,
         val_size: float = 0.1,
-        test_size: float = 0.2,
-        split_seed: int = 0,
+        split: Split = Split(),  # noqa: B008 (frozen)
         seed: int = 0,
         shuffle: bool = True,
-        sampling: str = "none",
-        skip_easy: float = 0.0,
-        skip_from: float = 0.6,
-        crop: int = 0,
-        flip: str = "none",
-        cutout: int = 0,
-        resolutions: dict[int, float] | None = None,
-        augment: dict[str, Any] | None = None,
+        augment: Augment = Augment(),  # noqa: B008 (immutable)
         placement: str = "auto",
         workers: int = 2,
         mean: list[float] | float | None = None,
@@ -130,16 +102,14 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         skip_bad: bool = False,
         cache_dir: str | None = None,
         labels: str | None = None,
-        group: str | None = None,
-        folds: int = 0,
-        fold: int = 0,
-        train_share: float = 1.0,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "mean", "std")}
         super().__init__()
-        self.given = plain_settings("data", given)
-        check_balanced(sampling, shuffle)
-        check_skipping(skip_easy, skip_from, sampling=sampling, shuffle=shuffle)
+        if isinstance(split, dict):  # a Python program may pass a mapping
+            split = Split(**split)
+        self.augment = Augment.of(given.pop("augment"))
+        self.given = plain_settings("data", {**given, "split": asdict(split)})
+        self.given |= plain_settings("data.augment", asdict(self.augment))
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
         if names_may_be_foreign() and isinstance(dataset, str):
@@ -149,33 +119,25 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.eval_batch_size = eval_batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.sampling = sampling
-        self.skip_easy = skip_easy
-        self.skip_from = skip_from
-        self.resolutions = resolutions or {}
         self.workers = workers
         self.settings = SourceSettings(
-            root=root, url=url, cache_dir=cache_dir, labels=labels, group=group, skip_bad=skip_bad, resize=resize,
+            root=root, url=url, cache_dir=cache_dir, labels=labels, skip_bad=skip_bad, resize=resize,
             image_size=tuple(image_size) if isinstance(image_size, list) else image_size, channels=channels,
-            num_classes=num_classes, count=count, test_size=test_size, split_seed=split_seed,
+            num_classes=num_classes, count=count, split=split,
             levels=parse_levels(levels),
         )  # fmt: skip
-        self.augmentation = Augmentation(crop, flip, cutout)
-        self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
-        self._split: dict[str, Any] = {"val_size": val_size, "folds": folds, "fold": fold, "train_share": train_share}
+        self._val_size = val_size
         self._placement, self._mean, self._std = placement, mean, std
         self._build_parts()
-        self.last_losses: LastLosses | None = None  # set during a fit with `skip_easy`
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
 
     def _build_parts(self) -> None:
-        self.parts = SplitImages(self.dataset, self.settings, **self._split)
+        self.parts = SplitImages(self.dataset, self.settings, self._val_size)
         self.placement = Placement(self.parts, self._placement)
         self.preprocessing = Preprocessing(
-            self.parts, mean=self._mean, std=self._std, augmentation=self.device_augmentation,
-            resolutions=self.resolutions, seed=self.seed,
-        )  # fmt: skip
+            self.parts, mean=self._mean, std=self._std, augment=self.augment, seed=self.seed
+        )
         self._record: dict[str, Any] | None = None
 
     # ---- images
@@ -247,11 +209,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         if stage != "fit":
             return
         self.parts.warn_of_few_images(self.batch_size)
-        self._train_loader = self._resumed = self.last_losses = None
-        if self.skip_easy and not self._overfits:
-            self.last_losses = LastLosses(len(self.train_images), self.device)
-            if self.trainer:
-                self.last_losses.listen(self.trainer.lightning_module)
+        self._train_loader = self._resumed = None
 
     @property
     def train_loader(self) -> TrainLoader:
@@ -262,25 +220,25 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         """Create the training loader of this rank."""
         self.preprocessing.check()
         self.record  # noqa: B018 (loads the test images too, before any image is added to their folder)
-        if self.device_augmentation and self.device_augmentation.mixes and not self._rank_settings["weighted"]:
+        if self.augment.mixes and not self._rank_settings["weighted"]:
             fault = "data.augment mixup and cutmix need a model that reads batch.targets"
             raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
         images, _ = self.placed("train")
-        order = balanced(self.train_images.labels) if self.sampling == "balanced" else shuffled
+        order = shuffled if self.shuffle and not self._overfits else in_order
+        if order is shuffled:
+            for make in self._of_features("order"):
+                order = make(self.train_images.labels)
         settings: dict[str, Any] = {
             "source": images, "indices": self.split[0], "batch_size": self.batch_size,
-            "augmentation": self.augmentation, "fill": self.preprocessing.mean_colour(images.images.device),
-            "order": order if self.shuffle and not self._overfits else in_order, "seed": self.seed,
+            "augment": self.augment, "fill": self.preprocessing.mean_colour(images.images.device),
+            "order": order, "seed": self.seed,
             "workers": self.workers if self.reads_ahead else 0,
             "pin_memory": self.reads_ahead and self.device.type != "cpu",
             **self._rank_settings,
         }  # fmt: skip
-        if self.last_losses:
-            settings |= {"losses": self.last_losses, "skip_easy": self.skip_easy}
-            settings["skip_from"] = first_hard_batch(self.skip_from, self._length)
-            self._train_loader = HardRoundsLoader(**settings)
-        else:
-            self._train_loader = TrainLoader(**settings)
+        self._train_loader = TrainLoader(**settings)
+        for make in self._of_features("train_loader") if not self._overfits else ():
+            self._train_loader = make(settings, self._length, self.device)
         if self._resumed is not None:
             self._train_loader.load_state_dict(self._resumed)
         return self._train_loader
@@ -307,6 +265,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         weighted = module is None or getattr(module, "weighs_batches", False)
         return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": weighted}
 
+    def _of_features(self, name: str) -> list[Any]:
+        """Return the methods of this name of the Trainer's callbacks, see `training.hooks`; at most one is expected."""
+        return methods(self.trainer, name) if self.trainer else []
+
     @property
     def _overfits(self) -> bool:
         """Whether the Trainer repeats the same batches in every epoch."""
@@ -322,11 +284,13 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             return self.preprocessing.train_batch(batch, self.side(trainer.current_epoch))
         return self.preprocessing.eval_batch(batch)
 
-    on_after_batch_transfer.is_function_of_rows = True  # type: ignore[attr-defined]  # see training.deferred
+    on_after_batch_transfer.is_function_of_rows = True  # type: ignore[attr-defined]  # see features.capture.deferred
 
     def side(self, epoch: int) -> int | None:
         """Return the side of training images in an epoch, in pixels; None for full size."""
-        return self.preprocessing.side(epoch, self.epochs) if self.resolutions else None
+        for side in self._of_features("side"):
+            return side(epoch, self.epochs)
+        return None
 
     # ---- length and position of a fit
 
@@ -358,8 +322,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         state["classes"] = [*self.classes]
         if loader is not None:
             state |= loader.state_dict()
-        if isinstance(loader, HardRoundsLoader):
-            state |= loader.round_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -388,7 +350,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         Images that were added since are left out, because the split of all images could test on training images. A note
         reports other changes. Raise UsageError for other classes, whose score would mean nothing.
         """
-        names = {f"data.{name}" for name in ("dataset", *self._split, *asdict(self.settings))} & self.given.keys()
+        names = {f"data.{name}" for name in ("dataset", "val_size", *asdict(self.settings))} & self.given.keys()
         with suppress(UsageError):  # a checkpoint of another program or version
             saved = saved_settings(state)
             if all(saved.get(name) == self.given[name] for name in names - {"data.url", "data.cache_dir"}):
@@ -417,7 +379,4 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     def _all_settings(self) -> dict[str, Any]:
         """The settings that checkpoints hold, with measured statistics."""
         mean, std = self.statistics
-        settings = {**self.given, "data.mean": mean, "data.std": std}
-        if self.trainer and (self.skip_easy or self.resolutions):
-            settings["the number of epochs, which data.skip_easy and data.resolutions depend on,"] = self.epochs
-        return settings
+        return {**self.given, "data.mean": mean, "data.std": std}

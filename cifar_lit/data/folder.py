@@ -11,6 +11,7 @@ import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
 from cifar_lit.data.decode import MISSING
+from cifar_lit.data.formats import TABLES
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.image_size import parse_image_size
 from cifar_lit.data.layout import Listing, Tree, scan
@@ -18,7 +19,6 @@ from cifar_lit.data.listed_files import list_table
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.splits import draw_rows, group_files
-from cifar_lit.data.table import SUFFIXES as TABLES
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.text import counted, listed, nfc
 
@@ -35,8 +35,8 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
 
     Args:
         settings: `root` is the folder or table. Without train/ and test/, a fraction `test_size` of each class is drawn
-            for testing. The draw depends on `split_seed`, the paths below ROOT, groups and near-duplicates. None draws
-            no test images.
+            for testing. The draw depends on `split.seed`, the paths below ROOT, groups and near-duplicates. With folds,
+            no test images are drawn, because every image is in the test set of one fold.
         train: whether to return the training images.
 
     Raises:
@@ -46,16 +46,15 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.root is None:
         layout = "a table, or a folder with train/<class>/… and test/<class>/…"
         raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
-    root, test_size, channels = settings.path, settings.test_size, settings.channels or 3
-    if test_size is not None and not 0 < test_size < 1:
-        raise UsageError(f"--data.test_size must be between 0 and 1, not {test_size}")
+    root, split, channels = settings.path, settings.split, settings.channels or 3
     size = None if settings.image_size is None else parse_image_size(settings.image_size)
     if channels not in (1, 3):
         raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
     is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
-    if settings.group is not None and not is_table:
-        raise UsageError(f"data.group names a column of a table, but {root} is not a table: list the images in a table")
-    listing = list_table(root, settings.group, settings.skip_bad) if is_table else scan(root)
+    if split.group is not None and not is_table:
+        fault = f"data.split.group names a column of a table, but {root} is not a table"
+        raise UsageError(f"{fault}: list the images in a table")
+    listing = list_table(root, split.group, settings.skip_bad) if is_table else scan(root)
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
     where = f"of {root}" if is_table else f"below {root}"
@@ -66,9 +65,9 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     def parts_by(duplicates: Duplicates) -> dict[str, Tree]:
         if "all" not in listing.parts:
             return listing.parts
-        if test_size is None:
+        if split.folds:
             return {"train": listing.parts["all"]}
-        return draw_test(listing.parts["all"], listing.groups, duplicates, test_size, settings.split_seed, where)
+        return draw_test(listing.parts["all"], listing.groups, duplicates, split.test_size, split.seed, where)
 
     parts = parts_by([])
     files = files_of(parts)
@@ -86,7 +85,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         parts = parts_by(duplicates)
         _report_duplicates(parts, duplicates, where)
 
-    if train and test_size is not None and len(parts) > 1 and "test" not in parts:
+    if train and not split.folds and len(parts) > 1 and "test" not in parts:
         note_once(
             f"{root}: no test images except the validation images, which also select the best epoch. "
             "The test score may be too high; --folds 5 tests on separate images"

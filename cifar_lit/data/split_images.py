@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -15,7 +14,6 @@ from cifar_lit.data.progress import note_once
 from cifar_lit.data.sources import Load, Source, SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation
 from cifar_lit.data.train_share import take_share
-from cifar_lit.errors import UsageError
 from cifar_lit.plugins import part_name
 from cifar_lit.text import counted, listed
 
@@ -30,31 +28,13 @@ class SplitImages:
         dataset: the data set; see `data.sources.load_images`.
         settings: settings of the data source.
         val_size: number (1 or more) or fraction (below 1) of the training images to validate on.
-        folds: number of folds of a cross-validation; 0 for none.
-        fold: the fold to test on.
-        train_share: share of the training images to train on; see `data.train_share`.
     """
 
-    def __init__(
-        self,
-        dataset: str | Source | Load,
-        settings: SourceSettings,
-        *,
-        val_size: float = 0.1,
-        folds: int = 0,
-        fold: int = 0,
-        train_share: float = 1.0,
-    ) -> None:
-        if folds and not (folds > 1 and 0 <= fold < folds):
-            fault = f"data.fold {fold} of data.folds {folds} is invalid"
-            raise UsageError(f"{fault}: use 2 folds or more, counted from 0")
+    def __init__(self, dataset: str | Source | Load, settings: SourceSettings, val_size: float = 0.1) -> None:
         self.dataset = dataset
+        self.settings = settings
         self.val_size = val_size
-        self.folds = folds
-        self.fold = fold
-        self.train_share = train_share
-        # Every image is in the test set of one fold, so no separate test set is drawn.
-        self.settings = replace(settings, test_size=None) if folds else settings
+        self.folds = settings.split.folds
 
     @cached_property
     def train_images(self) -> ImageSet:
@@ -75,8 +55,8 @@ class SplitImages:
     def fold_rows(self) -> Tensor:
         """Rows of `train_images` that form the test set of this fold, int64."""
         images = self.train_images
-        folds = fold_rows(images.labels, images.groups, self.folds, self.settings.split_seed)
-        return (folds == self.fold).nonzero().flatten()
+        folds = fold_rows(images.labels, images.groups, self.folds, self.settings.split.seed)
+        return (folds == self.settings.split.fold).nonzero().flatten()
 
     @cached_property
     def split(self) -> tuple[Tensor, Tensor]:
@@ -93,9 +73,9 @@ class SplitImages:
             if self.folds:
                 rows = rows[~torch.isin(rows, self.fold_rows)]
             groups = None if images.groups is None else images.groups[rows]
-            parts = split_validation(images.labels[rows], self.val_size, self.settings.split_seed, groups)
+            parts = split_validation(images.labels[rows], self.val_size, self.settings.split.seed, groups)
             train, val = (rows[part] for part in parts)
-        return take_share(images, train, self.train_share, self.settings.split_seed), val
+        return take_share(images, train, self.settings.split.share, self.settings.split.seed), val
 
     def sides(self) -> Iterator[tuple[ImageSet, Tensor]]:
         """Yield `train_images`, then separate test images if there are any, with the side of each image, int64 (N,)."""

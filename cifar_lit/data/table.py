@@ -10,13 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cifar_lit.data.decode import SUFFIXES as IMAGES
+from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.progress import note_once
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.files import file_size
 from cifar_lit.text import nfc
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
 COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
     "path": (
         "path", "file", "filename", "filepath", "image", "imagepath", "imagename", "imageid", "img", "imgpath", "id",
@@ -87,7 +86,8 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
             )
     if group is not None:
         if group not in names:
-            raise UsageError(f"{table} has no column {group!r} for data.group, only {columns}.{nearest(group, names)}")
+            fault = f"{table} has no column {group!r} for data.split.group, only {columns}"
+            raise UsageError(f"{fault}.{nearest(group, names)}")
         positions["group"] = names.index(group)
     rows = 0
     for number, cells in records:

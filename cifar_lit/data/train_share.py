@@ -1,4 +1,4 @@
-"""`data.train_share`: train on a stratified share of the training images. Smaller shares are part of larger ones."""
+"""`data.split.share`: train on a stratified share of the training images. Smaller shares are part of larger ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import UsageError
 
 
 def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tensor:
@@ -18,11 +17,9 @@ def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tenso
     Args:
         images: the images that `rows` refer to.
         rows: int64 (N,).
-        share: above 0 and at most 1. All rows are returned for 1. Raise UsageError for other values.
+        share: above 0 and at most 1. All rows are returned for 1.
         seed: seed of the draw.
     """
-    if not 0 < share <= 1:
-        raise UsageError(f"data.train_share is a share of the training images, above 0 and at most 1, not {share:g}")
     if share == 1:
         return rows
     count, classes = len(rows), images.labels[rows].numpy()

@@ -1,20 +1,24 @@
-"""Optional parts of a training: each is a Lightning callback in a file of its own, and may be deleted with its line.
+"""Optional parts of a training: each is a Lightning callback in a file of its own, which may be deleted.
 
 `Trainer(callbacks=[WeightAverage(decay=0.999)])` in Python, `weight_average: {decay: 0.999}` in a recipe, and
-`--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here. The
-callbacks run in this order.
+`--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here.
+The callbacks run in this order.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 _CLASSES = {
     "finetune": "Finetune",
     "weight_average": "WeightAverage",
+    "skip_easy": "SkipEasy",  # before class_weights, as it compares losses without weights
     "class_weights": "ClassWeights",
+    "balanced": "Balanced",
+    "resolutions": "Resolutions",
     "margins": "Margins",
     "whitening": "Whitening",
     "early_stop": "EarlyStop",
@@ -26,3 +30,8 @@ FEATURES = tuple(name for name in _CLASSES if find_spec(f"{__name__}.{name}"))
 def feature_class(name: str) -> Any:
     """Return the class of a feature by its name in recipes."""
     return getattr(import_module(f"{__name__}.{name}"), _CLASSES[name])
+
+
+def feature_settings(name: str) -> list[str]:
+    """Return the settings of a feature by their full names, such as `weight_average.decay`."""
+    return [f"{name}.{setting}" for setting in signature(feature_class(name)).parameters]

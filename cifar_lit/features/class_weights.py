@@ -44,8 +44,6 @@ class ClassWeights(Callback):
         weights: float32 (classes,), set when a fit starts.
     """
 
-    balances_classes = True
-
     def __init__(self, kind: str = "balanced") -> None:
         check_choice("class_weights.kind", kind, KINDS)
         self._kind = kind
@@ -55,7 +53,9 @@ class ClassWeights(Callback):
     def check(self, model: Any, data: Any) -> None:
         """Raise UsageError if the datamodule cannot count its classes."""
         if not hasattr(data, "class_counts"):
-            raise UsageError("class_weights needs class_counts of the datamodule: define it, or leave class_weights out")
+            raise UsageError(
+                "class_weights needs class_counts of the datamodule: define it, or leave class_weights out"
+            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Count the training images of each class."""
@@ -68,6 +68,10 @@ class ClassWeights(Callback):
         if targets is None:
             return losses * self.weights[batch[1]]
         return losses * (targets @ self.weights)
+
+    def class_weights(self) -> Tensor:
+        """Return the weights of the loss, float32 (classes,) on the CPU."""
+        return self.weights.cpu()
 
     def card(self) -> dict[str, str]:
         """Return the line of the start card."""

@@ -85,7 +85,7 @@ def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False)
     try:
-        return dict(parser.parse_object(settings).as_dict())
+        return vars(parser.instantiate(parser.parse_object(settings)))
     except (ArgumentError, TypeError, ValueError) as error:  # TypeError: a name is not a string
         raise Failure(
             f"{name}/config.yaml has data settings of another version ({first_line(error)}): add --dataset"
@@ -138,7 +138,7 @@ class RunData:
         """
         self._check_at_hand()
         where = f" {self.settings.root}" if self.settings.root else ""
-        if self.values.get("folds"):  # a fold of the training images is the test set
+        if self.settings.split.folds:  # a fold of the training images is the test set
             from cifar_lit.data.datamodule import ImageData  # imports Lightning
 
             data = ImageData(**_parsed(ImageData, self.values, self.dataset))

@@ -8,9 +8,14 @@
 | `parameter_groups(groups)` | before the optimizer is built: return the parameter groups to train |
 | `captures(trainer)` | whether the optimizer must keep its rates in tensors, for captured steps |
 | `card()` | lines of the start card by name, which replace the core's lines of these names |
+| `class_weights()` | weights with which the classes count equally, float32 (classes,); only one callback may have it |
+| `order(labels)` | the order of the training images in an epoch; see `data.order` |
+| `train_loader(settings, length, device)` | the training loader, in place of `TrainLoader(**settings)` |
+| `side(epoch, epochs)` | side in pixels to which training images are scaled, None for full size |
+| `start_from(model)` | before the first step, when the weights have been replaced |
 
-A callback may also have these attributes: `tensors`, to which its `loss` writes; `balances_classes`, whether it gives
-classes equal weight; `depends_on_length`, whether it needs the number of epochs, which then cannot grow on resume;
+A callback may also have these attributes: `tensors`, to which its `loss` writes; `depends_on_length`,
+whether it needs the number of epochs, which then cannot grow on resume;
 `may_change`, whether it may be added, removed and changed on resume; `skips_bias_from`, the epoch from which it sets
 `net.bias_is_final`.
 """

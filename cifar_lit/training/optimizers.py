@@ -196,7 +196,7 @@ def _check_decay(weight_decay: float) -> None:
 
 
 def optimizer_settings(name: str, options: Mapping[str, Any] | None) -> OptimizerSettings | None:
-    """Return the settings of an optimizer by name, None for an import path. Raise UsageError for unknown options."""
+    """Return the settings of one of OPTIMIZERS, None for an import path; raise UsageError for invalid ones."""
     if "." in name:  # else an import path, or the name of a class
         return None
     check_choice("model.optimizer", name, tuple(OPTIMIZERS))

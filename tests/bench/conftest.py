@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent.parent / "scripts" / "benchmark
 from timed_fit import Subject, build
 
 RECIPE = """trainer: {accelerator: cpu, max_epochs: 1, precision: 32-true}
-model: {net: lenet, lr: 0.05, momentum: 0.9}
+model: {net: lenet, lr: 0.05, optimizer_options: {momentum: 0.9}}
 data: {dataset: shapes, image_size: 16, num_classes: 4, count: 100, val_size: 20, batch_size: 32}
 """
 
@@ -45,7 +45,8 @@ def small_subject() -> Callable[..., Subject]:
     def make(**model: Any) -> Subject:
         images = {"dataset": "shapes", "count": 120, "val_size": 20, "image_size": 16, "mean": 0.5, "std": 0.25}
         data, classifier = build(
-            {"net": "lenet", "lr": 0.05, **model}, {**images, "crop": 2, "flip": "random", "batch_size": 16}
+            {"net": "lenet", "lr": 0.05, **model},
+            {**images, "augment": {"crop": 2, "flip": "random"}, "batch_size": 16},
         )
         return Subject(classifier, data, {"accelerator": "cpu", "devices": 1, "precision": "32-true"})
 

@@ -13,8 +13,8 @@ from contract.conftest import fork_pair
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.checkpoint import read_checkpoint
 
-ADAMW = ("--model.optimizer", "adamw", "--model.momentum", "0", "--lr", "0.001")
-SHAPENET = ("--net", "shapenet", "--model.weights", "weights.pth", *ADAMW)
+ADAMW = ("--model.optimizer", "adamw", "--lr", "0.001")
+SHAPENET = ("--net", "shapenet", "--weights", "weights.pth", *ADAMW)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def weights(working_folder: Path) -> None:
 
 
 def test_the_start_card_lists_the_trained_layers_and_the_run_folder_is_complete() -> None:
-    answer = run_command(*SMALL, *SHAPENET, "--model.frozen", "0.5", "--model.input_lr", "0.0001")
+    answer = run_command(*SMALL, *SHAPENET, "--finetune.frozen", "0.5", "--finetune.input_lr", "0.0001")
     assert answer.code == 0, answer.err
     plan = next(line for line in answer.lines if line.startswith("trains "))
     assert "last layer on features of the frozen net, about 1 s" in plan
@@ -38,7 +38,7 @@ def test_the_start_card_lists_the_trained_layers_and_the_run_folder_is_complete(
 
 
 def test_training_only_the_last_layer_makes_a_complete_run() -> None:
-    answer = run_command(*SMALL, *SHAPENET, "--model.unfreeze", "false")
+    answer = run_command(*SMALL, *SHAPENET, "--finetune.unfreeze", "false")
     assert answer.code == 0, answer.err
     assert "L-BFGS on the features of 2 views of each training image · seed 3" in answer.out
     assert not any(text in answer.out for text in ("adamw", "lr 0.001", "epoch 1/", "images/s"))
@@ -50,18 +50,18 @@ def test_training_only_the_last_layer_makes_a_complete_run() -> None:
 
 
 def test_the_weights_of_a_run_come_with_its_normalisation() -> None:
-    assert run_command(*SMALL, *SHAPENET, "--model.unfreeze", "false", "--data.mean", "0.4").code == 0
+    assert run_command(*SMALL, *SHAPENET, "--finetune.unfreeze", "false", "--data.mean", "0.4").code == 0
     run = "lightning_logs/small-1"
-    words = ("--net", "shapenet", "--model.weights", run, *ADAMW, "--model.unfreeze", "false")
+    words = ("--net", "shapenet", "--weights", run, *ADAMW, "--finetune.unfreeze", "false")
     answer = run_command("fit", *SMALL, *words, "--data.num_classes", "4")
     assert answer.code == 0, answer.err
     data = config_of(Path("lightning_logs/small-2"))["data"]
     assert data["mean"] == [0.4] * 3 and data["std"] == config_of(Path(run))["data"]["std"]
-    assert_refused(run_command(*SMALL, "--model.weights", "lightning_logs"), 2, "no weights lightning_logs/model.saf")
+    assert_refused(run_command(*SMALL, "--weights", "lightning_logs"), 2, "no weights lightning_logs/model.saf")
 
 
 def test_two_processes_give_the_same_fine_tuning_as_one() -> None:
-    words = (*SMALL, *SHAPENET, "--model.fixed_norms", "true", "--epochs", "1", "--data.cache_dir")
+    words = (*SMALL, *SHAPENET, "--finetune.fixed_norms", "true", "--epochs", "1", "--data.cache_dir")
     answers = [run_command(*words, "cache-1"), *(rank.answer() for rank in fork_pair([*words, "cache-2"], Path.cwd()))]
     assert [answer.code for answer in answers] == [0, 0, 0], answers[1].err
     results = [re.findall("^last layer.*? · (.*)", answer.out, re.MULTILINE)[0] for answer in answers[:2]]
@@ -73,7 +73,7 @@ def test_normalisation_is_that_of_the_pretraining_unless_set() -> None:
     pytest.importorskip("timm")
     net = build_net("timm/resnet10t", channels=3, image_size=32, num_classes=4)
     torch.save(net.state_dict(), "resnet.pth")
-    words = (*SMALL, "--net", "timm/resnet10t", "--model.weights", "resnet.pth", "--model.unfreeze", "false")
+    words = (*SMALL, "--net", "timm/resnet10t", "--weights", "resnet.pth", "--finetune.unfreeze", "false")
     for flags, std in (((), [0.229, 0.224, 0.225]), (("--data.std", "0.5"), [0.5, 0.5, 0.5])):
         assert run_command("fit", *words, "--data.image_size", "32", *flags).code == 0
         data = config_of(max(Path("lightning_logs").glob("small-*")))["data"]
@@ -83,9 +83,8 @@ def test_normalisation_is_that_of_the_pretraining_unless_set() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--model.weights", "weights.pth", "--net", "lenet"), "does not hold weights of lenet"),
-        (("--model.frozen", "0.5"), "model.frozen needs pretrained layers: set model.weights"),
-        (("--model.weights", "weights.pth", "--net", "shapenet", "--model.frozen", "1"), "model.frozen is a share"),
+        (("--weights", "weights.pth", "--net", "lenet"), "does not hold weights of lenet"),
+        (("--weights", "weights.pth", "--net", "shapenet", "--finetune.frozen", "1"), "finetune.frozen is a share"),
     ],
 )
 def test_invalid_settings_are_refused_before_a_run_folder_is_made(words: tuple[str, ...], line: str) -> None:

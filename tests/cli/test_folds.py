@@ -20,6 +20,7 @@ from contract.command_line import (
 )
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.split_settings import Split
 from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.run_data import RunData
 from cifar_lit.stats import wilson_interval
@@ -38,7 +39,7 @@ def test_each_image_of_a_folder_is_tested_once_by_a_net_not_trained_on_it() -> N
     folder = Path("lightning_logs/small-folds-1")
     rows, results = rows_of(folder / "predictions.csv"), json.loads((folder / "folds.json").read_text())
     assert [int(row["index"]) for row in rows] == list(range(33))
-    data = ImageData("folder", root="animals", folds=3)
+    data = ImageData("folder", root="animals", split=Split(folds=3))
     assert [row["label"] for row in rows] == [data.classes[label] for label in data.train_images.labels]
     correct = sum(row["label"] == row["predicted"] for row in rows)
     assert results["test"]["accuracy"] == pytest.approx(correct / 33) and results["test"]["images"] == 33
@@ -79,7 +80,7 @@ def test_folds_keep_groups_together_and_do_not_use_the_test_set() -> None:
     lines = [f"train/{name}/{number}.png,{name},{number // 2}" for name in ("cat", "dog") for number in range(10)]
     Path("animals/labels.csv").write_text("\n".join(["path,label,group", *lines]))
     for root in ("animals", "animals/labels.csv"):
-        parts = [ImageData("folder", root=root, folds=4, fold=fold, val_size=4) for fold in range(4)]
+        parts = [ImageData("folder", root=root, split=Split(folds=4, fold=fold), val_size=4) for fold in range(4)]
         assert sorted(row for data in parts for row in data.parts.fold_rows.tolist()) == list(range(20))
         for data in parts:
             train, val = data.split
@@ -98,7 +99,10 @@ def test_folds_keep_groups_together_and_do_not_use_the_test_set() -> None:
         (("fit", "--folds", "5"), "--folds trains and tests: use it with `train`"),
         (("train", "--folds", "5", "--resume"), "--folds starts new trainings"),
         (("train", "--folds", "5", "--devices", "2"), "--folds trains on one device, not on --devices 2"),
-        (("train", "--data.folds", "5", "--data.fold", "5"), "data.fold 5 of data.folds 5 is invalid"),
+        (
+            ("train", "--data.split.folds", "5", "--data.split.fold", "5"),
+            "data.split.fold 5 of data.split.folds 5 is invalid",
+        ),
     ],
 )
 def test_invalid_settings_of_folds_are_refused(words: tuple[str, ...], line: str) -> None:

@@ -51,7 +51,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_four_runs_differ_only_in_their_training_images(curve: tuple[Path, str]) -> None:
     folder, out = curve
     runs = [folder / PARENT / f"small-{number}" for number in (1, 2, 3, 4)]
-    assert [config_of(run)["data"]["train_share"] for run in runs] == [0.25, 0.5, 0.75, 1.0]
+    assert [config_of(run)["data"]["split"]["share"] for run in runs] == [0.25, 0.5, 0.75, 1.0]
     records = [metrics_of(run)["data"] for run in runs]
     assert [record["train"] for record in records] == [40, 80, 120, 160]
     assert {(record["val"], record["test"], record["images"]) for record in records} == {(40, 40, records[0]["images"])}
@@ -132,7 +132,7 @@ def test_shares_with_the_same_images_are_one_point() -> None:
     draw_folder(Path("animals"), {"cat": 15, "dog": 15})
     rows = [f"animals/{kind}/{row}.png,{kind},{row // 5}" for kind in ("cat", "dog") for row in range(15)]
     Path("animals.csv").write_text("\n".join(["path,label,patient", *rows]) + "\n")
-    words = (*SMALL, "--dataset", "folder", *NO_SHAPES, "--data-dir", "animals.csv", "--data.group", "patient")
+    words = (*SMALL, "--dataset", "folder", *NO_SHAPES, "--data-dir", "animals.csv", "--data.split.group", "patient")
     answer = run_command(*words, "--data.val_size", "0", "--epochs", "1", "--learning-curve")
     assert answer.code == 0, answer.err
     runs = sorted(Path("lightning_logs/small-curve-1").glob("small-*"))
@@ -177,12 +177,12 @@ def test_a_stopped_curve_names_the_command_that_continues_it(monkeypatch: pytest
         (("train", "--learning-curve", "--folds", "5"), "leave one of them out"),
         (("train", "--learning-curve", "--resume"), "continues an unfinished curve by itself: leave --resume out"),
         (("train", "--learning-curve", "--nodes", "2"), "--learning-curve trains on one machine: leave --nodes out"),
-        (("train", "--learning-curve", "--data.train_share", "0.5"), "sets data.train_share: leave it out"),
+        (("train", "--learning-curve", "--data.split.share", "0.5"), "sets data.split.share: leave it out"),
         (("train", "--learning-curve=4"), "learning-curve"),
         (("train", "--learning-curve", "--lr", "-1"), "lr"),
         (("train", "--learning-curve", "--data.count", "10", "--data.val_size", "20"), "data.val_size 20 must leave"),
-        (("train", "--data.train_share", "0"), "above 0 and at most 1, not 0"),
-        (("train", "--data.train_share", "half"), "data.train_share"),
+        (("train", "--data.split.share", "0"), "above 0 and at most 1, not 0"),
+        (("train", "--data.split.share", "half"), "data.split.share"),
     ],
 )
 def test_wrong_flags_are_refused_and_leave_no_folder(words: tuple[str, ...], line: str) -> None:

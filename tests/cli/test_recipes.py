@@ -14,13 +14,13 @@ from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 
 SHORT = ["--dataset", "shapes", "--data.count", "120", "--data.val_size", "20", "--epochs", "2", "--accelerator", "cpu"]
 NARROW = ["--model.net_options.widths", "[8, 16, 16]"]
-NARROW_INSIDE = [*NARROW, "--model.net_options.inner", "[8, 8, 16]", "--model.warmup_epochs", "1"]
+NARROW_INSIDE = [*NARROW, "--model.net_options.inner", "[8, 8, 16]", "--model.schedule_options.warmup_epochs", "1"]
 SMALL_IMAGES = ["--data.image_size", "16", "--batch-size", "50", "--trainer.limit_train_batches", "2"]
 SHALLOW = [*SMALL_IMAGES, "--model.net_options.depth", "10", "--model.net_options.widen", "1"]
 SMALLER = {
     **dict.fromkeys(("fast94", "fast95", "fast96", "fast97", "laptop", "laptop90", "laptop91"), NARROW),
     **dict.fromkeys(("fast100", "laptop100"), NARROW_INSIDE),
-    "finetune": ["--data.image_size", "64", "--model.patience", "0"],
+    "finetune": ["--data.image_size", "64", "--early_stop", "false"],
     "fashion_cnn": ["--data.image_size", "28", "--data.channels", "1"],
     **dict.fromkeys(("resnet18", "resnet18_c100", "resnet18_30", "resnet18_30_c100"), SMALL_IMAGES),
     **dict.fromkeys(("wrn28_10", "wrn28_10_c100"), SHALLOW),
@@ -64,7 +64,7 @@ def test_the_default_recipe_of_a_cpu_depends_on_its_bfloat16(
 def test_a_tutorial_recipe_has_the_settings_of_the_tutorial(name: str) -> None:
     settings: dict[str, Any] = recipe_settings(recipe_path(name))
     model, data, trainer = settings["model"], settings["data"], settings["trainer"]
-    optimizer = model["optimizer"], model["lr"], model.get("momentum")
+    optimizer = model["optimizer"], model["lr"], model.get("optimizer_options", {}).get("momentum")
     normalisation = data["mean"], data["std"]
     found = (model["net"], *optimizer, data["batch_size"], trainer["max_epochs"], *normalisation)
     assert found == TUTORIALS[name]

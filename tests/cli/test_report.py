@@ -105,7 +105,7 @@ def test_test_images_are_not_compared_with_themselves(model: Path, layout: str) 
         Path("images/train/a").rename("images/a")
         Path("images/train/b").rename("images/b")
         Path("images/train").rmdir()
-        settings = "{dataset: folder, root: images, folds: 5, fold: 1}"
+        settings = "{dataset: folder, root: images, split: {folds: 5, fold: 1}}"
     Path("bare/config.yaml").write_text(f"data: {settings}")
     assert run_command("report", "bare").code == 0
     page = Path("bare/report.html").read_text()

@@ -106,7 +106,7 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions() -> None
     draw_folder(Path("animals"), {"cat": 6, "dog": 6, "owl": 6})
     lines = [f"{name}/{number}.png,{name},{number // 2}" for name in CLASSES for number in range(6)]
     Path("animals/labels.csv").write_text("\n".join(["path,label,herd", *lines]))
-    run = write_run("runs/small-1", root="animals/labels.csv", group="herd", folds=2)
+    run = write_run("runs/small-1", root="animals/labels.csv", split={"group": "herd", "folds": 2})
     folds = Path("runs/small-folds-1")
     folds.mkdir()
     (folds / "folds.json").write_text(json.dumps({"folds": ["elsewhere/small-1", "elsewhere/small-2"]}))
@@ -127,7 +127,7 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions() -> None
     answer = run_command("review", folds, "--export")
     assert answer.lines[-1] == (
         f"train with them: cifar-lit train --config {run}/config.yaml --data-dir {folds}/labels-reviewed.csv "
-        "--data.folds 0 --data.group null"
+        "--data.split.folds 0 --data.split.group null"
     )
     with contextlib.chdir(folds):
         answer = run_command("review", ".", "--export", "--data-dir", Path("../../animals/labels.csv"))

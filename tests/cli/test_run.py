@@ -104,16 +104,16 @@ def test_model_monitor_selects_the_best_checkpoint() -> None:
     assert config_of(NEW_RUN)["model"]["monitor"] == "loss"
 
 
-def test_the_start_card_shows_unequal_classes_with_balanced_sampling() -> None:
-    answer = run_command(*ONE_EPOCH, "--data.sampling", "balanced", "--model.monitor", "macro_f1")
+def test_the_start_card_shows_unequal_classes_shown_equally_often() -> None:
+    answer = run_command(*ONE_EPOCH, "--balanced", "--model.monitor", "macro_f1")
     assert answer.code == 0, answer.err
-    assert re.search(r"^classes +\d+ … \d+ training images each · sampling balanced$", answer.out, re.MULTILINE)
+    assert re.search(r"^classes +\d+ … \d+ training images each · shown equally often$", answer.out, re.MULTILINE)
     assert re.search(r"val loss \S+ acc \S+ macro_f1 0\.\d{4} · ", answer.out)
 
 
 def test_the_start_card_counts_optimizer_steps_and_epochs() -> None:
     words = ("--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "null", "--trainer.max_steps", "8")
-    answer = run_command("fit", *SMALL, *words, "--data.skip_easy", "0.5")
+    answer = run_command("fit", *SMALL, *words, "--skip_easy.share", "0.5")
     assert answer.code == 0
     assert " · 3 steps per epoch" in answer.out and " · 3 epochs · " in answer.out
     assert "the easiest 50% of the images after 60% of the steps" in answer.out

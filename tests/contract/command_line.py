@@ -41,7 +41,7 @@ trainer:
 model:
   net: lenet
   lr: 0.05
-  momentum: 0.9
+  optimizer_options: {momentum: 0.9}
   schedule: cosine
 data:
   dataset: shapes

@@ -107,7 +107,7 @@ def test_a_table_lists_images_keeps_groups_on_one_side_and_is_stored_in_the_run(
     names = [f"cat/{number}.png" for number in range(10)] + [f"dog/{number}.png" for number in range(20)]
     rows = [f"images/{name};{name[:3]};{name[:5]}" for name in names]  # dogs 1 and 10 to 19 share a group
     Path("own/labels.csv").write_text("\n".join(["file;class;animal", *rows]))
-    words = [*SMALL, *OWN_IMAGES, "--data-dir", "own/labels.csv", "--data.val_size", "0.25", "--data.group"]
+    words = [*SMALL, *OWN_IMAGES, "--data-dir", "own/labels.csv", "--data.val_size", "0.25", "--data.split.group"]
     answer = run_command(*words, "animal", "--epochs", "1")
     assert answer.code == 0, answer.err
     run_dir = Path("lightning_logs/small-1")

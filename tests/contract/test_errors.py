@@ -12,6 +12,7 @@ import pytest
 import torch
 from security.hostile_models import MKDIR
 
+from cifar_lit.cli.fit import nested_settings
 from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
 from cifar_lit.data import split_images
 
@@ -31,7 +32,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --dataset cifar1O", ["'cifar1O'", "Did you mean cifar10?", "fashion_mnist"]),
     (f"{S} --config key.yaml", ["trainer.max_epoch", "Did you mean trainer.max_epochs?"]),
     (f"{S} --config top.yaml", ["trainr", "Did you mean trainer"]),
-    (f"{S} --data.sampling balancing", ["data.sampling must be one of none, balanced", "Did you mean balanced?"]),
+    (f"{S} --class_weights.kind balancd", ["class_weights.kind must be one of balanced, effective", "mean balanced?"]),
     (f"{S} --trainer.deterministic wran",
      ["trainer.deterministic must be one of true, false, warn", "Did you mean warn?"]),
     (f"{S} --model.optimizer adam", ["model.optimizer", "'adam'", "Did you mean adamw?"]),
@@ -84,8 +85,8 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --data.count 3", ["data.count must be at least 10 images"]),
     (f"{S} --data.val_size 200", ["data.val_size 200", "train on"]),
     (f"{S} --model.width 0", ["width", "above 0"]),
-    (f"{S} --data.crop 16", ["data.crop 16", "16×16"]),
-    (f"{S} --data.augment.brightnes 0.4", ["data.augment has no setting 'brightnes'", "Did you mean brightness?"]),
+    (f"{S} --data.augment.crop 16", ["data.augment.crop 16", "16×16"]),
+    (f"{S} --data.augment.brightnes 0.4", ["--data.augment.brightnes.", "mean --data.augment.brightness?"]),
     (f"{S} --data.augment.hue=0.7", ["data.augment.hue must be a number from 0 to 0.5, not 0.7"]),
     (f"{S} --data.augment.blur 9", ["data.augment.blur 9", "16×16"]),
     ("preview", ["preview needs images"]),
@@ -99,9 +100,22 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --model.num_classes 3", ["model.num_classes", "leave it out"]),
     (f"{S} --data.seed 3", ["data.seed is set from --seed: leave it out"]),
     (f"{S} --model.monitor loss --data.val_size 0", ["model.monitor loss", "set --data.val_size 0.1"]),
-    (f"{S} --data.sampling balanced --data.shuffle false", ["data.sampling balanced", "leave data.shuffle at true"]),
-    (f"{S} --data.sampling balanced --model.class_weights effective",
-     ["balance the classes twice: set one of them to none"]),
+    (f"{S} --balanced --data.shuffle false", ["balanced draws a new order", "leave data.shuffle at true"]),
+    (f"{S} --balanced --class_weights.kind effective", ["balance the classes twice: leave one of them out"]),
+    (f"{S} --balanced --skip_easy", ["skip_easy sets the order of images: leave balanced out"]),
+    # features
+    (f"{S} --class_weights effective", ["--class_weights takes true or false, not effective", "--class_weights.kind"]),
+    (f"{S} --weight_average", ["weight_average needs a decay: give --weight_average.decay"]),
+    (f"{S} --weight_average.decy 0.9", ["no setting decy", "Did you mean --weight_average.decay?"]),
+    (f"{S} --early_stop.patience soon", ["early_stop.patience must be a number, not soon"]),
+    (f"{S} --model.ema_decay 0.9", ["no flag --model.ema_decay", "Did you mean --weight_average.decay?"]),
+    (f"{S} --model.class_weights balanced", ["no flag --model.class_weights", "Did you mean --class_weights.kind?"]),
+    (f"{S} --model.margins true", ["no flag --model.margins", "Did you mean --margins?"]),
+    (f"{S} --model.capture true", ["no flag --model.capture", "Did you mean --capture?"]),
+    (f"{S} --model.weights imagenet", ["no flag --model.weights", "Did you mean --weights?"]),
+    (f"{S} --model.weight_decay 0.1", ["Did you mean --model.optimizer_options.weight_decay?"]),
+    (f"{S} --model.frozen 0.5", ["Did you mean --finetune.frozen?"]),
+    (f"{S} --config old-names.yaml", ["no setting is called model.patience", "Did you mean early_stop.patience?"]),
     # strategies
     (f"{S} --devices 2 --trainer.strategy ddp_fork", ["--trainer.strategy ddp_fork", "use --trainer.strategy ddp"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy FSDP", "use --trainer.strategy ddp"]),
@@ -142,6 +156,7 @@ def files(working_folder: Path) -> Path:
         "top.yaml": "trainr:\n  max_epochs: 3\n",
         "epochs.yaml": "epochs: 3\n",
         "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",
+        "old-names.yaml": "model: {patience: 3}",
         "loose.ckpt": "",
     }.items():
         (working_folder / name).write_text(text)
@@ -150,9 +165,14 @@ def files(working_folder: Path) -> Path:
 
 
 def test_every_synonym_stands_for_an_existing_flag() -> None:
-    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out)) | {"config", *SHORT.values(), *OWN}
+    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out)) | {
+        "config",
+        *SHORT.values(),
+        *OWN,
+        *nested_settings(),
+    }
     settings = {setting.partition(" ")[0] for setting in SYNONYMS.values()}
-    assert settings - flags - {"data.augment.mixup", "data.augment.cutmix"} == set()
+    assert settings - flags == set()
     assert SYNONYMS.keys() & {*SHORT, *OWN} == set()
 
 
@@ -196,7 +216,7 @@ def test_invalid_input_gives_one_line_and_exit_code_2_without_a_run_folder(
 
 
 def test_a_training_resolution_too_small_for_the_net_is_refused_before_training(files: Path) -> None:
-    words = ("--net", "alexnet", "--data.image_size", "64", "--data.resolutions", "{32: 0.5}")
+    words = ("--net", "alexnet", "--data.image_size", "64", "--resolutions.sides", "{32: 0.5}")
     assert_refused(run_command(*S.split(), *words), 2, "alexnet cannot take 32×32 images; the smallest size is 63×63")
     assert not (files / "lightning_logs").exists()
 

@@ -53,7 +53,7 @@ def test_a_short_flag_is_an_alias_of_the_long_one() -> None:
 
 
 def test_every_setting_is_a_flag_and_devices_are_a_number_a_list_or_auto() -> None:
-    values = {"trainer.gradient_clip_val": "0.5", "model.weight_decay": "0.01", "data.count": "400"}
+    values = {"trainer.gradient_clip_val": "0.5", "weight_average.decay": "0.5", "data.count": "400"}
     ours = {"checkpoint-every": "10m", "rank-timeout": "30.0"}
     config = printed_config(*SMALL, *(f"--{flag}={value}" for flag, value in {**values, **ours}.items()))
     assert {flag: str(setting(config, flag)) for flag in values} == values
@@ -69,10 +69,10 @@ def test_recipe_takes_a_packaged_name_or_a_path(working_folder: Path) -> None:
 
 
 def test_flags_override_config_files_and_config_files_override_the_recipe() -> None:
-    Path("one.yaml").write_text("model: {lr: 1, momentum: 0.1}\ndata: {batch_size: 11}\n")
-    Path("two.yaml").write_text("model: {momentum: 0.2}\n")
+    Path("one.yaml").write_text("model: {lr: 1, label_smoothing: 0.1}\ndata: {batch_size: 11}\n")
+    Path("two.yaml").write_text("model: {label_smoothing: 0.2}\n")
     config = printed_config("--lr", "3", "--config", "one.yaml", "--config", "two.yaml", *SMALL)
-    assert (config["model"]["lr"], config["model"]["momentum"]) == (3, 0.2)
+    assert (config["model"]["lr"], config["model"]["label_smoothing"]) == (3, 0.2)
     assert (config["data"]["batch_size"], config["model"]["net"]) == (11, "lenet")
 
 

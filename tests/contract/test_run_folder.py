@@ -48,7 +48,7 @@ def test_config_yaml_holds_every_setting(run_dir: Path) -> None:
     assert (config["model"]["net"], config["model"]["lr"], config["model"]["schedule"]) == ("lenet", 0.05, "cosine")
     data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 200, "batch_size": 32, "val_size": 40}
     assert data.items() <= config["data"].items()
-    assert {"optimizer", "momentum", "weight_decay"} <= config["model"].keys()
+    assert {"optimizer", "optimizer_options", "schedule_options"} <= config["model"].keys()
 
 
 def test_config_yaml_reproduces_scores_weights_and_model_safetensors_exactly(

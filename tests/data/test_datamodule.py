@@ -15,7 +15,10 @@ from torch.nn import functional as F
 
 from cifar_lit.cli.tuner import bytes_on_device
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import UsageError
+from cifar_lit.features.balanced import Balanced
+from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.runs.figures import augmented_sample
 
 
@@ -34,8 +37,9 @@ def test_loaders_and_shapes_follow_the_images() -> None:
     assert everything.val_dataloader() == [] and len(everything.split[0]) == 60
 
 
-def test_balanced_sampling_and_class_counts_concern_training_images_only() -> None:
-    data = shapes_data(num_classes=4, sampling="balanced")
+def test_balanced_epochs_and_class_counts_concern_training_images_only() -> None:
+    data = shapes_data(num_classes=4)
+    data.trainer = trainer_at(0, 1, world_size=1, callbacks=[Balanced()])
     data.parts.train_images = replace(data.train_images, labels=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1, 3] * 6))
     counts = data.class_counts
     assert counts.tolist() == torch.bincount(data.train_images.labels[data.split[0]], minlength=4).tolist()
@@ -65,7 +69,7 @@ def test_the_seed_of_the_run_changes_the_order_but_not_images_or_split() -> None
     first, second = (shapes_data(seed=seed) for seed in (0, 1))
     assert torch.equal(first.split[1], second.split[1])
     assert torch.equal(first.train_images.images, second.train_images.images)
-    assert not torch.equal(shapes_data(split_seed=1).train_images.images, first.train_images.images)
+    assert not torch.equal(shapes_data(split=Split(seed=1)).train_images.images, first.train_images.images)
     assert rows_of(first.train_dataloader()) != rows_of(second.train_dataloader())
 
 
@@ -95,7 +99,7 @@ def test_one_number_applies_to_every_channel_and_replaces_the_measured_value() -
 
 
 def test_a_sample_shows_the_augmented_images_of_the_first_epoch() -> None:
-    data = shapes_data(crop=2, flip="random", cutout=3)
+    data = shapes_data(augment={"crop": 2, "flip": "random", "cutout": 3})
     shown = torch.cat([batch.images for batch in data.train_dataloader()])
     assert torch.equal(augmented_sample(data, 40), shown[:40].permute(0, 3, 1, 2))
 
@@ -136,7 +140,7 @@ def test_a_memory_mapped_file_gives_each_device_the_same_batches(tmp_path: Path,
     for number in range(24):
         save(tmp_path / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", number)
     batches: list[list[Any]] = []
-    settings: dict[str, Any] = {"crop": 2, "cache_dir": str(tmp_path / "cache")}
+    settings: dict[str, Any] = {"augment": {"crop": 2}, "cache_dir": str(tmp_path / "cache")}
     for placement in ("device", "host"):
         data = ImageData("folder", str(tmp_path / "pets"), 6, placement=placement, **settings)
         data.trainer = trainer_at(0, 1, global_rank=rank)
@@ -150,11 +154,11 @@ def test_a_memory_mapped_file_gives_each_device_the_same_batches(tmp_path: Path,
 
 
 def test_only_training_images_are_shrunk() -> None:
-    data = shapes_data(resolutions={8: 0.5}, mean=0.5, std=0.25)
+    data, callbacks = shapes_data(mean=0.5, std=0.25), [Resolutions({8: 0.5})]
     batch = next(iter(data.train_dataloader()))
 
     def prepared(*epoch_epochs_training: Any) -> Tensor:
-        data.trainer = trainer_at(*epoch_epochs_training)
+        data.trainer = trainer_at(*epoch_epochs_training, callbacks=callbacks)
         images: Tensor = data.on_after_batch_transfer(batch, 0).images
         return images
 
@@ -168,7 +172,5 @@ def test_only_training_images_are_shrunk() -> None:
     for epochs, accumulate in ((-1, 1), (100, 1), (100, batches - 1)):
         steps = {"max_steps": 4 * -(-batches // accumulate), "accumulate_grad_batches": accumulate}  # four epochs
         for epoch, side in ((1, 8), (2, 12)):
-            data.trainer = trainer_at(epoch, epochs, **steps)
+            data.trainer = trainer_at(epoch, epochs, **steps, callbacks=callbacks)
             assert data.on_after_batch_transfer(batch, 0).images.shape[2] == side
-    with pytest.raises(UsageError, match="a side of 24 pixels: use 4 … 12"):
-        shapes_data(resolutions={24: 0.5}).train_dataloader()

@@ -19,6 +19,7 @@ from cifar_lit.data import cache, duplicates
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import pixels_of
 from cifar_lit.data.duplicates import near_duplicates
+from cifar_lit.data.split_settings import Split
 
 
 def stack(pictures: list[Image.Image], side: int = 32, channels: int = 3) -> np.ndarray:
@@ -117,8 +118,8 @@ def motifs(images: torch.Tensor) -> set[int]:
 
 def test_a_stratified_split_keeps_near_duplicates_together(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(4):
-        sizes: dict[str, Any] = {"val_size": 0.25, "test_size": 0.3, "cache_dir": str(twins.parent / "cache")}
-        data = ImageData("folder", str(twins), split_seed=seed, **sizes)
+        sizes: dict[str, Any] = {"val_size": 0.25, "cache_dir": str(twins.parent / "cache")}
+        data = ImageData("folder", str(twins), split=Split(test_size=0.3, seed=seed), **sizes)
         images, (train, val) = data.train_images, data.split
         parts = images.images[train], images.images[val], data.test_images.images
         assert sum(map(len, parts)) == 40 and sum(len(motifs(part)) for part in parts) == 28
@@ -142,7 +143,7 @@ def test_near_duplicates_are_found_once_and_cached(
         assert torch.equal(open_set(twins, part).images, images)
     monkeypatch.setattr(cache, "near_duplicates", lambda images: pytest.fail("searched again"))
     for seed in (1, 0):
-        sets = [open_set(twins, part, split_seed=seed) for part in (True, False)]
+        sets = [open_set(twins, part, split=Split(seed=seed)) for part in (True, False)]
         assert sum(map(len, sets)) == 40
     assert all(torch.equal(part.images, images) for part, images in zip(sets, first, strict=True))
     assert decodings(capsys) == 0
@@ -152,7 +153,7 @@ def test_near_duplicates_are_searched_again_after_an_image_is_added(twins: Path)
     assert len(open_set(twins, True)) + len(open_set(twins, False)) == 40
     photo(27).save(twins / "a" / "00-copy-of-27.jpg")
     for seed in range(3):
-        train, test = (open_set(twins, part, split_seed=seed) for part in (True, False))
+        train, test = (open_set(twins, part, split=Split(seed=seed)) for part in (True, False))
         assert len(train) + len(test) == 41
         assert not motifs(train.images) & motifs(test.images)
 

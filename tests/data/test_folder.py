@@ -13,9 +13,11 @@ from own_images import damage, decodings, doubling_links, open_set, save, values
 
 from cifar_lit.data import decode
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.decode import KINDS, RESIZES
+from cifar_lit.data.decode import KINDS
 from cifar_lit.data.folder import draw_test
+from cifar_lit.data.formats import RESIZES
 from cifar_lit.data.layout import Tree, scan
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import Failure, UsageError
 
 
@@ -73,7 +75,7 @@ def test_another_split_seed_reuses_the_cache(flat: Path, capsys: pytest.CaptureF
     open_set(flat)
     assert decodings(capsys) == 16
     for seed in range(3):
-        train, test = (values(flat, part, split_seed=seed) for part in (True, False))
+        train, test = (values(flat, part, split=Split(seed=seed)) for part in (True, False))
         assert sorted(train + test) == sorted([*range(10), *range(5), 0])
         test_files = [file for files in drawn(flat, 0.2, seed)["test"].values() for file in files]
         assert test == [int(Path(file.path).stem) for file in test_files]
@@ -101,7 +103,7 @@ def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
 
 @pytest.mark.parametrize("has_heif", [True, False])
 def test_heic_photos_name_the_extra_that_reads_them(has_heif: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "SUFFIXES", (".jpg", ".heic") if has_heif else (".jpg",))
+    monkeypatch.setattr(decode, "IMAGES", (".jpg", ".heic") if has_heif else (".jpg",))
     told = '2 .heic: pip install "cifar-lit[photos]", or convert them: magick mogrify'
     assert (told in decode.remedy_for(["a.heic", "b/c.HEIC", "d.txt"])) is not has_heif
 
@@ -240,11 +242,14 @@ def test_an_invalid_folder_is_refused_in_one_line(root: Path, spoil: Callable[[P
 
 
 @pytest.mark.parametrize(
-    "settings", [{"test_size": 0.0}, {"test_size": 1.0}, {"image_size": 0}, {"image_size": "8x2049"}]
+    "settings",
+    [{"split": {"test_size": 0.0}}, {"split": {"test_size": 1.0}}, {"image_size": 0}, {"image_size": "8x2049"}],
+    ids=str,
 )
 def test_invalid_settings_are_refused_by_name(root: Path, settings: dict) -> None:
-    with pytest.raises(UsageError, match=f"--data.{next(iter(settings))} must be"):
-        open_set(root, **settings)
+    name = "split.test_size" if "split" in settings else "image_size"
+    with pytest.raises(UsageError, match=f"data.{name} must be"):
+        _ = ImageData("folder", str(root), **settings).train_images
 
 
 def test_damaged_images_fail_by_name_or_are_skipped_on_request(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

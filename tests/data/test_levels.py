@@ -13,6 +13,7 @@ from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import DecodeError, common_levels, decode
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import UsageError
 
 SIDE = 40
@@ -47,8 +48,8 @@ def save_plain(root: Path, count: int = 6) -> Path:
 )
 def test_images_of_any_range_become_those_of_8_bits(tmp_path: Path, scale: float, offset: int, suffix: str) -> None:
     deep, plain = save_deep(tmp_path / "deep", scale, offset, suffix), save_plain(tmp_path / "plain")
-    images = open_set(deep, channels=1, test_size=None)
-    expected = open_set(plain, channels=1, test_size=None).images.int()
+    images = open_set(deep, channels=1, split=Split(folds=2))
+    expected = open_set(plain, channels=1, split=Split(folds=2)).images.int()
     full = scale * 255 >= 32768  # such images may use all values, and keep their brightness
     if full:
         expected = ((expected * scale + offset) / 257).round().int()
@@ -85,7 +86,7 @@ def test_a_note_names_the_levels_of_images_that_others_make_almost_plain(
 def test_images_of_8_bits_keep_their_values_beside_others(tmp_path: Path) -> None:
     root = save_deep(tmp_path / "set", 1, 7000)
     save(root / "a/plain.png", 50, (SIDE, SIDE))
-    images = open_set(root, channels=1, test_size=None)
+    images = open_set(root, channels=1, split=Split(folds=2))
     assert images.levels == (7000, 7255) and (images.images == 50).flatten(1).all(1).sum() == 1
 
 

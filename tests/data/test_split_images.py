@@ -9,9 +9,10 @@ import torch
 
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import UsageError
 
-SETTINGS = SourceSettings(image_size=8, count=60, split_seed=3)
+SETTINGS = SourceSettings(image_size=8, count=60, split=Split(seed=3))
 
 
 def test_each_part_is_loaded_once_on_first_access() -> None:
@@ -23,16 +24,16 @@ def test_each_part_is_loaded_once_on_first_access() -> None:
 
 
 def test_each_image_is_in_the_test_set_of_exactly_one_fold() -> None:
-    folds = [SplitImages("shapes", SETTINGS, val_size=6, folds=3, fold=fold) for fold in range(3)]
+    splits = [Split(seed=3, folds=3, fold=fold) for fold in range(3)]
+    folds = [SplitImages("shapes", replace(SETTINGS, split=split), val_size=6) for split in splits]
     assert sorted(row for parts in folds for row in parts.fold_rows.tolist()) == list(range(60))
     for parts in folds:
         train, val = parts.split
         assert sorted([*train.tolist(), *val.tolist(), *parts.fold_rows.tolist()]) == list(range(60))
         assert torch.equal(parts.test_images.images, parts.train_images.images[parts.fold_rows])
-        assert parts.settings.test_size is None  # the folds replace the test set
     for wrong in ({"folds": 1}, {"folds": 3, "fold": 3}, {"folds": 3, "fold": -1}):
         with pytest.raises(UsageError, match="use 2 folds or more, counted from 0"):
-            SplitImages("shapes", SETTINGS, **wrong)
+            Split(**wrong)
 
 
 def test_a_given_validation_set_replaces_the_random_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, Source
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import Failure, UsageError
 
 
@@ -96,12 +97,12 @@ def test_rows_added_to_a_table_change_no_side(photos: Path) -> None:
     assert sides(resumed) == before
 
 
-@pytest.mark.parametrize("settings", [{"folds": 3, "fold": 1}, {"train_share": 0.5}], ids=str)
-def test_folds_and_shares_stay_the_same(settings: dict[str, Any], photos: Path) -> None:
-    data = own_data(photos, **settings)
+@pytest.mark.parametrize("split", [{"folds": 3, "fold": 1}, {"share": 0.5}], ids=str)
+def test_folds_and_shares_stay_the_same(split: dict[str, Any], photos: Path) -> None:
+    data = own_data(photos, split=Split(**split))
     before, state = sides(data), data.state_dict()
     add_images(photos)
-    (resumed := own_data(photos, **settings)).load_state_dict(state)
+    (resumed := own_data(photos, split=Split(**split))).load_state_dict(state)
     assert sides(resumed) == before
 
 
@@ -202,9 +203,10 @@ def test_other_images_of_a_function_are_refused(monkeypatch: pytest.MonkeyPatch)
 # ---- settings
 
 
-REFUSED = {"split_seed": 7, "val_size": 0.3, "test_size": 0.3, "folds": 5, "group": "x", "batch_size": 4, "seed": 1,
-           "flip": "random", "augment": {"scale": [0.5, 1]}, "image_size": 16, "resize": "squash", "mean": 0.1,
-           "train_share": 0.5}  # fmt: skip
+REFUSED = {
+    "split": Split(seed=7), "val_size": 0.3, "batch_size": 4, "seed": 1, "image_size": 16,
+    "augment": {"scale": [0.5, 1], "flip": "random"}, "resize": "squash", "mean": 0.1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

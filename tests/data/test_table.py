@@ -17,6 +17,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.folder import draw_test, files_of
 from cifar_lit.data.layout import scan
 from cifar_lit.data.listed_files import list_table
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import Failure, UsageError
 
 NAMES = ("cat/0.png", "cat/1.png", "cat/2.png", "dog/3.png", "dog/4.png", "dog/5.png")
@@ -89,7 +90,7 @@ def test_without_a_split_column_the_test_set_is_that_of_the_folder_in_any_row_or
             parts = draw_test(tree, {}, [], 0.2, seed, "")
             for part in ("train", "test"):
                 expected = [int(Path(file.path).stem) for file in files_of({part: parts[part]})]
-                assert values(table, part == "train", split_seed=seed) == expected
+                assert values(table, part == "train", split=Split(seed=seed)) == expected
 
 
 def test_integer_labels_are_sorted_by_value(pets: Path) -> None:
@@ -354,7 +355,7 @@ def test_a_group_is_in_only_one_of_train_validation_and_test(pets: Path) -> None
             path = save(pets / f"more/{patient}-{number}.png", 10 * patient + number).relative_to(pets)
             rows.append(f"{path},{'ab'[patient % 2]},{patient}")
     table = write(pets / "a.csv", "path,label,Patient", *rows)
-    data = ImageData("folder", str(table), val_size=0.25, group="Patient", cache_dir=str(pets / "cache"))
+    data = ImageData("folder", str(table), val_size=0.25, split=Split(group="Patient"), cache_dir=str(pets / "cache"))
     train, val = (data.train_images.images[part, 0, 0, 0].tolist() for part in data.split)
     test = data.test_images.images[:, 0, 0, 0].tolist()
     patients = [{value // 10 for value in part} for part in (train, val, test)]
@@ -370,11 +371,11 @@ def test_the_group_column_is_named_group_or_by_the_setting(pets: Path) -> None:
     assert set(list_table(table, None, False).groups.values()) == {"1"}
     assert list_table(table, "patient", False).groups == {name: name for name in NAMES}
     with pytest.raises(
-        UsageError, match=r"no column 'patients' for data.group, only path, .*patient\. Did you mean patient\?"
+        UsageError, match=r"no column 'patients' for data.split.group, only path, .*patient\. Did you mean patient\?"
     ):
         list_table(table, "patients", False)
-    with pytest.raises(UsageError, match=r"data.group names a column of a table, but .*pets is not a table"):
-        open_set(pets, group="patient")
+    with pytest.raises(UsageError, match=r"data.split.group names a column of a table, but .*pets is not a table"):
+        open_set(pets, split=Split(group="patient"))
     write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES])
     assert list_table(table, None, False).groups == {}
 

@@ -1,4 +1,4 @@
-"""`data.train_share`: stratified, nested shares of the training images."""
+"""`data.split.share`: stratified, nested shares of the training images."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.split_settings import Split
 from cifar_lit.data.train_share import take_share
 from cifar_lit.errors import UsageError
 
@@ -25,7 +26,7 @@ def test_shares_are_nested_stratified_and_leave_validation_and_test_images_alone
     whole = ImageData(**settings)
     smaller: set[int] = set()
     for share in SHARES:
-        data = ImageData(**settings, train_share=share)
+        data = ImageData(**settings, split=Split(share=share))
         train, val = data.split
         assert torch.equal(val, whole.split[1]) and torch.equal(data.test_images.labels, whole.test_images.labels)
         rows = set(train.tolist())
@@ -58,11 +59,11 @@ def test_groups_stay_whole_and_another_seed_draws_other_images() -> None:
 @pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])
 def test_an_invalid_share_is_refused(share: float) -> None:
     with pytest.raises(UsageError, match="above 0 and at most 1"):
-        _ = ImageData("shapes", image_size=8, count=20, train_share=share).split
+        Split(share=share)
 
 
 def test_fewer_images_than_a_batch_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     for share, batch in ((1.0, 512), (0.5, 8), (0.5, 32)):
-        ImageData("shapes", image_size=8, count=40, val_size=0, batch_size=batch, train_share=share).setup("fit")
+        ImageData("shapes", image_size=8, count=40, val_size=0, batch_size=batch, split=Split(share=share)).setup("fit")
     line = "{} training images are less than a batch of {}: lower --batch-size\n"
     assert capsys.readouterr().err == line.format(40, 512) + line.format(20, 32)

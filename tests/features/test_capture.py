@@ -36,16 +36,16 @@ from small_runs import (
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from cifar_lit.data import loaders
-from cifar_lit.data.augment import augment_batch
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features import FEATURES
 from cifar_lit.features.capture import Capture, GraphedSteps, can_capture, device_graphs
 from cifar_lit.features.whitening import Whitening
-from cifar_lit.training.callbacks import Clock, NotFiniteLoss, RandomState
+from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.finite import NotFiniteLoss
 from cifar_lit.training.metrics import RunningMetrics
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
@@ -133,12 +133,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Nesterov, clipped by norm": (NESTEROV, {}, {"gradient_clip_val": 0.05}),
     "clipped by value": ({"label_smoothing": 0.1}, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "adamw": (ADAMW, {}, {"gradient_clip_val": 0.05}),
-    "smaller images first, norms": ({"net": "shapenet", **MOMENTUM}, {"resolutions": {8: 0.4, 12: 0.2}}, {}),
-    "without the easy images": (MOMENTUM, {"skip_easy": 0.5, "skip_from": 0.1}, {}),
+    "smaller images first, norms": ({"net": "shapenet", **MOMENTUM, "resolutions": {"sides": {8: 0.4, 12: 0.2}}}, {}, {}),
+    "without the easy images": ({**MOMENTUM, "skip_easy": {"share": 0.5, "start": 0.1}}, {}, {}),
     "class weights": ({**MOMENTUM, "class_weights": {}}, {}, {}),
     "bfloat16": (MOMENTUM, {}, {"precision": "bf16-mixed"}),
-    "smaller images in bfloat16": ({"net": "shapenet"}, {"resolutions": {8: 0.4}}, {"precision": "bf16-mixed"}),
-    "mixed images": ({"label_smoothing": 0.1}, {"augment": {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}}, {}),
+    "smaller images in bfloat16": ({"net": "shapenet", "resolutions": {"sides": {8: 0.4}}}, {}, {"precision": "bf16-mixed"}),
+    "mixed images": ({"label_smoothing": 0.1}, {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}, {}),
     "an average, a schedule by the step": ({"schedule": "one_cycle", "weight_average": {"decay": 0.9}}, {}, {}),
     "a schedule by the epoch": ({"schedule": "cosine", "schedule_options": {"every": "epoch"}}, {}, {}),
 }
@@ -153,7 +153,7 @@ def parts(capture: bool, settings: Mapping[str, Any]) -> tuple[ImageClassifier, 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_captured_steps_train_and_log_like_eager_steps(name: str, device: Device) -> None:
-    model_settings, data_settings, trainer_settings = SETTINGS[name]
+    model_settings, augment, trainer_settings = SETTINGS[name]
     # One graph per batch size (two), times three image sizes, or with and without a gradient of the whitening bias.
     several = {"smaller images first, norms": 6, "muon, whitening's end within an epoch": 4}
     captures = {**several, "smaller images in bfloat16": 4}.get(name, 2)
@@ -161,7 +161,7 @@ def test_captured_steps_train_and_log_like_eager_steps(name: str, device: Device
     def run(capture: bool, seed: int = 0) -> Any:
         rows, clock = Rows(), Clock()
         model, added = parts(capture, {"lr": 2**-6, **model_settings})
-        data = shapes_data(crop=2, flip="random", **data_settings)
+        data = shapes_data(augment={"crop": 2, "flip": "random", **augment})
         settings = {"accelerator": device.accelerator, "logger": rows, "log_every_n_steps": 4, "max_epochs": 5}
         done = fitted(nudged(model, seed), data, *added, clock, **settings, **trainer_settings)
         return weights(model), rows.rows, done.global_step, clock.images
@@ -348,23 +348,24 @@ def test_a_replay_crops_and_normalises_unless_this_depends_on_the_epoch_or_on_co
     fake_graphs: recorded_graphs.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
+    move = Augment.move
 
-    def counted(images: Tensor, rows: Tensor, *args: Any) -> Tensor:
+    def counted(augment: Augment, images: Tensor, rows: Tensor, *args: Any) -> Tensor:
         calls.append(len(rows))
-        return augment_batch(images, rows, *args)
+        return move(augment, images, rows, *args)
 
-    monkeypatch.setattr(loaders, "augment_batch", counted)
+    monkeypatch.setattr(Augment, "move", counted)
 
     def calls_in(epochs: int, data: ImageData) -> int:
         calls.clear()
         fitted(classifier(), data, Capture(compile=False), max_epochs=epochs)
         return len(calls)
 
-    settings: dict[str, Any] = {"crop": 2, "flip": "random"}
+    moves = {"crop": 2, "flip": "random"}
     # Each size of batch is made in three warm-ups and in the capture.
-    assert calls_in(2, shapes_data(**settings)) == calls_in(5, shapes_data(**settings)) == 8
-    for make in (partial(shapes_data, augment={"brightness": 0.4}), partial(broken_data, 999)):
-        assert calls_in(2, make(**settings)) < calls_in(5, make(**settings))
+    assert calls_in(2, shapes_data(augment=moves)) == calls_in(5, shapes_data(augment=moves)) == 8
+    for make in (partial(shapes_data, augment={**moves, "brightness": 0.4}), partial(broken_data, 999, augment=moves)):
+        assert calls_in(2, make()) < calls_in(5, make())
     assert fake_graphs.captures == 12
 
 
@@ -395,7 +396,7 @@ def test_captured_steps_train_on_batches_that_code_of_the_user_changes(
     change: Any, fake_graphs: recorded_graphs.Module
 ) -> None:
     def run(capture: bool, changed: bool = True) -> State:
-        data, (model, callbacks) = shapes_data(crop=2), parts(capture, {})
+        data, (model, callbacks) = shapes_data(augment={"crop": 2}), parts(capture, {})
         if changed and isinstance(change, type):
             owner: Any = data if issubclass(change, ImageData) else model
             owner.__class__ = change

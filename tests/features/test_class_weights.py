@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cifar_lit.training.class_weights import ClassWeights, class_weights
 from small_runs import BATCHES, Rows, classifier, fitted, shapes_data, trainer, weights
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.hard_rounds import LastLosses
 from cifar_lit.errors import UsageError
 from cifar_lit.features.class_weights import ClassWeights, class_weights
+from cifar_lit.features.skip_easy import LastLosses
 
 COUNTS = [5000, 50, 0, 500]
 

@@ -47,7 +47,7 @@ def file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def data(tmp_path: Path) -> ImageData:
-    return shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=2)
+    return shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": 2})
 
 
 def model(lr: float = 1e-3, **settings: Any) -> ImageClassifier:
@@ -256,7 +256,7 @@ def test_features_are_computed_once_for_all_seeds(file: str, tmp_path: Path, mon
 
     monkeypatch.setattr(finetune, "compute_features", counted)
     for seed, width in ((0, 2), (1, 2), (0, 3)):
-        data = shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=width, seed=seed)
+        data = shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": width}, seed=seed)
         tuned, tuning = model(), Finetune(file, unfreeze=False)
         tuning.prepare(tuned)
         nn.init.constant_(tuned.net[-1].weight, seed)  # type: ignore[index]  # random in runs with other classes
@@ -268,7 +268,7 @@ def test_features_are_computed_once_for_all_seeds(file: str, tmp_path: Path, mon
 
 
 def test_each_view_has_its_own_features_in_the_cache(file: str, tmp_path: Path) -> None:
-    data = shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=2)
+    data = shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": 2})
     for _ in range(2):  # the second time from the cache
         fitted(model(), data, Finetune(file, head_views=3, unfreeze=False))
     views = [load_file(path)["features"] for path in (tmp_path / "cache").glob("features-*.safetensors")]
@@ -316,7 +316,7 @@ def test_resumed_fine_tuning_refits_no_head(fixed: bool, file: str, data: ImageD
         trainer.save_checkpoint(tmp_path / "stopped.ckpt")
         trainer.should_stop = True
 
-    settings = {"cache_dir": data.settings.cache_dir, "flip": "random", "crop": 2}
+    settings = {"cache_dir": data.settings.cache_dir, "augment": {"flip": "random", "crop": 2}}
     fitted(stopped, shapes_data(**settings), Finetune(file, fixed_norms=fixed), At(4, stop, after=True))
     fitted(resumed, shapes_data(**settings), Finetune(file, fixed_norms=fixed), resume=tmp_path / "stopped.ckpt")
     assert same(weights(whole), weights(resumed))

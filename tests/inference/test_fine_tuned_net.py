@@ -43,7 +43,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             for number in range(count):
                 photo(label, 100 * (part == "test") + number).save(folder / f"photos/{part}/{name}/{number}.jpg")
     with chdir(folder):
-        flags = ("--model.unfreeze", "false", "--data.val_size", "4", "--accelerator", "cpu", "--precision", "32-true")
+        flags = (
+            "--finetune.unfreeze",
+            "false",
+            "--data.val_size",
+            "4",
+            "--accelerator",
+            "cpu",
+            "--precision",
+            "32-true",
+        )
         answer = run_command("train", "--recipe", "finetune", "--data-dir", "photos", *flags)
         assert answer.code == 0, answer.err
         assert "test accuracy 1.0000" in answer.out

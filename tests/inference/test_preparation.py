@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 import cifar_lit
-from cifar_lit.data.decode import RESIZES
+from cifar_lit.data.formats import RESIZES
 from cifar_lit.inference.classify import ImageFile, classify_files, contact_sheet
 from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.predictions import Row
@@ -29,7 +29,17 @@ TRAINING = (
     *("--recipe", "folder", "--data-dir", "own", "--data.image_size", f"{HEIGHT}x{WIDTH}"),
     *("--epochs", "2", "--batch-size", "5"),
     *("--net", "whitened", "--model.width", "1", "--model.net_options", "{widths: [8, 8]}", "--model.tta", "full"),
-    *("--data.resolutions", "{12: 0.5}", "--data.crop", "2", "--data.cutout", "6", "--data.val_size", "0.2"),
+    *(
+        "--whitening",
+        "--resolutions.sides",
+        "{12: 0.5}",
+        "--data.augment.crop",
+        "2",
+        "--data.augment.cutout",
+        "6",
+        "--data.val_size",
+        "0.2",
+    ),
     *("--accelerator", "cpu", "--precision", "32-true"),
 )
 

@@ -12,6 +12,7 @@ from contract.command_line import draw_folder
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.split_images import SplitImages
+from cifar_lit.data.split_settings import Split
 from cifar_lit.runs.compare import data_differences, read_run
 from cifar_lit.runs.data_record import data_record
 
@@ -38,10 +39,10 @@ def test_the_record_counts_images_and_depends_on_pixels_labels_and_split(animals
         "train": 20, "val": 4, "test": 6, "classes": 2,
     }  # fmt: skip
     assert record() == animals
-    for settings in ({"split_seed": 1}, {"val_size": 6}, {"train_share": 0.5}):
+    for settings in ({"split": Split(seed=1)}, {"val_size": 6}, {"split": Split(share=0.5)}):
         assert same(animals, record(**settings)) == ["images", "labels"], settings
     assert same(animals, record(image_size=8)) == []
-    folds = [record(folds=5, fold=fold) for fold in (0, 1)]
+    folds = [record(split=Split(folds=5, fold=fold)) for fold in (0, 1)]
     assert same(animals, folds[0]) == same(*folds) == ["images", "labels"] and folds[0]["test"] == 6
 
 

@@ -86,7 +86,7 @@ def momentum(value: Callable[[torch.Tensor], Any]) -> Prepare:
     def prepare(folder: Path) -> None:
         unfinished(folder, {}, {})
         config, path = folder / "run/config.yaml", folder / "run/checkpoints/last.ckpt"
-        text = config.read_text().replace("momentum: 0.0", "momentum: 0.9")
+        text = config.read_text().replace("optimizer_options: null", "optimizer_options: {momentum: 0.9}")
         config.write_text(text.replace("log_every_n_steps: null", "log_every_n_steps: 1"))
         checkpoint = torch.load(path, weights_only=True)
         weights = list(checkpoint["state_dict"].values())

@@ -37,13 +37,14 @@ def shortened(recipe: str, flags: str, processes: int = 1) -> Kind:
     """Return a CIFAR-10 recipe with a narrow net on few generated images: 10 steps per epoch, regular checkpoints."""
     images = "--dataset shapes --data.image_size 32 --data.count 100 --batch-size 8"
     net = ("--model.net_options.widths", "[8, 16, 16]", "--epochs", "3", "--checkpoint-every", "4", ANNOUNCE)
-    rates = "--lr 0.05 --model.bias_lr 0.4 --model.head_lr 5 --model.weight_decay 0.0001"  # for batches of 8
+    options = "--model.optimizer_options"
+    rates = f"--lr 0.05 {options}.bias_lr 0.4 {options}.head_lr 5 {options}.weight_decay 0.0001"  # for batches of 8
     argv = f"train --recipe {recipe} --accelerator cpu {images} {rates} --precision {flags}".split()
     return Kind([*argv, *net], processes)
 
 
 # SGD instead of the recipe's AdamW where sums are rounded differently: AdamW scales up the smallest gradients.
-SGD = ["--data.count", "118", "--model.optimizer", "sgd", "--lr", "0.05", "--model.momentum", "0.9"]
+SGD = ["--data.count", "118", "--model.optimizer", "sgd", "--lr", "0.05", "--model.optimizer_options.momentum", "0.9"]
 WORKERS = "--data.placement host --data.workers 1"
 SMALL_NET = {
     "one process": Kind(TRAINING),
@@ -52,7 +53,7 @@ SMALL_NET = {
     "two processes, resumed in one": Kind([*TRAINING, *SGD], processes=2, resumed_in=1),
     "one process, resumed in two": Kind([*TRAINING, *SGD], processes=1, resumed_in=2),
 }
-AVERAGED = "--model.ema_decay 0.9 --data.val_size 20"
+AVERAGED = "--weight_average.decay 0.9 --data.val_size 20"
 RECIPES = {  # whitened nets under Muon
     "laptop (growing images, mirrored views), bfloat16": shortened("laptop", "bf16-mixed"),
     "laptop, float32, averaged weights, the best of them": shortened("laptop", f"32-true {AVERAGED}"),

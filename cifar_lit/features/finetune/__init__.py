@@ -31,7 +31,7 @@ from cifar_lit.runs.model_file import read_card
 from cifar_lit.text import counted, duration_text, say
 from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.collectives import broadcast_from_first
-from cifar_lit.training.hooks import callbacks_with
+from cifar_lit.training.hooks import callbacks_with, methods
 from cifar_lit.training.optimizers import Group
 
 
@@ -75,7 +75,7 @@ class Finetune(Callback):
     def adjust_settings(own: Any, settings: Any) -> None:
         """Set mean, std and image size of the data to those of the pretraining, where the settings leave them open."""
         data, net = settings.data, settings.model.net
-        card = read_card(own.weights)  # None unless a run wrote them
+        card = read_card(own.get("weights", IMAGENET))  # None unless a run wrote them
         pretraining = preprocessing(net)
         if card:
             pretraining = Preprocessing(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
@@ -158,10 +158,8 @@ class Finetune(Callback):
         head, seconds = net_head(model.net), 0.0
         if features is not None:
             weights = None
-            for callback in callbacks_with(trainer, "balances_classes"):
-                weights = callback.weights.cpu()
-            if data.sampling == "balanced":
-                weights = len(train) / (classes * torch.bincount(labels[train], minlength=classes).clamp_min(1).float())
+            for class_weights in methods(trainer, "class_weights"):
+                weights = class_weights()
             weight, bias, seconds = fit_head(features, labels[train], classes, self.head_views, weights)
             with torch.no_grad():
                 head.weight.copy_(weight)
@@ -208,7 +206,7 @@ class Finetune(Callback):
         parts: list[Tensor] = []
         model.eval()
         for view in range(views):
-            augmentation = f"{data.augmentation} {data.device_augmentation}" if view else ""
+            augmentation = f"{data.augment}" if view else ""
             key = digest([images_key, net_key, augmentation, view])
             file = data.settings.cache_path / f"features-{key}.safetensors"
             features = read_features(file) if is_first else None

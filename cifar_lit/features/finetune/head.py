@@ -65,7 +65,7 @@ def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
     loader = replace(data.train_loader, seed=0)
     preprocessing = data.preprocessing
     images = loader.source
-    _, make = loader.epoch_plan(view, rows)
+    make = loader.maker(view)
     for part in move_data_to_device(rows, images.images.device).split(data.eval_batch_size):
         pixels = make([(part, 1.0)])[0].images if view else images.take(part)
         pixels, part = move_data_to_device((pixels, part), data.device)
@@ -76,6 +76,7 @@ def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
 
 
 def read_features(file: Path) -> Tensor | None:
+    """Return features from the cache, None if there are none or the file is damaged."""
     with suppress(SafetensorError, OSError, KeyError):
         return load_file(file)["features"]
     return None

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.files import file_size
-from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
+from cifar_lit.models.pretrained import EXTRA, import_timm, timm_name
+from cifar_lit.models.spec import TIMM
 from cifar_lit.models.state import with_versions
 from cifar_lit.models.torchvision_nets import MAX_SMALL, SMALL_STEM
 from cifar_lit.training.checkpoint import read_weights
@@ -68,6 +69,7 @@ def net_head(net: nn.Module) -> nn.Linear:
 
 
 def head_path(net: nn.Module) -> str:
+    """Return the name of the last linear layer of a net. Raise UsageError for a net without one."""
     paths = [path for path, module in net.named_modules() if isinstance(module, nn.Linear)]
     if not paths or cast("nn.Linear", net.get_submodule(paths[-1])).bias is None:
         raise UsageError("a net must end with a linear layer with bias to be fine-tuned: choose another --net")

@@ -1,26 +1,11 @@
-"""Progressive resizing: the image size by epoch, and shrinking by area interpolation."""
+"""Progressive resizing: the image size by epoch, and invalid sizes."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch.nn import functional as F
 
-from cifar_lit.data.resolution import LEAST_SIDE, check_resolutions, shrink, side_at
 from cifar_lit.errors import UsageError
-
-SQUARES = [*((32, 32, side, side) for side in (4, 16, 20, 31, 32)), (28, 28, 21, 21)]
-RECTANGLES = [(64, 48, 32, 24), (48, 64, 24, 32), (30, 45, 20, 30), (9, 7, 5, 4), (256, 64, 16, LEAST_SIDE)]
-
-
-@pytest.mark.parametrize(("height", "width", "side", "across"), [*SQUARES, *RECTANGLES])
-@pytest.mark.parametrize("channels", [1, 3])
-def test_shrink_equals_area_interpolation(height: int, width: int, side: int, across: int, channels: int) -> None:
-    images = torch.randint(0, 256, (7, height, width, channels), dtype=torch.uint8)
-    before, small = images.clone(), shrink(images, side)
-    assert small.dtype == torch.float32 and torch.equal(images, before)
-    expected = F.interpolate(images.permute(0, 3, 1, 2).double(), (side, across), mode="area").permute(0, 2, 3, 1)
-    torch.testing.assert_close(small.double(), expected, rtol=0, atol=1e-4)
+from cifar_lit.features.resolutions import check_resolutions, side_at
 
 
 @pytest.mark.parametrize(
@@ -47,11 +32,11 @@ def test_sides_follow_their_shares_in_order_and_change_at_whole_epochs(
 @pytest.mark.parametrize(
     ("resolutions", "line"),
     [
-        ({40: 0.5}, r"data\.resolutions has a side of 40 pixels: use 4 … 30 for these images"),
+        ({40: 0.5}, "resolutions has a side of 40 pixels: use 4 … 30 for these images"),
         ({3: 0.5}, "a side of 3 pixels: use 4 … 30"),
         ({24: 0.0}, r"has a share of 0 of the epochs for 24 pixels: use above 0, up to 1"),
         ({24: 1.5}, "a share of 1.5"),
-        ({16: 0.6, 24: 0.5}, r"the shares in data\.resolutions add up to 1.1: use at most 1"),
+        ({16: 0.6, 24: 0.5}, r"the shares in resolutions\.sides add up to 1.1: use at most 1"),
     ],
 )
 def test_invalid_resolutions_are_refused_and_the_limits_are_allowed(resolutions: dict[int, float], line: str) -> None:

@@ -1,0 +1,95 @@
+"""Train on smaller images first.
+
+Small images cost less, and early epochs learn nearly as much from them (Howard, fast.ai's DAWNBench entry, 2018;
+Touvron et al., Fixing the train-test resolution discrepancy, 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from cifar_lit.errors import UsageError
+from cifar_lit.models.checks import build_on_meta_device
+from cifar_lit.models.registry import net_spec
+
+LEAST_SIDE = 4  # pixels
+
+
+def check_resolutions(resolutions: Mapping[int, float], height: int, width: int) -> None:
+    """Raise UsageError if a schedule of sizes is invalid for images of this size."""
+    least = max(LEAST_SIDE, -(-LEAST_SIDE * height // width))  # narrow images need a width of LEAST_SIDE
+    for side, share in resolutions.items():
+        if not least <= side <= height:
+            raise UsageError(f"resolutions has a side of {side} pixels: use {least} … {height} for these images")
+        if not 0 < share <= 1:
+            fault = f"resolutions has a share of {share:g} of the epochs for {side} pixels"
+            raise UsageError(f"{fault}: use above 0, up to 1")
+    if (total := sum(resolutions.values())) > 1 + 1e-9:
+        raise UsageError(f"the shares in resolutions.sides add up to {total:g}: use at most 1")
+
+
+def side_at(resolutions: Mapping[int, float], epoch: int, epochs: int) -> int | None:
+    """Return the height in pixels of the images of an epoch, None for full size.
+
+    Args:
+        resolutions: share of the epochs by side, in the order of training. Ends are rounded to whole epochs.
+        epoch: number of the epoch.
+        epochs: number of all epochs.
+    """
+    end = 0.0
+    for side, share in resolutions.items():
+        end += share
+        if epoch < round(end * epochs):
+            return side
+    return None
+
+
+@final
+class Resolutions(Callback):
+    """Train on smaller images first; the remaining epochs and all evaluation are at full size.
+
+    Args:
+        sides: share of the epochs by side in pixels, in the order of training, such as {24: 0.4, 28: 0.3}.
+    """
+
+    depends_on_length = True
+
+    def __init__(self, sides: dict[int, float]) -> None:
+        self._sides = sides
+        self._full_side = 0
+
+    def check(self, model: Any, data: Any) -> None:
+        """Raise UsageError for sizes that do not fit the images, or that the net refuses."""
+        channels, height, width = data.input_shape
+        check_resolutions(self._sides, height, width)
+        net, h = model.part("net"), model.hparams
+        any_size = isinstance(net, nn.Module) or net_spec(net).any_size
+        if not (any_size() if callable(any_size) else any_size):
+            raise UsageError(f"{h['net']} takes images of one size: leave resolutions out")
+        for side in self._sides if not isinstance(net, nn.Module) else ():
+            size = (side, round(side * width / height))
+            build_on_meta_device(
+                net, image_size=size, channels=channels, num_classes=data.class_count, width=h["width"],
+                options=h["net_options"],
+            )  # fmt: skip
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Raise UsageError for a datamodule that has no sizes."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if stage == "fit" and not hasattr(data, "side"):
+            raise UsageError("resolutions needs ImageData, which scales the images: train on ImageData")
+        self._full_side = data.input_shape[1]
+
+    def side(self, epoch: int, epochs: int | None) -> int | None:
+        """Return the height in pixels of the images of an epoch, None for full size. epochs: number of all epochs."""
+        return side_at(self._sides, epoch, epochs) if epochs else None
+
+    def card(self) -> dict[str, str]:
+        """Return the line of the start card."""
+        sizes = "".join(f"{side} px for {share:.0%} of the epochs, " for side, share in self._sides.items())
+        return {"sizes": f"{sizes}then {self._full_side} px"}
