@@ -133,11 +133,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Nesterov, clipped by norm": (NESTEROV, {}, {"gradient_clip_val": 0.05}),
     "clipped by value": ({"label_smoothing": 0.1}, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "adamw": (ADAMW, {}, {"gradient_clip_val": 0.05}),
-    "smaller images first, norms": ({"net": "shapenet", **MOMENTUM, "resolutions": {"sides": {8: 0.4, 12: 0.2}}}, {}, {}),
+    "smaller images first, norms": ({"net": "shapenet", "resolutions": {"sides": {8: 0.4, 12: 0.2}}}, {}, {}),
     "without the easy images": ({**MOMENTUM, "skip_easy": {"share": 0.5, "start": 0.1}}, {}, {}),
     "class weights": ({**MOMENTUM, "class_weights": {}}, {}, {}),
     "bfloat16": (MOMENTUM, {}, {"precision": "bf16-mixed"}),
-    "smaller images in bfloat16": ({"net": "shapenet", "resolutions": {"sides": {8: 0.4}}}, {}, {"precision": "bf16-mixed"}),
+    "smaller images in bfloat16": (
+        {"net": "shapenet", "resolutions": {"sides": {8: 0.4}}},
+        {},
+        {"precision": "bf16-mixed"},
+    ),
     "mixed images": ({"label_smoothing": 0.1}, {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}, {}),
     "an average, a schedule by the step": ({"schedule": "one_cycle", "weight_average": {"decay": 0.9}}, {}, {}),
     "a schedule by the epoch": ({"schedule": "cosine", "schedule_options": {"every": "epoch"}}, {}, {}),
@@ -287,7 +291,13 @@ def test_pairs_of_a_plain_loader_are_captured_and_train_like_eager_steps(device:
 
 
 @pytest.mark.parametrize(
-    "settings", [{**WHITENED, "whitening": {"bias_epochs": 1.5}}, {"net": "dropout"}, {"optimizer": "adamw"}], ids=str
+    "settings",
+    [
+        {**WHITENED, "whitening": {"bias_epochs": 1.5}, "resolutions": {"sides": {8: 0.5}}},
+        {"net": "dropout"},
+        {"optimizer": "adamw"},
+    ],
+    ids=str,
 )
 def test_captures_come_first_and_leave_no_trace(settings: dict[str, Any], fake_graphs: recorded_graphs.Module) -> None:
     whitened = "whitening" in settings
@@ -300,9 +310,8 @@ def test_captures_come_first_and_leave_no_trace(settings: dict[str, Any], fake_g
         starts.append((weights(model), torch.get_rng_state(), running, fake_graphs.captures, fake_graphs.replays))
 
     for capture in (False, True):
-        data = shapes_data(resolutions={8: 0.5} if whitened else None)
         model, added = parts(capture, settings)
-        done = fitted(model, data, *added, LambdaCallback(on_train_start=note_start), max_epochs=4)
+        done = fitted(model, shapes_data(), *added, LambdaCallback(on_train_start=note_start), max_epochs=4)
     (expected, eager_random, eager_running, *_), (state, random, running, captures, replays) = starts
     assert same(state, expected) and torch.equal(random, eager_random)
     assert all(torch.equal(*pair) for pair in zip(running, eager_running, strict=True))

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import recorded_graphs
 import torch
-from cifar_lit.training.margins import Margins
 from lightning.pytorch.callbacks import Callback
 from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, shapes_data, trainer
 from test_ranks import TWO, two_ranks

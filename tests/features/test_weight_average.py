@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cifar_lit.training.weight_average import WeightAverage
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import assert_close, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
