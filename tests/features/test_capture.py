@@ -127,7 +127,8 @@ WHITENED: dict[str, Any] = {**MUON, **NET, "schedule": "triangular", "lr": 2**-6
 NESTEROV = {"optimizer_options": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}}
 # A higher rate would let one rounded weight change all others within a few steps.
 ADAMW = {"optimizer": "adamw", "lr": 2**-12, "optimizer_options": {"weight_decay": 0.1}}
-# Settings of the model and its features, of the data and of the Trainer.
+BFLOAT16 = {"precision": "bf16-mixed"}
+# Settings of the model and its features, augmentation, settings of the Trainer.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "muon, whitening's end within an epoch": ({**WHITENED, "whitening": {"bias_epochs": 2.5}}, {}, {}),
     "Nesterov, clipped by norm": (NESTEROV, {}, {"gradient_clip_val": 0.05}),
@@ -136,12 +137,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "smaller images first, norms": ({"net": "shapenet", "resolutions": {"sides": {8: 0.4, 12: 0.2}}}, {}, {}),
     "without the easy images": ({**MOMENTUM, "skip_easy": {"share": 0.5, "start": 0.1}}, {}, {}),
     "class weights": ({**MOMENTUM, "class_weights": {}}, {}, {}),
-    "bfloat16": (MOMENTUM, {}, {"precision": "bf16-mixed"}),
-    "smaller images in bfloat16": (
-        {"net": "shapenet", "resolutions": {"sides": {8: 0.4}}},
-        {},
-        {"precision": "bf16-mixed"},
-    ),
+    "bfloat16": (MOMENTUM, {}, BFLOAT16),
+    "smaller images in bfloat16": ({"net": "shapenet", "resolutions": {"sides": {8: 0.4}}}, {}, BFLOAT16),
     "mixed images": ({"label_smoothing": 0.1}, {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}, {}),
     "an average, a schedule by the step": ({"schedule": "one_cycle", "weight_average": {"decay": 0.9}}, {}, {}),
     "a schedule by the epoch": ({"schedule": "cosine", "schedule_options": {"every": "epoch"}}, {}, {}),
@@ -290,15 +287,10 @@ def test_pairs_of_a_plain_loader_are_captured_and_train_like_eager_steps(device:
     assert_close(captured, trained(False), 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {**WHITENED, "whitening": {"bias_epochs": 1.5}, "resolutions": {"sides": {8: 0.5}}},
-        {"net": "dropout"},
-        {"optimizer": "adamw"},
-    ],
-    ids=str,
-)
+SIZED = {**WHITENED, "whitening": {"bias_epochs": 1.5}, "resolutions": {"sides": {8: 0.5}}}
+
+
+@pytest.mark.parametrize("settings", [SIZED, {"net": "dropout"}, {"optimizer": "adamw"}], ids=str)
 def test_captures_come_first_and_leave_no_trace(settings: dict[str, Any], fake_graphs: recorded_graphs.Module) -> None:
     whitened = "whitening" in settings
     starts: list[Any] = []

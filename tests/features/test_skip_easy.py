@@ -110,11 +110,9 @@ def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
         return model
 
     save = At(step, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
-    whole, part = recording(), recording()
+    whole, part, resume = recording(), recording(), tmp_path / "a.ckpt"
     fitted(whole, shapes_data(**MOVES), SkipEasy(0.5, 0.4), *record(shown), save, max_epochs=4)
-    fitted(
-        part, shapes_data(**MOVES), SkipEasy(0.5, 0.4), *record(shown_again), resume=tmp_path / "a.ckpt", max_epochs=4
-    )
+    fitted(part, shapes_data(**MOVES), SkipEasy(0.5, 0.4), *record(shown_again), resume=resume, max_epochs=4)
     assert len(shown) == 4 * BATCHES
     assert shown_again == {number: rows for number, rows in shown.items() if number > step}
     assert same(weights(whole), weights(part))
