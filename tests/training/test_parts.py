@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from code import InteractiveInterpreter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
-from parts import COMBINATIONS, IMAGES, TESTED, PlainData, PlainModel, run
+from parts import COMBINATIONS, IMAGES, PlainData, PlainModel, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,15 +21,6 @@ from cifar_lit.errors import UsageError
 from cifar_lit.features.skip_easy import SkipEasy
 
 SCRIPT = Path(__file__).with_name("parts.py")
-
-CELLS = [
-    "import lightning as L\nfrom cifar_lit import ImageClassifier, ImageData",
-    "data = ImageData('shapes', count=90, image_size=16)",
-    "model = ImageClassifier(net='lenet', lr=0.02)",
-    "trainer = L.Trainer(max_epochs=1, accelerator='cpu', devices=1)",
-    "trainer.fit(model, data)",
-    "result = trainer.test(model, data)",
-]
 
 
 def run_script(folder: Path, *words: str) -> str:
@@ -156,13 +146,3 @@ def test_lightning_cli_trains_tests_and_repeats_its_configuration(
     assert "test/accuracy" in printed and "test/loss" in printed
     LightningCLI(ImageClassifier, ImageData, args=["fit", "--config", str(run_folder / "config.yaml")])
     assert len(list((tmp_path / "lightning_logs").glob("*/checkpoints/*.ckpt"))) == 2
-
-
-def test_the_cells_of_a_notebook_train_and_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    notebook = InteractiveInterpreter({})
-    monkeypatch.setattr(notebook, "showtraceback", lambda: pytest.fail(str(sys.exc_info()[1])))
-    for cell in CELLS:
-        notebook.runsource(cell, symbol="exec")
-    (result,) = notebook.locals["result"]
-    assert 0 <= result["test/accuracy"] <= 1 and len(notebook.locals["data"].test_images) == TESTED  # type: ignore[attr-defined]
