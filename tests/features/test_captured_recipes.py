@@ -48,7 +48,7 @@ def trained(name: str, compiled: bool, rate: float = 1.0, **precision: Any) -> d
         settings["whitening"], epochs = {"bias_epochs": 1.5}, 4  # the bias ends within an epoch
     model["lr"] *= rate
     options |= {each: rate * options[each] for each in ("bias_lr", "head_lr") if each in options}
-    images = {"dataset": "shapes", "image_size": 32 if "resolutions" in settings["data"] else 16, "count": 20}
+    images = {"dataset": "shapes", "image_size": 32 if "resolutions" in settings else 16, "count": 20}
     data = ImageData(**{**settings["data"], **images, "val_size": 0, "batch_size": 8})
     torch.manual_seed(0)
     net = ImageClassifier(**model)
@@ -72,7 +72,7 @@ def test_replays_of_a_recipes_steps_train_like_the_steps_themselves(
         patch.setattr(GraphedSteps, "_step", GraphedSteps._run)
         expected = trained(name, compiled=True)
     shapes = len(graphs)
-    assert shapes >= 2 * (1 + len(SETTINGS[name]["data"].get("resolutions", {})))  # two sizes of batch
+    assert shapes >= 2 * (1 + len(SETTINGS[name].get("resolutions", {}).get("sides", {})))  # two sizes of batch
     assert same(trained(name, compiled=True), expected)
     assert len(graphs) == shapes == fake_graphs.captures  # a second net, as in `bench recipe`, compiles nothing
     assert same(trained(name, compiled=False), expected)

@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.features import whitening
+from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.features.whitening import Whitening
 from cifar_lit.models.whitened import WhitenedNet
@@ -42,9 +44,9 @@ def normalised(data: ImageData, rows: Tensor) -> Tensor:
 def test_the_first_layer_is_computed_once_from_plain_images(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert whitening.WHITENING_IMAGES == 5000  # the number in airbench
     monkeypatch.setattr(whitening, "WHITENING_IMAGES", limit)
-    model, data = classifier(**SMALL), augmented_data(resolutions={8: 0.5})
-    fitted(model, data, Whitening())
-    fitted(model, shapes_data(count=60, split_seed=5), Whitening(), max_epochs=1)
+    model, data = classifier(**SMALL), augmented_data()
+    fitted(model, data, Resolutions({8: 0.5}), Whitening())
+    fitted(model, shapes_data(count=60, split=Split(seed=5)), Whitening(), max_epochs=1)
     net, expected = model.net, classifier(**SMALL).net
     assert isinstance(net, WhitenedNet) and isinstance(expected, WhitenedNet) and bool(net.whitened)
     expected.initialise(data.plain_images(limit))

@@ -17,11 +17,10 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.cli.flags import packaged_recipe, recipe_names, recipe_settings
-from cifar_lit.data import draws, moves, operations, resolution
+from cifar_lit.data import draws, moves, operations, preprocessing
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.sources import SOURCES
-from cifar_lit.models.registry import net_spec
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.metrics import RunningMetrics
@@ -35,7 +34,7 @@ COUNT = 12
 @pytest.fixture(autouse=True)
 def uncached() -> Iterator[None]:
     """Keep fake tensors out of the caches of other tests, and those of other modes out of this one."""
-    cached = [value for module in (draws, moves, operations, resolution) for value in vars(module).values()]
+    cached = [value for module in (draws, moves, operations, preprocessing) for value in vars(module).values()]
     clears = [value.cache_clear for value in cached if hasattr(value, "cache_clear")]
     for clear in clears:
         clear()
@@ -53,8 +52,7 @@ def shape_of(data: dict[str, Any]) -> tuple[int, int, int]:
 
 def image_data(settings: dict[str, Any], images: ImageSet) -> ImageData:
     """Return a datamodule with these images and the augmentation of a recipe."""
-    names = ("augment", "resolutions")
-    data = ImageData("shapes", **{name: settings[name] for name in names if name in settings}, mean=0.5, std=0.25)
+    data = ImageData("shapes", augment=settings.get("augment", {}), mean=0.5, std=0.25)
     data.preprocessing.parts = SimpleNamespace(train_images=images)  # type: ignore[assignment]
     data.preprocessing.check()
     return data
@@ -85,8 +83,7 @@ def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: 
         fill = torch.zeros(channels, dtype=torch.uint8, device=GPU)
         rows = torch.arange(COUNT)
         loader = TrainLoader(images, rows, COUNT // 2, augment=data.augment, fill=fill, seed=0)
-        sizes = [None, *(data.resolutions if net_spec(model.hparams["net"]).any_size else ())]
-        for size in sizes:
+        for size in (None, *settings.get("resolutions", {}).get("sides", {})):
             for batch in loader:
                 prepared = data.preprocessing.train_batch(batch, size)
                 assert prepared.images.device == GPU
