@@ -41,6 +41,7 @@ from torch import Tensor
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.cli.flags import recipe_path
+from cifar_lit.data.augment import Augment
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
@@ -222,7 +223,7 @@ def draw_pixels(data: ImageData) -> None:
 
 def draw_augmentation() -> None:
     """Four images, and the same in six epochs with flip, crop and cutout."""
-    data = ImageData("shapes", count=1000, shuffle=False, crop=4, flip="random", cutout=8, mean=0.5)
+    data = ImageData("shapes", count=1000, shuffle=False, augment=Augment("random", 4, 8), mean=0.5)
     batches = []
     for epoch in range(6):
         order, make = data.train_loader.epoch_plan(epoch)

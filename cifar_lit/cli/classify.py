@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.data.decode import KINDS, SUFFIXES, pixel_limit
+from cifar_lit.data.decode import KINDS, pixel_limit
+from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
@@ -146,7 +147,7 @@ def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
         raise UsageError(f"--sheet {settings.sheet}: give an image file, such as sheet.png")
     for flag in ("csv", "jsonl", "sheet"):
         target = Path(settings[flag] or "-")
-        if flag != "sheet" and target.name.lower().endswith(SUFFIXES):
+        if flag != "sheet" and target.name.lower().endswith(IMAGES):
             raise UsageError(f"--{flag}={target} has the name of an image: name a .{flag} file")
         if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
             raise UsageError(f"--{flag} {target} is one of the images to classify: choose another file")

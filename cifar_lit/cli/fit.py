@@ -541,7 +541,8 @@ def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
             named |= {f"{name}.{key}": each for key, each in value.items()}
         else:
             named[name] = value
-    return named
+    augment = named.pop("data.augment", None) or {}
+    return named | {f"data.augment.{name}": value for name, value in augment.items()}
 
 
 def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, dict[str, Any]]:

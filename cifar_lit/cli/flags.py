@@ -5,11 +5,12 @@ This module does not import torch, so that an invalid command line fails at once
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,12 @@ _SYNONYMS = {
     "data.val_size": "val-split validation-split val-ratio",
     "data.image_size": "img input-size resolution crop-size",
     "data.augment": "aug transforms",
+    "data.augment.flip": "flip",
+    "data.augment.flip random": "hflip fliplr",
+    "data.augment.crop": "crop random-crop",
+    "data.augment.cutout": "cutout",
     "data.augment.mixup": "mixup mixup-alpha",
     "data.augment.cutmix": "cutmix cutmix-alpha",
-    "data.flip random": "hflip fliplr",
     "model.net": "m model arch architecture backbone",
     "model.lr": "learning-rate base-lr init-lr",
     "model.optimizer": "opt",
@@ -320,12 +324,12 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     line += [_as_text(settings) for settings in files]
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
-    return line + command.flags + ([f"--logs={command.logs}"] if command.logs else [])
+    return line + augment_off(command.flags) + ([f"--logs={command.logs}"] if command.logs else [])
 
 
 def _plain(file: Path) -> dict[str, Any]:
     """Return the settings of a file, with {} for a feature that is true, and null for one that is false."""
-    settings: dict[str, Any] = plain_values(file) or {}
+    settings = recipe_settings(file)
     for name in FEATURES:
         if isinstance(settings.get(name), bool):
             settings[name] = {} if settings[name] else None
@@ -350,6 +354,26 @@ def _as_text(settings: Mapping[str, Any]) -> str:
     return f"--config={NO_PATH}\n{values}"
 
 
-def recipe_settings(path: Path) -> dict[str, object]:
-    """Return the settings of a recipe as nested plain values."""
-    return plain_values(path) or {}
+def recipe_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a recipe as nested plain values, with `data.augment: null` as settings that are off."""
+    settings: dict[str, Any] = plain_values(path) or {}
+    data = settings.get("data")
+    if isinstance(data, dict) and "augment" in data and data["augment"] is None:
+        data["augment"] = _all_off()
+    return settings
+
+
+def augment_off(words: Sequence[str]) -> list[str]:
+    """Return words with `--data.augment null` as settings that are off. The parser has no null for a group."""
+    replaced: list[str] = []
+    for word in words:
+        if word == "null" and replaced[-1:] == ["--data.augment"]:
+            word = f"{replaced.pop()}=null"
+        replaced.append(f"--data.augment={json.dumps(_all_off())}" if word == "--data.augment=null" else word)
+    return replaced
+
+
+def _all_off() -> dict[str, Any]:
+    from cifar_lit.data.augment import Augment  # imports torch
+
+    return asdict(Augment())

@@ -11,7 +11,8 @@ from pathlib import Path
 from cifar_lit.cli.classify import MAX_PIXELS
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.review import with_plain_names
-from cifar_lit.data.decode import SUFFIXES, pixel_limit
+from cifar_lit.data.decode import pixel_limit
+from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
@@ -49,7 +50,7 @@ def select_next(argv: list[str]) -> None:
     out, sheet = Path(settings.out).expanduser(), Path(settings.sheet).expanduser()
     if settings.count < 1 or settings.max_pixels < 1:
         raise UsageError("--count and --max-pixels must be at least 1")
-    if out.name.lower().endswith(SUFFIXES) or not is_picture_name(sheet):
+    if out.name.lower().endswith(IMAGES) or not is_picture_name(sheet):
         raise UsageError(f"--out {out} --sheet {sheet}: give a table such as next.csv, and a picture such as next.png")
     classifier = load(settings.run, device=resolve_device(settings.accelerator))
     keep_freed_memory()

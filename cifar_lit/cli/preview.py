@@ -16,8 +16,8 @@ from torchvision.utils import make_grid
 
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.fit import adjust_to_features
-from cifar_lit.cli.flags import recipe_path
-from cifar_lit.data.augment import Augmentation
+from cifar_lit.cli.flags import augment_off, recipe_path, recipe_settings
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.cache import COMMON_SIZE, MAX_OWN_SIZE
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import Preparation, common_levels, decode, image_size
@@ -27,7 +27,6 @@ from cifar_lit.data.source_settings import parse_levels
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.features import FEATURES
 from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name, save_picture
-from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.figures import augmented_sample, captioned
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import counted, note, say
@@ -62,7 +61,7 @@ def preview(argv: list[str]) -> None:
     tiles = [captioned(image, lines) for image, lines in zip(images, captions, strict=True)]
     sheet = make_grid(tiles, len(headings), padding=4, pad_value=255)
     save_picture(Image.fromarray(sheet.permute(1, 2, 0).numpy()), out)
-    if data.augmentation == Augmentation() and data.device_augmentation is None:
+    if data.augment == Augment():
         note("these settings do not augment: choose a recipe, such as --recipe finetune, or set --data.augment.x")
     drawn = f"{count} of {len(files):,} images" if count < len(files) else counted(count, "image")
     say(f"{drawn}, original and augmented in {EPOCHS} epochs: {display_path(out)}")
@@ -76,12 +75,13 @@ def _settings(argv: list[str]) -> Namespace:
     add("--recipe", type=str | None, default=None, help="packaged recipe, or a YAML file of your own")
     add("--out", type=str, default="preview.png", metavar="FILE.png", help="file to write")
     parser.add_class_arguments(ImageData, "data")
+    argv = augment_off(argv)
     settings = parsed(parser, argv)
     if not settings.paths:
         raise UsageError("preview needs images: give files, folders or patterns of your own images")
     recipe: dict[str, Any] = {}
     if settings.recipe:
-        recipe = plain_values(recipe_path(settings.recipe)) or {}
+        recipe = recipe_settings(recipe_path(settings.recipe))
         defaults = recipe.get("data") or {}
         for name in defaults:
             if name not in settings.data:

@@ -20,11 +20,12 @@ from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.serve import listen
 from cifar_lit.cli.trust import allow_run
 from cifar_lit.data.decode import KINDS
+from cifar_lit.data.formats import TABLES
 from cifar_lit.data.listed_files import find_files
 from cifar_lit.data.progress import progress
+from cifar_lit.data.source_settings import as_on_disk
 from cifar_lit.data.sources import load_images
-from cifar_lit.data.table import SUFFIXES, read_table
-from cifar_lit.data.walk import as_on_disk
+from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
@@ -148,7 +149,7 @@ def current_labels(data: ImageData) -> Labels:
     if data.dataset != "folder":
         if settings.labels == "coarse":
             raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
-        is_reviewed = (settings.labels or "").lower().endswith(SUFFIXES)  # the names are those of the first table
+        is_reviewed = (settings.labels or "").lower().endswith(TABLES)  # the names are those of the first table
         keys = [*(images.names or ())] if is_reviewed else [str(row) for row in range(len(images))]
         dates = _earlier_dates(Path(settings.labels or "").expanduser()) if is_reviewed else {}
         return Labels("image", keys, names, *(("", []) if folds else ("split", splits)), dates)

@@ -15,7 +15,7 @@ DESCRIPTION = """Search settings with Optuna. FILE.yaml names the recipe, the se
   recipe: tudui
   search:
     model.lr: {log: [0.005, 0.3]}
-    data.crop: {range: [0, 4]}
+    data.augment.crop: {range: [0, 4]}
     model.optimizer: {choice: [sgd, adamw]}
     model.momentum: {range: [0.5, 0.95], if: {model.optimizer: sgd}}
   objective: val/accuracy

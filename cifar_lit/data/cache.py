@@ -163,13 +163,6 @@ def decoded(
         return _mapped(cache, index)
 
 
-def default_cache_dir() -> Path:
-    """Return $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit."""
-    if directory := os.environ.get("CIFAR_LIT_CACHE"):
-        return Path(directory)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
-
-
 def read_index(cache: Path) -> Index | None:
     """Return the index, None if it is missing or damaged, or its data file is incomplete."""
     try:

@@ -13,9 +13,8 @@ import torch
 from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.fit_length import FitLength, count_batches, fit_length
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
@@ -52,13 +51,8 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         split: further settings of the split; see `Split`.
         seed: seed of order and augmentation; --seed sets it.
         shuffle: draw a new order every epoch.
-        crop: pixels of reflect padding for a random crop; 0 for none.
-        flip: none, random, or alternating (each image is mirrored in every second epoch).
-        cutout: side in pixels of a square painted with the mean colour; 0 for none.
-        augment: further augmentations by name, such as {scale: [0.35, 1], brightness: 0.4}, drawn per image and
-            computed on the training device. Names: scale and ratio (area and aspect ratio of a random crop), rotation
-            (degrees), perspective (0 … 1), policy (trivial, or randaugment with operations and magnitude), brightness,
-            contrast, saturation, hue, blur (pixels), erasing (probability), mixup and cutmix (alpha).
+        augment: augmentation of the training images: an `Augment`, or its settings by name, such as {crop: 4, flip:
+            random}; null for none.
         placement: device (all images in the memory of the training device), host (worker processes prefetch them), or
             auto. auto means device if the images fit into half of its free memory.
         workers: number of worker processes that prefetch.
@@ -93,10 +87,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         split: Split = Split(),  # noqa: B008 (frozen)
         seed: int = 0,
         shuffle: bool = True,
-        crop: int = 0,
-        flip: str = "none",
-        cutout: int = 0,
-        augment: dict[str, Any] | None = None,
+        augment: Augment = Augment(),  # noqa: B008 (immutable)
         placement: str = "auto",
         workers: int = 2,
         mean: list[float] | float | None = None,
@@ -116,7 +107,9 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         super().__init__()
         if isinstance(split, dict):  # a Python program may pass a mapping
             split = Split(**split)
+        self.augment = Augment.of(given.pop("augment"))
         self.given = plain_settings("data", {**given, "split": asdict(split)})
+        self.given |= plain_settings("data.augment", asdict(self.augment))
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
         if names_may_be_foreign() and isinstance(dataset, str):
@@ -133,8 +126,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             num_classes=num_classes, count=count, split=split,
             levels=parse_levels(levels),
         )  # fmt: skip
-        self.augmentation = Augmentation(crop, flip, cutout)
-        self.device_augmentation = DeviceAugmentation.from_settings(augment) if augment else None
         self._val_size = val_size
         self._placement, self._mean, self._std = placement, mean, std
         self._build_parts()
@@ -145,7 +136,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.parts = SplitImages(self.dataset, self.settings, self._val_size)
         self.placement = Placement(self.parts, self._placement)
         self.preprocessing = Preprocessing(
-            self.parts, mean=self._mean, std=self._std, augmentation=self.device_augmentation, seed=self.seed
+            self.parts, mean=self._mean, std=self._std, augment=self.augment, seed=self.seed
         )
         self._record: dict[str, Any] | None = None
 
@@ -229,7 +220,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         """Create the training loader of this rank."""
         self.preprocessing.check()
         self.record  # noqa: B018 (loads the test images too, before any image is added to their folder)
-        if self.device_augmentation and self.device_augmentation.mixes and not self._rank_settings["weighted"]:
+        if self.augment.mixes and not self._rank_settings["weighted"]:
             fault = "data.augment mixup and cutmix need a model that reads batch.targets"
             raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
         images, _ = self.placed("train")
@@ -239,7 +230,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
                 order = make(self.train_images.labels)
         settings: dict[str, Any] = {
             "source": images, "indices": self.split[0], "batch_size": self.batch_size,
-            "augmentation": self.augmentation, "fill": self.preprocessing.mean_colour(images.images.device),
+            "augment": self.augment, "fill": self.preprocessing.mean_colour(images.images.device),
             "order": order, "seed": self.seed,
             "workers": self.workers if self.reads_ahead else 0,
             "pin_memory": self.reads_ahead and self.device.type != "cpu",

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
+from cifar_lit.data.formats import HAS_HEIF, HEIC_SUFFIXES, IMAGES
 from cifar_lit.data.progress import note_once
 from cifar_lit.errors import Failure
 from cifar_lit.files import read_bytes
@@ -33,15 +33,8 @@ from cifar_lit.text import printable
 from cifar_lit.threads import free_cores
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
-HAS_HEIF = find_spec("pi_heif") is not None  # the extra `photos`
 KINDS = f"JPEG, PNG, WebP, BMP, GIF, TIFF, PPM{', AVIF or HEIC' if HAS_HEIF else ' or AVIF'}"
-HEIC_SUFFIXES = (".heic", ".heif", ".hif")
 HEIC_REMEDY = 'pip install "cifar-lit[photos]", or convert it: magick mogrify -format jpg *.heic'
-# Images in folders. Files with other suffixes are ignored.
-SUFFIXES = (
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pnm", ".avif",
-    *(HEIC_SUFFIXES if HAS_HEIF else ()),
-)  # fmt: skip
 DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit grey
 MIN_DEEP_COLOUR = 16  # smallest maximum of the upper bytes of a picture with 16-bit colours
 MAX_MEASURED = 300  # images, to find the levels of all
@@ -65,11 +58,6 @@ READ_COST = 1_000  # bytes that each read of a file counts in addition
 MAX_SURPLUS = 10_000 * READ_COST  # bytes that may be read in addition to twice the file
 # A segment with a length, or the end of the image. C8 and F0 to FD have no length in Pillow, and libjpeg refuses them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xc8\xd0-\xd8\xf0-\xfd\xff]")
-RESIZES = {  # ways to resize an image of another aspect ratio
-    "crop": "scaled to cover the size, then cropped to its centre",
-    "letterbox": "scaled to fit into the size, with grey (128) borders",
-    "squash": "scaled to the size, ignoring the aspect ratio",
-}
 _PLAIN_REASONS = {  # by a part of Pillow's message
     "truncated": "cut short",
     "decoder object": "damaged or cut short",
@@ -304,7 +292,7 @@ def start_worker(pixel_limit: int | None) -> None:
 def remedy_for(names: Iterable[str]) -> str:
     """Return a sentence about files that can be converted, by their suffixes; empty if there are none."""
     suffixes = (os.path.splitext(name)[1].lower() for name in names)  # noqa: PTH122
-    counts = Counter(suffix for suffix in suffixes if suffix in UNREAD_SUFFIXES and suffix not in SUFFIXES)
+    counts = Counter(suffix for suffix in suffixes if suffix in UNREAD_SUFFIXES and suffix not in IMAGES)
     if not counts:
         return ""
     found = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from cifar_lit.data.cache import File, file_at
-from cifar_lit.data.decode import KINDS, SUFFIXES, remedy_for
+from cifar_lit.data.decode import KINDS, remedy_for
+from cifar_lit.data.formats import IMAGES, TABLES
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.table import SUFFIXES as TABLES
 from cifar_lit.data.walk import is_folder, skipped_text, visible_entries, walk
 from cifar_lit.errors import Failure, UsageError, nearest
 from cifar_lit.text import counted, listed, natural_key, nfc
@@ -97,7 +97,7 @@ class _Reader:
         for entry in sorted(entries, key=lambda entry: natural_key(entry.name)):
             if is_folder(entry):
                 folders.setdefault(nfc(entry.name), []).append(entry.path)
-            elif entry.name.lower().endswith(SUFFIXES):
+            elif entry.name.lower().endswith(IMAGES):
                 images.append(entry.path)
         return folders, images
 
@@ -239,7 +239,7 @@ class _Reader:
             if is_folder(entry):
                 continue
             name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
-            if entry.name.lower().endswith(SUFFIXES):
+            if entry.name.lower().endswith(IMAGES):
                 yield file_at(entry.path, name)
             else:
                 self.ignored.append(name)
@@ -264,7 +264,7 @@ def _inner_folders(path: str) -> set[str]:
     for entry in visible_entries(path, _unreadable):
         if is_folder(entry):
             names.add(nfc(entry.name).lower())
-        elif entry.name.lower().endswith(SUFFIXES):
+        elif entry.name.lower().endswith(IMAGES):
             return set()
     return names
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cifar_lit.data.cache import file_at
-from cifar_lit.data.decode import SUFFIXES
+from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.layout import PARTS, Listing, Tree, sort_classes
 from cifar_lit.data.progress import note_once
+from cifar_lit.data.source_settings import as_on_disk
 from cifar_lit.data.table import read_table
-from cifar_lit.data.walk import as_on_disk, is_folder, walk
+from cifar_lit.data.walk import is_folder, walk
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import listed, nfc
 
@@ -131,7 +132,7 @@ def _files_by_ending(folder: str) -> dict[str, list[str]]:
     """Return the images below a folder by all endings of their paths, with and without suffix."""
     endings: dict[str, list[str]] = {}
     for entry in walk(folder, lambda error: None):
-        if entry.name.lower().endswith(SUFFIXES) and not is_folder(entry):
+        if entry.name.lower().endswith(IMAGES) and not is_folder(entry):
             file = os.path.relpath(entry.path, folder).replace(os.sep, "/")
             names = nfc(file).split("/")
             for start in range(len(names)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation, augment_batch
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.fit_length import count_batches
 from cifar_lit.data.image_set import ImageSet
@@ -51,7 +51,7 @@ class TrainLoader:
         source: the images.
         indices: int64 (N,), rows of the training images.
         batch_size: images per global batch.
-        augmentation: crop, flip and cutout.
+        augment: augmentation; the loader applies `flip`, `crop` and `cutout`.
         order: function that puts the rows in the order of an epoch.
         seed: seed of order and augmentation.
         rank: rank of this process.
@@ -69,7 +69,7 @@ class TrainLoader:
     source: ImageSet
     indices: Tensor
     batch_size: int
-    augmentation: Augmentation
+    augment: Augment
     _: KW_ONLY
     order: Order = shuffled
     seed: int = 0
@@ -87,11 +87,10 @@ class TrainLoader:
         if len(self.indices) < self.world:
             fault = f"{len(self.indices)} training images are too few for {self.world} devices"
             raise UsageError(f"{fault}: lower --devices")
-        self.augmentation.check(*self.source.input_shape[1:])
+        self.augment.check(*self.source.input_shape[1:])
         self.epoch = 0
         self.position = 0  # batches of this epoch yielded so far
         self._resume = (-1, 0)  # epoch and position
-        self._ahead: tuple[int, Any] = (-1, None)  # number and plan of the next epoch
 
     def __len__(self) -> int:
         return count_batches(len(self.indices), self.batch_size, 1 if self.weighted else self.world)
@@ -123,8 +122,7 @@ class TrainLoader:
 
     def next_pass(self) -> Pass:
         """Return the pass that contains the current position."""
-        epoch, plan = self._ahead
-        return Pass(0, len(self), *(plan if epoch == self.epoch else self.epoch_plan(self.epoch)))
+        return Pass(0, len(self), self.epoch_rows(self.epoch), self.maker(self.epoch))
 
     def _batches(self, current: Pass) -> Iterator[Batch]:
         """Yield this rank's batches of a pass, from the current position on."""
@@ -137,31 +135,22 @@ class TrainLoader:
             batches_of_blocks = read_ahead(blocks, current.make, self.workers, self.pin_memory)
         for batch in chain.from_iterable(batches_of_blocks):
             self.position += 1
-            if self.position == len(self):
-                self.plan_next_epoch()
             yield batch
 
-    def plan_next_epoch(self) -> None:
-        """Plan the next epoch while the device is still computing this one."""
-        self._ahead = self.epoch + 1, self.epoch_plan(self.epoch + 1)
+    def epoch_rows(self, epoch: int, rows: Tensor | None = None) -> Tensor:
+        """Return `rows`, int64 (N,), in the order of an epoch, on the device of the images. Default: `indices`."""
+        return self._placed(self.order(self.indices if rows is None else rows, self.seed, epoch))
 
-    def epoch_plan(self, epoch: int, rows: Tensor | None = None) -> tuple[Tensor, BatchMaker]:
-        """Return the rows of an epoch in order, int64 (N,), and the function that turns them into batches.
+    def maker(self, epoch: int) -> BatchMaker:
+        """Return the function that turns rows into the batches of an epoch."""
+        _, height, width = self.source.input_shape
+        keys = self.augment.move_keys(height, width, self.seed, epoch)
+        return BatchMaker(self.source, self.augment, None if keys is None else self._placed(keys), self.fill, epoch)
 
-        Args:
-            epoch: number of the epoch.
-            rows: int64 (N,), rows to show; `indices` if not given.
-        """
-        source = self.source
-        order = self.order(self.indices if rows is None else rows, self.seed, epoch)
-        _, height, width = source.input_shape
-        plan = self.augmentation.plan(len(source), height, width, self.seed, epoch)
-        device = source.images.device
-        if device.type != "cpu":
-            # One transfer per epoch. From page-locked memory it does not synchronise the device.
-            order = order.pin_memory().to(device, non_blocking=True)
-            plan = plan if plan is None else plan.pin_memory().to(device, non_blocking=True)
-        return order, BatchMaker(source, plan, self.augmentation.cutout, self.fill, epoch)
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device of the images. From page-locked memory, it does not wait for the device."""
+        device = self.source.images.device
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
     def _part(self, batch: Tensor) -> tuple[Tensor, float]:
         """Return this rank's rows of a global batch and their loss weight."""
@@ -176,21 +165,21 @@ class TrainLoader:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Function from a block to its augmented batches, for one epoch. Arguments: see `augment_batch` and `Batch`."""
+    """Function from a block to its batches, for one epoch. Arguments: see `Augment.move` and `Batch`."""
 
     source: ImageSet
-    plan: Tensor | None
-    cutout: int
+    augment: Augment
+    keys: Tensor | None
     fill: Tensor | None
     epoch: int
 
     def __call__(self, block: Block) -> list[Batch]:
-        """Return the augmented batches of a block."""
+        """Return the batches of a block."""
         parts, weights = zip(*block, strict=True)
         rows = torch.cat(parts)
         sizes = [len(part) for part in parts]
         self.source.prefetch(rows)
-        images = augment_batch(self.source.images, rows, self.plan, self.cutout, self.fill).split(sizes)
+        images = self.augment.move(self.source.images, rows, self.keys, self.fill).split(sizes)
         labels = self.source.labels.index_select(0, rows).split(sizes)
         columns = zip(images, labels, rows.split(sizes), weights, strict=True)
         return [Batch(*values, epoch=self.epoch) for values in columns]

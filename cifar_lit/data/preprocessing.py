@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.device_augment import DeviceAugmentation
 from cifar_lit.data.image_set import ImageSet, spread_rows
+from cifar_lit.data.operations import transform
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import UsageError
 
+CHUNK_BYTES = 1 << 22  # float32; a CPU augments in chunks that stay in its cache
 STATISTICS_BYTES = 2048 * 32 * 32 * 3  # uint8 images, measured at once
 
-Finish = Callable[[Tensor], Tensor]  # from uint8 or float32 (B, H, W, C) in 0 … 255 to float32 (B, C, H, W)
+Finish = Callable[[Tensor], Tensor]  # uint8 or float32 (B, H, W, C) to (B, C, H, W) in channels_last memory
 
 
 class Preprocessing:
@@ -28,7 +30,7 @@ class Preprocessing:
         parts: the images. Missing statistics are measured on their training part.
         mean: mean of the channels for pixels in [0, 1], one number for all channels or one for each.
         std: standard deviation of the channels for pixels in [0, 1], one number or one for each channel.
-        augmentation: augmentation on the device.
+        augment: augmentation; `flip`, `crop` and `cutout` have been applied by the loader.
         seed: seed of the augmentation.
     """
 
@@ -38,11 +40,11 @@ class Preprocessing:
         *,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
-        augmentation: DeviceAugmentation | None = None,
+        augment: Augment | None = None,
         seed: int = 0,
     ) -> None:
         self.parts = parts
-        self.augmentation = augmentation
+        self._augment = augment or Augment()
         self.seed = seed
         self._mean, self._std = mean, std
         self._constants: Tensor | None = None  # mean and std on the device of the batches
@@ -50,8 +52,7 @@ class Preprocessing:
     def check(self) -> None:
         """Raise UsageError if the settings are invalid for the size of the images."""
         _, height, width = self.parts.train_images.input_shape
-        if self.augmentation:
-            self.augmentation.check(height, width)
+        self._augment.check(height, width)
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
@@ -90,17 +91,30 @@ class Preprocessing:
         """Augment the images of a batch one by one, apply `finish`, then mix images."""
         key = (batch.indices, self.seed, batch.epoch)
         images, targets = self.augment_images(batch.images, *key, finish), batch.targets
-        if self.augmentation and self.augmentation.mixes:
+        if self._augment.mixes:
             classes = len(self.parts.train_images.classes)
-            images, targets = self.augmentation.mix(images, batch.labels, classes, *key)
+            images, targets = self._augment.mix(images, batch.labels, classes, *key)
         return replace(batch, images=images, targets=targets)
 
     def augment_images(self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Finish) -> Tensor:
         """Augment images one by one, as functions of (seed, epoch, row), and apply `finish`."""
-        if self.augmentation is None:
+        if not self._augment.computes:
             return finish(images)
+        count, height, width, channels = images.shape
+        drawn, blur = self._augment.draw(rows, seed, epoch, height, width), self._augment.blur
         fill = self._constants_on(images.device)[0] * 255
-        return self.augmentation.apply(images, rows, seed, epoch, fill, finish)
+        if images.device.type != "cpu":
+            return finish(transform(images, drawn, fill, blur))
+        # Sort by operation, so that each chunk has few different operations.
+        order = drawn["operations"][:, 0].argsort(stable=True) if "operations" in drawn else torch.arange(count)
+        results = torch.empty(0)
+        for part in order.split(max(1, CHUNK_BYTES // (4 * height * width * channels))):
+            chunk = {name: values.index_select(0, part) for name, values in drawn.items()}
+            result = finish(transform(images.index_select(0, part), chunk, fill, blur)).permute(0, 2, 3, 1)
+            if not len(results):
+                results = result.new_empty(count, *result.shape[1:])
+            results[part] = result
+        return results.permute(0, 3, 1, 2)
 
     def _constants_on(self, device: torch.device) -> Tensor:
         if self._constants is None or self._constants.device != device:

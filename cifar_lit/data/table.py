@@ -10,13 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cifar_lit.data.decode import SUFFIXES as IMAGES
+from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.progress import note_once
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.files import file_size
 from cifar_lit.text import nfc
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
 COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
     "path": (
         "path", "file", "filename", "filepath", "image", "imagepath", "imagename", "imageid", "img", "imgpath", "id",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -76,13 +75,6 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:
         return False
-
-
-def as_on_disk(path: str, folder: str = "") -> str:
-    """Return a path below a folder whose accents have the Unicode form of the disk; the same path without a file."""
-    forms = (path, unicodedata.normalize("NFC", path), unicodedata.normalize("NFD", path))
-    places = [os.path.join(folder, form) for form in forms]  # noqa: PTH118
-    return next((place for place in places if os.path.lexists(place)), places[0])
 
 
 def skipped_text(skipped: Iterable[str]) -> str:

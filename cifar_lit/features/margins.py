@@ -39,7 +39,7 @@ class Margins(Callback):
         """Raise UsageError if the images have no rows or are mixed."""
         if not hasattr(data, "train_images"):
             raise UsageError("margins needs the row of each image: train on ImageData, or leave margins out")
-        if getattr(data.device_augmentation, "mixes", False):
+        if data.augment.mixes:
             raise UsageError("margins needs one label per image: remove mixup and cutmix, or leave margins out")
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:

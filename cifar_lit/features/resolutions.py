@@ -68,7 +68,8 @@ class Resolutions(Callback):
         channels, height, width = data.input_shape
         check_resolutions(self._sides, height, width)
         net, h = model.part("net"), model.hparams
-        if not isinstance(net, nn.Module) and not net_spec(net).any_size:
+        any_size = isinstance(net, nn.Module) or net_spec(net).any_size
+        if not (any_size() if callable(any_size) else any_size):
             raise UsageError(f"{h['net']} takes images of one size: leave resolutions out")
         for side in self._sides if not isinstance(net, nn.Module) else ():
             size = (side, round(side * width / height))

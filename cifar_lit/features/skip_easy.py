@@ -107,12 +107,8 @@ class HardRoundsLoader(TrainLoader):
             losses = self.losses.gather()[rows]
             self.hard = rows[losses.argsort(descending=True, stable=True)[:size]]
         first = begin + number * length
-        return Pass(first, min(first + length, len(self)), *self.epoch_plan(draw_epoch, self.hard))
-
-    def plan_next_epoch(self) -> None:
-        """Plan the next epoch if it begins with all images. Hard images are not known yet."""
-        if self._full_batches(self.epoch + 1):
-            super().plan_next_epoch()
+        rows, end = self.epoch_rows(draw_epoch, self.hard), min(first + length, len(self))
+        return Pass(first, end, rows, self.maker(draw_epoch))
 
     def _full_batches(self, epoch: int) -> int:
         """Return the number of batches of an epoch before the first round."""

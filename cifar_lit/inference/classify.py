@@ -18,17 +18,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cifar_lit.data.decode import (
-    HEIC_SUFFIXES,
-    KINDS,
-    SUFFIXES,
-    DecodeError,
-    Levels,
-    decode,
-    decode_chunks,
-    remedy_for,
-)
-from cifar_lit.data.walk import as_on_disk, is_folder, is_skipped, skipped_text, walk
+from cifar_lit.data.decode import KINDS, DecodeError, Levels, decode, decode_chunks, remedy_for
+from cifar_lit.data.formats import HEIC_SUFFIXES, IMAGES
+from cifar_lit.data.source_settings import as_on_disk
+from cifar_lit.data.walk import is_folder, is_skipped, skipped_text, walk
 from cifar_lit.errors import Failure
 from cifar_lit.files import writing
 from cifar_lit.inference.load import Classifier
@@ -103,7 +96,7 @@ def _files_below(folder: str) -> Iterator[ImageFile]:
     for entry in walk(folder, errors.append, skipped):
         if is_folder(entry):
             continue
-        if entry.name.lower().endswith((*SUFFIXES, *HEIC_SUFFIXES)):
+        if entry.name.lower().endswith((*IMAGES, *HEIC_SUFFIXES)):
             is_empty = False
             yield ImageFile(entry.path)
         else:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cifar_lit.data.decode import RESIZES
+from cifar_lit.data.formats import RESIZES
 from cifar_lit.errors import Failure, UsageError, check_choice, first_line
 from cifar_lit.files import writing
 from cifar_lit.inference.load import batch_size_of
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch.export import ExportedProgram
 
-SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2", "safetensors": ".safetensors"}
-SUFFIXES |= {to: target.suffix for to, target in MOBILE.items()}
+IMAGES = {"onnx": ".onnx", "torch-export": ".pt2", "safetensors": ".safetensors"}
+IMAGES |= {to: target.suffix for to, target in MOBILE.items()}
 # Packages of each format, and the extra that installs them.
 PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {"onnx": (("onnx", "onnxscript", "onnxruntime"), "export")}
 PACKAGES |= {to: (target.packages, to) for to, target in MOBILE.items()}
@@ -62,7 +62,7 @@ Runner = Callable[[Tensor], Tensor]
 
 def check_request(to: str, quantize: str | None, reject: float | None = None) -> None:
     """Raise UsageError for an unknown format or invalid options, Failure if packages are missing."""
-    check_choice("--to", to, SUFFIXES)
+    check_choice("--to", to, IMAGES)
     if quantize not in (None, "int8"):
         raise UsageError(f"--quantize must be int8, not {quantize!r}")
     if quantize is not None and to != "onnx":
@@ -80,7 +80,7 @@ def default_path(model: Path, to: str, quantize: str | None) -> Path:
     """Return the default path of the exported file, beside the model.safetensors."""
     if to == "safetensors":
         raise UsageError(f"{model} is already a safetensors file: name the copy with --out FILE")
-    return model.with_name(model.stem + (f".{quantize}" if quantize else "") + SUFFIXES[to])
+    return model.with_name(model.stem + (f".{quantize}" if quantize else "") + IMAGES[to])
 
 
 class Check(NamedTuple):
@@ -110,7 +110,7 @@ def export(
 
     Args:
         net: on the CPU, in evaluation mode.
-        to: a key of `SUFFIXES`.
+        to: a key of `IMAGES`.
         path: the file.
         sample: at least one image.
         options: calibration images, and what to add.

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError, first_line, nearest
+from cifar_lit.models.spec import TIMM, NetSpec
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_size
 
-TIMM = "timm/"  # prefix of the names of timm's nets
 EXTRA = 'pip install "cifar-lit[finetune]"'
 MAX_SIDE = 2048  # pixels
 SIDE_STEP = 32  # pixels: most nets halve their images five times
@@ -135,3 +135,8 @@ def preprocessing(net: str) -> Preprocessing | None:
         mean = std = [0.5] * 3
     side = (transform.crop_size if net.startswith(FIXED_SIZE) else transform.resize_size)[0]
     return Preprocessing(mean, std, (side, side))
+
+
+def timm_spec(name: str) -> NetSpec:
+    """Return the spec of a timm net."""
+    return NetSpec(partial(build_timm_net, name), any_size=partial(takes_any_size, name), options=OPTIONS)

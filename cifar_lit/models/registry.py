@@ -8,49 +8,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any
 
 from torch import nn
 
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.models.pretrained import OPTIONS as TIMM_OPTIONS
-from cifar_lit.models.pretrained import TIMM, build_timm_net, takes_any_size
-from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net, torchvision_names
-from cifar_lit.models.tutorial_nets import fashion_cnn, lenet, shapenet, signs_mlp, tudui
-from cifar_lit.models.whitened import OPTIONS, WhitenedNet, min_size
-from cifar_lit.models.wide_resnet import wide_resnet
+from cifar_lit.models.spec import TIMM, NetSpec
 from cifar_lit.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
 
-
-class NetSpec(NamedTuple):
-    """How to build a net, and the images and options that it accepts.
-
-    Args:
-        build: called with the keywords channels, image_size (height, width), num_classes, width (see `build_net`) and
-            the net's own options. Returns a module that maps float images (B, channels, height, width) to logits (B,
-            num_classes).
-        min_size: smallest height and width of images in pixels, or a function of the options that returns it.
-        any_size: whether a net built for one image size accepts other sizes too.
-        options: names of the net's own options; None if it accepts any.
-    """
-
-    build: Callable[..., nn.Module]
-    min_size: int | Callable[..., int] = 1
-    any_size: bool = False
-    options: tuple[str, ...] | None = ()
-
-
 MAX_WIDTH = 1000.0
-NETS: dict[str, NetSpec] = {
-    "whitened": NetSpec(WhitenedNet, min_size, any_size=True, options=OPTIONS),
-    "wide_resnet": NetSpec(wide_resnet, any_size=True, options=("depth", "widen", "dropout")),
-    "shapenet": NetSpec(shapenet, min_size=8, any_size=True),
-    "tudui": NetSpec(tudui, min_size=8),
-    "sjnet": NetSpec(tudui, min_size=8),  # the name of the same net in another tutorial
-    "lenet": NetSpec(lenet, min_size=16),
-    "fashion_cnn": NetSpec(fashion_cnn, min_size=16),
-    "signs_mlp": NetSpec(signs_mlp),
+# Specs by name, or where a module has one: a module is imported when its net is used.
+NETS: dict[str, NetSpec | str] = {
+    "whitened": "cifar_lit.models.whitened:SPEC",
+    "wide_resnet": "cifar_lit.models.wide_resnet:SPEC",
+    "shapenet": "cifar_lit.models.tutorial_nets:SHAPENET",
+    "tudui": "cifar_lit.models.tutorial_nets:TUDUI",
+    "sjnet": "cifar_lit.models.tutorial_nets:TUDUI",  # the name of the same net in another tutorial
+    "lenet": "cifar_lit.models.tutorial_nets:LENET",
+    "fashion_cnn": "cifar_lit.models.tutorial_nets:FASHION_CNN",
+    "signs_mlp": "cifar_lit.models.tutorial_nets:SIGNS_MLP",
 }
 
 
@@ -97,9 +74,7 @@ def build_net(
 
 def check_net(net: str | Callable[..., nn.Module] | NetSpec, options: Mapping[str, Any]) -> NetSpec:
     """Return the spec of a net. Raise UsageError for an unknown name or option."""
-    name = part_name(net)
-    # Do not import timm, which takes seconds: `any_size` is not needed here.
-    spec = NetSpec(partial(build_timm_net, name), options=TIMM_OPTIONS) if name.startswith(TIMM) else net_spec(net)
+    name, spec = part_name(net), net_spec(net)
     for option in options:
         if spec.options is not None and option not in spec.options:
             valid = ", ".join(spec.options) or "none: leave model.net_options out"
@@ -112,18 +87,31 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
     """Return the spec of a net. Raise UsageError for an unknown name."""
     name = part_name(net)
     if name in NETS:  # checked first, because torchvision is slow to import
-        return NETS[name]
+        return _imported(NETS[name])
     if name.startswith(TIMM):
-        return NetSpec(partial(build_timm_net, name), any_size=takes_any_size(name), options=TIMM_OPTIONS)
+        from cifar_lit.models.pretrained import timm_spec
+
+        return timm_spec(name)
     if not isinstance(net, str) or is_import_path(net):
         target = find_part(net, "model.net", NetSpec)
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
+    from cifar_lit.models.torchvision_nets import torchvision_names, torchvision_spec
+
     names = [*NETS, *torchvision_names()]
     if name not in names:
         check_no_file(name)
         valid = f"{', '.join(NETS)}, those of torchvision, and timm/NAME"
         raise UsageError(f"There is no net named {name!r}.{nearest(name, names)} Nets: {valid}.")
-    return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))
+    return torchvision_spec(name)
+
+
+def _imported(spec: NetSpec | str) -> NetSpec:
+    """Return a spec that may be given by its place, MODULE:NAME."""
+    if isinstance(spec, NetSpec):
+        return spec
+    module, _, name = spec.partition(":")
+    found: NetSpec = getattr(import_module(module), name)
+    return found
 
 
 def _option_names(build: Callable[..., Any]) -> tuple[str, ...] | None:

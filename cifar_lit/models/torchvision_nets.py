@@ -6,6 +6,7 @@ torchvision.models is imported on first use, because the import takes seconds.
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from cifar_lit.errors import UsageError
+from cifar_lit.models.spec import NetSpec
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
@@ -93,3 +95,8 @@ def accepts_size(net: nn.Module, channels: int, image_size: tuple[int, int]) -> 
     finally:
         net.train()
     return True
+
+
+def torchvision_spec(name: str) -> NetSpec:
+    """Return the spec of a torchvision net."""
+    return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))

@@ -9,6 +9,8 @@ from functools import partial
 
 from torch import nn
 
+from cifar_lit.models.spec import NetSpec
+
 
 def scaled(units: int, width: float) -> int:
     """Return the number of channels or hidden units times `width`, rounded, at least 1."""
@@ -83,3 +85,10 @@ def shapenet(*, channels: int, image_size: tuple[int, int], num_classes: int, wi
         ]
         layers.append(nn.MaxPool2d(2))
     return nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+
+
+SHAPENET = NetSpec(shapenet, min_size=8, any_size=True)
+TUDUI = NetSpec(tudui, min_size=8)
+LENET = NetSpec(lenet, min_size=16)
+FASHION_CNN = NetSpec(fashion_cnn, min_size=16)
+SIGNS_MLP = NetSpec(signs_mlp)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from cifar_lit.errors import UsageError
+from cifar_lit.models.spec import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
 
 STEM = 16  # channels
@@ -81,3 +82,6 @@ def wide_resnet(
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     nn.init.zeros_(head.bias)
     return net
+
+
+SPEC = NetSpec(wide_resnet, any_size=True, options=("depth", "widen", "dropout"))

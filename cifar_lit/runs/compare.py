@@ -11,7 +11,8 @@ from itertools import combinations, compress, cycle, product
 from pathlib import Path
 from typing import Any
 
-from cifar_lit.data.table import SUFFIXES, read_table
+from cifar_lit.data.formats import TABLES
+from cifar_lit.data.table import read_table
 from cifar_lit.errors import UsageError
 from cifar_lit.files import file_size
 from cifar_lit.runs.config_file import plain_values
@@ -299,7 +300,7 @@ def _data_difference(first: RunRecord, second: RunRecord) -> str:
 def _changed_labels(first: RunRecord, second: RunRecord) -> int | None:
     """Return how many images have other labels in the table of the second run; None if the tables do not say so."""
     roots = [Path(str(run.settings.get("data.root"))).expanduser() for run in (first, second)]
-    if not all(root.suffix.lower() in SUFFIXES and root.is_file() for root in roots):
+    if not all(root.suffix.lower() in TABLES and root.is_file() for root in roots):
         return None
     try:
         for root in roots:  # a file that the configuration of someone else may name

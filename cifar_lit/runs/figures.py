@@ -177,8 +177,8 @@ def captioned(image: Tensor, lines: Sequence[str]) -> Tensor:
 
 def augmented_sample(data: Any, count: int, epoch: int = 0) -> Tensor:
     """Return the first `count` training images of an epoch as augmented by `data`: uint8 (count, C, H, W)."""
-    order, make = data.train_loader.epoch_plan(epoch)
-    (batch,) = make([(order[:count], 1.0)])
+    loader = data.train_loader
+    (batch,) = loader.maker(epoch)([(loader.epoch_rows(epoch)[:count], 1.0)])
     batch = data.preprocessing.augment(batch, lambda images: images.permute(0, 3, 1, 2))
     return batch.images.float().round().clamp(0, 255).byte().cpu()
 

@@ -36,7 +36,8 @@ COMPARED = (
 
 def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for TensorBoard's hparams tab from the whole configuration."""
-    values = {**settings.get("trainer", {}), **settings.get("model", {}), **settings.get("data", {})}
+    data = settings.get("data", {})
+    values = {**settings.get("trainer", {}), **settings.get("model", {}), **data, **(data.get("augment") or {})}
     values |= {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
     return {name: values[name] for name in COMPARED if values.get(name) is not None}
 

@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from cifar_lit.data.decode import RESIZES
+from cifar_lit.data.formats import RESIZES
 from cifar_lit.data.image_size import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size
 from cifar_lit.models.checks import build_on_meta_device
-from cifar_lit.models.pretrained import TIMM
 from cifar_lit.models.registry import MAX_WIDTH, build_net, net_spec
+from cifar_lit.models.spec import TIMM
 from cifar_lit.models.state import with_versions
 from cifar_lit.plugins import UntrustedName, check_allowed, is_import_path
 from cifar_lit.runs.run_folder import weights_file

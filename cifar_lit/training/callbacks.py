@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,7 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.hardware import psutil
 from cifar_lit.text import counted, note, say
-from cifar_lit.training.checkpoint import is_last_epoch
+from cifar_lit.training.collectives import gather_rows
+from cifar_lit.training.loop_position import is_last_epoch
 
 # ---- time
 
@@ -172,16 +172,6 @@ class RandomState(Callback):
             torch.get_device_module(pl_module.device).set_rng_state(device_states[0])
 
 
-def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor) -> Tensor:
-    """Return the rows (n,) of all devices as (devices, n). Collective: every rank must call this.
-
-    Not Lightning's `all_gather`, which calls a function that torch 2.15 deprecates.
-    """
-    rows = torch.zeros((trainer.world_size, len(row)), dtype=row.dtype, device=pl_module.device)
-    rows[trainer.global_rank] = row
-    return trainer.strategy.reduce(rows, reduce_op="sum")
-
-
 # ---- progress
 
 
@@ -297,10 +287,6 @@ def fitting(parts: list[str], width: int) -> str:
 # ---- divergence
 
 
-class NotFiniteLoss(RuntimeError):
-    """The training loss became NaN or infinite; raised before it reaches a checkpoint."""
-
-
 class DivergenceWarning(Callback):
     """Warn once if the training loss is far above its start, and after every validation with a loss that is not finite.
 
@@ -364,22 +350,3 @@ class SlowdownWarning(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Discard a measurement that a validation interrupts."""
         self._begin = None
-
-
-def check_finite(model: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:
-    """Raise NotFiniteLoss if a weight, its average, norm statistics or momenta in a checkpoint are not finite.
-
-    This happens if the last step overflows a weight although its loss was finite. Other buffers may be infinite, such
-    as masks.
-    """
-    parameters = {name for name, _ in model.named_parameters()}
-    tensors: list[tuple[str, Any]] = []
-    for state in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):
-        tensors += [pair for pair in state.items() if pair[0] in parameters or "running_" in pair[0]]
-    for optimizer in checkpoint.get("optimizer_states", ()):
-        for index, state in optimizer["state"].items():
-            tensors += [(f"{index}'s {name}", value) for name, value in state.items() if isinstance(value, Tensor)]
-    for name, tensor in tensors:
-        if not bool(tensor.isfinite().all()):
-            where = f"at step {model.global_step} of epoch {model.current_epoch}"
-            raise NotFiniteLoss(f"the weight {name.removeprefix('net.')} is no longer finite {where}")

@@ -32,6 +32,7 @@ from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size, write_failure
 from cifar_lit.training.checkpoint_pickle import check_pickles
 from cifar_lit.training.collectives import Agreement
+from cifar_lit.training.loop_position import is_last_epoch, validates_next, within_epoch
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
@@ -47,23 +48,6 @@ class DamagedCheckpoint(Failure):
 
 
 # ---- writing
-
-
-def within_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether the epoch continues after this batch, and no accumulated gradients would be lost."""
-    return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not trainer.fit_loop._should_accumulate()
-
-
-def is_last_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether the training ends with this epoch, unless a minimum number of epochs or steps prolongs it."""
-    ends = trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps
-    return ends or trainer.should_stop
-
-
-def validates_next(trainer: pl.Trainer) -> bool:
-    """Return whether a validation follows this batch: a checkpoint before it would lose it. Equal on all devices."""
-    loop: Any = trainer.fit_loop
-    return loop.trainer._val_check_time_interval is None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

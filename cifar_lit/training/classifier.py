@@ -22,7 +22,7 @@ from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
-from cifar_lit.training.callbacks import NotFiniteLoss, check_finite
+from cifar_lit.training.finite import NotFiniteLoss, check_finite
 from cifar_lit.training.hooks import callbacks_with, methods
 from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
 from cifar_lit.training.optimizers import configure_optimizers, optimizer_settings
@@ -229,7 +229,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         """Build the net from the datamodule unless it is built. Add the callback that an accelerator needs."""
         trainer: Any = self.trainer
         self.build_for(trainer.datamodule)
-        self.loss_hooks = []  # before the datamodule adds one for `skip_easy`
         has_rows = any(isinstance(callback, LateRows) for callback in trainer.callbacks)
         if trainer.strategy.root_device.type == "cpu" or has_rows:
             return []
@@ -240,7 +239,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         if stage == "fit":
             trainer: Any = self.trainer
             check_features(self, trainer, trainer.datamodule)
-            self.loss_hooks += methods(trainer, "loss")
+            self.loss_hooks = methods(trainer, "loss")
             self.trained_with = training_settings(self.hparams, trainer)
             self.running = RunningMetrics(self.trainer.strategy.root_device)
             self.rows = TrainingRows(self)

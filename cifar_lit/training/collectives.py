@@ -51,3 +51,13 @@ class Agreement:
             self._work.wait()
             self._work = None
         return int(self._number)
+
+
+def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor) -> Tensor:
+    """Return the rows (n,) of all devices as (devices, n). Collective: every rank must call this.
+
+    Not Lightning's `all_gather`, which calls a function that torch 2.15 deprecates.
+    """
+    rows = torch.zeros((trainer.world_size, len(row)), dtype=row.dtype, device=pl_module.device)
+    rows[trainer.global_rank] = row
+    return trainer.strategy.reduce(rows, reduce_op="sum")

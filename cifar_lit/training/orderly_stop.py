@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from cifar_lit.signals import HANGUP, REQUEUE, STOP_SIGNALS, accept_hangup, stop_signals
 from cifar_lit.text import note
-from cifar_lit.training.checkpoint import LastCheckpoint, validates_next, within_epoch
+from cifar_lit.training.checkpoint import LastCheckpoint
 from cifar_lit.training.collectives import Agreement
+from cifar_lit.training.loop_position import validates_next, within_epoch
 
 
 class Interrupted(BaseException):

@@ -116,9 +116,9 @@ def command(*words: str) -> str:
     with redirect_stdout(output):
         main([*words, "--help"])
     os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
-    text = re.sub(r"\s+\[--data(?:\.\w+)? [^\]]+\]", "", output.getvalue())
+    text = re.sub(r"\s+\[--data(?:\.\w+)* [^\]]+\]", "", output.getvalue())
     groups = re.split(r"\n\n(?=\S[^\n]*:\n +-)", text)
-    return fenced("\n\n".join(group for group in groups if "  --data CONFIG" not in group))
+    return fenced("\n\n".join(group for group in groups if not re.search(r"  --data(\.\w+)? CONFIG", group)))
 
 
 def fields(path: str) -> str:
@@ -233,8 +233,10 @@ def type_name(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a default as YAML has it; nothing for null, which leaves the setting out."""
-    return "" if value in (inspect.Parameter.empty, None) else json.dumps(value, default=str).strip('"')
+    """Return a default as YAML has it; nothing for null, which leaves the setting out, and for a group of settings."""
+    if value in (inspect.Parameter.empty, None) or dataclasses.is_dataclass(value):
+        return ""
+    return json.dumps(value, default=str).strip('"')
 
 
 def code(text: str) -> str:

@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
@@ -110,7 +111,7 @@ def measure(
 ) -> list[Row]:
     """Measure one operation; return the rows with the ratio of both speeds and with each speed."""
     side, size = images.input_shape[1], settings.batch_size
-    data = ImageData("shapes", augment=ours, val_size=0)
+    data = ImageData("shapes", augment=Augment(**ours), val_size=0)
     data.parts = data.preprocessing.parts = images.parts
     as_floats = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*data.statistics)]
     tensors = TensorImages(data.train_images, [*transforms(side), *as_floats])

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from cifar_lit.data.resolution import side_at
 from lightning.pytorch.callbacks import LambdaCallback
 from limit import product_rate
 from loops import TutorialLoop, lay_out_plainly
@@ -18,7 +19,6 @@ from timed_fit import build
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path, recipe_settings
-from cifar_lit.data.resolution import side_at
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_precision, detect_machine
 

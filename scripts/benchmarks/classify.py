@@ -19,7 +19,7 @@ import cifar_lit
 from cifar_lit.bench.process import as_error, started
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.data.decode import SUFFIXES
+from cifar_lit.data.formats import IMAGES
 from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -70,7 +70,7 @@ def run(settings: argparse.Namespace) -> None:
 
 def pictures_in(folder: Path) -> list[Path]:
     """Return the pictures in a folder and its subfolders, sorted; raise UsageError if there are none."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES)
     if not files:
         raise UsageError(f"there are no pictures in {folder}: name another folder")
     return files

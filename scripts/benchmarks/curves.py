@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from cifar_lit.training.weight_average import WeightAverage
 from lightning.pytorch.callbacks import Checkpoint
 from script import run_script
 
@@ -23,7 +24,6 @@ from cifar_lit.bench.report import Row, machine_text, make_parent, publish, spre
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import COLOURS, GREY
 from cifar_lit.training.callbacks import Clock
-from cifar_lit.training.weight_average import WeightAverage
 
 WHAT = (
     "Train each recipe with several seeds, and test it at the end of each epoch with the clock stopped and the fit "

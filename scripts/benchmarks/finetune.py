@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cifar_lit.training.finetune import PACKAGED_NET, load_pretrained
 from script import run_script
 from torch import nn
 from torch.nn import functional as F
@@ -34,7 +35,6 @@ from cifar_lit.data.layout import scan
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.stats import wilson_interval
-from cifar_lit.training.finetune import PACKAGED_NET, load_pretrained
 
 WHAT = (
     "Run the recipe finetune on a folder of photos, with an empty cache, up to the tested net. Compare it with the "

@@ -20,6 +20,7 @@ from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizon
 
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
@@ -50,7 +51,7 @@ def run(settings: argparse.Namespace) -> None:
     size = settings.batch_size
     if min(settings.rounds, settings.batches, size) < 1:
         raise UsageError("--rounds, --batches and --batch-size must be at least 1")
-    own = {"batch_size": size, "val_size": 0, "crop": PADDING, "flip": "random", "count": settings.count}
+    own = {"batch_size": size, "val_size": 0, "augment": Augment("random", PADDING), "count": settings.count}
     data = ImageData(settings.dataset, root=settings.root, **own)
     if len(data.train_images) < (settings.batches + 1) * size:
         raise UsageError(f"{len(data.train_images):,} images are too few for a round: lower --batches or --batch-size")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cifar_lit.data.hard_rounds import LastLosses
 from imbalance import drawn
 from lightning.pytorch.callbacks import Callback
 from script import run_script, set_threads
@@ -26,7 +27,6 @@ import cifar_lit
 from cifar_lit.bench.process import without_places
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.data.hard_rounds import LastLosses
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, SourceSettings
 from cifar_lit.data.splits import fold_rows

@@ -12,6 +12,8 @@ from operator import truediv
 from typing import Any, NamedTuple
 
 import torch
+from cifar_lit.data.hard_rounds import first_hard_batch
+from cifar_lit.data.resolution import side_at
 from loops import AUTOCAST
 from script import run_script
 from timed_fit import Stopwatch, Subject, add_data_arguments, fit, read_clock, subject_from
@@ -24,8 +26,6 @@ from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.fit_length import FitLength, count_batches
-from cifar_lit.data.hard_rounds import first_hard_batch
-from cifar_lit.data.resolution import side_at
 from cifar_lit.errors import UsageError
 
 WHAT = (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cifar_lit.training.finetune import IMAGENET, PACKAGED_NET, compute_features, fit_head, load_pretrained
 from script import run_script, set_threads
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,7 +23,6 @@ from cifar_lit.inference.selection import select
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.compare import COLOURS
 from cifar_lit.stats import mean_interval
-from cifar_lit.training.finetune import IMAGENET, PACKAGED_NET, compute_features, fit_head, load_pretrained
 
 WHAT = (
     "Label a pool of images step by step, chosen by the function of `cifar-lit next` or at random, from the same first "

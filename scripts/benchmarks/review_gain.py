@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cifar_lit.training.finetune import PACKAGED_NET, fit_head
 from next_labels import frozen_features
 from script import run_script, set_threads
 from torch import Tensor
@@ -24,7 +25,6 @@ from cifar_lit.inference.review.journal import Decision, Labels
 from cifar_lit.inference.review.queue import most_suspicious
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.stats import mean_interval
-from cifar_lit.training.finetune import PACKAGED_NET, fit_head
 
 WHAT = (
     "Change 5 % of the labels of 2,000 images to another class, drawn uniformly. Cross-validate the last layer of the "

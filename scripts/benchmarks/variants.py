@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cifar_lit.data.resolution import shrink, side_at
 from loops import leave_signals
 from script import run_script
 from timed_fit import build
@@ -24,7 +25,6 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
-from cifar_lit.data.resolution import shrink, side_at
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.models.tta import view_logits

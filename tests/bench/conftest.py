@@ -45,7 +45,8 @@ def small_subject() -> Callable[..., Subject]:
     def make(**model: Any) -> Subject:
         images = {"dataset": "shapes", "count": 120, "val_size": 20, "image_size": 16, "mean": 0.5, "std": 0.25}
         data, classifier = build(
-            {"net": "lenet", "lr": 0.05, **model}, {**images, "crop": 2, "flip": "random", "batch_size": 16}
+            {"net": "lenet", "lr": 0.05, **model},
+            {**images, "augment": {"crop": 2, "flip": "random"}, "batch_size": 16},
         )
         return Subject(classifier, data, {"accelerator": "cpu", "devices": 1, "precision": "32-true"})
 

@@ -97,7 +97,7 @@ def test_settings_of_a_model_are_read_as_in_a_training() -> None:
     flags = "--model.capture false --model.weight_decay 1e-3 --model.net_options.depth=[2,3,3] --model.bias_lr null"
     values = {"capture": False, "weight_decay": 0.001, "net_options.depth": [2, 3, 3], "bias_lr": None}
     assert model_settings(flags.split()) == values
-    for flags in ("--epochs 3", "--data.crop 2", "--model.capture"):
+    for flags in ("--epochs 3", "--data.augment.crop 2", "--model.capture"):
         with pytest.raises(UsageError, match="not a flag of this measurement"):
             model_settings(flags.split())
 

@@ -95,8 +95,8 @@ def test_images_are_resized_as_in_training() -> None:
     [
         ("photos --out sheet.txt", ["--out sheet.txt: give an image file, such as preview.png"]),
         ("photos/some/1.png --out photos/some/1.png", ["--out photos/some/1.png is one of the images"]),
-        ("photos --recipe wrong.yaml", ["no setting is called data.flop. Did you mean flip?"]),
-        ("photos --data.flop random", ["--data.flop", "Did you mean --data.flip?"]),
+        ("photos --recipe wrong.yaml", ["no setting is called data.flop."]),
+        ("photos --data.augment.flop random", ["--data.augment.flop", "Did you mean --data.augment.flip?"]),
     ],
 )
 def test_invalid_requests_are_refused(words: str, parts: list[str]) -> None:

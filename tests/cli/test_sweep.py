@@ -44,7 +44,7 @@ from cifar_lit.sweep.results import conclusion, ranked  # noqa: E402
 from cifar_lit.sweep.trials import Control, Job, Worker, run_in, run_job, value_of  # noqa: E402
 
 FOLDER = Path("lightning_logs/lr")
-SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.crop": {"range": [0, 2]}}
+SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.augment.crop": {"range": [0, 2]}}
 
 # Stands for a training: accuracy 1 - |lr - 0.05| after three epochs, lowered by seed · lr / 100.
 FAKE = """
@@ -527,16 +527,16 @@ def test_a_grid_is_all_allowed_combinations_in_an_order_of_the_seed_and_has_a_li
     search = {
         "model.optimizer": {"choice": ["sgd", "adamw"]},
         "model.momentum": {"range": [0.1, 0.3], "step": 0.1, "if": {"model.optimizer": "sgd"}},
-        "data.crop": {"range": [1, 5], "step": 2},
+        "data.augment.crop": {"range": [1, 5], "step": 2},
     }
 
     def grid(**more: Any) -> list[dict[str, Any]]:
         write(search=search, sampler="grid", trials=None, **more)
         return read_sweep(Path("lr.yaml")).grid()
 
-    sgd = [{"data.crop": crop, "model.momentum": value} for crop in (1, 3, 5) for value in (0.1, 0.2, 0.3)]
+    sgd = [{"data.augment.crop": crop, "model.momentum": value} for crop in (1, 3, 5) for value in (0.1, 0.2, 0.3)]
     expected = [{"model.optimizer": "sgd", **each} for each in sgd]
-    expected += [{"model.optimizer": "adamw", "data.crop": crop} for crop in (1, 3, 5)]
+    expected += [{"model.optimizer": "adamw", "data.augment.crop": crop} for crop in (1, 3, 5)]
     in_order = [sorted(each.items()) for each in grid()]
     assert sorted(map(str, in_order)) == sorted(str(sorted(each.items())) for each in expected)
     assert grid() == grid() != grid(seed=1)

@@ -85,8 +85,8 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --data.count 3", ["data.count must be at least 10 images"]),
     (f"{S} --data.val_size 200", ["data.val_size 200", "train on"]),
     (f"{S} --model.width 0", ["width", "above 0"]),
-    (f"{S} --data.crop 16", ["data.crop 16", "16×16"]),
-    (f"{S} --data.augment.brightnes 0.4", ["data.augment has no setting 'brightnes'", "Did you mean brightness?"]),
+    (f"{S} --data.augment.crop 16", ["data.augment.crop 16", "16×16"]),
+    (f"{S} --data.augment.brightnes 0.4", ["--data.augment.brightnes.", "mean --data.augment.brightness?"]),
     (f"{S} --data.augment.hue=0.7", ["data.augment.hue must be a number from 0 to 0.5, not 0.7"]),
     (f"{S} --data.augment.blur 9", ["data.augment.blur 9", "16×16"]),
     ("preview", ["preview needs images"]),
@@ -165,9 +165,10 @@ def files(working_folder: Path) -> Path:
 
 
 def test_every_synonym_stands_for_an_existing_flag() -> None:
-    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out)) | {"config", *SHORT.values(), *OWN, *nested_settings()}
+    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out))
+    flags |= {"config", *SHORT.values(), *OWN, *nested_settings()}
     settings = {setting.partition(" ")[0] for setting in SYNONYMS.values()}
-    assert settings - flags - {"data.augment.mixup", "data.augment.cutmix"} == set()
+    assert settings - flags == set()
     assert SYNONYMS.keys() & {*SHORT, *OWN} == set()
 
 

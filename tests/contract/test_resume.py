@@ -169,7 +169,7 @@ def test_settings_that_contradict_the_run_are_refused_and_the_run_stays_unchange
     names = files_of(interrupted)
     assert_refused(run_command("--resume", "--recipe=quickstart"), 2, "was trained with another recipe")
     others = {"net": "tudui", "model.optimizer": "adamw", "data.num_classes": "5", "model.schedule": "constant",
-              "lr": "0.1", "epochs": "2", "batch-size": "16", "seed": "4", "data.flip": "random",
+              "lr": "0.1", "epochs": "2", "batch-size": "16", "seed": "4", "data.augment.flip": "random",
               "data.split.seed": "7", "trainer.accumulate_grad_batches": "2"}  # fmt: skip
     for flag, value in others.items():
         name = flag.rpartition(".")[2].replace("-", "_")

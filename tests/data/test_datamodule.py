@@ -99,7 +99,7 @@ def test_one_number_applies_to_every_channel_and_replaces_the_measured_value() -
 
 
 def test_a_sample_shows_the_augmented_images_of_the_first_epoch() -> None:
-    data = shapes_data(crop=2, flip="random", cutout=3)
+    data = shapes_data(augment={"crop": 2, "flip": "random", "cutout": 3})
     shown = torch.cat([batch.images for batch in data.train_dataloader()])
     assert torch.equal(augmented_sample(data, 40), shown[:40].permute(0, 3, 1, 2))
 
@@ -140,7 +140,7 @@ def test_a_memory_mapped_file_gives_each_device_the_same_batches(tmp_path: Path,
     for number in range(24):
         save(tmp_path / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", number)
     batches: list[list[Any]] = []
-    settings: dict[str, Any] = {"crop": 2, "cache_dir": str(tmp_path / "cache")}
+    settings: dict[str, Any] = {"augment": {"crop": 2}, "cache_dir": str(tmp_path / "cache")}
     for placement in ("device", "host"):
         data = ImageData("folder", str(tmp_path / "pets"), 6, placement=placement, **settings)
         data.trainer = trainer_at(0, 1, global_rank=rank)

@@ -21,20 +21,20 @@ def finalised(word: int) -> int:
 
 
 def test_numbers_equal_a_reference_in_integer_arithmetic() -> None:
-    first, second = map(int, np.random.SeedSequence((7, 3)).generate_state(2))
+    first, second = map(int, np.random.SeedSequence((7, 3, int.from_bytes(b"hue"))).generate_state(2))
     rows = [0, 1, 49_999, 2**31, 2**32 - 1]
     expected = [
         [(finalised(finalised(row ^ first) ^ finalised(column ^ second)) >> 8) / 2**24 for column in range(5)]
         for row in rows
     ]
-    assert uniform(torch.tensor(rows), 5, 7, 3).tolist() == expected
+    assert uniform(torch.tensor(rows), 5, "hue", 7, 3).tolist() == expected
 
 
 def test_a_number_depends_only_on_its_row_and_column() -> None:
-    numbers, order = uniform(ROWS, 4, 1, 2), torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(uniform(ROWS[order], 4, 1, 2), numbers[order])
-    assert torch.equal(torch.cat([uniform(part, 4, 1, 2) for part in ROWS.split(999)]), numbers)
-    assert torch.equal(uniform(ROWS, 2, 1, 2), numbers[:, :2])
+    numbers, order = uniform(ROWS, 4, "hue", 1, 2), torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(uniform(ROWS[order], 4, "hue", 1, 2), numbers[order])
+    assert torch.equal(torch.cat([uniform(part, 4, "hue", 1, 2) for part in ROWS.split(999)]), numbers)
+    assert torch.equal(uniform(ROWS, 2, "hue", 1, 2), numbers[:, :2])
     assert numbers.dtype == torch.float32 and float(numbers.min()) >= 0 and float(numbers.max()) < 1
 
 
@@ -50,15 +50,15 @@ def chi_square(*numbers: Tensor) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, 12_345])
 def test_numbers_are_uniform_and_independent_of_their_neighbours(seed: int) -> None:
-    numbers = uniform(ROWS, 3, 4, seed, 0, 1)
+    numbers = uniform(ROWS, 3, "hue", seed, 0)
     neighbours = {
         "row": numbers[1:, 0],
         "row, far": numbers[4096:, 0],
         "column": numbers[:, 1],
-        "epoch": uniform(ROWS, 1, 4, seed, 1, 1)[:, 0],
-        "seed": uniform(ROWS, 1, 4, seed + 1, 0, 1)[:, 0],
-        "seed and epoch swapped": uniform(ROWS, 1, 4, 0, seed + 1, 1)[:, 0],
-        "stream": uniform(ROWS, 1, 4, seed, 0, 2)[:, 0],
+        "epoch": uniform(ROWS, 1, "hue", seed, 1)[:, 0],
+        "seed": uniform(ROWS, 1, "hue", seed + 1, 0)[:, 0],
+        "seed and epoch swapped": uniform(ROWS, 1, "hue", 0, seed + 1)[:, 0],
+        "stream": uniform(ROWS, 1, "blur", seed, 0)[:, 0],
     }
     assert all(abs(chi_square(numbers[:, column])) < 4 for column in range(3))
     for name, others in neighbours.items():
@@ -71,7 +71,7 @@ def test_numbers_are_uniform_and_independent_of_their_neighbours(seed: int) -> N
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 8.0, 32.0, 100.0])
 def test_beta_has_the_quantiles_of_the_beta_distribution(alpha: float) -> None:
-    shares = beta(uniform(ROWS, 1, 5)[:, 0], alpha).numpy()
+    shares = beta(*uniform(ROWS, 2, "mixing", 0, 0).unbind(1), alpha).numpy()
     sample = np.random.default_rng(0).beta(alpha, alpha, COUNT)
     levels = np.arange(1, 256) / 256
     assert np.abs(np.quantile(shares, levels) - np.quantile(sample, levels)).max() < 0.02

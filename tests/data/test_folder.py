@@ -13,8 +13,9 @@ from own_images import damage, decodings, doubling_links, open_set, save, values
 
 from cifar_lit.data import decode
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.decode import KINDS, RESIZES
+from cifar_lit.data.decode import KINDS
 from cifar_lit.data.folder import draw_test
+from cifar_lit.data.formats import RESIZES
 from cifar_lit.data.layout import Tree, scan
 from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import Failure, UsageError
@@ -102,7 +103,7 @@ def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
 
 @pytest.mark.parametrize("has_heif", [True, False])
 def test_heic_photos_name_the_extra_that_reads_them(has_heif: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "SUFFIXES", (".jpg", ".heic") if has_heif else (".jpg",))
+    monkeypatch.setattr(decode, "IMAGES", (".jpg", ".heic") if has_heif else (".jpg",))
     told = '2 .heic: pip install "cifar-lit[photos]", or convert them: magick mogrify'
     assert (told in decode.remedy_for(["a.heic", "b/c.HEIC", "d.txt"])) is not has_heif
 

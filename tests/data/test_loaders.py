@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
-from cifar_lit.data.augment import Augmentation, augment_batch
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
@@ -24,7 +25,7 @@ from cifar_lit.errors import UsageError
 from cifar_lit.features.balanced import Balanced, balanced_order
 from cifar_lit.signals import STOP_SIGNALS
 
-MOVES: dict[str, Any] = {"augmentation": Augmentation(2, "alternating", 3), "fill": torch.zeros(3).byte(), "seed": 5}
+MOVES: dict[str, Any] = {"augment": Augment("alternating", crop=2, cutout=3), "fill": torch.zeros(3).byte(), "seed": 5}
 
 
 def image_set(count: int, size: int = 3) -> ImageSet:
@@ -34,27 +35,15 @@ def image_set(count: int, size: int = 3) -> ImageSet:
 
 
 def train_loaders(source: ImageSet, batch_size: int, world: int = 1, **settings: Any) -> list[TrainLoader]:
-    settings = {"indices": torch.arange(len(source)), "augmentation": Augmentation(), **settings}
+    settings = {"indices": torch.arange(len(source)), "augment": Augment(), **settings}
     return [TrainLoader(source, batch_size=batch_size, rank=rank, world=world, **settings) for rank in range(world)]
 
 
-def test_the_next_epoch_is_planned_before_the_last_batch_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device computes meanwhile. Later it would wait for the plan."""
-    planned, plan = list[int](), TrainLoader.epoch_plan
-
-    def plan_and_note(loader: TrainLoader, epoch: int) -> Any:
-        planned.append(epoch)
-        return plan(loader, epoch)
-
-    monkeypatch.setattr(TrainLoader, "epoch_plan", plan_and_note)
-    (loader,), (reference,) = (train_loaders(image_set(20, size=8), 8, **MOVES) for _ in range(2))
-    for epoch in (0, 1, 5):
-        loader.set_epoch(epoch)
-        batches, before = iter(loader), len(planned)
-        shown = [next(batches) for _ in range(len(loader))]
-        assert planned[before:] == {0: [0, 1], 1: [2], 5: [5, 6]}[epoch]
-        reference.set_epoch(epoch)
-        assert_same(shown, list(reference))
+def moved(source: ImageSet, rows: Tensor, epoch: int) -> Tensor:
+    """Return the images at `rows` with the moves of `MOVES`."""
+    augment = MOVES["augment"]
+    keys = augment.move_keys(*source.images.shape[1:3], MOVES["seed"], epoch)
+    return augment.move(source.images, rows, keys, MOVES["fill"])
 
 
 def assert_same(batches: Sequence[Batch], others: Sequence[Batch]) -> None:
@@ -103,8 +92,7 @@ def test_an_augmented_image_does_not_depend_on_devices_batches_or_blocks(
     world: int, batch_size: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = image_set(40, size=8)
-    plan = MOVES["augmentation"].plan(40, 8, 8, 5, 3)
-    expected = augment_batch(source.images, torch.arange(40), plan, 3, MOVES["fill"])
+    expected = moved(source, torch.arange(40), epoch=3)
     monkeypatch.setattr("cifar_lit.data.loaders.BLOCK_BYTES", block * 8 * 8 * 3)
     loaders = train_loaders(source, batch_size, world, **MOVES)
     for loader in loaders:
@@ -127,8 +115,7 @@ def test_a_balanced_epoch_resumes_alike_on_any_number_of_devices() -> None:
         steps = list(zip(*loaders, strict=True))
         assert [counted_rows(step) for step in steps] == expected[2:]
         for batch in chain(*steps):  # a repeated image is augmented alike
-            plan = MOVES["augmentation"].plan(60, 8, 8, 5, 2)
-            assert torch.equal(batch.images, augment_batch(source.images, batch.indices, plan, 3, MOVES["fill"]))
+            assert torch.equal(batch.images, moved(source, batch.indices, epoch=2))
             assert torch.equal(batch.labels, source.labels[batch.indices])
 
 
@@ -168,8 +155,8 @@ def test_invalid_batch_sizes_are_refused() -> None:
         train_loaders(source, 3, 4)
     with pytest.raises(UsageError, match="2 training images are too few for 3 devices"):
         train_loaders(source, 8, 3, indices=torch.tensor([1, 2]))
-    with pytest.raises(UsageError, match=r"data\.crop"):
-        train_loaders(source, 8, augmentation=Augmentation(crop=3))
+    with pytest.raises(UsageError, match=r"data\.augment\.crop"):
+        train_loaders(source, 8, augment=Augment(crop=3))
     with pytest.raises(UsageError, match="eval_batch_size"):
         EvalLoader(source, torch.arange(20), 0)
 

@@ -1,4 +1,4 @@
-"""`Preprocessing` without a datamodule. test_datamodule and test_device_augment test its batches."""
+"""`Preprocessing` without a datamodule. test_datamodule and test_augment test its batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cifar_lit.data.device_augment import DeviceAugmentation
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.preprocessing import Preprocessing, shrink
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
@@ -25,7 +25,7 @@ def preprocessing(**settings: Any) -> Preprocessing:
 
 def test_settings_that_do_not_fit_the_size_of_the_images_are_refused() -> None:
     with pytest.raises(UsageError, match=r"data\.augment\.blur"):
-        preprocessing(augmentation=DeviceAugmentation(blur=50.0)).check()
+        preprocessing(augment=Augment(blur=50.0)).check()
 
 
 @pytest.mark.parametrize(("height", "width", "side", "across"), [*SQUARES, *RECTANGLES])

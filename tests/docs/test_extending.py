@@ -17,7 +17,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cifar_lit
-from cifar_lit.data.augment import Augmentation
+from cifar_lit.data.augment import Augment
 
 PAGE = Page("extending.md")
 RUN = Path("lightning_logs/quickstart-1")
@@ -62,15 +62,17 @@ def test_an_augmentation_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None
         Path(cifar_lit.__file__).parent / "data", "cifar_lit/data", ignore=shutil.ignore_patterns("__pycache__")
     )
     subprocess.run(["git", "apply", "-"], input=patch.text, text=True, check=True)
+    operations = load_module(Path("cifar_lit/data/operations.py"), monkeypatch)
+    monkeypatch.setattr(cifar_lit.data, "operations", operations)
     augment = load_module(Path("cifar_lit/data/augment.py"), monkeypatch)
-    datamodule = load_module(Path("cifar_lit/data/datamodule.py"), monkeypatch)
-    plan = datamodule.ImageData(flip="random", grey=0.5).augmentation.plan(400, 4, 4, seed=1, epoch=2)
     images = torch.randint(256, (400, 4, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    batch = augment.augment_batch(images, torch.arange(400), plan)
-    grey = (batch == batch[..., :1]).all(3).flatten(1).all(1)
+    drawn = augment.Augment(grey=0.5, hue=0.2).draw(torch.arange(400), 1, 2, 4, 4)
+    batch = operations.transform(images, drawn, torch.zeros(3), 0.0)
+    grey = (batch - batch[..., :1]).abs().flatten(1).amax(1) < 0.01
     assert 150 < int(grey.sum()) < 250
-    assert grey.equal(plan[:, 5] == 1)
-    assert plan[:, :5].equal(Augmentation(flip="random").plan(400, 4, 4, seed=1, epoch=2))  # other draws are unchanged
+    assert grey.equal(drawn["grey"] == 1)
+    others = Augment(hue=0.2).draw(torch.arange(400), 1, 2, 4, 4)
+    assert drawn["hue"].equal(others["hue"])  # other draws are unchanged
 
 
 def load_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

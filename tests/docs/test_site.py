@@ -62,7 +62,7 @@ def test_the_site_has_directives_where_the_clone_has_tables() -> None:
 
 def test_settings_are_those_of_the_signature() -> None:
     text = generated.settings("cifar_lit.ImageData", "data")
-    assert "| `--data.crop` | `int` | `0` | " in text
+    assert "| `--data.batch_size` | `int` | `128` | " in text and "| `--data.augment` | `Augment` |  | " in text
     assert "| `--data.root` | `str \\| None` |  | folder of the archives" in text
 
 
@@ -81,7 +81,7 @@ def test_defaults_of_the_trainer_are_ours() -> None:
 
 def test_help_of_a_command_leaves_out_the_data_settings() -> None:
     text = generated.command("preview")
-    assert "--out FILE.png" in text and "--data.crop" not in text
+    assert "--out FILE.png" in text and "--data.augment.crop" not in text
 
 
 def test_a_schema_is_listed_with_its_nested_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

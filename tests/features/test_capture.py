@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import recorded_graphs
 import torch
+from cifar_lit.training.captured import GraphedSteps, can_capture, device_graphs
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LambdaCallback
 from small_runs import (
     BATCHES,
@@ -34,14 +35,13 @@ from small_runs import (
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from cifar_lit.data import loaders
-from cifar_lit.data.augment import augment_batch
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.training.callbacks import Clock, NotFiniteLoss, RandomState
-from cifar_lit.training.captured import GraphedSteps, can_capture, device_graphs
+from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.finite import NotFiniteLoss
 from cifar_lit.training.metrics import RunningMetrics
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
@@ -147,7 +147,8 @@ def test_captured_steps_train_and_log_like_eager_steps(name: str, device: Device
 
     def run(capture: bool, seed: int = 0) -> Any:
         rows, clock, model = Rows(), Clock(), classifier(**{"capture": capture, "lr": 2**-6, **model_settings})
-        data = shapes_data(crop=2, flip="random", **data_settings)
+        augment = {"crop": 2, "flip": "random", **data_settings.get("augment", {})}
+        data = shapes_data(**{**data_settings, "augment": augment})
         settings = {"accelerator": device.accelerator, "logger": rows, "log_every_n_steps": 4, "max_epochs": 5}
         done = fitted(nudged(model, seed), data, clock, **settings, **trainer_settings)
         return weights(model), rows.rows, done.global_step, clock.images
@@ -336,22 +337,24 @@ def test_a_replay_crops_and_normalises_unless_this_depends_on_the_epoch_or_on_co
 ) -> None:
     calls: list[int] = []
 
-    def counted(images: Tensor, rows: Tensor, *args: Any) -> Tensor:
-        calls.append(len(rows))
-        return augment_batch(images, rows, *args)
+    move = Augment.move
 
-    monkeypatch.setattr(loaders, "augment_batch", counted)
+    def counted(augment: Augment, images: Tensor, rows: Tensor, *args: Any) -> Tensor:
+        calls.append(len(rows))
+        return move(augment, images, rows, *args)
+
+    monkeypatch.setattr(Augment, "move", counted)
 
     def calls_in(epochs: int, data: ImageData) -> int:
         calls.clear()
         fitted(classifier(capture=True), data, max_epochs=epochs)
         return len(calls)
 
-    settings: dict[str, Any] = {"crop": 2, "flip": "random"}
+    moves = {"crop": 2, "flip": "random"}
     # Each size of batch is made in three warm-ups and in the capture.
-    assert calls_in(2, shapes_data(**settings)) == calls_in(5, shapes_data(**settings)) == 8
-    for make in (partial(shapes_data, augment={"brightness": 0.4}), partial(broken_data, 999)):
-        assert calls_in(2, make(**settings)) < calls_in(5, make(**settings))
+    assert calls_in(2, shapes_data(augment=moves)) == calls_in(5, shapes_data(augment=moves)) == 8
+    for make in (partial(shapes_data, augment={**moves, "brightness": 0.4}), partial(broken_data, 999, augment=moves)):
+        assert calls_in(2, make()) < calls_in(5, make())
     assert fake_graphs.captures == 12
 
 
@@ -382,7 +385,7 @@ def test_captured_steps_train_on_batches_that_code_of_the_user_changes(
     change: Any, fake_graphs: recorded_graphs.Module
 ) -> None:
     def run(capture: bool, changed: bool = True) -> State:
-        model, data, callbacks = classifier(capture=capture), shapes_data(crop=2), []
+        model, data, callbacks = classifier(capture=capture), shapes_data(augment={"crop": 2}), []
         if changed and isinstance(change, type):
             owner: Any = data if issubclass(change, ImageData) else model
             owner.__class__ = change

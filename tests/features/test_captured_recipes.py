@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import recorded_graphs
 import torch
+from cifar_lit.training.captured import GraphedSteps
 from small_runs import fitted, float16, same, weights
 from torch import Tensor
 
 from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.training.captured import GraphedSteps
 from cifar_lit.training.classifier import ImageClassifier
 
 SETTINGS: dict[str, Any] = {name: recipe_settings(recipe_path(name)) for name in recipe_names()}

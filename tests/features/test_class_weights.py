@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from cifar_lit.data.hard_rounds import LastLosses
+from cifar_lit.training.class_weights import ClassWeights, class_weights
 from small_runs import BATCHES, Rows, classifier, fitted, shapes_data, trainer, weights
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,10 +18,8 @@ from torchmetrics.classification import MulticlassCalibrationError
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.hard_rounds import LastLosses
 from cifar_lit.errors import UsageError
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.class_weights import ClassWeights, class_weights
 from cifar_lit.training.metrics import Score
 
 COUNTS = [5000, 50, 0, 500]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cifar_lit.training.finetune import fit_head, load_into, load_pretrained, net_head
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from small_runs import At, best_and_last, fitted, same, shapes_data, weights
@@ -24,7 +25,6 @@ from cifar_lit.models.registry import build_net
 from cifar_lit.training import finetune
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finetune import fit_head, load_into, load_pretrained, net_head
 from cifar_lit.training.optimizers import parameter_groups
 
 SHAPE: dict[str, Any] = {"channels": 3, "image_size": 16, "num_classes": 10}
@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def data(tmp_path: Path) -> ImageData:
-    return shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=2)
+    return shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": 2})
 
 
 def model(file: str, **settings: Any) -> ImageClassifier:
@@ -254,7 +254,7 @@ def test_features_are_computed_once_for_all_seeds(file: str, tmp_path: Path, mon
 
     monkeypatch.setattr(finetune, "compute_features", counted)
     for seed, width in ((0, 2), (1, 2), (0, 3)):
-        data = shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=width, seed=seed)
+        data = shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": width}, seed=seed)
         tuned = model(file, unfreeze=False)
         nn.init.constant_(tuned.net[-1].weight, seed)  # type: ignore[index]  # random in runs with other classes
         fitted(tuned, data)
@@ -265,7 +265,7 @@ def test_features_are_computed_once_for_all_seeds(file: str, tmp_path: Path, mon
 
 
 def test_each_view_has_its_own_features_in_the_cache(file: str, tmp_path: Path) -> None:
-    data = shapes_data(cache_dir=str(tmp_path / "cache"), flip="random", crop=2)
+    data = shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": 2})
     for _ in range(2):  # the second time from the cache
         fitted(model(file, unfreeze=False, head_views=3), data)
     views = [load_file(path)["features"] for path in (tmp_path / "cache").glob("features-*.safetensors")]
@@ -315,7 +315,7 @@ def test_resumed_fine_tuning_refits_no_head(fixed: bool, file: str, data: ImageD
         trainer.save_checkpoint(tmp_path / "stopped.ckpt")
         trainer.should_stop = True
 
-    settings = {"cache_dir": data.settings.cache_dir, "flip": "random", "crop": 2}
+    settings = {"cache_dir": data.settings.cache_dir, "augment": {"flip": "random", "crop": 2}}
     stopped, resumed = model(file, fixed_norms=fixed), model(file, fixed_norms=fixed)
     fitted(stopped, shapes_data(**settings), At(4, stop, after=True))
     fitted(resumed, shapes_data(**settings), resume=tmp_path / "stopped.ckpt")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import recorded_graphs
 import torch
+from cifar_lit.training.margins import Margins
 from lightning.pytorch.callbacks import Callback
 from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data, trainer
 from test_ranks import TWO, two_ranks
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.errors import UsageError
-from cifar_lit.training.margins import Margins
 
 
 def margins_after(folder: Path, *more: Callback, resume: Path | None = None, **settings: Any) -> np.ndarray:

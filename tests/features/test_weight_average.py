@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from cifar_lit.training.weight_average import WeightAverage
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import assert_close, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
@@ -14,7 +15,6 @@ from cifar_lit.errors import UsageError
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
-from cifar_lit.training.weight_average import WeightAverage
 
 
 def test_the_average_is_validated_saved_and_tested(tmp_path: Path) -> None:

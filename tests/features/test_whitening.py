@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
 
 
 def augmented_data(**settings: Any) -> ImageData:
-    return shapes_data(crop=3, flip="random", cutout=4, mean=None, std=None, **settings)
+    return shapes_data(augment={"crop": 3, "flip": "random", "cutout": 4}, mean=None, std=None, **settings)
 
 
 def normalised(data: ImageData, rows: Tensor) -> Tensor:

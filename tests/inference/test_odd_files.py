@@ -11,8 +11,9 @@ from odd_files import OddFile, odd_files, picture
 from serving import Service, running
 from small_nets import write_net
 
-from cifar_lit.data.decode import SUFFIXES, decode
+from cifar_lit.data.decode import decode
 from cifar_lit.data.folder import folder
+from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.inference.classify import ImageFile, classify_files
 from cifar_lit.inference.load import load
@@ -50,7 +51,7 @@ def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) ->
             "name": ascii(file.name)[1:-1],
             "what": file.what,
             "classify": row.error or READ,
-            "folder": UNSEEN if not file.name.lower().endswith(SUFFIXES) else READ if count == 2 else LEFT_OUT,
+            "folder": UNSEEN if not file.name.lower().endswith(IMAGES) else READ if count == 2 else LEFT_OUT,
             "serve": READ if answer.status == 200 else f"{answer.status}: {answer.error}",
         }
         for file, row, count, answer in zip(odd, rows, counts, answers, strict=True)

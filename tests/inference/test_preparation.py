@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 import cifar_lit
-from cifar_lit.data.decode import RESIZES
+from cifar_lit.data.formats import RESIZES
 from cifar_lit.inference.classify import ImageFile, classify_files, contact_sheet
 from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.predictions import Row
@@ -33,9 +33,9 @@ TRAINING = (
         "--whitening",
         "--resolutions.sides",
         "{12: 0.5}",
-        "--data.crop",
+        "--data.augment.crop",
         "2",
-        "--data.cutout",
+        "--data.augment.cutout",
         "6",
         "--data.val_size",
         "0.2",

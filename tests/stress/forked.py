@@ -29,7 +29,7 @@ from cifar_lit.distributed.join import free_port
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 120.0  # seconds after which a command counts as frozen
 TINY = """train --recipe quickstart --accelerator cpu --precision 32-true --net lenet --data.val_size 20
-    --data.image_size 16 --batch-size 8 --data.crop 2 --weight_average.decay 0.9"""
+    --data.image_size 16 --batch-size 8 --data.augment.crop 2 --weight_average.decay 0.9"""
 # 13 steps per epoch, with regular checkpoints.
 SMALL_TRAINING = f"{TINY} --data.count 121 --epochs 3 --checkpoint-every 4 --trainer.log_every_n_steps 5".split()
 NAMESPACE = "STRESS_NAMESPACE"  # the network namespace of a process

@@ -24,7 +24,8 @@ IMAGES, TESTED = 90, 18  # generated images: 81 for training, 9 for validation
 
 def our_data() -> ImageData:
     """Return generated images in global batches of 20. The last batch of an epoch has a single image."""
-    return ImageData("shapes", count=IMAGES, image_size=16, batch_size=20, eval_batch_size=5, crop=1, flip="random")
+    augment = {"crop": 1, "flip": "random"}
+    return ImageData("shapes", count=IMAGES, image_size=16, batch_size=20, eval_batch_size=5, augment=augment)
 
 
 def our_model() -> ImageClassifier:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from small_runs import same as same_bits
 from torch import Tensor
 
-from cifar_lit.data.cache import default_cache_dir
+from cifar_lit.data.source_settings import default_cache_dir
 from cifar_lit.files import PART
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,9 +32,11 @@ STEPS_PER_EPOCH = 13
 SETTINGS = [
     *shlex.split("--recipe tudui"),  # the default recipe differs between machines
     *shlex.split("--dataset shapes --data.count 121 --data.val_size 20 --data.image_size 16 --batch-size 8"),
-    *shlex.split("--data.crop 2 --data.flip random --data.mean 0.5 --data.std 0.25 --data.eval_batch_size 5"),
+    *shlex.split(
+        "--data.augment.crop 2 --data.augment.flip random --data.mean 0.5 --data.std 0.25 --data.eval_batch_size 5"
+    ),
     *shlex.split("--net lenet --lr 0.02 --model.optimizer_options.momentum 0.9 --model.schedule one_cycle --epochs 3"),
-    *shlex.split("--weight_average.decay 0.9 --data.skip_easy 0.3"),
+    *shlex.split("--weight_average.decay 0.9 --skip_easy.share 0.3"),
     *shlex.split("--precision 32-true --accelerator cpu --trainer.log_every_n_steps 4"),
     "--trainer.callbacks=at_step.AtStep",
 ]

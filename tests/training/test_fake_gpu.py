@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.cli.flags import packaged_recipe, recipe_names, recipe_settings
-from cifar_lit.data import device_augment, draws, resolution
+from cifar_lit.data import draws, moves, operations, resolution
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.sources import SOURCES
@@ -35,7 +35,7 @@ COUNT = 12
 @pytest.fixture(autouse=True)
 def uncached() -> Iterator[None]:
     """Keep fake tensors out of the caches of other tests, and those of other modes out of this one."""
-    cached = [value for module in (draws, device_augment, resolution) for value in vars(module).values()]
+    cached = [value for module in (draws, moves, operations, resolution) for value in vars(module).values()]
     clears = [value.cache_clear for value in cached if hasattr(value, "cache_clear")]
     for clear in clears:
         clear()
@@ -53,7 +53,7 @@ def shape_of(data: dict[str, Any]) -> tuple[int, int, int]:
 
 def image_data(settings: dict[str, Any], images: ImageSet) -> ImageData:
     """Return a datamodule with these images and the augmentation of a recipe."""
-    names = ("crop", "flip", "cutout", "augment", "resolutions")
+    names = ("augment", "resolutions")
     data = ImageData("shapes", **{name: settings[name] for name in names if name in settings}, mean=0.5, std=0.25)
     data.preprocessing.parts = SimpleNamespace(train_images=images)  # type: ignore[assignment]
     data.preprocessing.check()
@@ -84,7 +84,7 @@ def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: 
         data = image_data(settings["data"], images)
         fill = torch.zeros(channels, dtype=torch.uint8, device=GPU)
         rows = torch.arange(COUNT)
-        loader = TrainLoader(images, rows, COUNT // 2, augmentation=data.augmentation, fill=fill, seed=0)
+        loader = TrainLoader(images, rows, COUNT // 2, augment=data.augment, fill=fill, seed=0)
         sizes = [None, *(data.resolutions if net_spec(model.hparams["net"]).any_size else ())]
         for size in sizes:
             for batch in loader:

@@ -268,7 +268,9 @@ def test_images_on_the_host_train_the_same_net_at_the_same_sizes() -> None:
         shapes.clear()
         model = classifier(net="dropout", **MOMENTUM)
         model.net.register_forward_pre_hook(lambda net, images: shapes.append((net.training, images[0].shape[2:])))
-        data = shapes_data(crop=2, flip="alternating", cutout=3, resolutions={8: 0.4, 12: 0.2}, **settings)
+        data = shapes_data(
+            augment={"crop": 2, "flip": "alternating", "cutout": 3}, resolutions={8: 0.4, 12: 0.2}, **settings
+        )
         fitted(model, data, max_epochs=5)
         ends.append(weights(model))
         epochs = ([(True, (side, side))] * BATCHES + [(False, (16, 16))] for side in (8, 8, 12, 16, 16))

@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SHAPES = [
     *shlex.split("--recipe resnet18"),  # the default recipe whitens and changes image sizes
     *shlex.split("--dataset shapes --data.count 8000 --data.val_size 500 --batch-size 128 --net shapenet"),
-    *shlex.split("--lr 0.1 --model.optimizer_options.momentum 0.9 --model.schedule one_cycle --data.crop 2 --devices 1"),
+    *shlex.split(
+        "--lr 0.1 --model.optimizer_options.momentum 0.9 --model.schedule one_cycle --data.augment.crop 2 --devices 1"
+    ),
 ]
 
 
@@ -51,7 +53,8 @@ def test_a_net_trained_on_the_gpu_scores_alike_on_the_cpu(tmp_path: Path, precis
 
 
 def on_gpu(placement: str) -> tuple[ImageData, TrainLoader]:
-    data = shapes_data(crop=3, flip="alternating", cutout=4, placement=placement, workers=2)
+    augment = {"crop": 3, "flip": "alternating", "cutout": 4}
+    data = shapes_data(augment=augment, placement=placement, workers=2)
     data.trainer = trainer(accelerator="gpu")
     return data, data.train_dataloader()
 
@@ -60,7 +63,7 @@ def test_images_on_the_device_give_the_batches_of_the_cpu() -> None:
     data, loader = on_gpu("auto")
     assert data.placed("train")[0].images.device.type == "cuda"
     assert (data.placed("train")[1], data.placed("test")[1]) == ("device", "device")
-    on_cpu = shapes_data(crop=3, flip="alternating", cutout=4).train_dataloader()
+    on_cpu = shapes_data(augment=data.augment).train_dataloader()
     for epoch in (0, 1):
         for each in (loader, on_cpu):
             each.set_epoch(epoch)
@@ -91,5 +94,5 @@ def test_images_on_the_host_arrive_in_pinned_memory_and_train_the_same_net(monke
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     device, host = classifier(lr=0.02), classifier(lr=0.02)
     for model, placement in ((device, "device"), (host, "host")):
-        fitted(model, shapes_data(crop=2, placement=placement), accelerator="gpu", max_epochs=6)
+        fitted(model, shapes_data(augment={"crop": 2}, placement=placement), accelerator="gpu", max_epochs=6)
     assert_close(weights(host), weights(device), rtol=1e-3, atol=1e-4)

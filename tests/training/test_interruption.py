@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.errors import UsageError
+from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint, regular_checkpoint
@@ -84,16 +85,28 @@ class Training:
     def run(self, *more: Callback, resume: Path | None = None) -> Run:
         """Train to the end."""
         settings = {"net": "dropout", **MOMENTUM, **self.settings}
-        average = [WeightAverage(**settings.pop("weight_average"))] if "weight_average" in settings else []
-        data_settings = {name: settings.pop(name) for name in ("resolutions", "augment") if name in settings}
-        data = shapes_data(crop=2, flip="random", **data_settings)
+        features = [WeightAverage(**settings.pop("weight_average"))] if "weight_average" in settings else []
+        if "resolutions" in settings:
+            features.append(Resolutions(settings.pop("resolutions")))
+        augment = {"crop": 2, "flip": "random", **settings.pop("augment", {})}
+        data = shapes_data(augment=augment)
         model, clock, (best, last) = classifier(**settings), Clock(), best_and_last(self.folder)
         regular = [regular_checkpoint(self.every)] if self.every else []
         for callback in regular:
             callback.dirpath = str(self.folder)
         self.rows = Rows()
         options: dict[str, Any] = {"log_every_n_steps": 2, "accumulate_grad_batches": self.accumulate, **self.limits}
-        callbacks = [*average, NoSignalHandlers(), *more, clock, RandomState(), best, last, *regular, OrderlyStop(last)]
+        callbacks = [
+            *features,
+            NoSignalHandlers(),
+            *more,
+            clock,
+            RandomState(),
+            best,
+            last,
+            *regular,
+            OrderlyStop(last),
+        ]
         done = fitted(model, data, *callbacks, resume=resume, logger=self.rows, **options)
         epoch_loss = float(done.callback_metrics.get("train/loss", math.nan))  # NaN if no step was left
         return Run(weights(model), self.rows.rows, clock.images, epoch_loss, read_checkpoint(self.folder / "best.ckpt"))

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses
 from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
 
-from cifar_lit.data.augment import Augmentation
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 
-SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "flip": "alternating", "crop": 1}
+SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "augment": {"flip": "alternating", "crop": 1}}
 SKIPS_AT = round(0.4 * 4 * BATCHES)  # steps, within an epoch
 
 
@@ -26,7 +26,7 @@ def loader_of(count: int, rows: torch.Tensor, skip_from: tuple[int, int] = (1, 0
     source = ImageSet(images, torch.zeros(count, dtype=torch.int64), ("a",))
     losses = LastLosses(count, torch.device("cpu"))
     skips: dict[str, Any] = {"losses": losses, "skip_easy": 0.6, "skip_from": skip_from}
-    return HardRoundsLoader(source, rows, 10, Augmentation(0, "alternating"), **skips)
+    return HardRoundsLoader(source, rows, 10, Augment(flip="alternating"), **skips)
 
 
 def test_late_epochs_repeat_the_images_that_are_hardest_at_each_round() -> None:
@@ -135,7 +135,7 @@ def test_invalid_settings_are_refused() -> None:
 def test_skip_from_counts_the_steps_of_a_limited_training() -> None:
     """Six of ten steps: the images of the first two epochs of three steps are those of a training without rounds."""
     shown: list[list[list[int]]] = []
-    for settings in (SKIPS | {"skip_from": 0.6}, {"flip": "alternating", "crop": 1}):
+    for settings in (SKIPS | {"skip_from": 0.6}, {"augment": SKIPS["augment"]}):
         steps: list[list[int]] = []
         note = LambdaCallback(
             on_train_batch_start=lambda _, __, batch, ___, to=steps: to.append(batch.indices.tolist())

@@ -152,7 +152,7 @@ def example_batches(trainer: pl.Trainer, model: Any, deferred: DeferredBatches |
 def batches_of_side(data: Any, side: int | None, deferred: DeferredBatches | None) -> Iterator[Any]:
     """Yield a training batch of each size in an epoch, the largest first. side: see `ImageData.side`."""
     loader = data.train_loader
-    rows, make = loader.epoch_plan(0)
+    rows, make = loader.epoch_rows(0), loader.maker(0)
     sizes = {len(part) for part in rows.split(loader.batch_size)[: len(loader)]}
     for size in sorted(sizes, reverse=True):
         if deferred:
@@ -182,9 +182,9 @@ class GraphedSteps:
         self._scaler = scaler or torch.amp.GradScaler(model.device.type, enabled=False)
         self._warm_ups: dict[Any, int] = {}
         self._captured: dict[Any, tuple[Any, list[Tensor], Tensor]] = {}  # graph, its inputs, its output loss
-        # The augmentation of the current epoch, and its copy that the graphs of deferred batches read.
-        self._epoch_plan: Tensor | None = None
-        self._plan: Tensor | None = None
+        # Keys of the current epoch's draws, and their copy that the graphs of deferred batches read.
+        self._epoch_keys: Tensor | None = None
+        self._keys: Tensor | None = None
         self._compiled: Any = None  # the compiled call of the net, which Module.compile would use everywhere
         if compile_net:
             model.net.compile(dynamic=False)  # one graph per size is faster than one graph for all sizes
@@ -218,9 +218,9 @@ class GraphedSteps:
         if isinstance(batch, DeferredBatch) and batch.may_be_changed:
             batch = batch.made
         key = (*_shape(batch), batch.loss_weight, getattr(self._model.net, "bias_is_final", False))
-        if isinstance(batch, DeferredBatch) and batch.maker.plan is not self._epoch_plan:
-            self._epoch_plan = plan = batch.maker.plan
-            self._plan = plan.clone() if self._plan is None else self._plan.copy_(plan)
+        if isinstance(batch, DeferredBatch) and batch.maker.keys is not self._epoch_keys:
+            self._epoch_keys = keys = batch.maker.keys
+            self._keys = keys.clone() if self._keys is None else self._keys.copy_(keys)
         if key in self._captured:
             graph, inputs, loss = self._captured[key]
             torch._foreach_copy_(inputs, _inputs(batch))
@@ -233,7 +233,7 @@ class GraphedSteps:
             self._module.current_stream().wait_stream(self._stream)
         else:
             if isinstance(batch, DeferredBatch):
-                static: Any = batch.with_inputs(batch.indices.clone(), self._plan)
+                static: Any = batch.with_inputs(batch.indices.clone(), self._keys)
             else:
                 static = batch.clone()
             graph = self._module.CUDAGraph()

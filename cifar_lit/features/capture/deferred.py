@@ -76,9 +76,9 @@ class DeferredBatch:
         """Return the batch itself, which is on the device already. Called by Lightning."""
         return self
 
-    def with_inputs(self, indices: Tensor, plan: Tensor | None) -> DeferredBatch:
-        """Return a new batch that reads its rows, int64 (B,), and its augmentation plan from other tensors."""
-        maker = replace(self.maker, plan=plan)
+    def with_inputs(self, indices: Tensor, keys: Tensor | None) -> DeferredBatch:
+        """Return a new batch that reads its rows, int64 (B,), and the keys of its draws from other tensors."""
+        maker = replace(self.maker, keys=keys)
         return DeferredBatch(indices, self.loss_weight, maker, self._finish, self.side)
 
 
@@ -98,7 +98,7 @@ class DeferredBatches:
     def supports(data: Any) -> bool:
         """Return whether batches are functions of their rows on the device: not if a hook changes them."""
         hook = getattr(data, "on_after_batch_transfer", None)
-        if not getattr(hook, "is_function_of_rows", False) or data.device_augmentation:
+        if not getattr(hook, "is_function_of_rows", False) or data.augment.computes:
             return False
         owners = (data, data.trainer.lightning_module)
         if any(is_overridden(name, owner) for name in TRANSFER_HOOKS for owner in owners):

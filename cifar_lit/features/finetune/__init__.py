@@ -206,7 +206,7 @@ class Finetune(Callback):
         parts: list[Tensor] = []
         model.eval()
         for view in range(views):
-            augmentation = f"{data.augmentation} {data.device_augmentation}" if view else ""
+            augmentation = f"{data.augment}" if view else ""
             key = digest([images_key, net_key, augmentation, view])
             file = data.settings.cache_path / f"features-{key}.safetensors"
             features = read_features(file) if is_first else None

@@ -65,7 +65,7 @@ def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
     loader = replace(data.train_loader, seed=0)
     preprocessing = data.preprocessing
     images = loader.source
-    _, make = loader.epoch_plan(view, rows)
+    make = loader.maker(view)
     for part in move_data_to_device(rows, images.images.device).split(data.eval_batch_size):
         pixels = make([(part, 1.0)])[0].images if view else images.take(part)
         pixels, part = move_data_to_device((pixels, part), data.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as oracle
 
-from cifar_lit.data import device_augment as ours
+from cifar_lit.data import operations as ours
 
 COUNT, HEIGHT, WIDTH = 24, 18, 26
 
@@ -122,7 +122,7 @@ def test_a_matrix_product_applies_moves_in_order_and_fills_empty_pixels(images: 
 def test_every_policy_operation_equals_torchvisions(policy: str, transform: Any, images: Tensor) -> None:
     table = ours.policy_magnitudes(policy, HEIGHT, WIDTH, torch.device("cpu"))
     space = transform._AUGMENTATION_SPACE
-    assert tuple(space) == ours.OPERATIONS
+    assert tuple(space) == tuple(ours.OPERATIONS)
     assert [signed for _, signed in space.values()] == [0 < number <= ours.SIGNED for number in range(len(table))]
     for number, (name, (magnitudes, _)) in enumerate(space.items()):
         bins = magnitudes(ours.BINS, HEIGHT, WIDTH)
@@ -137,7 +137,7 @@ def test_every_policy_operation_equals_torchvisions(policy: str, transform: Any,
         magnitudes = table[operations, bins] * signs
         result = ours.apply_operations(floats.clone(), operations, magnitudes, black)
         for image, number, magnitude, changed in zip(images, operations, magnitudes, result, strict=True):
-            name = ours.OPERATIONS[number]
+            name = tuple(ours.OPERATIONS)[number]
             strength = float(magnitude) / 255 if name == "Solarize" else float(magnitude)
             bilinear = v2.InterpolationMode.BILINEAR
             expected = transform._apply_image_or_video_transform(image, name, strength, interpolation=bilinear, fill={})

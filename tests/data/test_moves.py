@@ -1,0 +1,159 @@
+"""Orders of an epoch, and flip, crop and cutout: their draws, and their effect on images, against PIL."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from torchvision.transforms.v2 import functional as oracle
+
+from cifar_lit.data.augment import Augment
+from cifar_lit.data.moves import cut_out, flip_and_shift
+from cifar_lit.data.order import epoch_order
+from cifar_lit.data.preprocessing import normalise
+from cifar_lit.errors import UsageError
+
+
+@pytest.fixture
+def images():
+    return torch.randint(0, 256, (40, 9, 7, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def moved_by_pil(image, flip, dy, dx, crop):
+    """Return one image (H, W, C), flipped and cropped by PIL."""
+    height, width, channels = image.shape
+    flipped = image.numpy()[:, ::-1] if flip else image.numpy()
+    padded = np.pad(flipped, ((crop, crop), (crop, crop), (0, 0)), mode="reflect")
+    box = (crop + dx, crop + dy, crop + dx + width, crop + dy + height)
+    window = Image.fromarray(padded.squeeze() if channels == 1 else padded).crop(box)
+    return torch.from_numpy(np.array(window)).view(height, width, channels)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("crop", [0, 1, 4, 6])
+def test_every_crop_offset_with_and_without_a_flip_equals_pil(images, crop, channels):
+    offsets = range(-crop, crop + 1)
+    moves = list(product((0, 1), offsets, offsets))
+    source = images[torch.arange(len(moves)) % 40][..., :channels].contiguous()
+    rows = torch.arange(len(moves)).flip(0)
+    batch = flip_and_shift(source, rows, *torch.tensor(moves)[rows].unbind(1))
+    for row, image in zip(rows.tolist(), batch, strict=True):
+        assert torch.equal(image, moved_by_pil(source[row], *moves[row], crop)), moves[row]
+
+
+def test_a_crop_or_a_flip_alone_equals_both_with_the_other_at_0(images):
+    rows, zeros, ones = torch.arange(40), torch.zeros(40, dtype=torch.int64), torch.ones(40, dtype=torch.int64)
+    both = flip_and_shift(images, rows, ones, zeros, zeros)
+    assert torch.equal(flip_and_shift(images, rows, ones, None, None), both)
+    both = flip_and_shift(images, rows, zeros, 2 * ones, -ones)
+    assert torch.equal(flip_and_shift(images, rows, None, 2 * ones, -ones), both)
+
+
+@pytest.mark.parametrize("side", [1, 2, 5, 6])
+def test_a_cutout_at_every_position_equals_a_pil_rectangle(images, side):
+    places = list(product(range(9), range(7)))
+    source, fill = images[torch.arange(len(places)) % 40], torch.tensor([7, 0, 255], dtype=torch.uint8)
+    batch = cut_out(source, *torch.tensor(places).unbind(1), side, fill)
+    for image, painted, (row, column) in zip(source, batch, places, strict=True):
+        expected = Image.fromarray(image.numpy())
+        top, left = row - side // 2, column - side // 2
+        ImageDraw.Draw(expected).rectangle((left, top, left + side - 1, top + side - 1), fill=(7, 0, 255))
+        assert torch.equal(painted, torch.from_numpy(np.array(expected))), (row, column)
+
+
+COUNT = 30_000
+PLACES = torch.arange(9 * 7).view(1, 9, 7, 1).to(torch.uint8)  # one image whose levels are its positions
+
+
+def looks(seed, epoch, count=COUNT, **settings):
+    """Return the image PLACES as augmented in `count` rows, with cutouts in level 255: (count, 9, 7)."""
+    augment, images = Augment(**settings), PLACES.expand(count, -1, -1, -1).contiguous()
+    keys = augment.move_keys(9, 7, seed, epoch)
+    return augment.move(images, torch.arange(count), keys, torch.tensor([255], dtype=torch.uint8))[..., 0]
+
+
+def deviation(numbers, others=None):
+    """Return the chi-square statistic of uniform, independent values, in standard deviations from its mean."""
+    _, cells = numbers.unique(return_inverse=True)
+    if others is not None:
+        _, other_cells = others.unique(return_inverse=True)
+        cells = cells * (int(other_cells.max()) + 1) + other_cells
+    counts = torch.bincount(cells).double()
+    expected, freedom = len(cells) / len(counts), len(counts) - 1
+    return float(((counts - expected).square().sum() / expected - freedom) / (2 * freedom) ** 0.5)
+
+
+def test_all_shifts_flips_and_cutout_centres_are_drawn_equally_often():
+    cropped = looks(0, 0, crop=2)
+    assert len(cropped[:, 4, 3].unique()) == 25 and abs(deviation(cropped[:, 4, 3])) < 4
+    flipped = looks(0, 0, flip="random")
+    assert len(flipped[:, 0, 0].unique()) == 2 and abs(deviation(flipped[:, 0, 0])) < 4
+    centres = (looks(0, 0, cutout=1) == 255).flatten(1).int().argmax(1)
+    assert len(centres.unique()) == 63 and abs(deviation(centres)) < 4
+    assert Augment().move_keys(9, 7, 0, 0) is None
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12_345])
+def test_draws_of_rows_epochs_seeds_and_settings_are_independent(seed):
+    settings = {"crop": 1, "flip": "random"}
+    drawn = looks(seed, 3, **settings)[:, 4, 5]  # one level for each of 18 moves
+    assert len(drawn.unique()) == 18
+    others = {
+        "next row": drawn.roll(1),
+        "far row": drawn.roll(4096),
+        "epoch": looks(seed, 4, **settings)[:, 4, 5],
+        "seed": looks(seed + 1, 3, **settings)[:, 4, 5],
+        "seed and epoch swapped": looks(3, seed, **settings)[:, 4, 5],
+        "cutout": (looks(seed, 3, cutout=1) == 255).flatten(1).int().argmax(1),
+    }
+    for name, values in others.items():
+        assert abs(deviation(drawn, values)) < 4, name
+
+
+def test_the_moves_of_a_setting_do_not_depend_on_other_settings():
+    both = looks(0, 0, 200, crop=2, flip="random")
+    flips = looks(0, 0, 200, flip="random")[:, 0, 0] > 0
+    crops = looks(0, 0, 200, crop=2)
+    assert torch.equal(both[~flips], crops[~flips])
+    assert torch.equal(looks(0, 0, 200, crop=2, cutout=3) == 255, looks(0, 0, 200, cutout=3) == 255)
+
+
+def test_alternating_flips_mirror_the_images_of_the_epoch_before():
+    epochs = [looks(2, epoch, 1000, flip="alternating") for epoch in range(5)]
+    for before, after in pairwise(epochs):
+        assert torch.equal(after, before.flip(2))
+    assert 430 < int((epochs[0][:, 0, 0] > 0).sum()) < 570
+    assert not torch.equal(epochs[0], looks(3, 0, 1000, flip="alternating"))
+
+
+def test_a_crop_of_alternating_flips_differs_in_every_epoch():
+    first, second = (looks(2, epoch, 1000, flip="alternating", crop=2) for epoch in (0, 2))
+    assert 0.02 < float((first == second).flatten(1).all(1).float().mean()) < 0.06  # one of 25 shifts
+
+
+def test_normalise_equals_torchvision_and_returns_channels_last(images):
+    mean, std = torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0.2, 0.3, 0.4])
+    result = normalise(images, mean, std)
+    expected = oracle.normalize(images.permute(0, 3, 1, 2).float() / 255, mean.tolist(), std.tolist())
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_each_seed_and_epoch_has_its_own_order():
+    """If it depended on seed + epoch, one seed would repeat the epochs of the next seed."""
+    pairs = list(product(range(4), range(4)))
+    orders = [epoch_order(100, seed, epoch) for seed, epoch in pairs]
+    assert all(torch.equal(order.sort().values, torch.arange(100)) for order in orders)
+    assert len({tuple(order.tolist()) for order in orders}) == len(pairs)
+    assert torch.equal(orders[6], epoch_order(100, seed=1, epoch=2))
+
+
+def test_invalid_settings_and_a_crop_or_cutout_as_large_as_the_image_are_refused():
+    for settings in ({"crop": -1}, {"cutout": -2}, {"flip": "randon"}):
+        with pytest.raises(UsageError):
+            Augment(**settings)
+    for setting, (height, width) in product(("crop", "cutout"), ((8, 20), (20, 8))):
+        with pytest.raises(UsageError, match=rf"data\.augment\.{setting} 8 is too large"):
+            Augment(**{setting: 8}).check(height, width)
+        Augment(**{setting: 7}).check(height, width)
