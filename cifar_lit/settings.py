@@ -17,7 +17,7 @@ MAY_CHANGE = {
     "trainer.logger", "trainer.log_every_n_steps", "trainer.profiler", "trainer.default_root_dir",
     "trainer.detect_anomaly", "trainer.enable_progress_bar", "trainer.enable_model_summary",
     "trainer.num_sanity_val_steps",
-    "trainer.max_time", "model.patience", "model.teacher", "model.channels_last", "model.compile", "model.capture",
+    "trainer.max_time", "model.patience", "model.channels_last", "model.compile", "model.capture",
     "data.root", "data.url", "data.cache_dir", "data.placement", "data.workers", "data.eval_batch_size",
 }  # fmt: skip
 # May be raised if nothing depends on the length of the training. A later `max_steps` would not be exact: Lightning

@@ -330,8 +330,6 @@ class TrainingCLI(LightningCLI):
         auto, trainer = self.command.auto, self.settings.trainer
         if self.name == "fit" and self.settings.model.weights and not self.checkpoint:
             load_into(self.model)  # a failure leaves no run folder
-        if self.name == "fit" and (teacher := self.settings.model.teacher):
-            self.model.teacher = trust.load_teacher(str(teacher), self.command.trust)
         validates = len(self.datamodule.split[1]) > 0
         if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
             raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")

@@ -32,10 +32,8 @@ from jsonargparse import set_parsing_settings
 from cifar_lit.cli.errors import UNTRUSTED
 from cifar_lit.cli.flags import LOGS, RECIPES, Command, recipe_path
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.load import Classifier, load
 from cifar_lit.plugins import allow_imports, import_module_of, is_import_path
 from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
-from cifar_lit.runs.run_folder import weights_file
 
 # Classes of Lightning that take plain values only, run no command and do not use the network.
 SAFE = {
@@ -112,13 +110,6 @@ def allow_run(config: Path, trusted: bool) -> None:
         settings = plain_values(config)
         allow_imports(_own_names(settings))
         allow_choices(settings)
-
-
-def load_teacher(path: str, trusted: bool) -> Classifier:
-    """Return the classifier of a run or model file. A net of its own needs `trusted`, or a run of this user."""
-    with suppress(UsageError):  # no config.yaml, or that of another program
-        allow_run(weights_file(path).parent / "config.yaml", trusted)
-    return load(path, trust=trusted)
 
 
 def _own_names(settings: Any) -> set[str]:

@@ -98,10 +98,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers. Default:
             lr.
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
-        teacher: also train on the predictions of this trained net: a run folder or model.safetensors on the command
-            line, the result of `cifar_lit.load` in Python. It sees the same images, at its size and normalisation.
-        teacher_weight: share of the teacher in the loss, 0 … 1.
-        teacher_temperature: divisor of the logits of both nets in the teacher's part of the loss.
         margins: record the mean logit margin of each training image, and write margins.npy to the run folder.
         metrics: additional torchmetrics for validation and test, by name. They receive logits (B, classes) and labels
             (B,). In Python also classes or import paths, called with `num_classes` if their signature has it.
@@ -149,21 +145,18 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         frozen: float = 0.0,
         input_lr: float | None = None,
         fixed_norms: bool = False,
-        teacher: str | Any = None,
-        teacher_weight: float = 0.9,
-        teacher_temperature: float = 4.0,
         margins: bool = False,
         metrics: dict[str, Metric] | None = None,
         monitor: str = "accuracy",
         patience: float = 0.0,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule", "teacher"])
+        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule"])
         parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
         self.hparams.update({name: part_name(part) for name, part in parts.items()})
         self._objects = {name: part for name, part in parts.items() if not isinstance(part, str)}
         check_model(self.hparams)
-        self._metrics, self.teacher = metrics, teacher
+        self._metrics = metrics
         if isinstance(net, nn.Module):
             self.hparams["net"] = type(net).__name__
             self.net = net

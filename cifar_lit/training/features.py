@@ -15,7 +15,6 @@ from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.captured import CapturedSteps
 from cifar_lit.training.class_weights import CLASS_WEIGHTS, ClassWeights
-from cifar_lit.training.distillation import Distillation
 from cifar_lit.training.early_stopping import EarlyStop
 from cifar_lit.training.finetune import FixedNorms, HeadFit, PretrainedWeights
 from cifar_lit.training.margins import Margins
@@ -47,9 +46,6 @@ def feature_callbacks(model: Any, trainer: pl.Trainer) -> list[Callback]:
         callbacks.append(WeightAverage(h["ema_decay"]))
     if h["class_weights"] != "none":
         callbacks.append(ClassWeights(h["class_weights"]))
-    if model.teacher and trainer.state.fn == "fit":
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        callbacks.append(Distillation(model.teacher, data, h["teacher_weight"], h["teacher_temperature"]))
     if h["margins"]:
         callbacks.append(Margins())
     if h["fixed_norms"]:

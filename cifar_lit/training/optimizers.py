@@ -122,8 +122,6 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "final_lr": (lambda value: 0 <= value <= 1, "is a fraction of model.lr, 0 … 1"),
     "frozen": (lambda value: 0 <= value < 1, "is a share of the net's parameters, from 0 to below 1"),
     "ema_decay": (lambda value: 0 <= value < 1, "must be 0 for none or below 1"),
-    "teacher_weight": (lambda value: 0 <= value <= 1, "is a share of the loss, 0 … 1"),
-    "teacher_temperature": (lambda value: 0 < value < math.inf, "must be above 0"),
     "temperature": (lambda value: 0.05 <= value <= 20, "must be from 0.05 to 20, or null"),
     "patience": (lambda value: 0 <= value < math.inf, "is a number of validations, or below 1 a share of them"),
 }
