@@ -303,8 +303,3 @@ def _as_text(file: Path) -> str:
     """Return --config with the values of a file, so that the parser does not read the file with another reader."""
     values = yaml.safe_dump(plain_values(file) or {}, default_flow_style=True, width=sys.maxsize)
     return f"--config={NO_PATH}\n{values}"
-
-
-def recipe_settings(path: Path) -> dict[str, object]:
-    """Return the settings of a recipe as nested plain values."""
-    return plain_values(path) or {}
