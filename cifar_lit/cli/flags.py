@@ -5,7 +5,6 @@ This module does not import torch, so that an invalid command line fails at once
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.hardware import is_one_device
 from cifar_lit.runs.config_file import plain_values
 
 # Short flags: LightningCLI's long flag, and an example of a value for the error message.
@@ -91,7 +91,6 @@ SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in wo
 AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
-ONE_DEVICE = r"1|\d+,|\[\d+,?\]"  # values of --devices
 RECIPES = Path(__file__).parent.parent / "recipes"
 NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
 
@@ -269,7 +268,7 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
 
 def check_one_device(devices: str | None, what: str) -> None:
     """Raise UsageError if --devices selects several devices. what: begins the message, such as "--folds trains"."""
-    if devices is not None and not re.fullmatch(ONE_DEVICE, devices):
+    if devices is not None and not is_one_device(devices):
         raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
 
 
