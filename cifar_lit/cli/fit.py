@@ -8,7 +8,9 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from cifar_lit.cli.errors import PARSER_SETTINGS, long_flags, parsed
 from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
-from cifar_lit.cli.tuner import RATES, device_of, search
+from cifar_lit.cli.tuner import RATES, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.distributed.join import join
@@ -64,7 +66,7 @@ from cifar_lit.training.checkpoint import (
 from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.finetune import load_into
 from cifar_lit.training.metrics import TOP, value_names
-from cifar_lit.training.orderly_stop import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers
 
 DEFAULT_RECIPES = {"gpu": "fast94", "bf16": "laptop", "cpu": "laptop91"}  # bf16: CPUs with bfloat16 instructions
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
@@ -345,8 +347,10 @@ class TrainingCLI(LightningCLI):
             flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
             raise UsageError(f"{flags} can only be used with a new training: leave {flags} out")
         if auto:
-            device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
-            search(auto, self.model, self.datamodule, device, str(trainer.precision))
+            if devices > 1:
+                line = "--auto-batch and --auto-lr need one device: search with --devices 1, then set the values"
+                raise UsageError(line)
+            search(auto, self.model, self.datamodule, partial(self._search_trainer, callbacks))
             # Recorded in config.yaml as if they had been typed.
             self.settings.data.batch_size = self.datamodule.batch_size
             for name in RATES:
@@ -372,6 +376,15 @@ class TrainingCLI(LightningCLI):
         if self.watch and isinstance(configured.strategy, str):  # the watch finds a lost rank sooner
             trainer.strategy._timeout = WATCHED_TIMEOUT  # type: ignore[attr-defined]
         return trainer
+
+    def _search_trainer(self, callbacks: list[Callback], test: Callback, **settings: Any) -> pl.Trainer:
+        """Return a Trainer for a search before the training, with the callbacks that may change its steps."""
+        own = [deepcopy(each) for each in callbacks if not type(each).__module__.startswith("lightning.")]
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
+        ends = {"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "fast_dev_run": False}
+        changed = {"limit_train_batches": 1.0, "profiler": NoProfiler(), "strategy": "auto", "plugins": None}
+        settings = {**quiet, **ends, **changed, **settings}
+        return super().instantiate_trainer(callbacks=[*own, NoSignalHandlers(), test], **settings)
 
     def _make_run(self) -> Run:
         """Return the run, whose folder is locked if it is resumed."""
