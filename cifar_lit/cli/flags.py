@@ -6,7 +6,6 @@ This module does not import torch, so that an invalid command line fails at once
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import yaml
 
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.features import FEATURES
+from cifar_lit.hardware import is_one_device
 from cifar_lit.runs.config_file import plain_values
 
 # Short flags: LightningCLI's long flag, and an example of a value for the error message.
@@ -111,7 +111,6 @@ SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in wo
 AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
-ONE_DEVICE = r"1|\d+,|\[\d+,?\]"  # values of --devices
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
 RECIPES = Path(__file__).parent.parent / "recipes"
 NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
@@ -293,7 +292,7 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
 
 def check_one_device(devices: str | None, what: str) -> None:
     """Raise UsageError if --devices selects several devices. what: begins the message, such as "--folds trains"."""
-    if devices is not None and not re.fullmatch(ONE_DEVICE, devices):
+    if devices is not None and not is_one_device(devices):
         raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
 
 

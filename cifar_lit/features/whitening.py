@@ -33,8 +33,8 @@ class Whitening(Callback):
     unless gradient clipping or DDP need its gradient. Other nets stay as they are.
 
     Args:
-        bias_epochs: epochs over which the learning rate of the layer's bias falls linearly to 0. Default: the schedule
-            of the other parameters.
+        bias_epochs: epochs over which the learning rate of the layer's bias falls linearly to 0, unless rates are
+            constant. Default: the schedule of the other parameters.
     """
 
     def __init__(self, bias_epochs: float | None = None) -> None:
@@ -54,6 +54,8 @@ class Whitening(Callback):
             return
         configs = trainer.lr_scheduler_configs
         schedule = configs[0].scheduler if configs else None
+        if schedule is None:  # rates are constant
+            return
         if not isinstance(schedule, Schedule):
             raise UsageError("whitening.bias_epochs needs one of our schedules, such as model.schedule triangular")
         self._end = self._bias_epochs

@@ -21,6 +21,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path, recipe_settings
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_precision, detect_machine
+from cifar_lit.runs.config_file import plain_values
 
 WHAT = (
     "Measure the seconds of an epoch of the tutorial's loop with its test (all training images, then all test images), "
@@ -51,7 +52,7 @@ def run(settings: argparse.Namespace) -> None:
     dtype, text = (torch.bfloat16, "bfloat16") if precision == "bf16-mixed" else (torch.float32, "float32")
     rates = [product_rate(dtype, cpu) / 1e9 for _ in range(PRODUCTS + 1)]
     rows: list[Row] = [(f"matrix product, {text}", spread(rates[1:]), "GFLOP/s")]  # the first one warmed up
-    recipe: dict[str, Any] = recipe_settings(recipe_path("tudui"))
+    recipe: dict[str, Any] = plain_values(recipe_path("tudui"))
     data, model = build(recipe["model"], {**recipe["data"], **own})
     train, test = data.train_images, data.test_images
     both = replace(
@@ -83,7 +84,7 @@ def run(settings: argparse.Namespace) -> None:
 
 def training_seconds(name: str, own: dict[str, Any], precision: Any) -> float:
     """Return the seconds of all steps of a recipe, from a few steps at each of its image sizes."""
-    recipe: dict[str, Any] = recipe_settings(recipe_path(name))
+    recipe: dict[str, Any] = plain_values(recipe_path(name))
     epochs, data_settings = recipe["trainer"]["max_epochs"], {**recipe["data"], **own}
     sides = [side_at(data_settings.get("resolutions", {}), epoch, epochs) for epoch in range(epochs)]
     total = 0.0

@@ -24,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.cli.flags import recipe_path, recipe_settings
+from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.fit_length import FitLength, count_batches
 from cifar_lit.errors import UsageError
+from cifar_lit.runs.config_file import plain_values
 
 WHAT = (
     "For each recipe and precision, compare the GFLOP/s of training steps under the Trainer with the GFLOP/s of a "
@@ -63,7 +64,7 @@ def run(settings: argparse.Namespace) -> None:
     for number, (recipe, precision) in enumerate(pairs):
         own = {"recipe": recipe, "net": None, "lr": None, "batch_size": None, "precision": precision}
         subject = subject_from(argparse.Namespace(**{**vars(settings), **own}))
-        trainer: Any = recipe_settings(recipe_path(recipe))["trainer"]
+        trainer: Any = plain_values(recipe_path(recipe))["trainer"]
         images = images_by_kind(subject, trainer["max_epochs"])
         steps = {kind: recorded_step(subject, kind) for kind in images}
         operations = {kind: images[kind] * step.operations for kind, step in steps.items()}

@@ -22,11 +22,12 @@ from script import set_threads
 from torch import nn
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.cli.flags import parse, recipe_path, recipe_settings
+from cifar_lit.cli.flags import parse, recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.fit_length import count_batches
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder
 from cifar_lit.training.callbacks import NoProfiler
@@ -98,7 +99,7 @@ def subject_from(settings: argparse.Namespace, flags: Sequence[str] = ()) -> Sub
     Raises:
         UsageError: if a name or setting does not exist.
     """
-    recipe: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
+    recipe: dict[str, Any] = plain_values(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
     model, data, trainer = (dict(recipe.get(section) or {}) for section in ("model", "data", "trainer"))
     for name in ("metrics", "monitor"):  # no validation runs
         model.pop(name, None)

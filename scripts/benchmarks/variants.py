@@ -22,12 +22,13 @@ from torch.nn import functional as F
 
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.cli.flags import recipe_path, recipe_settings
+from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.models.tta import view_logits
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.text import duration_text, note
 from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
 from cifar_lit.training.orderly_stop import Interrupted
@@ -65,7 +66,7 @@ def run(settings: argparse.Namespace) -> None:
         changes = json.loads(Path(settings.file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{settings.file} cannot be read as JSON: {error}") from None
-    recipe = recipe_settings(recipe_path(settings.recipe))
+    recipe = plain_values(recipe_path(settings.recipe))
     own = {"data": {name: value for name in ("root", "dataset") if (value := getattr(settings, name))}}
     plans = [(name, seed) for seed, name in product(range(settings.runs), changes)]
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in changes}

@@ -115,6 +115,12 @@ def test_an_optimizer() -> None:
     PAGE.run(["cifar-lit", "test", "--ckpt_path", f"{RUN}/checkpoints/best.ckpt"])  # the run is this user's own
 
 
+def test_a_loss() -> None:
+    PAGE.follow(PAGE.section("A loss"))
+    plain, distilled = (rows_of(Path(f"lightning_logs/quickstart-{run}/metrics.csv"))[0] for run in (1, 2))
+    assert float(distilled["train/loss"]) < float(plain["train/loss"])  # a short training's predictions are easy
+
+
 def test_a_callback_and_a_logger() -> None:
     PAGE.follow(PAGE.section("A callback or a logger"))
     for scores, log, run in (("scores.txt", "log.jsonl", 1), ("scores-from-yaml.txt", "log-from-yaml.jsonl", 2)):
