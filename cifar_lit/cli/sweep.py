@@ -40,6 +40,7 @@ def sweep(argv: list[str]) -> None:
     add("--storage", metavar="URL", help="database of the sweep (default: SQLite in its folder)")
     add("--logs", type=Path, default=Path(LOGS), help="folder for the sweep's folder (default: lightning_logs)")
     add("--confirm", type=int, default=4, help="new seeds to compare the best trial with the recipe (default: 4)")
+    add("--grace", type=int, default=30, help="seconds without a sign of life after which a trial is lost (default: 30)")
     add("--trust", action="store_true", help="let the files name any class and any path: their code can run")
     options, words = parser.parse_known_args(argv)
     if options.confirm < 0 or options.confirm == 1:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
+from jsonargparse import ArgumentError
 
 from cifar_lit import hardware
 from cifar_lit.cli import flags
+from cifar_lit.cli.errors import explain_parser_error, long_flags
 from cifar_lit.cli.fit import TrainingCLI, check_settings
 from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.files import write_text
+from cifar_lit.runs.config_file import check_choices
 from cifar_lit.sweep.space import SweepFile
 from cifar_lit.training.metrics import TOP, value_names
 
-SETTINGS = "settings.yaml"  # in the folder of each trial
 FIGURES = ("train_seconds", "images_per_second", "parameters")  # objectives that have no curve
 
 
 class CheckedSettings(TrainingCLI):
-    """Settings of a training, checked without data, net and Trainer."""
+    """Settings of all trials, checked without data, net and Trainer."""
+
+    def check(self, values: Mapping[str, Any]) -> Any:
+        """Return all settings with those of a file, by dotted name; raise UsageError if they are invalid."""
+        parser = self._subcommand_parsers["fit"]
+        try:
+            settings = parser.parse_object(nested(values, {}), self.settings)
+        except ArgumentError as error:
+            raise UsageError(explain_parser_error(str(error), long_flags(parser))) from error
+        check_choices(settings.as_dict())
+        check_settings(settings)
+        return settings
 
     def before_instantiate_classes(self) -> None:
         """Check the settings and the devices."""
@@ -37,42 +46,29 @@ class CheckedSettings(TrainingCLI):
         """Run nothing."""
 
 
-def check_sweep(file: SweepFile, fixed: Sequence[str], words: Sequence[str]) -> Any:
-    """Return the settings of the starting recipe; raise UsageError if a value of the search space is invalid.
+def check_sweep(file: SweepFile, words: list[str]) -> Any:
+    """Return the settings of the first trial without those that are searched; raise UsageError for invalid ones.
 
-    Args:
-        fixed: flags of all trials.
-        words: those of them that the user typed.
+    words: flags of all trials.
     """
-    typed = flags.parse("fit", [*words])
-    others = typed.several or typed.resume is not None
-    if typed.recipe or typed.configs or others:
+    typed = flags.parse("fit", words)
+    if typed.recipe or typed.configs or typed.several or typed.resume is not None:
         raise UsageError(
             "sweep takes its recipe from the file and starts `fit`: leave the flags of other trainings out"
         )
-    if twice := [parameter.name for parameter in file.parameters if typed.value(parameter.name) is not None]:
-        raise UsageError(f"--{twice[0]} is searched: leave the flag out")
-    base = None
-    with TemporaryDirectory() as folder:
-        for values in ({}, *file.corners()):
-            config = write_settings(Path(folder) / SETTINGS, {**file.settings, **values})
-            settings = CheckedSettings(flags.parse("fit", [*fixed, "--config", config])).settings
-            base = base or settings
-    metrics = [f"val/{name}" for name in value_names(TOP + 1, settings.model.metrics or {})]
+    for parameter in file.parameters:
+        if typed.value(parameter.name) is not None:
+            raise UsageError(f"--{parameter.name} is searched: leave the flag out")
+    checked = CheckedSettings(flags.parse("fit", ["--recipe", file.recipe, *words]))
+    base = checked.check(file.settings)
+    for values in file.corners():
+        checked.check({**file.settings, **values})
+    metrics = [f"val/{name}" for name in value_names(TOP + 1, base.model.metrics or {})]
     for objective in file.objectives:
         check_choice("objective", objective, (*metrics, "train/loss", "train/accuracy", *FIGURES))
         if objective in FIGURES and file.pruner != "none":
             raise UsageError(f"{objective} has no learning curve: use pruner: none")
     return base
-
-
-def write_settings(file: Path, recipe: Mapping[str, Any]) -> str:
-    """Write settings by dotted name as a configuration file; return its path.
-
-    A training gets them as a file, because a file is not trusted and flags are.
-    """
-    write_text(file, yaml.safe_dump(nested(recipe, {})))
-    return str(file)
 
 
 def nested(settings: Mapping[str, Any], base: dict[str, Any]) -> dict[str, Any]:

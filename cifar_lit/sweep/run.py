@@ -1,8 +1,9 @@
-"""Run a sweep: open its study, run its trials, confirm the best one and write the results."""
+"""Run a sweep: open its study, run its trials, write the results, and confirm the best trial."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import logging
 import math
@@ -12,106 +13,168 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import optuna
-from optuna.exceptions import ExperimentalWarning
+import yaml
+from matplotlib import pyplot
+from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 from optuna.pruners import MedianPruner, NopPruner
-from optuna.samplers import BaseSampler, PartialFixedSampler, RandomSampler, TPESampler
-from optuna.trial import FixedTrial, FrozenTrial, Trial, TrialState
+from optuna.samplers import RandomSampler, TPESampler
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+from optuna.trial import FixedTrial, TrialState
+from optuna.visualization import matplotlib as plots
 from rich.table import Table
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from cifar_lit.bench.process import without_places
+from cifar_lit.cli.compare import compare
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import program
-from cifar_lit.cli.flags import recipe_path
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import DISK_FULL, read_text
+from cifar_lit.cli.flags import parse, recipe_path
+from cifar_lit.cli.quiet import catch_signals
+from cifar_lit.cli.several import train_in_processes
+from cifar_lit.errors import Failure, UsageError, first_line
+from cifar_lit.files import atomic_write, check_database, read_text, write_text
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import check_links, display_path
+from cifar_lit.runs.run_folder import check_links, display_path, read_json
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.sweep.check import check_sweep, devices_of_workers, nested
-from cifar_lit.sweep.database import database_url, open_storage, open_study, storage_errors
-from cifar_lit.sweep.results import conclusion, ranked, rows_of, text, write_results
 from cifar_lit.sweep.space import SweepFile, read_sweep
-from cifar_lit.sweep.trials import Control, Job, run_job
-from cifar_lit.text import note, say
+from cifar_lit.sweep.trials import MAX_RETRIES, Trials, text
+from cifar_lit.text import csv_cell, note, say
 from cifar_lit.training.orderly_stop import Interrupted
 
-BEST = 10  # rows of the printed table
 VAL_SIZE = 0.1  # fraction of the training images, if the recipe validates on none
+BEST = 10  # rows of the printed table
 
 
 def run_sweep(options: argparse.Namespace, words: list[str], argv: list[str]) -> None:
     """Run a sweep, or what is left of it. words: flags of `fit` for every trial. argv: all arguments as typed."""
     warnings.filterwarnings("ignore", category=ExperimentalWarning)
-    warnings.filterwarnings("ignore", message="Heartbeat of storage")  # sent by our workers
     optuna.logging.set_verbosity(logging.CRITICAL)
     file = read_sweep(options.file)
-    fixed = ["--recipe", file.recipe, *words]
-    if options.trust:
-        fixed.append("--trust")
-    base = check_sweep(file, fixed, words)
+    typed, words = words, [*words, *(["--trust"] if options.trust else [])]
+    base = check_sweep(file, words)
     workers = devices_of_workers(options.workers, base)
     if base.data.val_size == 0:
-        fixed.append(f"--data.val_size={VAL_SIZE}")
+        words.append(f"--data.val_size={VAL_SIZE}")
     folder = options.logs.expanduser() / file.name
     if (folder / "config.yaml").exists() or folder.is_symlink():
         raise UsageError(f"{folder} is a run or a symlink: give the sweep another name (name: …)")
     check_links(folder)
     url = database_url(options.storage, folder)
     grid = file.grid() if file.sampler == "grid" else []
-    if options.storage is None:
-        folder.mkdir(parents=True, exist_ok=True)
     try:
-        with storage_errors(url):
-            storage = open_storage(url)
+        if options.storage is None:
             folder.mkdir(parents=True, exist_ok=True)
-            pruner = MedianPruner() if file.pruner == "median" else NopPruner()
-            study = open_study(storage, file.name, [*file.objectives.values()], pruner)
-            _check_same(study, options.file, recipe_path(file.recipe), fixed, folder)
-            if base.data.val_size == 0:
-                say(f"validation on {VAL_SIZE:.0%} of the training images, as {file.recipe} has data.val_size 0")
-            control = Control(file.seconds, time.monotonic() - study.user_attrs.get("seconds", 0))
-            _catch_signals(control)
-
-            def settings(trial: Trial) -> dict[str, Any]:
-                trial.study.sampler = _sampler(file, grid, trial.number)
-                return {**file.settings, **file.suggest(trial)}
-
-            count = min(file.trials, len(grid) or math.inf)
-            job = Job(study, storage, folder / "trial", count, settings, lambda trial: fixed, [*file.objectives],
-                      lambda trial: _report(job, trial), workers, control)  # fmt: skip
-            run_job(job)
-            sentences = _finish(options.confirm, file, base, fixed, job)
+        storage, study, is_new = open_study(url, file, options.grace)
+        folder.mkdir(parents=True, exist_ok=True)
+        check_same(study, options.file, recipe_path(file.recipe), words, folder)
+        if base.data.val_size == 0:
+            say(f"validation on {VAL_SIZE:.0%} of the training images, as {file.recipe} has data.val_size 0")
+        count = min(file.trials, len(grid) or math.inf)
+        trials = Trials(file, study, folder, count, ["--recipe", file.recipe, *words], workers)
+        if not is_new and len(trials.latest()) < len(grid):
+            time.sleep(options.grace)  # another command may be enqueuing them
+        for parameters in grid[len(trials.latest()) :]:
+            study.enqueue_trial(parameters)
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            # A worker that was killed before its first heartbeat would never be lost.
+            study_id = storage.get_study_id_from_name(file.name)
+            storage.record_heartbeat(storage.get_trial_id_from_study_id_trial_number(study_id, trial.number))
+        catch_stop_signals(trials.signals)
+        trials.run(options.grace)
+        catch_signals()
+        if trials.signals:
+            raise Interrupted(trials.signals[0])
+        best, settings = write_results(trials)
+        if options.confirm:
+            confirm(trials, best, settings, base, words, options.confirm)
+        say(f"next: cifar-lit train --recipe {shlex.join([display_path(folder / 'best.yaml'), *typed])}")
     except Interrupted as interruption:
         hidden = url.render_as_string()  # without the password
         shown = [word.replace(options.storage or hidden, hidden) for word in argv]
         interruption.resume = f"{program(sys.argv[0], 'sweep')} {shlex.join(shown)}"
         raise
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise
-        reason = f"cannot write {error.filename or folder}: {error.strerror}"
-        raise Failure(f"{reason}. Move it away, then repeat the command: the sweep continues.") from error
-    say(*sentences, f"results {display_path(folder)}/sweep.html")
-    say(f"next: cifar-lit train --recipe {shlex.join([display_path(folder / 'best.yaml'), *words])}")
+    except (SQLAlchemyError, StorageInternalError) as error:
+        cause: Any = error.__cause__ if isinstance(error, StorageInternalError) else error
+        line = first_line(getattr(cause, "orig", None) or cause).replace(url.password or "\0", "***")
+        place = f"the database at {url.host}" if url.host else url.database
+        raise Failure(f"{place}: {line}. Fix that, then repeat the command: the sweep continues.") from None
+    except (UsageError, Failure, OSError):
+        raise
+    except Exception as error:  # wrong types or values in the rows of a database can raise any error
+        remedy = "restore it, or give this sweep a name of its own (name: …)"
+        raise Failure(f"the sweep {file.name} in the database is damaged ({first_line(error)}): {remedy}") from error
 
 
-def _check_same(study: optuna.Study, file: Path, recipe: Path, fixed: Sequence[str], folder: Path) -> None:
-    """Record the settings of a new sweep. Raise UsageError if an existing one of this name has others.
+def database_url(storage: str | None, folder: Path) -> URL:
+    """Return the URL of a database, by default a file in the sweep's folder; raise UsageError if it is invalid."""
+    if storage is None:
+        return URL.create("sqlite", database=str(folder / "sweep.db"))
+    try:
+        url = make_url(storage)
+        url = url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+        url.get_dialect().import_dbapi()
+    except (ArgumentError, ValueError):
+        raise UsageError("--storage is not the URL of a database, such as postgresql://user@host/name") from None
+    except ImportError as error:
+        raise Failure(f"--storage needs a missing package ({error.name}): install it") from None
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise UsageError("--storage is not the URL of a database that workers can share")
+    if "password" in url.query:  # SQLAlchemy would print it
+        raise UsageError("--storage: put the password into ~/.pgpass, not behind a question mark")
+    return url
 
-    Args:
-        file: the sweep file.
-        recipe: the file of the starting recipe.
-        fixed: flags of all trials.
-        folder: folder of the sweep.
+
+def open_study(url: URL, file: SweepFile, grace: int) -> tuple[RDBStorage, optuna.Study, bool]:
+    """Connect to a database; create or load the study. Return both, and whether the study is new.
+
+    Raise an error of any type if its rows are not those of this sweep: Optuna does not check them.
     """
-    record = {key: value for key, value in plain_values(file).items() if key not in ("name", "trials", "time")}
-    record |= {"flags": without_places(fixed), "recipe file": sha256(read_text(recipe).encode()).hexdigest()}
+    options: dict[str, Any] = {}
+    if url.get_backend_name() == "sqlite":
+        check_database(Path(str(url.database)).resolve())
+        options = {"timeout": 60}  # seconds, while another process writes to the file
+    if url.get_backend_name() == "postgresql":
+        options = {"connect_timeout": 10, "tcp_user_timeout": 30_000}  # seconds, milliseconds
+    storage = RDBStorage(
+        url.render_as_string(hide_password=False),
+        {"connect_args": options, "pool_pre_ping": True},
+        heartbeat_interval=max(1, grace // 6),
+        grace_period=grace,
+        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
+    )
+    directions = [*file.objectives.values()]
+    try:
+        study, is_new = optuna.create_study(storage=storage, study_name=file.name, directions=directions), True
+    except DuplicatedStudyError:
+        study, is_new = optuna.load_study(storage=storage, study_name=file.name), False
+    trials = study.get_trials()
+    # Each command draws other values. Of two that begin at the same moment, one has no seed.
+    seed = (1_000_003 * file.seed + len(trials)) % (1 << 32) if is_new or trials else None
+    study.sampler = TPESampler(seed=seed, constant_liar=True) if file.sampler == "tpe" else RandomSampler(seed)
+    study.pruner = MedianPruner() if file.pruner == "median" else NopPruner()
+    if [direction.name.lower() for direction in study.directions] != directions:
+        raise ValueError("its objectives have other directions")
+    for trial in trials:
+        if trial.state == TrialState.COMPLETE:
+            file.suggest(trial)
+            if len(trial.values) != len(directions) or not all(map(math.isfinite, trial.values)):
+                raise ValueError(f"trial {trial.number} is complete without finite values")
+    return storage, study, is_new
+
+
+def check_same(study: optuna.Study, path: Path, recipe: Path, words: Sequence[str], folder: Path) -> None:
+    """Record the settings of a new sweep. Raise UsageError if an existing one of this name has others."""
+    record = {key: value for key, value in plain_values(path).items() if key not in ("name", "trials", "time")}
+    record |= {"flags": without_places(words), "recipe file": sha256(read_text(recipe).encode()).hexdigest()}
     record = json.loads(json.dumps(record, default=str))
     has_trials = any(folder.glob("trial-*"))  # before the record is read, which other commands write before trials
     earlier = study.user_attrs.get("sweep")
@@ -125,111 +188,93 @@ def _check_same(study: optuna.Study, file: Path, recipe: Path, fixed: Sequence[s
         raise UsageError(f"{reason}: restore it, or give this sweep a name of its own (name: …)")
 
 
-def _catch_signals(control: Control) -> None:
-    """Make a stop signal end the trainings in order. A second one kills them."""
+def catch_stop_signals(signals: list[int]) -> None:
+    """Append stop signals to a list. The first one stops the trainings in order, a second one kills them."""
 
     def stop(number: int, frame: object) -> None:
         if number == HANGUP:
             accept_hangup()
-        elif not control.signals:
+        elif not signals:
             note("", "stopping: each training writes a checkpoint; press Ctrl-C again to stop immediately")
-        control.signals.append(number)
+        signals.append(number)
 
     for number in stop_signals():
         signal.signal(number, stop)
 
 
-def _sampler(file: SweepFile, grid: Sequence[Mapping[str, Any]], number: int) -> BaseSampler:
-    """Return the sampler of a trial. A seed per trial keeps continued and joined sweeps from repeating draws."""
-    if grid:
-        return PartialFixedSampler(dict(grid[number]), RandomSampler())
-    seed = (1_000_003 * file.seed + number) % (1 << 32)
-    return RandomSampler(seed) if file.sampler == "random" else TPESampler(seed=seed, constant_liar=True)
-
-
-def _report(job: Job, trial: FrozenTrial) -> None:
-    """Print the line of a finished trial."""
-    trials = job.trials()
-    finished = sum(each.state.is_finished() for each in trials)
-    results = [f"{name} {text(value)}" for name, value in zip(job.objectives, trial.values or (), strict=False)]
-    if trial.state != TrialState.COMPLETE:
-        results.insert(0, f"failed: {trial.user_attrs['error']}" if trial.user_attrs["error"] else "pruned")
-    if best := ranked(job.study, trials):
-        results.append(f"best {text(best[0].values[0])} (trial {best[0].number})")
-    of = "" if job.count == math.inf else f" of {job.count}"
-    parameters = [f"{name} {text(value)}" for name, value in trial.params.items()]
-    say(f"trial {trial.number} ({finished}{of}): {' · '.join(parameters)} → {' · '.join(results)}")
-
-
-def _finish(seeds: int, file: SweepFile, base: Any, fixed: Sequence[str], job: Job) -> list[str]:
-    """Print the best trials, confirm the first of them with new seeds, and write the results. Return the conclusions.
-
-    Args:
-        seeds: number of new seeds, which may be 0.
-        base: settings of the starting recipe.
-        fixed: flags of all trials.
-    """
-    folder, objective = job.folder.parent, job.objectives[0]
-    best = ranked(job.study, job.trials())
-    if not best:
+def write_results(trials: Trials) -> tuple[int, dict[str, Any]]:
+    """Print the best trials; write trials.csv, best.yaml and the plots. Return number and settings of the best one."""
+    folder, file, ranked = trials.folder, trials.file, trials.ranked()
+    if not ranked:
         raise Failure(f"no trial of {display_path(folder)} is complete: raise trials or time, or see trial-*/")
-    settings = file.suggest(FixedTrial(best[0].params))
-    recipe = nested({**file.settings, **settings}, plain_values(recipe_path(file.recipe)) or {})
-    sentences = [f"Best of {len(job.trials())} trials: {best[0].number}, {objective} {text(best[0].values[0])}"]
-    rows = [
-        {name: value for name, value in row.items() if name not in ("state", "error")}
-        for row in rows_of(best[:BEST], job.objectives)
-    ]
-    write_results(folder, job, rows, recipe, sentences)
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*map(text, row.values()))
-    for_tables().print(table)
-    if seeds:
-        first = 1 + max(int(base.seed_everything or 0), int(settings.get("seed_everything", 0)))
-        variants = [file.settings, {**file.settings, **settings}]
-        sentences.append(_confirm(range(first, first + seeds), file, best[0].number, variants, fixed, job))
-        write_results(folder, job, rows, recipe, sentences)
-    return sentences
+    rows = trials.rows()
+    with atomic_write(folder / "trials.csv") as part, part.open("w", newline="", encoding="utf-8") as table:
+        writer = csv.DictWriter(table, [*dict.fromkeys(name for row in rows.values() for name in row)])
+        writer.writeheader()
+        for row in rows.values():
+            writer.writerow({name: csv_cell(value) for name, value in row.items()})
+    names = [name for name in writer.fieldnames if name not in ("state", "error")]
+    printed = Table(*names)
+    for number in ranked[:BEST]:
+        printed.add_row(*(text(rows[number].get(name)) for name in names))
+    for_tables().print(printed)
+    objective, best = next(iter(file.objectives)), trials.latest()[ranked[0]]
+    sentence = f"Best of {len(rows)} trials: {ranked[0]}, {objective} {text(best.values[0])}"
+    settings = {**file.settings, **file.suggest(FixedTrial(best.params))}
+    write_recipe(folder / "best.yaml", file.recipe, settings, f"# {sentence}\n")
+    draw(trials.study, folder)
+    say(sentence, f"results {display_path(folder)}")
+    return ranked[0], settings
 
 
-def _confirm(
-    seeds: range, file: SweepFile, best: int, variants: Sequence[Mapping[str, Any]], fixed: Sequence[str], job: Job
-) -> str:
-    """Train the starting recipe and the best trial with new seeds; return a sentence about the difference.
+def write_recipe(path: Path, recipe: str, settings: Mapping[str, Any], head: str = "") -> None:
+    """Write a recipe with further settings by dotted name."""
+    content = nested(settings, plain_values(recipe_path(recipe)) or {})
+    write_text(path, head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
-    This is a study of its own, whose trials have even numbers for the recipe and odd ones for the best trial.
 
-    Args:
-        best: number of the best trial.
-        variants: settings of the recipe's trainings, and of those with the settings of the best trial.
-        fixed: flags of all trainings.
-    """
-    objective, count = job.objectives[0], 2 * len(seeds)
-    study = open_study(job.storage, f"{file.name} confirm {best}", [file.objectives[objective]], NopPruner())
+def draw(study: optuna.Study, folder: Path) -> None:
+    """Write the plots that the trials allow."""
+    drawers = {
+        "history": plots.plot_optimization_history,
+        "importance": plots.plot_param_importances,
+        "slice": plots.plot_slice,
+    }
+    if len(study.directions) > 1:
+        drawers = {"pareto-front": plots.plot_pareto_front}
+    for name, drawer in drawers.items():
+        with matplotlib.rc_context({"backend": "agg", "text.parse_math": False}), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with suppress(ValueError, RuntimeError):  # too few trials, or all are equal
+                drawer(study)
+                with atomic_write(folder / f"{name}.png") as part:
+                    pyplot.gcf().savefig(part, format="png", dpi=110, bbox_inches="tight")
+            pyplot.close("all")
 
-    def flags(trial: Trial) -> list[str]:
-        return [*fixed, f"--seed_everything={seeds[trial.number // 2]}"]
 
-    def report(trial: FrozenTrial) -> None:
-        side = (file.recipe, f"trial {best}")[trial.number % 2]
-        result = trial.user_attrs["error"] or f"{objective} {text(trial.values[0])}"
-        say(f"confirmation, seed {seeds[trial.number // 2]}, {side}: {result}")
+def confirm(trials: Trials, best: int, settings: Mapping[str, Any], base: Any, words: list[str], count: int) -> None:
+    """Train and test the starting recipe and the best trial with `count` new seeds, and compare them."""
+    first = 1 + max(int(base.seed_everything or 0), int(settings.get("seed_everything", 0)))
+    seeds = f"{first}-{first + count - 1}"
+    say(f"confirming trial {best} with {count} new seeds: {2 * count} trainings (--confirm {count})")
+    folder, groups = trials.folder / "confirm", []
+    folder.mkdir(exist_ok=True)
+    typed = [word for word in parse("fit", words).flags if not word.startswith("--seed_everything=")]
+    trusted = ["--trust"] if "--trust" in words else []
+    for name, values in (("start", trials.file.settings), (f"trial-{best:03}", settings)):
+        recipe = folder / f"{name}.yaml"
+        write_recipe(recipe, trials.file.recipe, values)
+        flags = ["--recipe", str(recipe), *typed, *trusted, f"--logs={folder}", "--seeds", seeds]
+        if not trained(folder, name, seeds):
+            train_in_processes(flags)
+        groups.append(trained(folder, name, seeds))
+    compare(groups[::-1])
 
-    again = replace(
-        job,
-        study=study,
-        folder=job.folder.with_name(f"confirm-{best:03}"),
-        count=count,
-        settings=lambda trial: variants[trial.number % 2],
-        flags=flags,
-        objectives=[objective],
-        report=report,
-        control=replace(job.control, seconds=math.inf, outcomes=[]),
-    )
-    if len(study.trials) < count:
-        say(f"confirming trial {best} with {len(seeds)} new seeds: {count} trainings (--confirm {len(seeds)})")
-    run_job(again)
-    values = {trial.number: trial.values[0] for trial in again.trials() if trial.state == TrialState.COMPLETE}
-    gains = [values[odd] - values[odd - 1] for odd in range(1, count, 2) if {odd - 1, odd} <= {*values}]
-    return conclusion(objective, file.objectives[objective] == "maximize", gains, count - len(values))
+
+def trained(folder: Path, name: str, seeds: str) -> str:
+    """Return the folder of the finished trainings of a recipe with these seeds; empty if there is none."""
+    for file in folder.glob(f"{name}-seeds-*/seeds.json"):
+        record = read_json(file)
+        if record.get("seeds") == seeds and "runs" in record:
+            return str(file.parent)
+    return ""

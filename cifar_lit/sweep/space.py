@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from pathlib import Path
@@ -19,15 +18,12 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import FixedTrial
 
 from cifar_lit.cli.flags import OWN, SHORT
-from cifar_lit.errors import Failure, UsageError, check_choice, first_line, nearest
+from cifar_lit.errors import UsageError, check_choice, first_line, nearest
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.text import NOT_A_FILE_NAME, is_file_name
 
 KEYS = ("name", "recipe", "settings", "search", "objective", "sampler", "pruner", "trials", "time", "seed")
 KINDS = ("range", "log", "choice")
-SAMPLERS = ("tpe", "random", "grid")
-PRUNERS = ("median", "none")
-DIRECTIONS = ("maximize", "minimize")
 MINIMISED = re.compile("loss|seconds|error|parameters")  # in the name of an objective
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SPLIT = ("data.val_size", "data.split_seed", "data.folds", "data.fold")
@@ -40,25 +36,19 @@ class Parameter(NamedTuple):
     """A searched setting. when: values of other searched settings for which this one is searched."""
 
     name: str
-    space: FloatDistribution | IntDistribution | CategoricalDistribution
+    space: Any  # distribution of Optuna
     choices: Sequence[Any]  # empty for numbers
     when: Mapping[str, Sequence[Any]]
 
-    @property
-    def limits(self) -> Sequence[Any]:
-        """Return all choices, or the lowest and the highest number."""
-        if isinstance(self.space, CategoricalDistribution):
-            return self.choices
-        return self.space.low, self.space.high
-
     def values(self) -> Sequence[Any]:
         """Return all values as Optuna stores them, none if there are more than MAX_COMBINATIONS."""
-        if isinstance(self.space, CategoricalDistribution):
+        if self.choices:
             return self.space.choices
-        if self.space.step is None or (self.space.high - self.space.low) / self.space.step >= MAX_COMBINATIONS:
+        low, high, step = self.space.low, self.space.high, self.space.step
+        if step is None or (high - low) / step >= MAX_COMBINATIONS:
             return ()
-        low, high, step = (Decimal(str(number)) for number in (self.space.low, self.space.high, self.space.step))
-        return [type(self.space.low)(low + index * step) for index in range(int((high - low) / step) + 1)]
+        values = [low + index * step for index in range(round((high - low) / step) + 1)]
+        return [round(value, 12) for value in values]
 
 
 @dataclass(frozen=True)
@@ -77,19 +67,18 @@ class SweepFile:
     seed: int
 
     def suggest(self, trial: Any) -> dict[str, Any]:
-        """Return the searched settings of an Optuna trial. Raise Failure for a number out of range."""
+        """Return the searched settings of an Optuna trial. Raise ValueError for values out of the search space."""
         values: dict[str, Any] = {}
         for name, space, choices, when in self.parameters:
             if not all(key in values and values[key] in allowed for key, allowed in when.items()):
                 continue
-            if isinstance(space, CategoricalDistribution):
+            if choices:
                 values[name] = choices[space.choices.index(trial.suggest_categorical(name, space.choices))]
-            else:
-                suggest = trial.suggest_int if isinstance(space, IntDistribution) else trial.suggest_float
-                values[name] = suggest(name, space.low, space.high, step=space.step, log=space.log)
-                if not space.low <= values[name] <= space.high:  # the database may come from someone else
-                    fault = f"the database has {name} {values[name]:g}, not in {space.low:g} … {space.high:g}"
-                    raise Failure(f"{fault}: it was changed. Give this sweep a name of its own (name: …)")
+                continue
+            suggest = trial.suggest_int if isinstance(space, IntDistribution) else trial.suggest_float
+            values[name] = suggest(name, space.low, space.high, step=space.step, log=space.log)
+            if not space.low <= values[name] <= space.high:  # the database may come from someone else
+                raise ValueError(f"{name} {values[name]:g} is not in {space.low:g} … {space.high:g}")
         return values
 
     def grid(self) -> list[dict[str, Any]]:
@@ -109,10 +98,11 @@ class SweepFile:
 
     def corners(self) -> Iterator[dict[str, Any]]:
         """Yield settings that together contain each bound and each choice."""
-        base = {parameter.name: parameter.limits[0] for parameter in self.parameters if not parameter.when}
+        limits = {each.name: each.choices or (each.space.low, each.space.high) for each in self.parameters}
+        base = {each.name: limits[each.name][0] for each in self.parameters if not each.when}
         for parameter in self.parameters:
             required = {name: allowed[0] for name, allowed in parameter.when.items()}
-            for value in parameter.limits:
+            for value in limits[parameter.name]:
                 yield {**base, **required, parameter.name: value}
 
 
@@ -123,10 +113,8 @@ def read_sweep(file: Path) -> SweepFile:
     if missing := [key for key in ("recipe", "search", "objective") if not content.get(key)]:
         raise UsageError(f"{file} has no {missing[0]}: see `cifar-lit sweep --help` for an example")
     settings, search, objective = content.get("settings") or {}, content["search"], content["objective"]
-    if not isinstance(settings, dict) or not isinstance(search, dict):
-        raise UsageError(f"{file}: settings and search hold settings by dotted name, such as model.lr")
-    if len(search) > MAX_PARAMETERS:
-        raise UsageError(f"{file}: search has more than {MAX_PARAMETERS} settings")
+    if not isinstance(settings, dict) or not isinstance(search, dict) or len(search) > MAX_PARAMETERS:
+        raise UsageError(f"{file}: settings and search hold up to {MAX_PARAMETERS} settings by dotted name (model.lr)")
     settings = {SHORT.get(str(name), str(name)): value for name, value in settings.items()}
     parameters = _sorted([_parameter(SHORT.get(str(name), str(name)), entry) for name, entry in search.items()])
     for name in (parameter.name for parameter in parameters):
@@ -135,19 +123,15 @@ def read_sweep(file: Path) -> SweepFile:
             reason = "all trials need the same validation images" if name in SPLIT else reason
             raise UsageError(f"{file}: {name} cannot be searched, as {reason}: leave it out")
     if not isinstance(objective, dict):
-        objective = dict.fromkeys(map(str, objective if isinstance(objective, list) else [objective]))
+        objective = dict.fromkeys(objective if isinstance(objective, list) else [objective])
     objectives = {}
     for name, direction in objective.items():
-        default = "minimize" if MINIMISED.search(str(name)) else "maximize"
-        objectives[str(name)] = direction or default
+        objectives[str(name)] = direction or ("minimize" if MINIMISED.search(str(name)) else "maximize")
+        check_choice(f"objective {name}", objectives[str(name)], ("maximize", "minimize"))
     sampler = content.get("sampler", "tpe")
     pruner = content.get("pruner", "none" if len(objectives) > 1 else "median")
-    for key, value, choices in (
-        ("sampler", sampler, SAMPLERS),
-        ("pruner", pruner, PRUNERS),
-        *((f"objective {name}", direction, DIRECTIONS) for name, direction in objectives.items()),
-    ):
-        check_choice(key, value, choices)
+    check_choice("sampler", sampler, ("tpe", "random", "grid"))
+    check_choice("pruner", pruner, ("median", "none"))
     if len(objectives) > 2 or (len(objectives) == 2 and pruner != "none"):
         raise UsageError("objective names one metric, or two without a pruner (pruner: none) for a Pareto front")
     duration = content.get("time")
@@ -160,18 +144,17 @@ def read_sweep(file: Path) -> SweepFile:
         if not (type(value) is int and least <= value < 1 << 31):
             raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
     trials = content.get("trials", math.inf if match or sampler == "grid" else 40)
-    seed = content.get("seed", 0)
-    name, recipe = str(content.get("name") or file.stem), str(content["recipe"])
+    name, recipe, seed = str(content.get("name") or file.stem), str(content["recipe"]), content.get("seed", 0)
     if not is_file_name(name):
         raise UsageError(f"name: {name!r} cannot name a folder{NOT_A_FILE_NAME}")
     return SweepFile(name, recipe, settings, parameters, objectives, sampler, pruner, trials, seconds, seed)
 
 
 def _check_keys(place: str, mapping: Mapping[Any, Any], keys: Sequence[str]) -> None:
-    if unknown := next((str(key) for key in mapping if key not in keys), None):
-        raise UsageError(
-            f"{place} has an unknown key {unknown!r}.{nearest(unknown, keys)} There are {', '.join(keys)}."
-        )
+    for key in mapping:
+        if key not in keys:
+            hint = nearest(str(key), keys)
+            raise UsageError(f"{place} has an unknown key {str(key)!r}.{hint} There are {', '.join(keys)}.")
 
 
 def _parameter(name: str, entry: Any) -> Parameter:
@@ -212,10 +195,9 @@ def _sorted(parameters: Sequence[Parameter]) -> list[Parameter]:
     by_name = {parameter.name: parameter for parameter in parameters}
     for parameter in parameters:
         for name, allowed in parameter.when.items():
-            if name not in by_name:
-                raise UsageError(f"search: {parameter.name}: {name} is not searched.{nearest(name, by_name)}")
-            if not allowed or any(value not in by_name[name].choices for value in allowed):
-                raise UsageError(f"search: {parameter.name}: the value for {name} is not among its choices")
+            if name not in by_name or not allowed or any(value not in by_name[name].choices for value in allowed):
+                reason = f"{name} is not searched, or not with the values of its condition"
+                raise UsageError(f"search: {parameter.name}: {reason}.{nearest(name, by_name)}")
     try:
         order = TopologicalSorter({parameter.name: parameter.when.keys() for parameter in parameters}).static_order()
         return [by_name[name] for name in order]
