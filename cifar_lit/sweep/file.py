@@ -18,7 +18,9 @@ from optuna.trial import FixedTrial
 from cifar_lit.cli.errors import explain_parser_error, long_flags
 from cifar_lit.cli.fit import TrainingCLI, check_settings
 from cifar_lit.cli.flags import OWN, SHORT, parse
+from cifar_lit.cli.trust import further_files
 from cifar_lit.errors import UsageError, check_choice, first_line, nearest
+from cifar_lit.plugins import check_allowed
 from cifar_lit.runs.config_file import check_choices, nested, plain_values
 from cifar_lit.text import NOT_A_FILE_NAME, is_file_name
 from cifar_lit.training.metrics import TOP, value_names
@@ -85,7 +87,7 @@ class SweepFile:
         self.parameters: list[Parameter] = []
         for name, entry in search.items():
             if name in self.settings or name in OWN or name in SPLIT:
-                reason = "all trials need the same validation images" if name in SPLIT else "it is fixed"
+                reason = "all trials need the same validation images" if name in SPLIT else "it is fixed or no setting"
                 raise UsageError(f"{path}: {name} cannot be searched, as {reason}: leave it out")
             try:
                 self.parameters.append(_parameter(name, entry))
@@ -101,7 +103,7 @@ class SweepFile:
         objective = content["objective"]
         if not isinstance(objective, dict):
             objective = dict.fromkeys(objective if isinstance(objective, list) else [objective])
-        self.objectives: dict[str, str] = {}
+        self.objectives: dict[str, Any] = {}
         for name, direction in objective.items():
             default = "minimize" if re.search("loss|seconds|error|parameters", str(name)) else "maximize"
             self.objectives[str(name)] = direction or default
@@ -170,12 +172,16 @@ class _Settings(TrainingCLI):
 
     def check(self, values: Mapping[str, Any]) -> Any:
         """Return all settings with those of a file, by dotted name; raise UsageError if they are invalid."""
-        parser = self._subcommand_parsers["fit"]
+        content = nested(values, {})
+        for file in further_files(content, Path()):
+            raise UsageError(f"the sweep refers to settings in {file[:200]!r}, which is not read")
         try:
-            settings = parser.parse_object(nested(values, {}), self.settings)
+            settings = self.parser.parse_object({"fit": content}, self.config).fit
         except ArgumentError as error:
-            raise UsageError(explain_parser_error(str(error), long_flags(parser))) from error
+            keys = long_flags(self._subcommand_parsers["fit"])
+            raise UsageError(explain_parser_error(str(error), keys)) from error
         check_choices(settings.as_dict())
+        check_allowed(settings.data.dataset)
         check_settings(settings)
         return settings
 
@@ -190,7 +196,7 @@ class _Settings(TrainingCLI):
 
 def _by_name(place: str, mapping: Any) -> dict[str, Any]:
     """Return a mapping with long names of settings; raise UsageError for other values."""
-    if not isinstance(mapping or {}, dict):
+    if not isinstance(mapping or {}, dict) or {"trainer", "model", "data"} & {*(mapping or {})}:
         raise UsageError(f"{place} must hold settings by dotted name, such as model.lr")
     return {SHORT.get(str(name), str(name)): value for name, value in (mapping or {}).items()}
 

@@ -66,8 +66,9 @@ def run_sweep(options: argparse.Namespace, typed: list[str], argv: list[str]) ->
     url = database_url(options.storage, folder)
     grid = file.grid() if file.sampler == "grid" else []
     count = min(file.trials, len(grid) or math.inf)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        if options.storage is None:
+            folder.mkdir(parents=True, exist_ok=True)
         study = open_study(url, file, options.grace, grid)
         check_same(study, options.file, recipe_path(file.recipe), words, folder)
         trials = Trials(file, study, folder, count, ["--recipe", file.recipe, *words], workers)
@@ -170,10 +171,10 @@ def write_results(trials: Trials) -> tuple[int, dict[str, Any]]:
     sentence = f"Best of {len(trials.latest())} trials: {first_number(best)}, {objective} {text(best.values[0])}"
     settings = {**file.settings, **file.suggest(best)}
     write_recipe(folder / "best.yaml", file.recipe, settings, f"# {sentence}\n")
-    drawers = {"pareto-front": plots.plot_pareto_front}
+    drawers: dict[str, Any] = {"pareto-front": plots.plot_pareto_front}
     if len(file.objectives) == 1:
-        drawers = {"history": plots.plot_optimization_history, "importance": plots.plot_param_importances}
-        drawers["slice"] = plots.plot_slice
+        drawers = {"history": plots.plot_optimization_history, "slice": plots.plot_slice}
+        drawers["importance"] = plots.plot_param_importances
     for name, draw in drawers.items():
         with matplotlib.rc_context({"backend": "agg", "text.parse_math": False}), suppress(ValueError, RuntimeError):
             draw(study)  # raises these errors for too few trials, or if all are equal
@@ -198,7 +199,7 @@ def confirm(
     seeds = f"{first}-{first + count - 1}"
     say(f"confirming trial {best} with {count} new seeds: {2 * count} trainings (--confirm {count})")
     flags = [*parse("fit", words).without("seed_everything"), *(["--trust"] if "--trust" in words else [])]
-    runs = []
+    runs: list[str] = []
     for name, values in (("start", file.settings), (f"trial-{best:03}", settings)):
         logs = folder / f"{name}-seeds-{seeds}"
         logs.mkdir(parents=True, exist_ok=True)

