@@ -315,7 +315,7 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     files = [
         _plain(file) for file in (*([base] if base else []), *(Path(config).expanduser() for config in command.configs))
     ]
-    _drop_options_of_others(files, command)
+    drop_replaced_options(files, {part: command.value(f"model.{part}") for part in PARTS})
     if base:
         line.append(_as_text(files.pop(0)))
         if not command.recipe:
@@ -335,10 +335,18 @@ def _plain(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _drop_options_of_others(files: list[dict[str, Any]], command: Command) -> None:
-    """Remove the options of a net, optimizer or schedule that a later file, or a flag, replaces by another."""
-    for part in ("net", "optimizer", "schedule"):
-        last = command.value(f"model.{part}")
+PARTS = ("net", "optimizer", "schedule")  # parts of a model that have options of their own
+
+
+def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, str | None]) -> None:
+    """Remove the options of a net, optimizer or schedule that a later file, or a flag, replaces by another.
+
+    Args:
+        files: settings, later ones take precedence; changed in place.
+        typed: names of the parts that flags name.
+    """
+    for part in PARTS:
+        last = typed.get(part)
         for settings in reversed(files):
             model = settings.get("model") or {}
             own = model.get(part, last)
