@@ -72,12 +72,12 @@ OWN = {
     "bench": "cifar_lit.bench.commands:bench",
     "preview": "cifar_lit.cli.preview:preview",
     "classify": "cifar_lit.cli.classify:classify",
-    "next": "cifar_lit.cli.next:select_next",
+    "next": "cifar_lit.extras.label.next:select_next",
     "report": "cifar_lit.cli.report:report",
-    "review": "cifar_lit.cli.review:review",
+    "review": "cifar_lit.extras.label.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
-    "serve": "cifar_lit.cli.serve:serve",
+    "serve": "cifar_lit.extras.serve.command:serve",
     "sweep": "cifar_lit.cli.sweep:sweep",
 }
 

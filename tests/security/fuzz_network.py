@@ -7,7 +7,7 @@ from security.fuzz_files import PICTURES, pictures
 from security.fuzzing import Reader, refused_or_read
 from security.mutations import damaged, json_files
 
-from cifar_lit.inference.serve.bodies import Limits, parse_body
+from cifar_lit.extras.serve.bodies import Limits, parse_body
 
 PART = b"\r\n--xx\r\nContent-Disposition: form-data; "
 FORM = (

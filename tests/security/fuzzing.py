@@ -30,7 +30,7 @@ from security.sandbox import PATIENCE, PROGRAMS, memory_of, run_in_fork
 from cifar_lit.cli import main
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.errors import Failure, InvalidFileError, UsageError
-from cifar_lit.inference.serve.bodies import RequestError
+from cifar_lit.extras.serve.bodies import RequestError
 
 # Inputs that failed and are not fixed yet; they are tried first, and CI caches them between runs.
 CORPUS = Path(__file__).parent / "corpus"

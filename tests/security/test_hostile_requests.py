@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extras.serving import Service, form, picture, running
 from inference.odd_files import scan_bomb
-from inference.serving import Service, form, picture, running
 from inference.small_nets import write_net
 from PIL import Image
 

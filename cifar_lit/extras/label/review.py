@@ -17,7 +17,6 @@ from jsonargparse import Namespace
 from torch import Tensor
 
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.cli.serve import listen
 from cifar_lit.cli.trust import allow_run
 from cifar_lit.data.decode import KINDS
 from cifar_lit.data.listed_files import find_files
@@ -26,13 +25,14 @@ from cifar_lit.data.sources import load_images
 from cifar_lit.data.table import SUFFIXES, read_table
 from cifar_lit.data.walk import as_on_disk
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.extras.label.journal import JOURNAL, TABLE, Journal, Labels, is_cell
+from cifar_lit.extras.label.queue import Queue, most_suspicious
+from cifar_lit.extras.serve.command import listen
 from cifar_lit.files import read_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
-from cifar_lit.inference.review.journal import JOURNAL, TABLE, Journal, Labels, is_cell
-from cifar_lit.inference.review.queue import Queue, most_suspicious
 from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.label_errors import read_array
 from cifar_lit.runs.run_data import run_image_data
@@ -82,7 +82,7 @@ def review(argv: list[str]) -> None:
             return labels.write(table, journal.decisions)
 
         if not settings.export:
-            from cifar_lit.inference.review.http import LIMITS, ReviewApp
+            from cifar_lit.extras.label.http import LIMITS, ReviewApp
 
             if journal.decisions:
                 write()  # a killed review did not

@@ -15,16 +15,21 @@ import yaml
 from contract.command_line import SMALL, assert_refused, config_of, draw_folder, rows_of, run_command
 from PIL import Image
 
-from cifar_lit.cli import review
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.extras.label import review
+from cifar_lit.extras.label.journal import Decision, Journal
+from cifar_lit.extras.label.queue import Queue
 from cifar_lit.inference.load import load
-from cifar_lit.inference.review.journal import Decision, Journal
-from cifar_lit.inference.review.queue import Queue
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
 CLASSES = ["cat", "dog", "owl"]
+
+
+@pytest.fixture(autouse=True)
+def in_working_folder(working_folder: Path) -> None:
+    """Run each test in its own working folder."""
 
 
 def write_run(folder: str, **data: object) -> Path:

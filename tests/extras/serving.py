@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent.parent
@@ -121,3 +122,11 @@ def running(run: Path, *flags: object, files: int = 0, command: str = "serve") -
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def service(served_run: Path) -> Iterator[Service]:
+    """Return a running service shared by all tests."""
+    pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
+    with running(served_run, *LIMITS) as opened:
+        yield opened

@@ -15,7 +15,7 @@ import torch
 import yaml
 from browser import Open
 from contract.command_line import draw_folder
-from serving import Service, running
+from extras.serving import Service, running
 
 from cifar_lit.cli import main
 from cifar_lit.models.registry import build_net

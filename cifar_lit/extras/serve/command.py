@@ -14,9 +14,9 @@ from jsonargparse.typing import PositiveInt
 from cifar_lit import __version__
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.extras.serve.bodies import Limits
+from cifar_lit.extras.serve.collect import MAX_BYTES, MAX_FILES, Collector
 from cifar_lit.hardware import resolve_device
-from cifar_lit.inference.serve.bodies import Limits
-from cifar_lit.inference.serve.collect import MAX_BYTES, MAX_FILES, Collector
 from cifar_lit.runs.run_folder import display_path, weights_file
 from cifar_lit.text import say
 
@@ -60,8 +60,8 @@ def serve(argv: list[str]) -> None:
     collector = _collector(*settings.collect_below) if settings.collect_below else None
     if missing := [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]:
         raise Failure(f'serve needs missing packages ({", ".join(missing)}): pip install "cifar-lit[serve]"')
+    from cifar_lit.extras.serve.http import serve as run_service
     from cifar_lit.inference.load import load
-    from cifar_lit.inference.serve.http import serve as run_service
     from cifar_lit.inference.unknown import check_rate
 
     with listen(settings.host, settings.port) as sock:

@@ -6,8 +6,8 @@ import base64
 
 import pytest
 from browser import Open, Opened
-from serving import Service, picture
-from small_nets import CLASSES
+from extras.serving import Service, picture
+from inference.small_nets import CLASSES
 
 DROP = """([base64, name, kind, how]) => {
     const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));

@@ -14,16 +14,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cifar_lit.errors import Failure, nearest
-from cifar_lit.inference.review.journal import ACTIONS, Decision, Journal
-from cifar_lit.inference.review.queue import Queue
-from cifar_lit.inference.serve.bodies import Limits, RequestError
-from cifar_lit.inference.serve.service import Service
+from cifar_lit.extras.label.journal import ACTIONS, Decision, Journal
+from cifar_lit.extras.label.queue import Queue
+from cifar_lit.extras.serve.bodies import Limits, RequestError
+from cifar_lit.extras.serve.service import Service
 
 FOLDER = Path(__file__).parent.parent
 FILES = {
-    "": ("review/page/review.html", "text/html"),
-    "review.js": ("review/page/review.js", "text/javascript"),
-    "review.css": ("review/page/review.css", "text/css"),
+    "": ("label/page/review.html", "text/html"),
+    "review.js": ("label/page/review.js", "text/javascript"),
+    "review.css": ("label/page/review.css", "text/css"),
     "page.css": ("serve/page/page.css", "text/css"),
 }
 # The browser keeps its connection while a reviewer looks at an image.

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import JPEG, alive, picture, running
+from extras.serving import JPEG, alive, picture, running
 
 from cifar_lit.cli import main
 

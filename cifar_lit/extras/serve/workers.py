@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 
 from cifar_lit.data.decode import DecodeError, Preparation, decode, start_worker, submit_without_main
-from cifar_lit.inference.serve.bodies import Limits, RequestError
+from cifar_lit.extras.serve.bodies import Limits, RequestError
 from cifar_lit.signals import STOP_SIGNALS, signals_blocked, start_resource_tracker
 from cifar_lit.threads import free_cores
 
 if TYPE_CHECKING:
+    from cifar_lit.extras.serve.collect import Collector
     from cifar_lit.inference.load import Classifier
-    from cifar_lit.inference.serve.collect import Collector
 
 MAX_BATCH_IMAGES = 64  # a batch takes further requests below this size, so it may become larger
 CPU_TIMER: int | None = getattr(signal, "SIGPROF", None)  # on Windows, only `answer_seconds` limits a request

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from cifar_lit.errors import Failure
+from cifar_lit.extras.serve import collect
+from cifar_lit.extras.serve.collect import Collector
+from cifar_lit.extras.serve.workers import NetRequest, NetRunner
 from cifar_lit.inference.load import load
-from cifar_lit.inference.serve import collect
-from cifar_lit.inference.serve.collect import Collector
-from cifar_lit.inference.serve.workers import NetRequest, NetRunner
 
 
 def image(seed: int, channels: int = 3) -> np.ndarray:

@@ -11,13 +11,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from odd_files import bomb, scan_bomb
+from extras.serving import JPEG, Service, form, picture
+from inference.odd_files import bomb, scan_bomb
+from inference.small_nets import CLASSES
 from PIL import Image
-from serving import JPEG, Service, form, picture
-from small_nets import CLASSES
 
 import cifar_lit
-from cifar_lit.inference.serve.bodies import Images, Limits, RequestError, parse_body
+from cifar_lit.extras.serve.bodies import Images, Limits, RequestError, parse_body
 
 JSON = {"Content-Type": "application/json"}
 FORM = "multipart/form-data; boundary=x-y"

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from cifar_lit.cli.classify import MAX_PIXELS
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.cli.review import with_plain_names
 from cifar_lit.data.decode import SUFFIXES, pixel_limit
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.extras.label.journal import JOURNAL, decided_images
+from cifar_lit.extras.label.review import with_plain_names
+from cifar_lit.extras.label.selection import digests, margin_of, next_images
 from cifar_lit.files import writing
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.classify import MAX_PICTURES, contact_sheet, find_images, is_picture_name, save_picture
 from cifar_lit.inference.load import load
-from cifar_lit.inference.review.journal import JOURNAL, decided_images
-from cifar_lit.inference.selection import digests, margin_of, next_images
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.predictions import Row
 from cifar_lit.runs.run_data import RunData

@@ -13,7 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cifar_lit.inference.serve.bodies import Limits
+from cifar_lit.extras.serve.bodies import Limits
 
 MAX_CONNECTIONS = 2048  # 7 KB each
 MAX_HEADER_BYTES = 16 * 1024  # request line, headers and trailers together; the limit of Node.js

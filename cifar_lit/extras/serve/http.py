@@ -19,13 +19,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
+from cifar_lit.extras.serve.bodies import Limits, RequestError, parse_body
+from cifar_lit.extras.serve.collect import Collector
+from cifar_lit.extras.serve.connections import slowest
+from cifar_lit.extras.serve.service import Service
+from cifar_lit.extras.serve.workers import Decoders, NetRequest, NetRunner
 from cifar_lit.hardware import keep_freed_memory
 from cifar_lit.inference.load import Classifier
-from cifar_lit.inference.serve.bodies import Limits, RequestError, parse_body
-from cifar_lit.inference.serve.collect import Collector
-from cifar_lit.inference.serve.connections import slowest
-from cifar_lit.inference.serve.service import Service
-from cifar_lit.inference.serve.workers import Decoders, NetRequest, NetRunner
 from cifar_lit.signals import stop_signals
 from cifar_lit.threads import choose_threads
 

@@ -15,8 +15,8 @@ from PIL import Image
 
 import cifar_lit
 from cifar_lit.cli import main
-from cifar_lit.inference.review.journal import Decision, Journal
-from cifar_lit.inference.selection import select
+from cifar_lit.extras.label.journal import Decision, Journal
+from cifar_lit.extras.label.selection import select
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 

@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from cifar_lit.inference.serve.bodies import Limits, RequestError
-from cifar_lit.inference.serve.connections import LimitedProtocol, connection_limit
+from cifar_lit.extras.serve.bodies import Limits, RequestError
+from cifar_lit.extras.serve.connections import LimitedProtocol, connection_limit
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.text import note, printable
 

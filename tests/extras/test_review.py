@@ -14,9 +14,9 @@ from PIL import Image
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure
-from cifar_lit.inference.review import journal as module
-from cifar_lit.inference.review.journal import Decision, Journal, Labels, decided_images
-from cifar_lit.inference.review.queue import Queue, most_suspicious
+from cifar_lit.extras.label import journal as module
+from cifar_lit.extras.label.journal import Decision, Journal, Labels, decided_images
+from cifar_lit.extras.label.queue import Queue, most_suspicious
 
 CLASSES = ["cat", "dog", "eel"]
 
