@@ -20,7 +20,14 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent.parent
 JPEG = {"Content-Type": "image/jpeg"}
-LIMITS = ("--max-mb", 1.5, "--max-pixels", 24_500_000, "--max-images", 40, "--decode-seconds", 3, "--body-seconds", 1)
+LIMITS = ("--max-mb", 2, "--max-pixels", 24_500_000)
+PROGRAM = """
+import sys
+from cifar_lit.cli import main
+from cifar_lit.extras.serve import connections
+connections.BODY_SECONDS = {}
+sys.exit(main())
+"""
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "JPEG") -> bytes:
@@ -93,14 +100,17 @@ def alive(process: int) -> bool:
 
 
 @contextmanager
-def running(run: Path, *flags: object, files: int = 0, command: str = "serve") -> Iterator[Service]:
+def running(
+    run: Path, *flags: object, files: int = 0, command: str = "serve", pause: float = 10.0
+) -> Iterator[Service]:
     """Run a service on a free port in its own process group, and end all of its processes afterwards.
 
     Args:
         files: limit of open files; 0 keeps the limit of this process.
         command: serve or review.
+        pause: seconds for which a client may pause.
     """
-    words = [sys.executable, "-m", "cifar_lit", command, str(run), "--port", "0", *map(str, flags)]
+    words = [sys.executable, "-c", PROGRAM.format(pause), command, str(run), "--port", "0", *map(str, flags)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     settings: dict[str, Any] = {"text": True, "stderr": subprocess.STDOUT, "env": env}
@@ -128,5 +138,5 @@ def running(run: Path, *flags: object, files: int = 0, command: str = "serve") -
 def service(served_run: Path) -> Iterator[Service]:
     """Return a running service shared by all tests."""
     pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
-    with running(served_run, *LIMITS) as opened:
+    with running(served_run, *LIMITS, pause=1.0) as opened:
         yield opened

@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from cifar_lit.errors import Failure
+from cifar_lit.extras.mobile.formats import MOBILE, Named
 from cifar_lit.inference import export as module
-from cifar_lit.inference.export import Options, Probabilities, check_request, export
-from cifar_lit.inference.mobile import Named
+from cifar_lit.inference.export import Options, Probabilities, export
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_data import RunImages
 
 IMAGES = torch.randint(0, 256, (9, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
 SAMPLE = RunImages(IMAGES, None, "noise")
+
+
+@pytest.fixture(autouse=True)
+def formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FORMATS", {**module.FORMATS, **MOBILE})
 
 
 @pytest.fixture
@@ -30,18 +34,11 @@ def net(run: Path) -> LoadedNet:
     return LoadedNet(loaded.net, replace(loaded.card, temperature=0.5, reject=[score, score])).eval()
 
 
-@pytest.mark.parametrize(("to", "package"), [("litert", "litert_torch"), ("coreml", "coremltools")])
-def test_missing_packages_are_named_with_their_extra(to: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    with pytest.raises(Failure, match=rf"--to {to} needs missing packages \({package}.*cifar-lit\[{to}\]"):
-        check_request(to, None)
-
-
 def test_the_net_to_convert_normalises_and_names_its_outputs(net: LoadedNet) -> None:
     card = replace(net.card, mean=[0.2, 0.4, 0.7], std=[0.1, 0.3, 0.25])
     predict = Probabilities(LoadedNet(net.net, card).eval(), 0.05)
     with torch.no_grad():
-        outputs = Named(LoadedNet(net.net, card).eval(), predict)(IMAGES)
+        outputs = Named(LoadedNet(net.net, card).eval(), 0.05)(IMAGES)
         probabilities, unknown = predict(IMAGES)
     torch.testing.assert_close(outputs["probabilities"], probabilities)
     assert [*outputs] == ["probabilities", "unknown"] and torch.equal(outputs["unknown"], unknown)
@@ -90,4 +87,4 @@ def test_a_core_ml_file_has_the_structure_of_its_net(net: LoadedNet, tmp_path: P
 def test_a_full_disk_raises_an_os_error_without_aborting_the_process(to: str, package: str, net: LoadedNet) -> None:
     pytest.importorskip(package, reason=f"pip install -e '.[{to}]'")
     with pytest.raises(OSError, match="No space left on device"):
-        module.write(net, to, Path("/dev/full"), Options())
+        MOBILE[to].write(net, Path("/dev/full"), Options())

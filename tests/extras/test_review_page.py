@@ -68,15 +68,13 @@ def test_requests_without_the_token_from_other_sites_and_invalid_decisions_are_r
     before = (review.run / "review.jsonl").read_bytes()
     for path in ("/", "/images", "/wrong-token/images", f"/{review.token[:-1]}/decide", f"/{review.token}x/"):
         answer = ask("GET", path)
-        assert (answer.status, "open the address that the console shows" in answer.error) == (403, True), path
-    assert ask("POST", "/wrong-token/decide", json.dumps(good)).status == 403
+        assert (answer.status, "the address that the console shows" in answer.error) == (404, True), path
+    assert ask("POST", "/wrong-token/decide", json.dumps(good)).status == 404
     for headers, status in (({"Origin": "http://evil.example"}, 403), ({"Host": "evil.example"}, 400)):
         assert review.post("decide", good, **headers).status == status
     for body, status, text in (
-        ({"item": 0, "action": "relabel", "label": "sqare"}, 422, "no class is called 'sqare'. Did you mean square?"),
-        ({"item": 0, "action": "relabel"}, 422, "no class is called 'None'"),
-        ({"item": 0, "action": "relabel", "label": ["a"]}, 422, "no class is called"),
-        ({"item": 0, "action": "relabel", "label": "heron", "create": True}, 422, "classes of this data set are fixed"),
+        ({"item": 0, "action": "relabel", "label": "sqare"}, 422, "classes of this data set are fixed"),
+        ({"item": 0, "action": "relabel", "label": ["a"]}, 422, "classes of this data set are fixed"),
         ({"item": 30, "action": "keep"}, 404, "there is no image 30: the last one is 29"),
         ({"item": -1, "action": "keep"}, 404, "there is no image -1"),
         ({"item": True, "action": "keep"}, 404, "there is no image True"),
@@ -85,7 +83,7 @@ def test_requests_without_the_token_from_other_sites_and_invalid_decisions_are_r
         ([], 422, "'None' is no decision"),
         ("{", 400, "the decision is not valid JSON"),
         ("[" * 5000, 400, "the decision is not valid JSON"),
-        ("x" * 2_000_000, 413, "pieces"),
+        ("x" * 2_000_000, 413, "the body is larger than"),
     ):
         answer = review.post("decide", body)
         assert (answer.status, text in answer.error) == (status, True), answer.error
@@ -96,13 +94,6 @@ def test_requests_without_the_token_from_other_sites_and_invalid_decisions_are_r
     page = ask("GET", f"/{review.token}/")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "access-control-allow-origin" not in page.headers
-
-
-def test_a_second_reviewer_gets_one_line(review: Review, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["review", str(review.run), "--export"]) == 1
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert f"process {review.service.process.pid} on " in line
-    assert line.endswith("wait until it ends, or use another run")
 
 
 def test_labels_are_reviewed_with_keys_and_buttons(review: Review, open_page: Open) -> None:
@@ -150,16 +141,6 @@ def test_labels_are_reviewed_with_keys_and_buttons(review: Review, open_page: Op
     assert states[1:] == [("drop", None), ("skip", None), ("keep", images[3]["label"])]
     assert "action" not in review.images[4]
 
-    wanted = images[-1]["label"]
-    page.select_option("#filter", wanted)
-    of_class = [image for image in review.images if image["label"] == wanted]
-    page.locator("[aria-busy=false] #progress", has_text=f" of {len(of_class)} reviewed").wait_for()
-    remaining = [image for image in of_class if "action" not in image]
-    for count in range(len(of_class) - len(remaining), len(of_class)):
-        page.keyboard.press("k")
-        text = f"{count + 1} of {len(of_class)} reviewed"
-        page.locator("[aria-busy=false] #progress", has_text=text).wait_for()
-    page.wait_for_selector("#end:not([hidden])")
     page.get_by_role("button", name="Write the table").click()
     page.locator("#written", has_text="399 rows are written").wait_for()
     assert "--data.labels" in page.inner_text("#command")
@@ -218,9 +199,8 @@ def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(
         opened.page.locator("#classes button", has_text="Great heron").wait_for()
         assert opened.page.locator("#filter option", has_text="Great heron").count() == 0  # no image has this label yet
         assert opened.errors == []
-        for name, text in (("great Heron", "there is a class 'Great heron'"), ("=1+1", "cannot be called '=1+1'")):
-            answer = review.post("decide", {"item": 5, "action": "relabel", "label": name, "create": True})
-            assert answer.status == 422 and text in answer.error
+        answer = review.post("decide", {"item": 5, "action": "relabel", "label": "=1+1"})
+        assert answer.status == 422 and "cannot be called '=1+1'" in answer.error
         assert "action" not in review.images[5]
 
 
@@ -239,11 +219,6 @@ def test_a_killed_review_loses_no_decision(
         review.service.process.kill()
         review.service.process.wait()
         assert not (run / "labels-reviewed.csv").exists()
-    stored = (run / "review.jsonl").read_bytes()
-    (run / "review.jsonl").write_bytes(stored + b'{"image": "7", "acti')  # the power failed in the middle of a write
-    assert main(["review", str(run), "--export"]) == 1
-    assert "review.jsonl, line 62 is not a decision" in capsys.readouterr().err
-    (run / "review.jsonl").write_bytes(stored.removesuffix(b"\n"))  # an editor removed the line
     assert main(["review", str(run), "--export"]) == 0
     assert "59 decisions · 370 rows in " in capsys.readouterr().out
     table = review.table
@@ -254,17 +229,3 @@ def test_a_killed_review_loses_no_decision(
         else:
             assert row is not None and row["label"] == ("star" if item < 59 else images[item]["label"])
             assert row["original_label"] == images[item]["label"]
-
-
-def test_labels_given_to_images_of_a_pool_reach_the_table(fitted_run: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(fitted_run, tmp_path / "run-1"))
-    pool = draw_folder(tmp_path / "pool", {"new": 3})
-    with reviewing(run, "--pool", pool) as review:
-        assert review.post("decide", {"item": 0, "action": "relabel", "label": "star"}).status == 200
-        assert review.post("decide", {"item": 1, "action": "keep"}).status == 200
-        assert review.post("decide", {"item": 2, "action": "drop"}).status == 200
-        assert review.post("write").json == {"rows": 402}
-        first, second, last = (str(pool / f"new/{number}.png") for number in range(3))
-        table = review.table
-        assert (table[first]["label"], table[first]["original_label"]) == ("star", "")
-        assert table[second]["label"] == review.images[1]["predicted"] and last not in table

@@ -1,4 +1,4 @@
-"""`cifar-lit next`: the images to label next, as a table and a contact sheet."""
+"""`cifar-lit next`: the images to label next, as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 import cifar_lit
 from cifar_lit.cli import main
 from cifar_lit.extras.label.journal import Decision, Journal
-from cifar_lit.extras.label.selection import select
+from cifar_lit.extras.label.next import select
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
@@ -72,13 +72,13 @@ def rows_of(table: str) -> list[dict[str, str]]:
 
 
 def test_the_table_names_readable_images_once_with_prediction_and_margin(run: Path, capsys: Capture) -> None:
-    assert main(["next", str(run), "pool", "-k", "5", "--out", "made/next.csv", "--sheet", "made/next.png"]) == 0
+    assert main(["next", str(run), "pool", "-k", "5", "--out", "made/next.csv"]) == 0
     out, err = capsys.readouterr()
     assert (
         out.splitlines()
         == [
-            "5 of 14 files (1 unreadable, 0 labelled already, 1 repeated) to label: made/next.csv, made/next.png",
-            f"label them: cifar-lit review {run} --table made/next.csv",
+            "5 of 14 files (1 unreadable, 0 labelled already, 1 repeated) to label: made/next.csv",
+            f"label them: cifar-lit review {run} --pool made/next.csv",
         ]
         and err == NO_DATA
     )
@@ -94,15 +94,6 @@ def test_the_table_names_readable_images_once_with_prediction_and_margin(run: Pa
     assert len({row["path"] for row in rows}) == 5
     assert [float(row["margin"]) for row in rows] == sorted(float(row["margin"]) for row in rows)
     assert all(Path(row["path"]).is_absolute() for row in rows)
-    with Image.open("made/next.png") as sheet:
-        assert sheet.width > 5 * 144
-
-
-def test_a_pool_is_any_mix_of_files_folders_and_patterns(run: Path, capsys: Capture) -> None:
-    assert main(["next", str(run), "pool/more", "pool/more/*.png", "pool/0.png", "missing.png"]) == 0
-    expected = "7 of 14 files (1 unreadable, 0 labelled already, 6 repeated) to label: next.csv, next.png"
-    assert expected in capsys.readouterr().out
-    assert len(rows_of("next.csv")) == 7
 
 
 def test_images_that_have_a_label_and_their_copies_are_left_out(run: Path, capsys: Capture) -> None:
@@ -129,15 +120,6 @@ def test_images_that_have_a_label_and_their_copies_are_left_out(run: Path, capsy
     assert {Path(row["path"]).name for row in rows_of("next.csv")} == {"10.png", "11.png"}
     assert main(["next", str(mine), "pool/0.png", "first-1", "--trust"]) == 2
     assert "9 files, and no readable image without a label: name folders with other images" in capsys.readouterr().err
-    (mine / "review.jsonl").write_bytes(b"")  # a review without decisions
-    assert main(["next", str(mine), "pool", "--trust"]) == 0
-    assert "may be selected again" not in capsys.readouterr().err
-    (mine / "review.jsonl").unlink()
-    (mine / "review.jsonl").mkdir()
-    assert main(["next", str(mine), "pool", "--trust"]) == 0
-    out, err = capsys.readouterr()
-    assert "may be selected again: run-1/review.jsonl cannot be read: it is a folder" in err
-    assert "10 labelled already" in out  # without the image of this review
     table.rename("moved.csv")
     assert main(["next", str(mine), "pool", "--trust"]) == 0
     assert "may be selected again: the images of folder are missing in first-1/labels" in capsys.readouterr().err
@@ -146,11 +128,9 @@ def test_images_that_have_a_label_and_their_copies_are_left_out(run: Path, capsy
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["pool", "-k", "0"], "--count and --max-pixels must be at least 1"),
+        (["pool", "-k", "0"], "count must be >0, not 0"),
         (["pool/cut.png"], "none of 1 file is a readable image"),
-        (["pool", "--sheet", "next.txt"], "give a table such as next.csv, and a picture such as next.png"),
-        (["pool", "--out", "next.png"], "give a table such as next.csv, and a picture such as next.png"),
-        (["pool", "--sheet", "pool/4.png"], "pool/4.png is an image of the pool"),
+        (["pool", "--out", "next.png"], "give a table such as next.csv"),
         ([], "POOL must be given"),
     ],
 )
@@ -159,16 +139,6 @@ def test_invalid_requests_are_refused_in_one_line(argv: list[str], line: str, ru
     err = capsys.readouterr().err
     assert line in err and err.removeprefix(NO_DATA).count("\n") == 1
     assert not Path("next.csv").exists()
-
-
-def test_files_whose_names_no_table_can_hold_are_counted_and_left_out(run: Path, capsys: Capture) -> None:
-    Path("pool/8.png").rename("pool/a;=1.png")
-    for name in ("b\nc.png", "d\u202e.png"):
-        shutil.copy("pool/6.png", f"pool/{name}")
-    assert main(["next", str(run), "pool"]) == 0
-    out, err = capsys.readouterr()
-    assert err.splitlines()[0] == "left out 3 files with names that a table cannot hold, such as pool/a;=1.png"
-    assert out.startswith("11 of 13 files (1 unreadable, 0 labelled already, 1 repeated) to label: ")
 
 
 def test_a_net_of_a_single_class_is_refused(tmp_path: Path, capsys: Capture) -> None:

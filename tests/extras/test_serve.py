@@ -15,17 +15,13 @@ from extras.serving import JPEG, Service, form, picture
 from inference.odd_files import bomb, scan_bomb
 from inference.small_nets import CLASSES
 from PIL import Image
+from starlette.exceptions import HTTPException
 
 import cifar_lit
-from cifar_lit.extras.serve.bodies import Images, Limits, RequestError, parse_body
+from cifar_lit.extras.serve.images import Images, Limits, parse_body
 
-JSON = {"Content-Type": "application/json"}
 FORM = "multipart/form-data; boundary=x-y"
 CUT_SHORT = ("b.jpg", picture()[:400])
-
-
-def base64_of(data: bytes) -> str:
-    return base64.b64encode(data).decode()
 
 
 def test_every_request_format_gives_the_prediction_of_the_net(service: Service, served_run: Path) -> None:
@@ -38,9 +34,6 @@ def test_every_request_format_gives_the_prediction_of_the_net(service: Service, 
     assert top == list(expected.top)
     body, kind = form(("a.jpg", picture()), ("b.png", picture(1, kind="PNG")))
     assert service.predict(body, kind).json == {"predictions": [alone, service.predict(picture(1, kind="PNG")).json]}
-    assert service.predict(json.dumps({"image": base64_of(picture())}), JSON).json == alone
-    url = "data:image/jpeg;base64," + base64_of(picture())
-    assert service.predict(json.dumps({"images": [url]}), JSON).json == {"predictions": [alone]}
     url = service.predict(picture(), query="?seen=1").json["seen"]
     seen = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
     assert seen.size == (16, 16) and (classifier.prepare(image)[0].permute(1, 2, 0).numpy() == seen).all()
@@ -69,9 +62,9 @@ def test_concurrent_clients_each_get_their_own_answer(service: Service) -> None:
 
 def test_health_and_the_page_with_its_files_are_there(service: Service) -> None:
     health = service.ask("GET", "/health").json
-    net = {"net": "lenet", "classes": CLASSES, "image_size": [16, 16], "resize": "letterbox", "channels": 3}
+    net = {"net": "lenet", "classes": CLASSES, "image_size": [16, 16]}
     assert health.items() >= {**net, "status": "ok", "version": cifar_lit.__version__}.items()
-    assert health["limits"]["body"] == 1_500_000
+    assert health["limits"]["body"] == 2_000_000
     for path in ("/", "/page.css", "/page.js"):
         answer = service.ask("GET", path)
         assert answer.status == 200 and answer.headers["content-type"].startswith("text/")
@@ -85,32 +78,20 @@ def test_health_and_the_page_with_its_files_are_there(service: Service) -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "status", "text"),
     [
-        ("text/plain", picture(), 415, "'text/plain' is not supported"),
+        ("application/json", b"{}", 415, "'application/json' is not supported"),
         ("application/x-www-form-urlencoded", picture(), 415, "with curl, use -F"),
         ("image/svg+xml", b"<svg/>", 415, "is not a JPEG, PNG, WebP, BMP, GIF, TIFF"),
-        ("image/webp", b"RIFF1234WAVE", 415, "is not a JPEG"),
-        ("image/jpeg", b"", 400, "is empty"),
+        ("image/jpeg", b"", 415, "is empty"),
         ("multipart/form-data", b"x", 400, "no boundary"),
-        ("multipart/form-data; boundary=", b"--\r\n\r\n\r\n----", 400, "no boundary"),
         (FORM, form(("a", picture()))[0][:-9], 400, "cut short"),
         (FORM, form()[0], 400, "no image"),
-        (FORM, b"--x-y\r\nno headers\r\n--x-y--", 400, "no image"),
-        (FORM, form(*[("a", picture())] * 4)[0], 413, "4 images are too many: send at most 3"),
-        ("application/json", json.dumps({"images": [base64_of(picture())] * 4}).encode(), 413, "4 images are too many"),
-        ("application/json", b"[" * 100_000, 400, "not valid JSON"),
-        ("application/json", b"\xff\xfe", 400, "not valid JSON"),
-        ("application/json", b"[]", 422, '"image" or "images"'),
-        ("application/json", b'{"image": "", "images": []}', 422, '"image" or "images"'),
-        ("application/json", b'{"image": 3}', 422, "the image is not valid base64"),
-        ("application/json", b'{"images": "abc"}', 422, "must be a list"),
-        ("application/json", b'{"images": ["%%%"]}', 422, "image 1 is not valid base64"),
-        ("application/json", '{"image": "é"}'.encode(), 422, "not valid base64"),
+        (FORM, form(*[("a", picture())] * 4)[0], 413, "too many images: send at most 3"),
     ],
 )
 def test_bodies_without_valid_images_are_refused(kind: str, body: bytes, status: int, text: str) -> None:
-    with pytest.raises(RequestError) as error:
+    with pytest.raises(HTTPException) as error:
         parse_body(kind, body, Limits(images=3))
-    assert (error.value.status, text in error.value.text, "\n" in error.value.text) == (status, True, False)
+    assert (error.value.status_code, text in error.value.detail, "\n" in error.value.detail) == (status, True, False)
 
 
 def test_files_of_a_form_are_read_exactly_and_other_fields_are_ignored() -> None:
@@ -125,9 +106,8 @@ def test_files_of_a_form_are_read_exactly_and_other_fields_are_ignored() -> None
     ("disposition", "name"),
     [
         ('form-data; name="i"; filename="grün.jpg"', "grün.jpg"),
-        ('form-data; name="i"; filename=""', "without a name"),
         ('form-data; name="i"; filename="' + "x" * 500 + '"', "x" * 80),
-        ('form-data; name="i"; filename="a\x1b[31m.jpg"', "a?[31m.jpg"),
+        ('form-data; name="i"; filename="a\x1b[31m.jpg"', r"a\x1b[31m.jpg"),
     ],
 )
 def test_file_names_of_a_form_are_short_and_printable_in_errors(disposition: str, name: str) -> None:
@@ -136,11 +116,9 @@ def test_file_names_of_a_form_are_short_and_printable_in_errors(disposition: str
     assert files == [(f"image 1 ({name})", picture())]
 
 
-def test_base64_may_have_line_breaks_and_any_image_type_is_accepted() -> None:
-    bodies = dict.fromkeys(("image/jpeg", "IMAGE/PNG; q=1", "application/octet-stream", ""), picture())
-    bodies["application/json; charset=utf-8"] = json.dumps({"image": base64.encodebytes(picture()).decode()}).encode()
-    for kind, body in bodies.items():
-        assert parse_body(kind, body, Limits()) == Images([("the image", picture())], many=False)
+def test_any_image_type_is_accepted() -> None:
+    for kind in ("image/jpeg", "IMAGE/PNG; q=1", "application/octet-stream", ""):
+        assert parse_body(kind, picture(), Limits()) == Images([("the image", picture())], many=False)
 
 
 # ---- refused requests
@@ -150,15 +128,14 @@ def test_base64_may_have_line_breaks_and_any_image_type_is_accepted() -> None:
     ("status", "text", "body", "headers"),
     [
         pytest.param(422, "24,500,000 pixels: make it smaller", bomb(), JPEG, id="bomb"),
-        pytest.param(413, "larger than 1.5 MB", bytes(100_000_000), JPEG, id="huge"),
-        pytest.param(413, "larger than 1.5 MB", [bytes(100_000)] * 200, JPEG, id="of unknown length"),
+        pytest.param(413, "larger than 2 MB", bytes(100_000_000), JPEG, id="huge"),
         pytest.param(422, "image 2 (b.jpg) cannot be read: cut", *form(("a", picture()), CUT_SHORT), id="form"),
     ],
 )
 def test_invalid_requests_get_one_line_and_the_service_continues(
-    service: Service, status: int, text: str, body: bytes | list[bytes], headers: dict[str, str]
+    service: Service, status: int, text: str, body: bytes, headers: dict[str, str]
 ) -> None:
-    answer = service.predict(iter(body) if isinstance(body, list) else body, headers)
+    answer = service.predict(body, headers)
     assert (answer.status, text in answer.error) == (status, True), answer.error
     assert service.predict(picture()).status == 200
 
@@ -184,7 +161,7 @@ def test_decoding_has_a_time_limit_and_does_not_delay_other_requests(service: Se
         assert service.predict(picture()).status == 200
         assert not slow.done()
     assert slow.result().status == 422
-    assert "take longer than 3 s to decode" in slow.result().error
+    assert "one of 16 images crashed the decoder, or took longer than 0.5 s" in slow.result().error
 
 
 HEAD = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-"
@@ -201,10 +178,11 @@ def test_slow_clients_and_invalid_http_get_an_error_and_are_disconnected(service
     cases = [
         (HEAD + b"Length: 9\r\n\r\nslow", b"408", "more than 1 s"),
         (HEAD, b"408", "more than 1 s"),
+        (HEAD.removesuffix(b"Content-") + b"Transfer-Encoding: chunked\r\n\r\n", b"411", "send a Content-Length"),
         (HEAD[:9], b"408", "more than 1 s"),
         (b"", b"", ""),
         (b"HELLO\r\n\r\n", b"400", "not a valid HTTP request"),
-        (b"GET / HTTP/1.1\r\nX: " + b"x" * 300_000, b"431", "header is too long"),
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * 30_000, b"400", "header is too long"),
         (b"\x16\x03\x01\x02\x00", b"400", "not a valid HTTP request"),  # TLS
     ]
     with ThreadPoolExecutor() as threads:
@@ -221,7 +199,7 @@ def test_only_local_host_names_and_same_origin_pages_are_answered(service: Servi
         *("localhost@evil.example", "evil.example:80@localhost"),
     ):
         answer = service.ask("GET", "/health", headers={"Host": host})
-        assert (answer.status, "answers to localhost" in answer.error) == (400, True), host
+        assert (answer.status, "does not answer to" in answer.error) == (400, True), host
     for host in ("localhost:9", "127.0.0.1", "[::1]:8000", "LocalHost"):
         assert service.ask("GET", "/health", headers={"Host": host}).status == 200, host
     for origin in (

@@ -53,7 +53,7 @@ def test_killed_decoders_are_restarted_and_a_killed_service_leaves_no_processes(
         for host in (socket.gethostname(), "192.0.2.7:8000", "[2001:db8::1]"):
             assert service.ask("GET", "/health", headers={"Host": host}).status == 200, host
         answer = service.predict(picture(), {**JPEG, "Host": "evil.example", "Origin": "http://evil.example"})
-        line = "does not answer to 'evil.example': use its address, or start it with --host and that name"
+        line = "does not answer to 'evil.example': use the address that the console shows, or start it with --host"
         assert (answer.status, line in answer.error) == (400, True), answer.error
         _, _, *decoders = service.processes()  # after the main process and the resource tracker
         for decoder in decoders:
@@ -97,10 +97,10 @@ def test_a_port_in_use_a_damaged_model_and_missing_uvicorn_are_reported_with_a_r
     ("argv", "text"),
     [
         ("RUN --port 70000", "--port must be from 0 to 65535, not 70000"),
-        ("RUN --host no/such/name", "--host no/such/name is not an address: use 127.0.0.1"),
-        ("RUN --host 192.0.2.1", "--host 192.0.2.1 is not an address of this machine"),
-        ("RUN --max-mb 0", "--max-mb must be above 0, not 0"),
-        ("RUN --decode-seconds nan", "decode_seconds must be a number, not nan"),
+        ("RUN --host no/such/name", "--host no/such/name --port 8000 cannot be used"),
+        ("RUN --host 192.0.2.1", "use 127.0.0.1 (this machine only) or 0.0.0.0"),
+        ("RUN --max-mb 0", "max_mb must be >0, not 0"),
+        ("RUN --collect DIR --collect-below nan", "collect_below must be >=0 and <=1, not nan"),
         ("RUN --prot 1", "there is no flag --prot. Did you mean --port?"),
         ("RUN --port 0 --accelerator abacus", "this machine has no device 'abacus': it has cpu"),
         ("nowhere", "there is no nowhere: name the folder of a finished run, or a model.safetensors"),

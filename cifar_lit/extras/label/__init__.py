@@ -1,1 +1,1 @@
-"""Review of labels in a browser: `journal` stores decisions, `queue` ranks images, `http` serves the page."""
+"""Labelling: `review` corrects labels in the browser, and `next` selects the unlabelled images to label next."""

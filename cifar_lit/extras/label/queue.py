@@ -38,25 +38,15 @@ def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Queue:
-    """The M images to review, and the N training images among which neighbours are searched.
+    """The M images to review, and the N training images among which neighbours are searched."""
 
-    Args:
-        keys: file or row of each image, as in `Decision.image`.
-        labels: class of each image; None for an image without a label.
-        probabilities: float (M, classes).
-        embeddings: float (M, features).
-        train: training images.
-        train_keys: file or row of each training image.
-        train_embeddings: float (N, features).
-    """
-
-    keys: Sequence[str]
-    labels: Sequence[str | None]
-    probabilities: Tensor
-    embeddings: Tensor
+    keys: Sequence[str]  # file or row of each image, as in `Decision.image`
+    labels: Sequence[str | None]  # class of each image; None for an image without a label
+    probabilities: Tensor  # float (M, classes)
+    embeddings: Tensor  # float (M, features)
     train: ImageSet
     train_keys: Sequence[str]
-    train_embeddings: Tensor
+    train_embeddings: Tensor  # float (N, features)
 
     @cached_property
     def summaries(self) -> list[dict[str, Any]]:

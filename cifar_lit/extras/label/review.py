@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,36 +19,30 @@ from torch import Tensor
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.trust import allow_run
 from cifar_lit.data.decode import KINDS
-from cifar_lit.data.listed_files import find_files
 from cifar_lit.data.progress import progress
-from cifar_lit.data.sources import load_images
 from cifar_lit.data.table import SUFFIXES, read_table
-from cifar_lit.data.walk import as_on_disk
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.extras.label.journal import JOURNAL, TABLE, Journal, Labels, is_cell
+from cifar_lit.errors import Failure, UsageError, check_packages
+from cifar_lit.extras.label.journal import JOURNAL, Journal, is_cell
 from cifar_lit.extras.label.queue import Queue, most_suspicious
-from cifar_lit.extras.serve.command import listen
+from cifar_lit.extras.label.table import TABLE, Labels, current_labels
 from cifar_lit.files import read_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
-from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.label_errors import read_array
 from cifar_lit.runs.run_data import run_image_data
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_metrics, weights_file
+from cifar_lit.runs.run_folder import RunFolder, display_path, weights_file
 from cifar_lit.text import counted, note, say
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
-    from cifar_lit.data.image_set import ImageSet
 
 DESCRIPTION = """Review the labels of a run's training and validation images in the browser, the most suspicious first.
 
-RUN is a run folder, or the folder of a cross-validation (train --folds). Every decision is stored at once in
-review.jsonl in this folder. labels-reviewed.csv there has the resulting labels, for a new training. It is written at
-the start, at the end, and when the page asks for it, and adds the images that the run's folder got since. The images
-and tables of the run are not changed."""
+RUN is a run folder, or the folder of a cross-validation (train --folds). Every decision is stored at once in its
+review.jsonl. Its labels-reviewed.csv has the resulting labels, for a new training: it is written at the start, at the
+end, and when the page asks for it, with the images that the run's folder got since. The run's own data stay."""
 
 
 def review(argv: list[str]) -> None:
@@ -63,36 +57,37 @@ def review(argv: list[str]) -> None:
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
     labels.check()
-    command = training_command(source, run / TABLE, labels, data)
+    table = run / TABLE
+    command = training_command(source, table, labels, data)
     if not os.access(run, os.W_OK):
         raise Failure(f"{display_path(run)} cannot be written, and decisions are stored there: review a copy of it")
     with ExitStack() as stack:
         stack.callback(RunFolder(run.parent, run.name, run).release)
         journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
-        table = run / TABLE
-        earlier = {row.path: row.split for row in read_table(table)} if table.is_file() else {}
-        if merged := labels.with_split_of(earlier, journal.decisions):
-            labels, added = merged
-            if added:
-                note(f"{counted(added, 'image')} added to {display_path(table)}, which keeps its split")
-        else:
-            _note_changes(source, data)
+        if table.is_file():
+            earlier = {row.path: row.split for row in read_table(table)}
+            own, labels = labels, labels.with_split_of(earlier)
+            added = {*labels.keys} - earlier.keys() - journal.decisions.keys()
+            if added and labels is not own:
+                note(f"{counted(len(added), 'image')} added to {display_path(table)}, which keeps its split")
 
         def write() -> int:
             return labels.write(table, journal.decisions)
 
         if not settings.export:
-            from cifar_lit.extras.label.http import LIMITS, ReviewApp
+            from cifar_lit.extras.label.app import PAGE, Review
+            from cifar_lit.extras.web import Server, application, listen
 
             if journal.decisions:
                 write()  # a killed review did not
             sock = stack.enter_context(listen("127.0.0.1", settings.port))
             queue = _queue(settings, run, classifier, data, labels)
             about = {"run": display_path(run), "command": command, "open": labels.column == "path"}
-            app = ReviewApp(queue, journal, write, about)
-            address = f"http://127.0.0.1:{sock.getsockname()[1]}/{app.token}/"
+            root = f"/{secrets.token_urlsafe(16)}"  # known only to the reader of the console
+            app = application(Review(queue, journal, write, about).routes, PAGE, root=root)
+            address = f"http://127.0.0.1:{sock.getsockname()[1]}{root}/"
             count = counted(len(queue.keys), "image")
-            app.run(sock, LIMITS, lambda: say(f"{count} to review at {address} · stop with Ctrl-C"))
+            Server(app, lambda: say(f"{count} to review at {address} · stop with Ctrl-C")).answer(sock)
         strange = {made.image for made in journal.decisions.values() if not made.new}.difference(labels.keys)
         if strange:
             note(f"{counted(len(strange), 'decision')} without effect: this data set has no {min(strange)}")
@@ -104,8 +99,7 @@ def _settings(argv: list[str]) -> Namespace:
     parser = command_parser("review", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="run folder, or the folder of a cross-validation")
-    add("--table", type=str | None, default=None, help="label the images of a table with a column path, in its order")
-    add("--pool", type=str | None, default=None, help="label the images in a folder")
+    add("--pool", type=str | None, default=None, help="label the images of a folder, or of a table with a column path")
     add("--limit", type=int, default=1000, help="most images to show; 0 for all")
     add("--export", action="store_true", help="only write labels-reviewed.csv from the decisions so far")
     add("--port", type=int, default=8001, help="port of this machine to listen on; 0 for a free one")
@@ -115,11 +109,8 @@ def _settings(argv: list[str]) -> Namespace:
     settings = parsed(parser, argv)
     if settings.limit < 0:
         raise UsageError(f"--limit must be 0 or more, not {settings.limit}")
-    if settings.table and settings.pool:
-        raise UsageError("--table and --pool both name the images to label: use one of them")
-    missing = [package for package in ("starlette", "uvicorn", "httptools") if find_spec(package) is None]
-    if missing and not settings.export:
-        raise Failure(f'review needs missing packages ({", ".join(missing)}): pip install "cifar-lit[serve]"')
+    if not settings.export:
+        check_packages("review", ("starlette", "uvicorn"), "serve")
     return settings
 
 
@@ -135,79 +126,10 @@ def _first_fold(folder: Path, trusted: bool) -> Path:
     return run
 
 
-def current_labels(data: ImageData) -> Labels:
-    """Return the labels of a run's images, training and validation images first, with the split of the run.
-
-    A cross-validation has no split, unless the data set has its own test images.
-    """
-    images, folds, settings = data.train_images, data.parts.folds, data.settings
-    names = [images.classes[label] for label in images.labels.tolist()]
-    own_val = torch.tensor(images.val_rows or (), dtype=torch.int64)
-    is_val = torch.isin(torch.arange(len(images)), own_val if folds else data.split[1])
-    splits = ["val" if val else "train" for val in is_val.tolist()]
-    if data.dataset != "folder":
-        if settings.labels == "coarse":
-            raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
-        is_reviewed = (settings.labels or "").lower().endswith(SUFFIXES)  # the names are those of the first table
-        keys = [*(images.names or ())] if is_reviewed else [str(row) for row in range(len(images))]
-        dates = _earlier_dates(Path(settings.labels or "").expanduser()) if is_reviewed else {}
-        return Labels("image", keys, names, *(("", []) if folds else ("split", splits)), dates)
-    train_names, test = images.names or (), load_images("folder", settings, train=False)
-    trained = set(train_names)  # without test images, the validation images are the test set
-    pairs = zip(test.names or (), test.labels.tolist(), strict=True)
-    tested = {name: label for name, label in pairs if name not in trained}
-    folder = settings.path.absolute() if settings.path.is_dir() else settings.path.absolute().parent
-    dates = {} if settings.path.is_dir() else _earlier_dates(settings.path)
-    keys = [os.path.normpath(folder / name) for name in (*train_names, *tested)]
-    if folds and not tested:
-        groups = [] if images.groups is None else [str(group) for group in images.groups.tolist()]
-        return Labels("path", keys, names, "group" if groups else "", groups, dates)
-    names += [images.classes[label] for label in tested.values()]
-    test_groups = zip(_groups(test), test.names or (), strict=True)
-    all_groups = [*_groups(images), *(group for group, name in test_groups if name in tested)]
-    return Labels("path", keys, names, "split", [*splits, *["test"] * len(tested)], dates, all_groups)
-
-
-def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
-    """Return the group of each image, or of its near-duplicates. Numbers of different sets are unrelated."""
-    if images.groups is None:
-        return [None] * len(images)
-    return [(id(images), group) for group in images.groups.tolist()]
-
-
-def _earlier_dates(table: Path) -> dict[str, str]:
-    """Return the dates in a table of an earlier review, by the key of the image."""
-    folder = table.absolute().parent
-    dates = {}
-    for row in read_table(table):
-        path = os.path.normpath(as_on_disk(row.path, str(folder)))
-        if row.reviewed:
-            dates[str(int(row.path)) if row.path.isdecimal() else path] = row.reviewed
-    return dates
-
-
-def _note_changes(run: Path, data: ImageData) -> None:
-    """Say if the data are not those of the training. A split drawn by seed changes with the files of a folder."""
-    record = read_metrics(run).get("data")
-    if not isinstance(record, dict):
-        return
-    now = data_record(data)
-    if changed := [name for name in ("images", "labels", "split") if record.get(name) != now[name]]:
-        what = "images" if "images" in changed else " and ".join(changed)  # other images have another split
-        note(
-            f"the {what} of the data changed since {display_path(run)} was trained ({record.get('train')} training "
-            f"images then, {now['train']} now). {TABLE} gets the present split, so its test images may be training "
-            "images of the run"
-        )
-
-
 def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageData, labels: Labels) -> Queue:
-    """Return the images to review, after a pass of the net over them and over the training images.
-
-    Images with a decision of an earlier review come last.
-    """
+    """Return the images to review, after a pass of the net over them and over the training images."""
     images, keys = data.train_images, labels.keys
-    pool = _pool(settings, classifier) if settings.table or settings.pool else None
+    pool = _pool(settings, classifier) if settings.pool else None
 
     def embedded(take: Callable[[Tensor], Tensor], count: int, what: str) -> tuple[Tensor, Tensor]:
         with progress(f"computing embeddings of the {what}", count) as advance:
@@ -226,24 +148,21 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
             fault = f"{file} does not hold {' × '.join(map(str, shape))} numbers, as the data of this run need"
             raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir")
         probabilities = held_out
-    order = most_suspicious(run, images.labels, probabilities)
-    is_decided = torch.tensor([keys[row] in labels.dates for row in order.tolist()])
-    order = torch.cat([order[~is_decided], order[is_decided]])[: settings.limit or None]
-    names = [images.classes[label] for label in images.labels[order].tolist()]
-    return Queue([keys[row] for row in order.tolist()], names, probabilities[order], embeddings[order], *train)
+    order = most_suspicious(run, images.labels, probabilities)[: settings.limit or None]
+    rows = order.tolist()
+    names = [labels.labels[row] for row in rows]
+    return Queue([keys[row] for row in rows], names, probabilities[order], embeddings[order], *train)
 
 
 def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tensor]:
-    """Return the readable files of a table or folder of images to label, and their pixels, uint8 (M, H, W, C)."""
-    place = Path(settings.table or settings.pool).expanduser()
-    if settings.table:
-        listed = [row.path for row in read_table(place, labelled=False)]
-        found = find_files(place, listed)
-        files = [str(place.parent / found.get(path, path)) for path in listed]
-    elif place.is_dir():
+    """Return the readable files of a folder or table of images to label, and their pixels, uint8 (M, H, W, C)."""
+    place = Path(settings.pool).expanduser()
+    if place.is_dir():
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
+    elif place.name.lower().endswith(SUFFIXES):
+        files = [str(place.parent / row.path) for row in read_table(place, labelled=False)]
     else:
-        raise UsageError(f"--pool {place} is not a folder: name a folder of images, or a table with --table")
+        raise UsageError(f"--pool {place} is neither a folder nor a table: name a folder of images, or a CSV file")
     paths = dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files)
     images = with_plain_names([ImageFile(path) for path in paths])
     results = list(classify_files(classifier, images[: settings.limit or None]))

@@ -1,1 +1,1 @@
-"""The HTTP service: `http` answers, `service` checks and limits, `bodies` parses, `workers` decode and predict."""
+"""The HTTP service of a net: `app` answers, `bodies` parses, `decoders` decode, `connections` limits the clients."""

@@ -1,11 +1,10 @@
-"""`serve --collect-below`: keep pictures that the net is unsure of, to be labelled with `cifar-lit review --pool`."""
+"""`serve --collect`: keep pictures that the net is unsure of, to be labelled with `cifar-lit review --pool`."""
 
 from __future__ import annotations
 
+import io
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from cifar_lit.files import atomic_write
 from cifar_lit.text import note
 
 MAX_FILES = 1000  # in the folder
-MAX_BYTES = 200_000_000  # in the folder
 SECONDS = 1.0  # between two pictures
 PATTERN = "collected-*.png"
 
@@ -25,8 +23,8 @@ class Collector:
     """A folder of uncertain pictures, as PNG files.
 
     A picture is kept if its largest probability is below a threshold, or if it is unknown (`serve --reject`). A file
-    holds only the pixels that the net sees, under a random name. A thread writes it, at most one per `SECONDS`. The
-    same pixels are written once until the service ends. An error of a write ends the collection, not the service.
+    holds only the pixels that the net sees, under a random name. At most one is written per `SECONDS`. An error ends
+    the collection, not the service.
 
     Args:
         threshold: probability, 0 … 1.
@@ -40,31 +38,29 @@ class Collector:
         self.threshold, self.folder = threshold, folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sizes = [path.stat().st_size for path in folder.glob(PATTERN)]
+            self._count = len(list(folder.glob(PATTERN)))
         except OSError as error:
             raise Failure(f"pictures cannot be kept in {folder}: {error.strerror}. Name another folder.") from None
-        self._files, self._bytes = len(sizes), sum(sizes)
-        self._seen: set[bytes] = set()
         self._not_before = 0.0  # time of the next write
-        self._thread = ThreadPoolExecutor(1)
 
     def offer(self, probability: float, unknown: bool | None, image: Any) -> None:
-        """Keep an image, uint8 array (H, W, C), if its prediction is uncertain. Raises nothing and does not wait."""
-        is_full = self._files >= MAX_FILES or self._bytes + image.nbytes > MAX_BYTES
-        if is_full or time.monotonic() < self._not_before or not (probability < self.threshold or unknown):
+        """Keep an image, uint8 array (H, W, C), if its prediction is uncertain. Raises nothing."""
+        is_unsure = probability < self.threshold or unknown
+        if not is_unsure or self._count >= MAX_FILES or time.monotonic() < self._not_before:
             return
-        digest = sha256(image).digest()
-        if digest not in self._seen:
-            self._seen.add(digest)
-            self._not_before = time.monotonic() + SECONDS
-            self._thread.submit(self._write, image.copy())
-
-    def _write(self, image: Any) -> None:
+        self._not_before = time.monotonic() + SECONDS
         path = self.folder / PATTERN.replace("*", secrets.token_hex(8))
         try:
             with atomic_write(path) as partial:
-                Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(partial, "PNG")
-            self._files, self._bytes = self._files + 1, self._bytes + path.stat().st_size
+                partial.write_bytes(as_png(image))
+            self._count += 1
         except OSError as error:
-            self._files = MAX_FILES
+            self._count = MAX_FILES
             note(f"pictures are no longer kept: {path.parent} cannot be written ({error.strerror})")
+
+
+def as_png(image: Any) -> bytes:
+    """Return a uint8 image (H, W, C) as a PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(file, "PNG")
+    return file.getvalue()

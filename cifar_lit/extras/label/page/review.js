@@ -50,7 +50,7 @@ function listClasses(top) {
   };
   find("classes").replaceChildren(...names.slice(0, 50).map(button));
   if (!text || !state.open || names.some((name) => name.toLowerCase() === text)) return;
-  const onclick = () => decide("relabel", typed, true);
+  const onclick = () => decide("relabel", typed);
   const words = withKey(`New class “${typed}”`, names.length ? "" : "Enter");
   find("classes").append(element("button", { onclick }, ...words));
 }
@@ -114,9 +114,9 @@ const guarded = (work) => async (...values) => {
   document.body.ariaBusy = "false";
 };
 
-const decide = guarded(async (action, label, create) => {
-  const { item, name, ...change } = await ask("decide", { item: current, action, label, create });
-  if (create) state.classes.push(label);
+const decide = guarded(async (action, label) => {
+  const { item, name, ...change } = await ask("decide", { item: current, action, label });
+  if (label && !state.classes.includes(label)) state.classes.push(label);
   if (item === null) throw new Error(`The decision about ${name}, which is not in this list, is undone.`);
   state.images[item] = { ...state.images[item], action: undefined, ...change };
   await next(action === "undo" ? item : undefined);

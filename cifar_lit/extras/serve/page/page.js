@@ -99,7 +99,7 @@ async function introduce() {
   find("about").textContent = `${health.net} predicts ${health.classes.length} classes: ${names}.` + (health.collects ? " Pictures that it is unsure of are kept by this service." : "");
   find("limits").textContent =
     `Limits of a request: ${limits.body / 1e6} MB, ${limits.images} images of ${(limits.pixels / 1e6).toFixed(0)} million pixels, ` +
-    `${limits.decode_seconds} s of CPU time to decode, and pauses of ${limits.body_seconds} s.`;
+    `and ${limits.decode_seconds} s of CPU time to decode.`;
 }
 
 find("file").addEventListener("change", (event) => {
