@@ -93,6 +93,7 @@ _SYNONYMS = {  # commands of other programs
     **dict.fromkeys(("annotate", "label", "relabel"), "review"),
     **dict.fromkeys(("val", "valid"), "validate"),
     **dict.fromkeys(("convert", "onnx"), "export"),
+    **dict.fromkeys(("litert", "tflite", "coreml"), "mobile"),
     **dict.fromkeys(("benchmark", "speed"), "bench"),
     "list": "recipes",
 }
@@ -141,7 +142,8 @@ def _run(argv: list[str], default: str) -> int:
     _allow_runs(arguments, trusted)
     module, _, function = OWN[name].partition(":")
     if not (PACKAGE.parent / Path(*module.split("."))).with_suffix(".py").is_file():
-        raise UsageError(f"this installation has no command {name!r}: {module} is missing. Install cifar-lit again.")
+        text = f"the command {name!r} is missing in this installation, with {module}: install cifar-lit again"
+        raise UsageError(text)
     with all_imports_allowed() if trusted else nullcontext():
         code: int | None = getattr(import_module(module), function)([word for word in arguments if word != "--debug"])
     return code or 0
