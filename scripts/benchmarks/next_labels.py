@@ -19,7 +19,7 @@ from cifar_lit.bench.report import Row, make_parent, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.selection import select
+from cifar_lit.extras.label.next import select
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.compare import COLOURS
 from cifar_lit.stats import mean_interval

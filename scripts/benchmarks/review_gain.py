@@ -21,8 +21,9 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.splits import fold_rows, split_validation
 from cifar_lit.data.table import read_table
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.review.journal import Decision, Labels
-from cifar_lit.inference.review.queue import most_suspicious
+from cifar_lit.extras.label.journal import Decision
+from cifar_lit.extras.label.queue import most_suspicious
+from cifar_lit.extras.label.table import Labels
 from cifar_lit.models.pretrained import preprocessing
 from cifar_lit.stats import mean_interval
 

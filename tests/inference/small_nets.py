@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from torch import nn
@@ -58,3 +60,14 @@ def write_fitted_net(folder: Path) -> Path:
     data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 400}
     (folder / "config.yaml").write_text(yaml.safe_dump({"data": data}))
     return folder
+
+
+def _shared(write: Callable[[Path], Path]) -> Callable[..., Path]:
+    """Return a fixture with a run folder that tests must not change."""
+    return pytest.fixture(scope="session")(lambda tmp_path_factory: write(tmp_path_factory.mktemp("runs") / "run-1"))
+
+
+run = _shared(write_net)
+reject_run = _shared(write_reject_net)
+fitted_run = _shared(write_fitted_net)
+served_run = _shared(lambda folder: write_net(folder, "lenet", side=16, gain=3, resize="letterbox"))
