@@ -116,17 +116,13 @@ class RankProgress(Callback):
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI with one subcommand, our flags and a run folder. Creating an instance runs the command.
-
-    Args:
-        further: callbacks that config.yaml does not name.
-    """
+    """LightningCLI with one subcommand, our flags and a run folder. Creating an instance runs the command."""
 
     model: ImageClassifier
     datamodule: ImageData
 
-    def __init__(self, command: Command, *further: Callback) -> None:
-        self.command, self.further = command, further
+    def __init__(self, command: Command) -> None:
+        self.command = command
         set_save_dir(command)
         self.name = "fit" if command.name == "train" else command.name
         self.first = is_first_process(os.environ)
@@ -373,14 +369,7 @@ class TrainingCLI(LightningCLI):
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            callbacks=[
-                *callbacks,
-                *features,
-                *self.run.callbacks(validates, bar, lines),
-                *card,
-                *watched,
-                *self.further,
-            ],
+            callbacks=[*callbacks, *features, *self.run.callbacks(validates, bar, lines), *card, *watched],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,

@@ -187,12 +187,12 @@ def measured_rates(
         return turn
 
     watch = Stopwatch(settings.steps, settings.rounds, settings.steps, start)
-    fit(subject, watch, max_epochs=100_000)
+    fit(subject, watch)
     own = [turn.images * step.operations / turn.ours for turn in watch.rounds]
     return dict(zip(RATES, (products[1:], convolutions[1:], own), strict=True))
 
 
-def product_rate(dtype: torch.dtype, device: torch.device, repeats: int = 1) -> float:
+def product_rate(dtype: torch.dtype, device: torch.device, repeats: int) -> float:
     """Return the FLOP/s of products of two square matrices."""
     side = MATRIX_SIDE.get(device.type, 4096)
     first, second = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))

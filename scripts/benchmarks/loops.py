@@ -1,4 +1,4 @@
-"""Hand-written training loops to compare with. Each yields after every step or epoch."""
+"""A hand-written training loop and data set to compare with."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision.transforms import Compose, Normalize, ToTensor
+from torch.utils.data import Dataset
+from torchvision.transforms import Compose
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
@@ -50,65 +48,6 @@ class ArrayImages(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.transform(self.arrays[index]), self.labels[index]
-
-
-def lay_out_plainly(net: nn.Module) -> None:
-    """Restore the default memory format of a net's weights, as the tutorials have it."""
-    for parameter in net.parameters():
-        parameter.data = parameter.data.contiguous(memory_format=torch.contiguous_format)
-
-
-@dataclass(frozen=True)
-class TutorialLoop:
-    """The loop of the five tutorials: PIL images, a DataLoader without workers, float32, SGD.
-
-    Attributes:
-        split: rows of `images` for training and for evaluation.
-        mean, std: statistics per channel for normalisation after ToTensor.
-    """
-
-    images: ImageSet
-    split: tuple[Tensor, Tensor]
-    net: nn.Module
-    batch_size: int
-    lr: float
-    momentum: float = 0.0
-    mean: Sequence[float] = (0.0,)
-    std: Sequence[float] = (1.0,)
-
-    def _loader(self, rows: Tensor, shuffle: bool) -> DataLoader[tuple[Tensor, int]]:
-        plain = not any(self.mean) and all(value == 1 for value in self.std)
-        transforms = [Image.fromarray, ToTensor(), *([] if plain else [Normalize(self.mean, self.std)])]
-        images = Subset(ArrayImages(self.images, transforms), rows.tolist())
-        return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle)
-
-    def steps(self, device: torch.device) -> Iterator[int]:
-        """Train; yield the number of images after each step."""
-        loader, net = self._loader(self.split[0], True), self.net.to(device)
-        optimizer = torch.optim.SGD(net.parameters(), lr=self.lr, momentum=self.momentum)
-        while True:
-            net.train()
-            for pixels, labels in loader:
-                pixels, labels = pixels.to(device), labels.to(device)
-                loss = F.cross_entropy(net(pixels), labels)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                yield len(labels)
-
-    def epochs(self, device: torch.device) -> Iterator[int]:
-        """Train and evaluate; yield the number of training images after each epoch."""
-        steps, held_out = self.steps(device), self._loader(self.split[1], False)
-        while True:
-            trained = sum(islice(steps, -(-len(self.split[0]) // self.batch_size)))
-            self.net.eval()
-            loss_sum, hits = 0.0, 0
-            with torch.no_grad():
-                for pixels, labels in held_out:
-                    logits, labels = self.net(pixels.to(device)), labels.to(device)
-                    loss_sum += F.cross_entropy(logits, labels).item()
-                    hits += int((logits.argmax(1) == labels).sum())
-            yield trained
 
 
 def batches_on_device(data: ImageData, device: torch.device) -> Iterator[Iterator[Batch]]:

@@ -52,7 +52,7 @@ def run(settings: argparse.Namespace) -> None:
     progress = Progress(settings.rounds, "round")
     watch = Stopwatch(settings.steps, settings.rounds, settings.warmup, start, progress)
     with suppress(Interrupted):
-        settings.precision = fit(subject, watch, max_epochs=100_000)
+        settings.precision = fit(subject, watch)
     turns = f"{settings.steps} {'replayed steps' if settings.captured else 'steps'} of each"
     report("step", settings, watch.rounds, "bare loop", turns)
 

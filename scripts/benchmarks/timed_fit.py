@@ -1,11 +1,10 @@
-"""Train a recipe under the Trainer with all features of a run, and time it against another loop."""
+"""Train a recipe under the Trainer with all features of a run, and time its steps against another loop."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.classifier import ImageClassifier
 
 LINEAR = "linear"  # a single layer, for measurements only
+ENDLESS = 100_000  # epochs: the watch ends a fit
 WITHOUT_RECIPE: dict[str, Any] = {
     "model": {"lr": 0.01},
     "data": {"dataset": "shapes", "batch_size": 64, "mean": 0.0, "std": 1.0},
@@ -146,8 +146,11 @@ def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, Image
     return images, classifier
 
 
-def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool = False) -> str:
-    """Fit with bar, TensorBoard, metrics and checkpoints in a temporary folder; return the Trainer's precision."""
+def fit(subject: Subject, watch: Stopwatch, max_epochs: int = ENDLESS) -> str:
+    """Fit until the watch has its rounds; return the Trainer's precision.
+
+    As in a run, there are a bar, TensorBoard, metrics and checkpoints, in a temporary folder.
+    """
     torch.set_float32_matmul_precision("high")  # same as in a run
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -158,10 +161,10 @@ def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool
         trainer = pl.Trainer(
             **subject.trainer,
             max_epochs=max_epochs,
-            callbacks=[*callbacks, *run.callbacks(validates=validates, bar=True)],
+            callbacks=[watch, *run.callbacks(validates=False, bar=True)],
             logger=run.loggers(None),
             num_sanity_val_steps=0,
-            limit_val_batches=1.0 if validates else 0,
+            limit_val_batches=0,
             enable_model_summary=False,
             profiler=NoProfiler(),
         )
@@ -203,7 +206,7 @@ class Stopwatch(Callback):
     Args:
         steps: optimizer steps in a round.
         count: number of rounds.
-        warmup: steps before the first round.
+        warmup: steps before the first round, at least 1.
         start_other: starts the other loop, which has a turn after the warm-up and after every round.
         progress: reports every round.
     """
@@ -219,7 +222,7 @@ class Stopwatch(Callback):
         """Start the other loop before the first epoch, when model and data are in place."""
         if trainer.global_step == 0:
             self._make_turn = self._start_other(trainer, pl_module)
-            self._warm = self._warmup == 0
+            self._warm = False
             self._begin_round(trainer, pl_module)
 
     def on_train_batch_end(
@@ -227,11 +230,12 @@ class Stopwatch(Callback):
     ) -> None:
         """End a round after its steps."""
         self._images += batch.labels.numel()
-        if trainer.global_step - self._begun_at >= (self._steps if self._warm else self._warmup):
-            self.end_round(trainer, pl_module)
+        due = self._steps if self._warm else self._warmup
+        if trainer.global_step - self._begun_at >= due:
+            self._end_round(trainer, pl_module)
             trainer.should_stop = len(self.rounds) == self._count
 
-    def end_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+    def _end_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Give the other loop its turn, and begin the next round."""
         paused = read_clock(model.device)
         steps = trainer.global_step - self._begun_at
@@ -245,20 +249,3 @@ class Stopwatch(Callback):
 
     def _begin_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         self._images, self._begun_at, self._begun = 0, trainer.global_step, read_clock(model.device)
-
-
-class EpochStopwatch(Stopwatch):
-    """Time whole epochs of ours, each with its validation and checkpoint, and of the other loop."""
-
-    def __init__(self, epochs: int, start_other: StartOther, progress: Progress | None = None) -> None:
-        super().__init__(sys.maxsize, epochs, 0, start_other, progress)
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End the previous epoch, if there was one."""
-        super().on_train_epoch_start(trainer, pl_module)
-        if trainer.current_epoch:
-            self.end_round(trainer, pl_module)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End the last epoch."""
-        self.end_round(trainer, pl_module)

@@ -9,17 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import imbalance
 import input as input_script
 import limit
 import profile_step
 import pytest
 import step
 import torch
-import tutorial
 import variants
-from curves import VARIABLE, AccuracyCurve
-from lightning.pytorch.callbacks import Callback
 from limit import Kind
 from loops import BareLoop
 from timed_fit import Stopwatch, fit, model_settings
@@ -27,7 +23,6 @@ from training import recorded_graphs
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError
 from cifar_lit.training import captured
 
@@ -38,7 +33,6 @@ SMALL = "--accelerator cpu --dataset shapes --data.count 90 --json f.json"
     ("module", "line", "label"),
     [
         (step, "--recipe folder --batch-size 16 --steps 2 --rounds 2", "ours / bare loop"),
-        (tutorial, "--epochs 2", "ours / the tutorial's loop, float32"),
         (input_script, "--batch-size 16 --batches 2 --rounds 2", "ours / the strongest rival"),
     ],
 )
@@ -102,24 +96,6 @@ def test_settings_of_a_model_are_read_as_in_a_training() -> None:
             model_settings(flags.split())
 
 
-def test_evaluating_test_images_during_training_leaves_the_weights_bit_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_subject: Any
-) -> None:
-    monkeypatch.setenv(VARIABLE, f"3:{tmp_path / 'points.txt'}")
-
-    def weights(*callbacks: Callback) -> dict[str, Any]:
-        subject = small_subject(net="shapenet", ema_decay=0.9)  # a net with batch norm
-        fit(subject, *callbacks, max_epochs=2)
-        return subject.model.state_dict()
-
-    before, after = weights(), weights(AccuracyCurve())
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    points = [json.loads(line) for line in (tmp_path / "points.txt").read_text().splitlines()]
-    assert [step for step, _, _ in points] == [3, 6, 7, 9, 12, 14]  # every third step, and the ends of both epochs
-    seconds = [elapsed for _, elapsed, _ in points]
-    assert seconds == sorted(seconds)
-
-
 def test_a_variant_chooses_its_images_at_the_start_of_each_epoch() -> None:
     data = ImageData("shapes", count=40, image_size=8, val_size=0, batch_size=10)
     rows = data.split[0]
@@ -128,18 +104,6 @@ def test_a_variant_chooses_its_images_at_the_start_of_each_epoch() -> None:
     indices = torch.cat([batch[2] for batch in islice(batches, 4 + 2 + 1)])
     for epoch, choice in zip(indices.split([40, 20, 10]), choices, strict=True):
         assert torch.equal(epoch.sort().values, choice)
-
-
-def test_every_method_for_imbalanced_classes_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]  # Cui et al., Class-Balanced Loss
-    assert imbalance.class_sizes(5000, 100) == sizes
-    monkeypatch.setitem(SOURCES, "cifar10", SOURCES["shapes"])
-    monkeypatch.setitem(SOURCES, imbalance.LONG_TAILED, SOURCES["shapes"])  # removed at the end
-    line = "--recipe small.yaml --images 20 --ratio 5 --epochs 1 --runs 1 --json f.json"
-    flags = "--data.num_classes 10 --data.count 400 --trainer.logger false"
-    run_module("imbalance.py", imbalance, f"{line} {flags}".split())
-    figures = json.loads(Path("f.json").read_text())["headline"]
-    assert list(figures) == [f"{way}: {text}" for way in imbalance.WAYS for text in ("balanced accuracy", "macro F1")]
 
 
 # ---- limit.py
