@@ -35,3 +35,11 @@ def feature_class(name: str) -> Any:
 def feature_settings(name: str) -> list[str]:
     """Return the settings of a feature by their full names, such as `weight_average.decay`."""
     return [f"{name}.{setting}" for setting in signature(feature_class(name)).parameters]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class on first use, as in `from cifar_lit.features import WeightAverage`."""
+    for feature, kind in _CLASSES.items():
+        if kind == name and feature in FEATURES:
+            return feature_class(feature)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,13 +17,13 @@ from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import keep_freed_memory, return_freed_memory
+from cifar_lit.hooks import callbacks_with, methods
 from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.finite import NotFiniteLoss, check_finite
-from cifar_lit.training.hooks import callbacks_with, methods
 from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
 from cifar_lit.training.optimizers import configure_optimizers, optimizer_settings
 from cifar_lit.training.predictions import PredictionCollector

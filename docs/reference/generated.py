@@ -60,28 +60,68 @@ def settings(path: str, prefix: str) -> str:
         path: import path of the class, whose docstring has an `Args:` section.
         prefix: section of the configuration, such as `model`.
     """
+    return settings_of(imported(path), prefix)
+
+
+def settings_of(target: type, prefix: str) -> str:
+    """Return a table of a class's arguments, as `settings` does."""
     from cifar_lit.cli.errors import STATED_DEFAULT
     from cifar_lit.cli.fit import TRAINER_DEFAULTS
 
-    target = imported(path)
     meanings = {each.arg_name: each.description for each in parse(documentation(target)).params}
     ours = TRAINER_DEFAULTS if prefix == "trainer" else {}
     rows = []
-    for name, parameter in inspect.signature(target.__init__).parameters.items():
-        if name not in ("self", "kwargs"):
+    for name, parameter in inspect.signature(target).parameters.items():
+        if name != "kwargs":
             default = ours.get(name, parameter.default)
             meaning = (meanings.get(name) or "").replace("Default: ``None``.", "").strip()
             if default is not None:
                 meaning = STATED_DEFAULT.sub("", meaning)
             if prefix == "trainer":  # Lightning's references have roles
                 meaning = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", meaning)
-            rows.append([f"`--{prefix}.{name}`", code(type_name(parameter.annotation)), code(shown(default)), meaning])
+            value = "required" if default is inspect.Parameter.empty else code(shown(default))
+            rows.append([f"`--{prefix}.{name}`", code(type_name(parameter.annotation)), value, meaning])
     return table(["flag", "type", "default", "meaning"], rows)
 
 
+def features() -> str:
+    """Return a section for each feature: what it does, and a table of its settings."""
+    from cifar_lit.features import FEATURES, feature_class
+
+    parts = []
+    for name in FEATURES:
+        kind = feature_class(name)
+        parts += [f"### {name}", description(kind, f"`{kind.__name__}`: ")]
+        if inspect.signature(kind).parameters:
+            parts.append(settings_of(kind, name))
+        else:
+            parts.append(f"It has no settings: `--{name}` turns it on.")
+    return "\n\n".join(parts)
+
+
+def optimizers() -> str:
+    """Return a section for each optimizer, and one for the schedules, with a table of the settings."""
+    from cifar_lit.training.optimizers import OPTIMIZERS
+    from cifar_lit.training.schedules import ScheduleSettings
+
+    parts = []
+    for name, kind in OPTIMIZERS.items():
+        parts += [f"### {name}", description(kind), settings_of(kind, "model.optimizer_options")]
+    parts += ["### Schedules", description(ScheduleSettings), settings_of(ScheduleSettings, "model.schedule_options")]
+    return "\n\n".join(parts)
+
+
+def description(kind: type, before: str = "") -> str:
+    """Return the paragraphs of a class's docstring before its sections, wrapped for Markdown. before: first words."""
+    text = re.split(r"^(?:Args|Attributes|Raises):", inspect.getdoc(kind) or "", flags=re.MULTILINE)[0]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in (before + text.strip()).split("\n\n")]
+    return "\n\n".join(textwrap.fill(paragraph, 100, break_on_hyphens=False) for paragraph in paragraphs)
+
+
 def program() -> str:
-    """Return a table of the settings that belong to the program rather than to Trainer, model or data."""
+    """Return a table of the settings that belong to the program rather than to Trainer, model, data or features."""
     from cifar_lit.cli.fit import TrainingCLI
+    from cifar_lit.features import FEATURES
 
     rows = []
 
@@ -91,7 +131,8 @@ def program() -> str:
         _actions: tuple[()] = ()
 
         def add_argument(self, flag: str, *, type: Any, default: Any, help: str) -> None:
-            rows.append([code(flag), code(type_name(type)), code(shown(default)), help])
+            if flag.removeprefix("--") not in FEATURES:
+                rows.append([code(flag), code(type_name(type)), code(shown(default)), help])
 
         def link_arguments(self, *args: Any, **kwargs: Any) -> None:
             """Links are no settings."""
@@ -257,7 +298,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 GENERATORS: dict[str, Callable[..., str]] = {
-    function.__name__: function for function in (settings, program, overview, command, fields, schema, api)
+    function.__name__: function
+    for function in (settings, features, optimizers, program, overview, command, fields, schema, api)
 }
 
 if __name__ == "__main__":

@@ -165,12 +165,8 @@ def files(working_folder: Path) -> Path:
 
 
 def test_every_synonym_stands_for_an_existing_flag() -> None:
-    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out)) | {
-        "config",
-        *SHORT.values(),
-        *OWN,
-        *nested_settings(),
-    }
+    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out))
+    flags |= {"config", *SHORT.values(), *OWN, *nested_settings()}
     settings = {setting.partition(" ")[0] for setting in SYNONYMS.values()}
     assert settings - flags == set()
     assert SYNONYMS.keys() & {*SHORT, *OWN} == set()

@@ -252,11 +252,11 @@ def test_settings_without_effect_change_nothing() -> None:
 
 
 def test_samples_and_example_batches_equal_training_batches() -> None:
-    data = at(scaled_data(augment={"crop": 2, "hue": 0.3, "mixup": 1.0}), 1)
+    data = at(scaled_data(augment={"crop": 2, "hue": 0.3, "mixup": 1.0}), 2)
     loader = data.train_dataloader()
-    loader.set_epoch(1)
+    loader.set_epoch(2)
     first = data.on_after_batch_transfer(next(iter(loader)), 0)
-    shown = (augmented_sample(data, 16, epoch=1).float() / 255 - 0.5) / 0.25
+    shown = (augmented_sample(data, 16, epoch=2).float() / 255 - 0.5) / 0.25
     torch.testing.assert_close(first.images, shown, rtol=0, atol=0.51 / 255 / 0.25)
     assert first.targets is not None and first.targets.shape == (16, 10)
     examples = list(batches_of_side(data, 6, None))

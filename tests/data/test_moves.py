@@ -13,7 +13,6 @@ from cifar_lit.data.moves import cut_out, flip_and_shift
 from cifar_lit.data.order import epoch_order
 from cifar_lit.data.preprocessing import normalise
 from cifar_lit.errors import UsageError
-from cifar_lit.features.balanced import balanced_order
 
 
 @pytest.fixture
@@ -148,31 +147,6 @@ def test_each_seed_and_epoch_has_its_own_order():
     assert all(torch.equal(order.sort().values, torch.arange(100)) for order in orders)
     assert len({tuple(order.tolist()) for order in orders}) == len(pairs)
     assert torch.equal(orders[6], epoch_order(100, seed=1, epoch=2))
-
-
-@pytest.mark.parametrize("counts", [[50, 7, 1], [3, 0, 4, 10], [9, 9], [4], [1, 40, 1, 1]])
-def test_a_balanced_order_shows_classes_and_their_images_equally_often(counts):
-    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
-    orders = [balanced_order(labels, seed=3, epoch=epoch) for epoch in range(7)]
-    for shown in (*orders, torch.cat(orders)):
-        counts = torch.bincount(shown, minlength=len(labels))
-        by_class = [counts[labels == label] for label in labels.unique()]
-        totals = [int(per_image.sum()) for per_image in by_class]
-        assert max(totals) - min(totals) <= 1
-        assert all(per_image.max() - per_image.min() <= 1 for per_image in by_class)
-    assert {len(order) for order in orders} == {len(labels)}
-
-
-def test_a_balanced_order_depends_on_seed_and_epoch_and_mixes_the_classes():
-    labels = torch.arange(100) % 2
-    orders = {(seed, epoch): balanced_order(labels, seed, epoch) for seed, epoch in product(range(3), range(3))}
-    assert len({tuple(order.tolist()) for order in orders.values()}) == 9
-    assert torch.equal(balanced_order(labels, 1, 2), orders[1, 2])
-    assert all(15 < labels[order[:50]].sum() < 35 for order in orders.values())
-    rare = torch.tensor([0] * 90 + [1] * 10)
-    shown = torch.cat([balanced_order(rare, 0, epoch) for epoch in (0, 1)])
-    assert set(shown.tolist()) == set(range(100))  # all images of the common class, over two epochs
 
 
 def test_invalid_settings_and_a_crop_or_cutout_as_large_as_the_image_are_refused():

@@ -204,8 +204,8 @@ def test_other_images_of_a_function_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 REFUSED = {
-    "split": Split(seed=7), "val_size": 0.3, "batch_size": 4, "seed": 1, "image_size": 16,
-    "augment": {"scale": [0.5, 1], "flip": "random"}, "resize": "squash", "mean": 0.1,
+    "split": Split(seed=7), "val_size": 0.3, "batch_size": 4, "seed": 1, "image_size": 16, "resize": "squash",
+    "augment": {"scale": [0.5, 1], "flip": "random"}, "mean": 0.1,
 }  # fmt: skip
 
 
