@@ -135,7 +135,7 @@ def test_a_bias_that_cannot_end_early_and_a_layer_without_whitening_are_refused(
             fitted(classifier(**settings), shapes_data(), Whitening(1))
     with pytest.raises(UsageError, match=r"whitening\.bias_epochs must be above 0"):
         Whitening(0)
-    with pytest.raises(UsageError, match="add the callback Whitening"):
+    with pytest.raises(UsageError, match="add the feature whitening"):
         fitted(classifier(**SMALL), shapes_data())
 
 
