@@ -13,6 +13,7 @@ import sqlite3
 import stat
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -223,3 +224,10 @@ def _keep(path: Path, previous: Path) -> None:
         return
     second.replace(previous)
     second.unlink(missing_ok=True)  # renaming between two names of the same file does nothing
+
+
+def as_on_disk(path: str, folder: str = "") -> str:
+    """Return a path below a folder whose accents have the Unicode form of the disk; the same path without a file."""
+    forms = (path, unicodedata.normalize("NFC", path), unicodedata.normalize("NFD", path))
+    places = [os.path.join(folder, form) for form in forms]  # noqa: PTH118
+    return next((place for place in places if os.path.lexists(place)), places[0])

@@ -16,10 +16,11 @@ ALLOWED: dict[str, set[str]] = {
     "models": set(),
     "distributed": {"runs"},
     "training": {"models", "data.progress"},
+    "features": {"training", "models", "data", "runs"},
     "runs": {"models", "data", "training"},
-    "inference": {"runs", "models", "data.decode", "data.image_set", "data.walk"},
+    "inference": {"runs", "models", "data.decode", "data.formats", "data.image_set", "data.walk"},
 }
-TOP_LEVEL = {"errors", "files", "hardware", "plugins", "settings", "signals", "stats", "text", "threads"}
+TOP_LEVEL = {"errors", "files", "hardware", "hooks", "plugins", "settings", "signals", "stats", "text", "threads"}
 NO_LIGHTNING = {*TOP_LEVEL, "models", "inference"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -45,6 +46,23 @@ def test_a_folder_imports_only_the_folders_below_it(folder: str) -> None:
     for path in (PACKAGE / folder).rglob("*.py"):
         for name in imported(path):
             assert not name.startswith("cifar_lit.") or f"{name}.".startswith(allowed), f"{path} imports {name}"
+
+
+# These may import all features, to build them from settings.
+BUILDS_FEATURES = ("cli/fit.py", "cli/flags.py", "cli/preview.py", "cli/errors.py")
+
+
+def test_the_core_imports_no_feature_and_a_feature_imports_no_other() -> None:
+    for path in SOURCES:
+        place = path.relative_to(PACKAGE)
+        own = f"cifar_lit.features.{place.parts[1].removesuffix('.py')}" if place.parts[0] == "features" else "-"
+        for name in imported(path):
+            if not name.startswith("cifar_lit.features") or name.startswith(own):
+                continue
+            is_registry = name.startswith("cifar_lit.features.") and name.count(".") == 2 and name.split(".")[2] in (
+                "FEATURES", "feature_class", "feature_settings"
+            )  # fmt: skip
+            assert is_registry and place.as_posix() in BUILDS_FEATURES, f"{path} imports {name}"
 
 
 def test_there_are_no_import_cycles_not_even_for_type_checkers() -> None:

@@ -23,11 +23,10 @@ from cifar_lit.data.decode import KINDS
 from cifar_lit.data.formats import TABLES
 from cifar_lit.data.listed_files import find_files
 from cifar_lit.data.progress import progress
-from cifar_lit.data.source_settings import as_on_disk
 from cifar_lit.data.sources import load_images
 from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import read_text
+from cifar_lit.files import as_on_disk, read_text
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings

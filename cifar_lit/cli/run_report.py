@@ -14,13 +14,13 @@ from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.hooks import methods
 from cifar_lit.plugins import is_import_path
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import newcombe_margin
 from cifar_lit.text import counted, say
 from cifar_lit.train import Results
-from cifar_lit.training.hooks import methods
 from cifar_lit.training.metrics import Score
 
 MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer lists are left out

@@ -28,10 +28,10 @@ from cifar_lit.data.split_images import SplitImages
 from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
 from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.hooks import methods
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.text import listed
-from cifar_lit.training.hooks import methods
 
 
 class ImageData(NamesInCheckpoint, pl.LightningDataModule):
@@ -266,7 +266,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": weighted}
 
     def _of_features(self, name: str) -> list[Any]:
-        """Return the methods of this name of the Trainer's callbacks, see `training.hooks`; at most one is expected."""
+        """Return the methods of this name of the Trainer's callbacks, see `hooks`; at most one is expected."""
         return methods(self.trainer, name) if self.trainer else []
 
     @property
@@ -284,7 +284,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             return self.preprocessing.train_batch(batch, self.side(trainer.current_epoch))
         return self.preprocessing.eval_batch(batch)
 
-    on_after_batch_transfer.is_function_of_rows = True  # type: ignore[attr-defined]  # see training.deferred
+    on_after_batch_transfer.is_function_of_rows = True  # type: ignore[attr-defined]  # see features.capture.deferred
 
     def side(self, epoch: int) -> int | None:
         """Return the side of training images in an epoch, in pixels; None for full size."""

@@ -11,10 +11,10 @@ from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.layout import PARTS, Listing, Tree, sort_classes
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.source_settings import as_on_disk
 from cifar_lit.data.table import read_table
 from cifar_lit.data.walk import is_folder, walk
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.files import as_on_disk
 from cifar_lit.text import listed, nfc
 
 

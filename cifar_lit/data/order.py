@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ORDER = 1  # number of this random stream; `data.balanced` has 0, `data.augment` 4
+_ORDER = 1  # number of this random stream; `features.balanced` has 0, `data.augment` 4
 
 Order = Callable[[Tensor, int, int], Tensor]  # from rows, seed and epoch to the rows in order
 

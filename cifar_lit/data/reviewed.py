@@ -10,9 +10,9 @@ import torch
 
 from cifar_lit.data.decode import decode
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.source_settings import as_on_disk
 from cifar_lit.data.table import read_table
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.files import as_on_disk
 
 MAX_DIGITS = 12  # digits of a row number
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from cifar_lit.data.image_size import ImageSize
 from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import UsageError
+from cifar_lit.files import as_on_disk
 
 
 def default_cache_dir() -> Path:
@@ -18,13 +18,6 @@ def default_cache_dir() -> Path:
     if directory := os.environ.get("CIFAR_LIT_CACHE"):
         return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
-
-
-def as_on_disk(path: str, folder: str = "") -> str:
-    """Return a path below a folder whose accents have the Unicode form of the disk; the same path without a file."""
-    forms = (path, unicodedata.normalize("NFC", path), unicodedata.normalize("NFD", path))
-    places = [os.path.join(folder, form) for form in forms]  # noqa: PTH118
-    return next((place for place in places if os.path.lexists(place)), places[0])
 
 
 def parse_levels(levels: Sequence[int] | None) -> tuple[int, int] | None:

@@ -21,7 +21,7 @@ from cifar_lit.data.fit_length import FitLength
 from cifar_lit.data.loaders import Pass, TrainLoader
 from cifar_lit.data.order import shuffled
 from cifar_lit.errors import UsageError
-from cifar_lit.training.hooks import methods
+from cifar_lit.hooks import methods
 
 
 def first_hard_batch(start: float, length: FitLength) -> tuple[int, int]:

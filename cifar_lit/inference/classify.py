@@ -20,10 +20,9 @@ from torch import Tensor
 
 from cifar_lit.data.decode import KINDS, DecodeError, Levels, decode, decode_chunks, remedy_for
 from cifar_lit.data.formats import HEIC_SUFFIXES, IMAGES
-from cifar_lit.data.source_settings import as_on_disk
 from cifar_lit.data.walk import is_folder, is_skipped, skipped_text, walk
 from cifar_lit.errors import Failure
-from cifar_lit.files import writing
+from cifar_lit.files import as_on_disk, writing
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
 from cifar_lit.text import natural_key, note, printable

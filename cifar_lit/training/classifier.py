@@ -10,20 +10,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hardware import keep_freed_memory, return_freed_memory
+from cifar_lit.hooks import callbacks_with, methods
 from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.finite import NotFiniteLoss, check_finite
-from cifar_lit.training.hooks import callbacks_with, methods
 from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
 from cifar_lit.training.optimizers import configure_optimizers, optimizer_settings
 from cifar_lit.training.predictions import PredictionCollector
@@ -381,6 +381,11 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             return
         if self.trainer.precision == "64-true":
             self.double()  # Lightning converts the weights after it has loaded them, which would round them
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
+        if averages != ("averaging_state" in checkpoint):
+            given = "has none" if averages else "has one"
+            raise UsageError(f"weight_average cannot change on resume: the checkpoint {given}. Start a new run")
         state = checkpoint.get("cifar_lit", {})
         may_change = [f"model.{name}" for name in self.may_change]
         changed_settings(saved_settings(state), self.trained_with, may_change, self._what_fixes_the_length())

@@ -13,9 +13,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.hooks import methods
 from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
 from cifar_lit.settings import options_of
-from cifar_lit.training.hooks import methods
 from cifar_lit.training.muon import Muon
 from cifar_lit.training.schedules import ScheduleSettings, schedule_from
 

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import recorded_graphs
 import torch
-from cifar_lit.training.captured import GraphedSteps, can_capture, device_graphs
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LambdaCallback
 from small_runs import (
     BATCHES,
+    MOMENTUM,
     Rows,
     assert_close,
     best_and_last,
     broken_data,
     classifier,
+    features,
     fitted,
     float16,
     same,
@@ -38,6 +39,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.features import FEATURES
+from cifar_lit.features.capture import Capture, GraphedSteps, can_capture, device_graphs
+from cifar_lit.features.whitening import Whitening
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
@@ -117,40 +121,50 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 # ---- the same training
 
-MUON = {"optimizer": "muon", "momentum": 0.6}
+MUON = {"optimizer": "muon", "optimizer_options": {"momentum": 0.6}}
 NET = {"net": "whitened", "net_options": {"widths": [8, 12]}}
 WHITENED: dict[str, Any] = {**MUON, **NET, "schedule": "triangular", "lr": 2**-6}
-NESTEROV = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}
+NESTEROV = {"optimizer_options": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}}
+# A higher rate would let one rounded weight change all others within a few steps.
+ADAMW = {"optimizer": "adamw", "lr": 2**-12, "optimizer_options": {"weight_decay": 0.1}}
+BFLOAT16 = {"precision": "bf16-mixed"}
+# Settings of the model and its features, augmentation, settings of the Trainer.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "muon, whitening's end within an epoch": ({**WHITENED, "whiten_epochs": 2.5}, {}, {}),
+    "muon, whitening's end within an epoch": ({**WHITENED, "whitening": {"bias_epochs": 2.5}}, {}, {}),
     "Nesterov, clipped by norm": (NESTEROV, {}, {"gradient_clip_val": 0.05}),
     "clipped by value": ({"label_smoothing": 0.1}, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    # A higher rate would let one rounded weight change all others within these steps.
-    "adamw": ({"optimizer": "adamw", "lr": 2**-12, "weight_decay": 0.1}, {}, {"gradient_clip_val": 0.05}),
-    "smaller images first, norms": ({"net": "shapenet", "momentum": 0.9}, {"resolutions": {8: 0.4, 12: 0.2}}, {}),
-    "without the easy images": ({"momentum": 0.9}, {"skip_easy": 0.5, "skip_from": 0.1}, {}),
-    "class weights": ({"momentum": 0.9, "class_weights": "balanced"}, {}, {}),
-    "bfloat16": ({"momentum": 0.9}, {}, {"precision": "bf16-mixed"}),
-    "smaller images in bfloat16": ({"net": "shapenet"}, {"resolutions": {8: 0.4}}, {"precision": "bf16-mixed"}),
-    "mixed images": ({"label_smoothing": 0.1}, {"augment": {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}}, {}),
-    "an average, a schedule by the step": ({"momentum": 0.9, "schedule": "one_cycle", "ema_decay": 0.9}, {}, {}),
-    "a schedule by the epoch": ({"schedule": "cosine", "schedule_every": "epoch"}, {}, {}),
+    "adamw": (ADAMW, {}, {"gradient_clip_val": 0.05}),
+    "smaller images first, norms": ({"net": "shapenet", "resolutions": {"sides": {8: 0.4, 12: 0.2}}}, {}, {}),
+    "without the easy images": ({**MOMENTUM, "skip_easy": {"share": 0.5, "start": 0.1}}, {}, {}),
+    "class weights": ({**MOMENTUM, "class_weights": {}}, {}, {}),
+    "bfloat16": (MOMENTUM, {}, BFLOAT16),
+    "smaller images in bfloat16": ({"net": "shapenet", "resolutions": {"sides": {8: 0.4}}}, {}, BFLOAT16),
+    "mixed images": ({"label_smoothing": 0.1}, {"brightness": 0.4, "mixup": 0.4, "cutmix": 1.0}, {}),
+    "an average, a schedule by the step": ({"schedule": "one_cycle", "weight_average": {"decay": 0.9}}, {}, {}),
+    "a schedule by the epoch": ({"schedule": "cosine", "schedule_options": {"every": "epoch"}}, {}, {}),
 }
+
+
+def parts(capture: bool, settings: Mapping[str, Any]) -> tuple[ImageClassifier, list[Callback]]:
+    """Return a model and its features, with `Capture` if its steps are captured."""
+    captures: list[Callback] = [Capture(compile=False)] if capture else []
+    own = {name: value for name, value in settings.items() if name not in FEATURES}
+    return classifier(**own), [*features(settings), *captures]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_captured_steps_train_and_log_like_eager_steps(name: str, device: Device) -> None:
-    model_settings, data_settings, trainer_settings = SETTINGS[name]
+    model_settings, augment, trainer_settings = SETTINGS[name]
     # One graph per batch size (two), times three image sizes, or with and without a gradient of the whitening bias.
     several = {"smaller images first, norms": 6, "muon, whitening's end within an epoch": 4}
     captures = {**several, "smaller images in bfloat16": 4}.get(name, 2)
 
     def run(capture: bool, seed: int = 0) -> Any:
-        rows, clock, model = Rows(), Clock(), classifier(**{"capture": capture, "lr": 2**-6, **model_settings})
-        augment = {"crop": 2, "flip": "random", **data_settings.get("augment", {})}
-        data = shapes_data(**{**data_settings, "augment": augment})
+        rows, clock = Rows(), Clock()
+        model, added = parts(capture, {"lr": 2**-6, **model_settings})
+        data = shapes_data(augment={"crop": 2, "flip": "random", **augment})
         settings = {"accelerator": device.accelerator, "logger": rows, "log_every_n_steps": 4, "max_epochs": 5}
-        done = fitted(nudged(model, seed), data, clock, **settings, **trainer_settings)
+        done = fitted(nudged(model, seed), data, *added, clock, **settings, **trainer_settings)
         return weights(model), rows.rows, done.global_step, clock.images
 
     expected, eager_rows, *eager_counts = run(capture=False)
@@ -184,8 +198,7 @@ def test_steps_are_captured_only_if_one_device_takes_them_without_other_code(
 ) -> None:
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer = {"strategy": strategy, "world_size": 1, "accumulate_grad_batches": 1, "callbacks": [], **settings}
-    assert can_capture(SimpleNamespace(**trainer), enabled=True) == captures
-    assert not can_capture(SimpleNamespace(**trainer), enabled=False)
+    assert can_capture(SimpleNamespace(**trainer)) == captures
 
 
 @pytest.mark.parametrize("name", ["Nesterov, clipped by norm", "adamw"])
@@ -207,11 +220,11 @@ def run_in_float16(
     folder: Path, capture: bool, settings: Any, scale: float = 2.0**26, resume: Path | None = None, stop: int = -1
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Train in float16; return the weights and the state of the scaler, which changes every few steps."""
-    model = classifier(capture=capture, net="signs_mlp", **settings)
+    model, added = parts(capture, {"net": "signs_mlp", **settings})
     last = best_and_last(folder)[1]
     orderly = OrderlyStop(last)
     scaled = float16(init_scale=scale, growth_interval=5)
-    callbacks = [RandomState(), last, stop_at(orderly, stop), orderly]
+    callbacks = [*added, RandomState(), last, stop_at(orderly, stop), orderly]
     done = fitted(model, shapes_data(), *callbacks, resume=resume, max_epochs=4, gradient_clip_val=0.05, **scaled)
     return weights(model), done.precision_plugin.state_dict()
 
@@ -243,16 +256,17 @@ def test_a_resumed_float16_run_continues_with_its_loss_scale(capture: bool, tmp_
 @pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.usefixtures("fake_graphs")
 def test_in_float16_a_non_finite_loss_ends_the_run_and_names_its_step(capture: bool, tmp_path: Path) -> None:
-    model, used = classifier(capture=capture, net="signs_mlp"), trainer(*best_and_last(tmp_path), **float16())
+    model, added = parts(capture, {"net": "signs_mlp"})
+    used = trainer(*added, *best_and_last(tmp_path), **float16())
     with pytest.raises(NotFiniteLoss, match=r"at step 9 of epoch 1$"):
         used.fit(model, datamodule=broken_data(9))
     assert {read_checkpoint(path)["global_step"] for path in tmp_path.iterdir()} == {BATCHES}
 
 
 def test_dropout_draws_new_numbers_at_every_replay(device: Device) -> None:
-    rows, model = Rows(), classifier(net="dropout", lr=1e-12, capture=True)
+    rows, model = Rows(), classifier(net="dropout", lr=1e-12)
     settings: dict[str, Any] = {"log_every_n_steps": 7, "accelerator": device.accelerator, "max_epochs": 4}
-    fitted(model, shapes_data(shuffle=False), logger=rows, **settings)
+    fitted(model, shapes_data(shuffle=False), Capture(compile=False), logger=rows, **settings)
     losses = list(rows.curve("train/loss").values())
     assert len(set(losses)) == len(losses) == 4
 
@@ -262,10 +276,9 @@ def test_pairs_of_a_plain_loader_are_captured_and_train_like_eager_steps(device:
     images, labels = torch.randn(40, 3, 16, 16, generator=generator), torch.arange(40) % 10
 
     def trained(capture: bool) -> State:
-        torch.manual_seed(0)
-        model = classifier(capture=capture)
+        model, added = parts(capture, {})
         loader = DataLoader(TensorDataset(images, labels), batch_size=16)  # the last batch is smaller
-        trainer(max_epochs=6, accelerator=device.accelerator).fit(model, loader)
+        trainer(*added, max_epochs=6, accelerator=device.accelerator).fit(model, loader)
         return weights(model)
 
     assert device.captures == 0
@@ -274,11 +287,12 @@ def test_pairs_of_a_plain_loader_are_captured_and_train_like_eager_steps(device:
     assert_close(captured, trained(False), 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings", [{**WHITENED, "whiten_epochs": 1.5}, {"net": "dropout"}, {"optimizer": "adamw"}], ids=str
-)
+SIZED = {**WHITENED, "whitening": {"bias_epochs": 1.5}, "resolutions": {"sides": {8: 0.5}}}
+
+
+@pytest.mark.parametrize("settings", [SIZED, {"net": "dropout"}, {"optimizer": "adamw"}], ids=str)
 def test_captures_come_first_and_leave_no_trace(settings: dict[str, Any], fake_graphs: recorded_graphs.Module) -> None:
-    whitened = "whiten_epochs" in settings
+    whitened = "whitening" in settings
     starts: list[Any] = []
 
     def note_start(trainer: Any, model: Any) -> None:
@@ -288,9 +302,8 @@ def test_captures_come_first_and_leave_no_trace(settings: dict[str, Any], fake_g
         starts.append((weights(model), torch.get_rng_state(), running, fake_graphs.captures, fake_graphs.replays))
 
     for capture in (False, True):
-        data = shapes_data(resolutions={8: 0.5} if whitened else None)
-        model = classifier(capture=capture, **settings)
-        done = fitted(model, data, LambdaCallback(on_train_start=note_start), max_epochs=4)
+        model, added = parts(capture, settings)
+        done = fitted(model, shapes_data(), *added, LambdaCallback(on_train_start=note_start), max_epochs=4)
     (expected, eager_random, eager_running, *_), (state, random, running, captures, replays) = starts
     assert same(state, expected) and torch.equal(random, eager_random)
     assert all(torch.equal(*pair) for pair in zip(running, eager_running, strict=True))
@@ -307,12 +320,12 @@ class Hooked(Callback):
 def test_a_fit_captures_on_one_stream_into_one_pool(fake_graphs: recorded_graphs.Module) -> None:
     """Memory freed on another stream cannot be reused, and a pool that outlives its graphs breaks the next capture."""
     assert device_graphs(torch.device("cpu")) is None
-    fitted(classifier(capture=True), shapes_data(), Hooked(), max_epochs=4)
-    fitted(classifier(capture=True), shapes_data(), max_epochs=4, accumulate_grad_batches=2)
+    fitted(classifier(), shapes_data(), Capture(), Hooked(), max_epochs=4)
+    fitted(classifier(), shapes_data(), Capture(), max_epochs=4, accumulate_grad_batches=2)
     assert not fake_graphs.captures
-    model = classifier(capture=True)
+    model, capture = classifier(), Capture(compile=False)
     for fits in (1, 2):
-        fitted(model, shapes_data(), max_epochs=4)
+        fitted(model, shapes_data(), capture, max_epochs=4)
         assert (len(fake_graphs.streams), len(fake_graphs.pools)) == (fits, fits)
 
 
@@ -320,14 +333,14 @@ def test_graphs_are_freed_at_the_end_of_the_fit_without_garbage_collection(fake_
     """In torch 2.12 to 2.14 a graph that dies during the next fit frees the workspace of that fit."""
     gc.disable()
     try:
-        model = classifier(capture=True)
-        fitted(model, shapes_data())
+        model, capture = classifier(), Capture(compile=False)
+        fitted(model, shapes_data(), capture)
         assert fake_graphs.captures == 2 and not fake_graphs.graphs
-        used, failed = trainer(), classifier(capture=True)
+        used, failed = trainer(Capture(compile=False)), classifier()
         with pytest.raises(NotFiniteLoss):
             used.fit(failed, datamodule=broken_data(5))
         assert fake_graphs.captures == 4 and not fake_graphs.graphs
-        fitted(model, shapes_data())
+        fitted(model, shapes_data(), capture)
     finally:
         gc.enable()
 
@@ -336,7 +349,6 @@ def test_a_replay_crops_and_normalises_unless_this_depends_on_the_epoch_or_on_co
     fake_graphs: recorded_graphs.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-
     move = Augment.move
 
     def counted(augment: Augment, images: Tensor, rows: Tensor, *args: Any) -> Tensor:
@@ -347,7 +359,7 @@ def test_a_replay_crops_and_normalises_unless_this_depends_on_the_epoch_or_on_co
 
     def calls_in(epochs: int, data: ImageData) -> int:
         calls.clear()
-        fitted(classifier(capture=True), data, max_epochs=epochs)
+        fitted(classifier(), data, Capture(compile=False), max_epochs=epochs)
         return len(calls)
 
     moves = {"crop": 2, "flip": "random"}
@@ -385,7 +397,7 @@ def test_captured_steps_train_on_batches_that_code_of_the_user_changes(
     change: Any, fake_graphs: recorded_graphs.Module
 ) -> None:
     def run(capture: bool, changed: bool = True) -> State:
-        model, data, callbacks = classifier(capture=capture), shapes_data(augment={"crop": 2}), []
+        data, (model, callbacks) = shapes_data(augment={"crop": 2}), parts(capture, {})
         if changed and isinstance(change, type):
             owner: Any = data if issubclass(change, ImageData) else model
             owner.__class__ = change
@@ -408,17 +420,17 @@ def test_a_net_that_the_compiler_refuses_trains_uncompiled_with_one_message(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=refuse))
     torch.compiler.reset()
-    model, expected = classifier(capture=True, compile=True, **NET), classifier(capture=True, **NET)
-    fitted(model, shapes_data())
+    model, expected = classifier(**NET), classifier(**NET)
+    fitted(model, shapes_data(), Whitening(), Capture())
     assert fake_graphs.captures == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "compile" in line)
     assert line.startswith("the net is not compiled, because the compiler failed (")
-    assert "no C compiler found" in line and line.endswith("): add --model.compile false")
-    fitted(expected, shapes_data())
+    assert "no C compiler found" in line and line.endswith("): add --capture.compile false")
+    fitted(expected, shapes_data(), Whitening(), Capture(compile=False))
     assert same(weights(model), weights(expected))
 
 
-@pytest.mark.parametrize("reason", ["a CPU", "a callback within the step", "capture is off"])
+@pytest.mark.parametrize("reason", ["a CPU", "a callback within the step"])
 def test_a_net_is_not_compiled_if_its_steps_are_not_captured(
     reason: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +439,7 @@ def test_a_net_is_not_compiled_if_its_steps_are_not_captured(
         request.getfixturevalue("fake_graphs")
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("the net is compiled"))
     callbacks = [Hooked()] if reason == "a callback within the step" else []
-    fitted(classifier(capture=reason != "capture is off", compile=True), shapes_data(), *callbacks, max_epochs=1)
+    fitted(classifier(), shapes_data(), Capture(), *callbacks, max_epochs=1)
 
 
 # ---- a loss that is not finite
@@ -437,7 +449,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 2**-6},
     "Nesterov": {"lr": 2**-6, **NESTEROV},
     "muon": {"lr": 2**-6, **MUON},
-    "adamw": {"optimizer": "adamw", "lr": 2**-12, "weight_decay": 0.1},
+    "adamw": ADAMW,
 }
 
 
@@ -463,14 +475,14 @@ def test_a_non_finite_loss_changes_no_weights_or_states_and_names_its_step(
     settings: dict[str, Any] = {"accelerator": device.accelerator, "gradient_clip_val": clip, "log_every_n_steps": 100}
     limits: dict[str, Any] = {"max_epochs": -1, "max_steps": step}
     monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
-    model, rows = classifier(capture=capture, **OPTIMIZERS[name]), Rows()
+    (model, added), rows = parts(capture, OPTIMIZERS[name]), Rows()
 
     def expect(seed: int) -> tuple[State, State]:
         done = fitted(expected := nudged(classifier(**OPTIMIZERS[name]), seed), shapes_data(), **limits, **settings)
         return weights(expected), states(done)
 
     expected, expected_states = expect(seed=0)
-    used = trainer(*best_and_last(tmp_path), logger=rows, max_epochs=5, **settings)
+    used = trainer(*added, *best_and_last(tmp_path), logger=rows, max_epochs=5, **settings)
     with pytest.raises(
         NotFiniteLoss, match=rf"the loss is (nan|not finite) at step {step} of epoch {step // BATCHES}$"
     ):
@@ -511,7 +523,7 @@ def test_no_checkpoint_is_saved_after_a_non_finite_loss_between_two_log_lines(tm
 
     save = LambdaCallback(on_train_batch_end=save_later)
     with pytest.raises(NotFiniteLoss, match="at step 1 of epoch 0"):
-        fitted(classifier(capture=True), broken_data(1), save, log_every_n_steps=100)
+        fitted(classifier(), broken_data(1), Capture(compile=False), save, log_every_n_steps=100)
     assert not list(tmp_path.iterdir())
 
 
@@ -519,8 +531,8 @@ def test_no_checkpoint_is_saved_after_a_non_finite_loss_between_two_log_lines(tm
 def test_a_resumed_captured_run_ends_alike_and_names_a_diverged_step(stop: int, device: Device, tmp_path: Path) -> None:
     def run(data: Any, resume: Path | None = None, stop: int = -1, seed: int = 0) -> State:
         last = best_and_last(tmp_path)[1]
-        model, orderly = classifier(capture=True, momentum=0.9, schedule="one_cycle", lr=2**-6), OrderlyStop(last)
-        callbacks = [RandomState(), last, stop_at(orderly, stop), orderly]
+        model, orderly = classifier(schedule="one_cycle", lr=2**-6, **MOMENTUM), OrderlyStop(last)
+        callbacks = [Capture(compile=False), RandomState(), last, stop_at(orderly, stop), orderly]
         settings: dict[str, Any] = {"max_epochs": 4, "log_every_n_steps": 3, "accelerator": device.accelerator}
         fitted(nudged(model, seed), data, *callbacks, resume=resume, **settings)
         return weights(model)

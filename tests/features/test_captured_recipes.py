@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import recorded_graphs
 import torch
-from cifar_lit.training.captured import GraphedSteps
-from small_runs import fitted, float16, same, weights
+from small_runs import features, fitted, float16, same, weights
 from torch import Tensor
 
 from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.features.capture import GraphedSteps
 from cifar_lit.training.classifier import ImageClassifier
 
 SETTINGS: dict[str, Any] = {name: recipe_settings(recipe_path(name)) for name in recipe_names()}
-CAPTURED = [name for name, settings in SETTINGS.items() if settings["model"].get("capture")]
+CAPTURED = [name for name, settings in SETTINGS.items() if settings.get("capture")]
 
 
 @pytest.fixture
@@ -39,25 +39,27 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 
 def trained(name: str, compiled: bool, rate: float = 1.0, **precision: Any) -> dict[str, Tensor]:
     """Train a narrow net of a recipe on small images, at a multiple of its learning rates; return its weights."""
-    settings = SETTINGS[name]
-    model, epochs = {**settings["model"], "num_classes": 10, "compile": compiled}, 1
+    settings = {**SETTINGS[name], "capture": {"compile": compiled}}
+    options = {**settings["model"].get("optimizer_options", {})}
+    model, epochs = {**settings["model"], "num_classes": 10, "optimizer_options": options}, 1
     if model["net"] in ("whitened", "wide_resnet"):
         model["width"] = 0.125
     if model["net"] == "whitened":
-        model, epochs = {**model, "whiten_epochs": 1.5}, 4  # the bias ends within an epoch
-    model |= {each: rate * model[each] for each in ("lr", "bias_lr", "head_lr") if each in model}
-    images = {"dataset": "shapes", "image_size": 32 if "resolutions" in settings["data"] else 16, "count": 20}
+        settings["whitening"], epochs = {"bias_epochs": 1.5}, 4  # the bias ends within an epoch
+    model["lr"] *= rate
+    options |= {each: rate * options[each] for each in ("bias_lr", "head_lr") if each in options}
+    images = {"dataset": "shapes", "image_size": 32 if "resolutions" in settings else 16, "count": 20}
     data = ImageData(**{**settings["data"], **images, "val_size": 0, "batch_size": 8})
     torch.manual_seed(0)
     net = ImageClassifier(**model)
-    fitted(net, data, max_epochs=epochs, **precision or {"precision": "bf16-mixed"})
+    fitted(net, data, *features(settings), max_epochs=epochs, **precision or {"precision": "bf16-mixed"})
     return weights(net)
 
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_recipe_with_captured_steps_has_the_other_settings_of_a_fast_gpu_training(name: str) -> None:
-    model, trainer = SETTINGS[name]["model"], SETTINGS[name]["trainer"]
-    assert (model["compile"], trainer["benchmark"]) == (True, True)
+    capture, trainer = SETTINGS[name]["capture"], SETTINGS[name]["trainer"]
+    assert (capture.get("compile", True), trainer["benchmark"]) == (True, True)
     # Several devices would not capture, and would share the batches of a run of seconds.
     assert trainer.get("devices") == (1 if name.startswith("fast") else None)
 
@@ -70,7 +72,7 @@ def test_replays_of_a_recipes_steps_train_like_the_steps_themselves(
         patch.setattr(GraphedSteps, "_step", GraphedSteps._run)
         expected = trained(name, compiled=True)
     shapes = len(graphs)
-    assert shapes >= 2 * (1 + len(SETTINGS[name]["data"].get("resolutions", {})))  # two sizes of batch
+    assert shapes >= 2 * (1 + len(SETTINGS[name].get("resolutions", {}).get("sides", {})))  # two sizes of batch
     assert same(trained(name, compiled=True), expected)
     assert len(graphs) == shapes == fake_graphs.captures  # a second net, as in `bench recipe`, compiles nothing
     assert same(trained(name, compiled=False), expected)

@@ -1,26 +1,20 @@
-"""Class weights in the loss, equal on any number of devices, and the score that selects the best checkpoint."""
+"""Class weights in the loss, equal on any number of devices."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cifar_lit.data.hard_rounds import LastLosses
-from cifar_lit.training.class_weights import ClassWeights, class_weights
-from small_runs import BATCHES, Rows, classifier, fitted, shapes_data, trainer, weights
+from small_runs import BATCHES, Rows, classifier, features, fitted, shapes_data, trainer, weights
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassCalibrationError
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
-from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.metrics import Score
+from cifar_lit.features.class_weights import ClassWeights, class_weights
 
 COUNTS = [5000, 50, 0, 500]
 
@@ -47,9 +41,9 @@ def unequal_data(**settings: Any) -> ImageData:
 
 def weighing(weights: Tensor) -> Any:
     """Return the loss hook for the given class weights."""
-    feature = ClassWeights("balanced")
+    feature = ClassWeights()
     feature.weights = weights
-    return feature._weigh
+    return feature.loss
 
 
 def gradient(model: Any, parts: Sequence[Batch]) -> Tensor:
@@ -87,25 +81,22 @@ def test_the_smoothed_loss_of_a_mixed_image_is_weighted_by_its_shares() -> None:
 
 def test_skip_easy_uses_losses_without_class_weights() -> None:
     """Weighted losses would keep rare classes and skip common ones, however well they are learnt."""
-    torch.manual_seed(1)
-    images, labels = torch.randn(2, 3, 16, 16), torch.tensor([0, 1])
-    model = classifier()
-    recorded = LastLosses(2, torch.device("cpu"))
-    model.loss_hooks = [recorded, weighing(torch.tensor([0.5, 50.0, *[0.0] * 8]))]
-    model.training_step(Batch(images, labels, torch.arange(2)), 0)
-    torch.testing.assert_close(recorded.latest, F.cross_entropy(model(images), labels, reduction="none").detach())
-    assert not recorded.latest.requires_grad  # the autograd graph is freed
+    losses = []
+    for settings in ({"skip_easy": {}}, {"class_weights": {}, "skip_easy": {}}):
+        added: list[Any] = features(settings)
+        fitted(classifier(lr=1e-12), unequal_data(), *added, max_epochs=1)
+        losses.append(added[0].state_dict()["losses"])
+    torch.testing.assert_close(*losses)
 
 
 def test_a_fit_counts_its_training_images_and_validates_without_weights() -> None:
-    rows, model, data = Rows(), classifier(class_weights="balanced"), unequal_data()
+    rows, model, data, weighted = Rows(), classifier(), unequal_data(), ClassWeights()
     plain = classifier()
     fitted(plain, unequal_data(), max_epochs=1)
-    done = fitted(model, data, logger=rows, max_epochs=1)
+    fitted(model, data, weighted, logger=rows, max_epochs=1)
     assert not torch.equal(*(next(each.parameters()) for each in (model, plain)))
     counts = torch.bincount(data.train_images.labels[data.split[0]], minlength=10)
     assert counts[0] > 70 and counts[9] == 0
-    (weighted,) = (each for each in done.callbacks if isinstance(each, ClassWeights))
     # The training images of each class weigh alike, those of all classes together as much as without weights.
     assert (weighted.weights * counts).tolist() == pytest.approx([*[100 / 9] * 9, 0.0])
     images, labels = (values[data.split[1]] for values in (data.train_images.images, data.train_images.labels))
@@ -114,47 +105,11 @@ def test_a_fit_counts_its_training_images_and_validates_without_weights() -> Non
     assert weights(model).keys() == weights(plain).keys()  # checkpoints are interchangeable
 
 
-def test_weights_without_training_images_to_count_are_refused() -> None:
+def test_weights_without_training_images_to_count_or_of_balanced_classes_are_refused() -> None:
     loader = DataLoader([Batch(torch.zeros(2, 3, 16, 16), torch.arange(2), torch.arange(2))], batch_size=None)
-    with pytest.raises(UsageError, match="class_weights balanced needs class_counts of the datamodule"):
-        trainer(max_epochs=1).fit(classifier(class_weights="balanced"), loader)
-
-
-# ---- the best checkpoint
-
-
-def score(loss: float, *right: int) -> Score:
-    """Return the score for the numbers of correct predictions, of 10 images of class 0 and 2 of class 1."""
-    first, second = right
-    confusion = [[first, 10 - first], [2 - second, second]]
-    return Score((first + second) / 12, loss, 12, [first / 10, second / 2], confusion)
-
-
-SCORES = [score(0.5, 6, 1), score(0.75, 10, 0), score(1.0, 7, 2), score(math.nan, 10, 2)]
-
-
-@pytest.mark.parametrize(("monitor", "best"), [("accuracy", 1), ("loss", 0), ("balanced_accuracy", 2), ("macro_f1", 2)])
-def test_the_monitored_score_selects_the_best_finite_checkpoint(tmp_path: Path, monitor: str, best: int) -> None:
-    scores, done = iter(SCORES), 0
-    while done < len(SCORES):  # in two parts: the second resumes the first
-        model = classifier(monitor=monitor)
-        model.evaluation.compute = lambda: next(scores)  # type: ignore[method-assign]
-        saved, last = best_checkpoint(*model.monitored), last_checkpoint()
-        saved.dirpath = last.dirpath = str(tmp_path)
-        resume = tmp_path / "last.ckpt" if done else None
-        done += 2
-        fitted(model, shapes_data(), saved, last, max_epochs=done, resume=resume)
-    assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == best
-    assert float(saved.best_model_score) == pytest.approx(SCORES[best].values[monitor])
-
-
-def test_a_users_metric_is_monitored_in_its_own_direction() -> None:
-    metrics = {"calibration_error": MulticlassCalibrationError(10)}
-    assert classifier(metrics=metrics, monitor="calibration_error").monitored == ("val/calibration_error", "min")
-    assert classifier(monitor="top5").monitored == ("val/top5", "max")
-    with pytest.raises(
-        UsageError, match=r"one of accuracy, .*, top5, calibration_error, not 'calibration'\. Did you mean c"
-    ):
-        classifier(metrics=metrics, monitor="calibration")
-    with pytest.raises(UsageError, match=r"macro_f1, not 'top5'"):
-        classifier(num_classes=5, monitor="top5")
+    with pytest.raises(UsageError, match="class_weights needs class_counts of the datamodule"):
+        trainer(ClassWeights()).fit(classifier(), loader)
+    with pytest.raises(UsageError, match="would balance the classes twice"):
+        trainer(ClassWeights(), ClassWeights("effective")).fit(classifier(), shapes_data())
+    with pytest.raises(UsageError, match=r"class_weights\.kind must be one of balanced, effective, not 'equal'"):
+        ClassWeights("equal")

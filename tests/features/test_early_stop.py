@@ -6,64 +6,50 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
-from safetensors.torch import save_file
 from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.registry import build_net
-from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.features.early_stop import EarlyStop
+from cifar_lit.features.finetune import Finetune
 
 STILL = 1e-12  # a learning rate that changes no validation score
 
 
 # The first of the six epochs always counts as an improvement.
-@pytest.mark.parametrize(("patience", "epochs"), [(0, 6), (2, 3), (0.4, 4), (10, 6)])
+@pytest.mark.parametrize(("patience", "epochs"), [(2, 3), (0.4, 4), (10, 6)])
 def test_training_ends_after_patience_epochs_or_that_share_of_all_epochs(patience: float, epochs: int) -> None:
-    done = fitted(classifier(lr=STILL, patience=patience), shapes_data(), max_epochs=6)
+    done = fitted(classifier(lr=STILL), shapes_data(), EarlyStop(patience), max_epochs=6)
     assert done.global_step == epochs * BATCHES
 
 
 def test_patience_refers_to_the_monitored_score() -> None:
-    model = classifier(lr=0.02, monitor="loss", patience=1)  # the loss falls in every epoch
-    assert fitted(model, shapes_data(), max_epochs=4).global_step == 4 * BATCHES
-    model = classifier(lr=STILL, monitor="loss", patience=1)
-    assert fitted(model, shapes_data(), max_epochs=4).global_step == 2 * BATCHES
-
-
-def test_a_users_early_stopping_replaces_ours() -> None:
-    own = EarlyStopping("val/accuracy", mode="max", patience=3)
-    done = fitted(classifier(lr=STILL, patience=1), shapes_data(), own, max_epochs=6)
-    assert done.global_step == 4 * BATCHES and own.wait_count == 3
+    for lr, epochs in ((0.02, 4), (STILL, 2)):  # with the first, the loss falls in every epoch
+        model = classifier(lr=lr, monitor="loss")
+        assert fitted(model, shapes_data(), EarlyStop(1), max_epochs=4).global_step == epochs * BATCHES
 
 
 def test_a_resumed_run_continues_the_count_with_its_own_patience(tmp_path: Path) -> None:
-    def save() -> At:
-        return At(2 * BATCHES + 3, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
-
-    fitted(classifier(lr=STILL, patience=3), shapes_data(), save(), max_epochs=6)
-    for patience, epochs in ((3, 4), (4, 5), (0, 6)):
-        done = fitted(classifier(lr=STILL, patience=patience), shapes_data(), resume=tmp_path / "a.ckpt", max_epochs=6)
+    save = At(2 * BATCHES + 3, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
+    fitted(classifier(lr=STILL), shapes_data(), EarlyStop(3), save, max_epochs=6)
+    for given, epochs in (([EarlyStop(3)], 4), ([EarlyStop(4)], 5), ([], 6)):
+        done = fitted(classifier(lr=STILL), shapes_data(), *given, resume=tmp_path / "a.ckpt", max_epochs=6)
         assert done.global_step == epochs * BATCHES
 
 
 def test_the_score_of_a_fitted_head_is_the_first_to_improve_on(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    net = build_net("shapenet", channels=3, image_size=16, num_classes=10)
-    save_file(net.state_dict(), tmp_path / "weights.safetensors")
-    settings = {"optimizer": "adamw", "lr": STILL, "weights": str(tmp_path / "weights.safetensors"), "head_views": 1}
-    model = ImageClassifier("shapenet", [3, 16, 16], 10, **settings, patience=0.5)
-    done = fitted(model, shapes_data(cache_dir=str(tmp_path)), *best_and_last(tmp_path), max_epochs=4)
+    model, data = classifier(net="shapenet", lr=STILL), shapes_data(cache_dir=str(tmp_path))
+    torch.save(model.net.state_dict(), tmp_path / "weights.pth")
+    features = [Finetune(str(tmp_path / "weights.pth"), head_views=1), EarlyStop(0.5)]
+    done = fitted(model, data, *features, *best_and_last(tmp_path), max_epochs=4)
     assert done.global_step == 2 * BATCHES
 
 
 def test_without_validation_images_training_runs_to_the_end() -> None:
     data = shapes_data(val_size=0)
-    assert fitted(classifier(patience=1), data, max_epochs=3, limit_val_batches=0).current_epoch == 3
+    assert fitted(classifier(), data, EarlyStop(1), max_epochs=3, limit_val_batches=0).current_epoch == 3
 
 
-def test_a_negative_patience_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"model\.patience is a number of validations, or below 1 a share of them, not -1"
-    ):
-        classifier(patience=-1.0)
+def test_a_patience_of_0_or_less_is_refused() -> None:
+    for patience in (0, -1.0):
+        with pytest.raises(UsageError, match=r"early_stop\.patience is a number of validations, or below 1 a share"):
+            EarlyStop(patience)

@@ -12,20 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from cifar_lit.training.finetune import fit_head, load_into, load_pretrained, net_head
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from safetensors.torch import load_file, save_file
-from small_runs import At, best_and_last, fitted, same, shapes_data, weights
+from small_runs import At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.features import finetune
+from cifar_lit.features.early_stop import EarlyStop
+from cifar_lit.features.finetune import Finetune, head
+from cifar_lit.features.finetune.head import fit_head
+from cifar_lit.features.finetune.pretrained import load_pretrained, net_head
+from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.models.registry import build_net
-from cifar_lit.training import finetune
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.optimizers import parameter_groups
 
 SHAPE: dict[str, Any] = {"channels": 3, "image_size": 16, "num_classes": 10}
 
@@ -47,12 +50,8 @@ def data(tmp_path: Path) -> ImageData:
     return shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": 2})
 
 
-def model(file: str, **settings: Any) -> ImageClassifier:
-    torch.manual_seed(0)
-    defaults: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-3, "weights": file}
-    tuned = ImageClassifier("shapenet", [3, 16, 16], 10, **{**defaults, **settings})
-    load_into(tuned)
-    return tuned
+def model(lr: float = 1e-3, **settings: Any) -> ImageClassifier:
+    return classifier(**{"net": "shapenet", "optimizer": "adamw", "lr": lr, **settings})
 
 
 def net_part(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -161,8 +160,14 @@ def test_invalid_weights_are_refused(file: str, tmp_path: Path) -> None:
         load_pretrained(shapenet(width=2.0), "shapenet", file)
     with pytest.raises(UsageError, match="shapenet has no pretrained weights"):
         load_pretrained(shapenet(), "shapenet", "imagenet")
-    with pytest.raises(UsageError, match=r"set model\.weights"):
-        ImageClassifier("shapenet", [3, 16, 16], 10, unfreeze=False)
+    for settings, line in (
+        ({"head_views": -1}, "head_views must be 0 or more"),
+        ({"head_views": 0, "unfreeze": False}, r"set finetune\.head_views above 0"),
+        ({"frozen": 1.0}, "a share of the net's parameters"),
+        ({"input_lr": 0.0}, "input_lr must be above 0"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            Finetune(**settings)
 
 
 # ---- the head
@@ -182,7 +187,7 @@ def test_the_head_minimises_its_loss() -> None:
     torch.testing.assert_close(shifted.grad, torch.zeros(3), atol=1e-4, rtol=0)
     # At the minimum, the gradient of the penalty (strength · weight) cancels the gradient of the loss.
     strength = -(scaled.grad * scaled.detach()).sum() / scaled.detach().square().sum()
-    assert any(abs(float(strength) - candidate) < 0.05 * candidate for candidate in finetune.STRENGTHS)
+    assert any(abs(float(strength) - candidate) < 0.05 * candidate for candidate in head.STRENGTHS)
     torch.testing.assert_close(-scaled.grad, strength * scaled.detach(), atol=1e-3, rtol=0)
 
 
@@ -209,13 +214,11 @@ def test_a_large_set_of_features_is_subsampled(monkeypatch: pytest.MonkeyPatch) 
     torch.manual_seed(0)
     labels = torch.arange(3000) % 2
     features = torch.randn(6000, 4) + labels.repeat(2)[:, None]
-    seen: list[int] = []
-    solve = finetune._solve
-    monkeypatch.setattr(finetune, "_solve", lambda rows, *more: seen.append(len(rows)) or solve(rows, *more))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(finetune, "MAX_FITTED", 2500)
-    head = fit_head(features, labels, 2, views=2)
-    assert max(seen) == 2500
-    assert ((features @ head.weight.T + head.bias).argmax(1) == labels.repeat(2)).float().mean() > 0.8
+    whole = fit_head(features, labels, 2, views=2)
+    monkeypatch.setattr(head, "MAX_FITTED", 2500)
+    weight, bias, _ = fit_head(features, labels, 2, views=2)
+    assert not torch.equal(weight, whole.weight)
+    assert ((features @ weight.T + bias).argmax(1) == labels.repeat(2)).float().mean() > 0.8
 
 
 def test_class_weights_raise_the_share_of_rare_classes() -> None:
@@ -231,13 +234,12 @@ def test_class_weights_raise_the_share_of_rare_classes() -> None:
 
 
 def test_without_unfreezing_only_the_head_changes(file: str, data: ImageData, tmp_path: Path) -> None:
-    tuned = model(file, unfreeze=False)
-    before = weights(tuned.net)
-    trainer = fitted(tuned, data, *best_and_last(tmp_path))
+    tuned, before = model(), load_file(file)
+    trainer = fitted(tuned, data, Finetune(file, unfreeze=False), *best_and_last(tmp_path))
     after = weights(tuned.net)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    head = len(tuned.net) - 1  # type: ignore[arg-type]
-    assert changed == {f"{head}.weight", f"{head}.bias"} and trainer.global_step == 0
+    last = len(tuned.net) - 1  # type: ignore[arg-type]
+    assert changed == {f"{last}.weight", f"{last}.bias"} and trainer.global_step == 0
     assert tuned.score is not None and tuned.score.images == len(data.split[1])
     for name in ("best", "last"):
         saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
@@ -255,9 +257,10 @@ def test_features_are_computed_once_for_all_seeds(file: str, tmp_path: Path, mon
     monkeypatch.setattr(finetune, "compute_features", counted)
     for seed, width in ((0, 2), (1, 2), (0, 3)):
         data = shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": width}, seed=seed)
-        tuned = model(file, unfreeze=False)
+        tuned, tuning = model(), Finetune(file, unfreeze=False)
+        tuning.prepare(tuned)
         nn.init.constant_(tuned.net[-1].weight, seed)  # type: ignore[index]  # random in runs with other classes
-        fitted(tuned, data)
+        fitted(tuned, data, tuning)
         heads.append(weights(tuned.net[-1]))  # type: ignore[index]
     train, val = map(len, data.split)
     assert sizes == [train, train, val, train]  # plain, augmented, validation; then the other augmentation
@@ -267,104 +270,111 @@ def test_features_are_computed_once_for_all_seeds(file: str, tmp_path: Path, mon
 def test_each_view_has_its_own_features_in_the_cache(file: str, tmp_path: Path) -> None:
     data = shapes_data(cache_dir=str(tmp_path / "cache"), augment={"flip": "random", "crop": 2})
     for _ in range(2):  # the second time from the cache
-        fitted(model(file, unfreeze=False, head_views=3), data)
+        fitted(model(), data, Finetune(file, head_views=3, unfreeze=False))
     views = [load_file(path)["features"] for path in (tmp_path / "cache").glob("features-*.safetensors")]
     train_views = [view for view in views if len(view) == len(data.split[0])]
     assert len(train_views) == 3
     assert not any(torch.equal(*pair) for pair in itertools.combinations(train_views, 2))
 
 
-def test_features_depend_on_the_options_of_the_net(file: str, data: ImageData) -> None:
+def test_features_depend_on_the_options_of_the_net(data: ImageData) -> None:
     pytest.importorskip("timm")
     heads = []
     for side in (32, 64):
-        torch.manual_seed(0)
-        settings: dict[str, Any] = {"weights": file, "unfreeze": False, "optimizer": "adamw", "lr": 1e-3}
-        tuned = ImageClassifier("timm/resnet10t", [3, 16, 16], 10, net_options={"side": side}, **settings)
+        tuned: Any = model(net="timm/resnet10t", net_options={"side": side})
         tuned.is_pretrained = True  # random weights suffice here
-        fitted(tuned, data)
+        fitted(tuned, data, Finetune(unfreeze=False))
         heads.append(weights(net_head(tuned.net)))
     assert not same(*heads)
 
 
 def test_features_work_with_bfloat16(file: str, data: ImageData) -> None:
-    tuned = model(file, unfreeze=False)
-    fitted(tuned, data, precision="bf16-true")
+    tuned = model()
+    fitted(tuned, data, Finetune(file, unfreeze=False), precision="bf16-true")
     assert tuned.score is not None and tuned.score.images == len(data.split[1])
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.9])
-def test_the_head_stays_best_unless_training_helps(file: str, data: ImageData, tmp_path: Path, decay: float) -> None:
-    head = model(file, unfreeze=False)
-    fitted(head, data)
+@pytest.mark.parametrize("average", [[], [WeightAverage(0.9)]], ids=str)
+def test_the_head_stays_best_unless_training_helps(
+    file: str, data: ImageData, tmp_path: Path, average: list[Callback]
+) -> None:
+    fitted(only_head := model(), data, Finetune(file, unfreeze=False))
     best, last = best_and_last(tmp_path)
-    tuned = model(file, lr=100.0, ema_decay=decay)  # destroys the weights
-    fitted(tuned, data, best, last)
+    fitted(model(lr=100.0), data, Finetune(file), *average, best, last)  # the rate destroys the weights
     saved = torch.load(best.best_model_path, weights_only=True)
-    assert same(net_part(saved["state_dict"]), weights(head.net))
+    assert same(net_part(saved["state_dict"]), weights(only_head.net))
     assert saved["global_step"] == 0 and last.best_model_path != best.best_model_path
     assert saved["cifar_lit"]["score"]["accuracy"] == pytest.approx(float(best.best_model_score))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_resumed_fine_tuning_refits_no_head(fixed: bool, file: str, data: ImageData, tmp_path: Path) -> None:
-    whole = model(file, fixed_norms=fixed)
-    fitted(whole, data, *best_and_last(tmp_path / "a"))
+    whole, stopped, resumed = model(), model(), model()
+    fitted(whole, data, Finetune(file, fixed_norms=fixed), *best_and_last(tmp_path / "a"))
 
     def stop(trainer: Any, _: Any) -> None:
         trainer.save_checkpoint(tmp_path / "stopped.ckpt")
         trainer.should_stop = True
 
     settings = {"cache_dir": data.settings.cache_dir, "augment": {"flip": "random", "crop": 2}}
-    stopped, resumed = model(file, fixed_norms=fixed), model(file, fixed_norms=fixed)
-    fitted(stopped, shapes_data(**settings), At(4, stop, after=True))
-    fitted(resumed, shapes_data(**settings), resume=tmp_path / "stopped.ckpt")
+    fitted(stopped, shapes_data(**settings), Finetune(file, fixed_norms=fixed), At(4, stop, after=True))
+    fitted(resumed, shapes_data(**settings), Finetune(file, fixed_norms=fixed), resume=tmp_path / "stopped.ckpt")
     assert same(weights(whole), weights(resumed))
 
 
 def test_fixed_norms_keep_their_statistics_and_train_their_scales(file: str, data: ImageData) -> None:
     for fixed, views in ((True, 0), (False, 1)):
-        tuned = model(file, fixed_norms=fixed, head_views=views)
-        before = weights(tuned.net)
-        fitted(tuned, data, max_epochs=1)
+        tuned, before = model(), load_file(file)
+        fitted(tuned, data, Finetune(file, views, fixed_norms=fixed), max_epochs=1)
         after = weights(tuned.net)
         statistics = [name for name in before if "running" in name]
         assert statistics and all(torch.equal(before[name], after[name]) == fixed for name in statistics)
         assert not torch.equal(before["1.weight"], after["1.weight"])
 
 
-def test_learning_rates_rise_in_equal_ratios_from_the_first_layer_to_the_last() -> None:
-    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
-    groups = parameter_groups(net, "adamw", 1e-2, weight_decay=0.1, input_lr=1e-4)
+@pytest.mark.parametrize("frozen", [0.0, 0.5])
+def test_learning_rates_rise_in_equal_ratios_from_the_first_trained_layer_to_the_last(
+    frozen: float, tmp_path: Path
+) -> None:
+    rows, sizes = Rows(), pairwise([3 * 16 * 16, *[2] * 7, 10])
+    net = nn.Sequential(nn.Flatten(), *(nn.Linear(*pair) for pair in sizes))
+    torch.save(net.state_dict(), tmp_path / "a.pth")
+    tuning = Finetune(str(tmp_path / "a.pth"), head_views=0, frozen=frozen, input_lr=1e-4)
+    tuned = model(lr=1e-2, net=net, optimizer_options={"weight_decay": 0.1})
+    groups = fitted(tuned, shapes_data(), tuning, logger=rows, max_epochs=1).optimizers[0].param_groups
     rates = {parameter: group["lr"] for group in groups for parameter in group["params"]}
-    by_layer = [rates[layer.weight] for layer in net]  # type: ignore[index]
-    assert by_layer[0] == pytest.approx(1e-4) and by_layer[-1] == pytest.approx(1e-2)
-    ratios = [later / earlier for earlier, later in pairwise(by_layer)]
-    assert ratios == pytest.approx([100 ** (1 / 7)] * 7)
-    assert all(rates[layer.weight] == rates[layer.bias] for layer in net)  # type: ignore[index]
-    frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    frozen[0].requires_grad_(False)
-    groups = parameter_groups(frozen, "adamw", 1e-2, weight_decay=0.1, input_lr=1e-4)
-    assert max(group["lr"] for group in groups) == pytest.approx(1e-2)
+    assert len(rates) == 16 * (1 - frozen)
+    assert (min(rates.values()), max(rates.values())) == (pytest.approx(1e-4), pytest.approx(1e-2))
     assert {group["weight_decay"] for group in groups if group["role"] == "biases"} == {0.0}
-    with pytest.raises(UsageError, match=r"model\.optimizer muon does not support model\.input_lr"):
-        ImageClassifier("shapenet", [3, 16, 16], 10, optimizer="muon", input_lr=1e-4)
+    if not frozen:
+        layers: list[Any] = list(net[1:])
+        by_layer = [rates[layer.weight] for layer in layers]
+        assert [later / earlier for earlier, later in pairwise(by_layer)] == pytest.approx([100 ** (1 / 7)] * 7)
+        assert all(rates[layer.weight] == rates[layer.bias] for layer in layers)
+        assert set(rows.curve("lr").values()) == {1e-2}  # of the last layers
+
+
+def test_rates_by_depth_are_refused_with_muon(file: str, data: ImageData) -> None:
+    with pytest.raises(UsageError, match=r"muon does not support finetune\.input_lr"):
+        fitted(model(optimizer="muon"), data, Finetune(file, head_views=0, input_lr=1e-4))
 
 
 def test_the_first_checkpoint_of_a_run_without_validation_is_the_head(file: str, tmp_path: Path) -> None:
     data = shapes_data(cache_dir=str(tmp_path / "cache"), val_size=0)
     _, last = best_and_last(tmp_path)
-    tuned = model(file, unfreeze=False)
-    fitted(tuned, data, last, limit_val_batches=0)
+    tuned = model()
+    fitted(tuned, data, Finetune(file, unfreeze=False), last, limit_val_batches=0)
     assert isinstance(last, ModelCheckpoint) and (tmp_path / "last.ckpt").is_file() and tuned.score is None
 
 
 def test_estimating_the_time_of_fine_tuning_changes_nothing(file: str, data: ImageData) -> None:
+    tuning = Finetune(file)
+
     def estimate(trainer: Any, model: Any) -> None:
         before, draws = weights(model), torch.get_rng_state()
-        text = finetune.training_plan(model, data, 2)
-        assert "last layer on features of the frozen net, about 1 s; then all layers, about 1 s at most" in text
+        text = "last layer on features of the frozen net, about 1 s; then all layers, about 1 s at most"
+        assert tuning.card() == {"weights": file, "trains": text}
         assert same(weights(model), before) and torch.equal(torch.get_rng_state(), draws) and model.training
         assert all(parameter.grad is None for parameter in model.parameters())
 
-    fitted(model(file, patience=2), data, At(1, estimate), max_epochs=1)
+    fitted(model(), data, tuning, EarlyStop(2), At(1, estimate), max_epochs=1)

@@ -1,4 +1,4 @@
-"""model.margins: the mean logit margin of each training image, also in a resumed run and on two devices."""
+"""The feature margins: the mean logit margin of each training image, also in a resumed run and on two devices."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 import recorded_graphs
 import torch
-from cifar_lit.training.margins import Margins
 from lightning.pytorch.callbacks import Callback
-from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data, trainer
+from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, shapes_data, trainer
 from test_ranks import TWO, two_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.errors import UsageError
+from cifar_lit.features.capture import Capture
+from cifar_lit.features.margins import Margins
 
 
 def margins_after(folder: Path, *more: Callback, resume: Path | None = None, **settings: Any) -> np.ndarray:
     """Train two epochs, and return the contents of margins.npy."""
-    model = classifier(margins=True, momentum=0.9)
     last = best_and_last(folder / "checkpoints")[1]
-    fitted(model, shapes_data(), *more, last, resume=resume, **settings)
+    fitted(classifier(**MOMENTUM), shapes_data(), Margins(), *more, last, resume=resume, **settings)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # the first rank writes the file
     return np.load(folder / "margins.npy")
@@ -37,12 +37,9 @@ def test_the_margin_is_the_logit_of_the_label_minus_the_largest_other_averaged_o
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
 
     class Seen(Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            def hook(losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
-                steps.append((logits.detach(), batch.labels, batch.indices))
-                return losses
-
-            pl_module.loss_hooks.append(hook)
+        def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+            steps.append((logits.detach(), batch.labels, batch.indices))
+            return losses
 
     margins = margins_after(tmp_path, Seen())
     logits, labels, indices = (torch.cat(values) for values in zip(*steps, strict=True))
@@ -96,10 +93,8 @@ def test_two_devices_write_the_margins_of_one_and_the_same_after_a_resume(
 
 def test_captured_steps_record_the_same_margins(fake_graphs: recorded_graphs.Module, tmp_path: Path) -> None:
     plain = margins_after(tmp_path / "plain")
-    model = classifier(margins=True, momentum=0.9, capture=True)
-    fitted(model, shapes_data(), best_and_last(tmp_path / "captured" / "checkpoints")[1])
-    assert fake_graphs.pools  # steps were captured
-    assert np.array_equal(np.load(tmp_path / "captured" / "margins.npy"), plain, equal_nan=True)
+    captured = margins_after(tmp_path / "captured", Capture(compile=False))
+    assert fake_graphs.captures and np.array_equal(captured, plain, equal_nan=True)
 
 
 def test_repeated_images_of_a_batch_count_each_time_and_a_surplus_batch_not_at_all() -> None:
@@ -108,17 +103,14 @@ def test_repeated_images_of_a_batch_count_each_time_and_a_surplus_batch_not_at_a
     logits = torch.tensor([[3.0, 1.0, 0.5], [0.0, 2.0, 4.0]])
     batch = Batch(torch.zeros(2), torch.tensor([0, 1]), torch.tensor([1, 1]))
     losses = torch.ones(2)
-    assert margins(losses, logits, batch) is losses
-    margins(losses, logits, Batch(batch.images, batch.labels, batch.indices, loss_weight=0.0))
+    assert margins.loss(losses, logits, batch) is losses
+    margins.loss(losses, logits, Batch(batch.images, batch.labels, batch.indices, loss_weight=0.0))
     assert (margins.sums * torch.tensor([[2.0**-20], [1.0]])).tolist() == [[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
 
 
-def test_trainings_without_rows_labels_or_steps_are_refused() -> None:
+def test_trainings_without_rows_or_labels_are_refused() -> None:
     with pytest.raises(UsageError, match="remove mixup and cutmix"):
-        fitted(classifier(margins=True), shapes_data(augment={"mixup": 0.2}))
-    with pytest.raises(UsageError, match=r"model\.unfreeze true"):
-        classifier(margins=True, weights="imagenet", unfreeze=False)
-    model = classifier(margins=True)
+        fitted(classifier(), shapes_data(augment={"mixup": 0.2}), Margins())
     loader: Any = DataLoader([(torch.zeros(3, 16, 16), 0)] * 4, batch_size=2)
     with pytest.raises(UsageError, match="train on ImageData"):
-        trainer().fit(model, loader)
+        trainer(Margins()).fit(classifier(), loader)

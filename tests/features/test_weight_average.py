@@ -6,14 +6,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cifar_lit.training.weight_average import WeightAverage
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import assert_close, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 
 from cifar_lit.errors import UsageError
+from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 
 
@@ -24,8 +23,8 @@ def test_the_average_is_validated_saved_and_tested(tmp_path: Path) -> None:
         for name, now in weights(pl_module).items():
             average[name] = 0.9 * average[name] + 0.1 * now if name in average else now
 
-    best, data, model = best_and_last(tmp_path)[0], shapes_data(), classifier(net="shapenet", ema_decay=0.9)
-    done = fitted(model, data, LambdaCallback(on_train_batch_end=follow), best, max_epochs=1)
+    best, data, model = best_and_last(tmp_path)[0], shapes_data(), classifier(net="shapenet")
+    done = fitted(model, data, LambdaCallback(on_train_batch_end=follow), WeightAverage(0.9), best, max_epochs=1)
     checkpoint = read_checkpoint(tmp_path / "best.ckpt")
     averages = {name: values for name, values in average.items() if "num_batches_tracked" not in name}  # integers
     assert_close({name: checkpoint["state_dict"][name] for name in averages}, averages, rtol=1e-4)
@@ -43,34 +42,20 @@ def test_the_average_is_validated_saved_and_tested(tmp_path: Path) -> None:
     assert tested == trainer().test(plain, datamodule=data, verbose=False)
 
 
-def test_the_average_has_the_precision_of_the_weights() -> None:
-    dtypes: list[torch.dtype] = []
-
-    def note_dtype(trainer: pl.Trainer, *_: Any) -> None:
-        average = next(callback for callback in trainer.callbacks if isinstance(callback, WeightAverage))  # type: ignore[attr-defined]
-        dtypes.append(next(average._average_model.module.parameters()).dtype)  # type: ignore[union-attr]
-
-    model = classifier(net="shapenet", ema_decay=0.9)
-    fitted(model, shapes_data(), LambdaCallback(on_train_batch_end=note_dtype), max_epochs=1, precision="64-true")
-    assert set(dtypes) == {torch.float64} and next(model.parameters()).dtype == torch.float64
+def test_the_average_has_the_precision_of_the_weights(tmp_path: Path) -> None:
+    model, last = classifier(net="shapenet"), best_and_last(tmp_path)[1]
+    fitted(model, shapes_data(), WeightAverage(0.9), last, max_epochs=1, precision="64-true")
+    averages = read_checkpoint(tmp_path / "last.ckpt")["state_dict"]
+    assert {tensor.dtype for tensor in averages.values()} == {torch.float64, torch.int64}
+    assert next(model.parameters()).dtype == torch.float64
 
 
-def averaged(by_trainer: bool) -> tuple[ImageClassifier, list[Callback]]:
-    """Return a model with averaged weights, and the callbacks of its fit.
-
-    The model creates a new callback in each stage. A callback of the Trainer still holds the weights of the fit.
-    """
-    model = classifier(net="shapenet", lr=0.3, ema_decay=0.0 if by_trainer else 0.95)
-    return model, [WeightAverage(0.95)] if by_trainer else []
-
-
-@pytest.mark.parametrize("by_trainer", [False, True])
 def test_a_test_scores_the_weights_of_the_checkpoint_or_else_of_the_model(
-    by_trainer: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Neither the average nor the last weights of the fit replace them, also in repeated evaluations."""
-    data, (model, callbacks) = shapes_data(), averaged(by_trainer)
-    done = fitted(model, data, *callbacks, best_and_last(tmp_path)[1])
+    data, model = shapes_data(), classifier(net="shapenet", lr=0.3)
+    done = fitted(model, data, WeightAverage(0.95), best_and_last(tmp_path)[1])
     done.test(model, datamodule=data, ckpt_path=tmp_path / "last.ckpt", verbose=False)
     assert same(weights(model), read_checkpoint(tmp_path / "last.ckpt")["state_dict"])
     for parameter in model.net.parameters():
@@ -82,9 +67,14 @@ def test_a_test_scores_the_weights_of_the_checkpoint_or_else_of_the_model(
     assert not [warning for warning in recwarn if "WeightAveraging" in str(warning.message)]
 
 
-@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-def test_resume_cannot_toggle_the_average(ema_decay: float, tmp_path: Path) -> None:
-    before, model = (classifier(net="shapenet", ema_decay=decay) for decay in (ema_decay, 0.9 - ema_decay))
-    fitted(before, shapes_data(), max_epochs=1).save_checkpoint(tmp_path / "own.ckpt")
-    with pytest.raises(UsageError, match=f"model.ema_decay was {ema_decay} in this run"):
-        fitted(model, shapes_data(), resume=tmp_path / "own.ckpt", max_epochs=1)
+@pytest.mark.parametrize(("before", "after"), [([], [WeightAverage(0.9)]), ([WeightAverage(0.9)], [])], ids=str)
+def test_resume_cannot_toggle_the_average(before: list[Callback], after: list[Callback], tmp_path: Path) -> None:
+    fitted(classifier(), shapes_data(), *before, best_and_last(tmp_path)[1], max_epochs=1)
+    with pytest.raises(UsageError, match="weight_average"):
+        fitted(classifier(), shapes_data(), *after, resume=tmp_path / "last.ckpt", max_epochs=1)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_a_decay_that_averages_nothing_is_refused(decay: float) -> None:
+    with pytest.raises(UsageError, match=r"weight_average\.decay must be above 0 and below 1"):
+        WeightAverage(decay)

@@ -6,28 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import BATCHES, Rows, best_and_last, classifier, fitted, float16, same, shapes_data, trainer, weights
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-import cifar_lit
+from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
+from cifar_lit.data.split_settings import Split
+from cifar_lit.errors import UsageError
+from cifar_lit.features import whitening
+from cifar_lit.features.resolutions import Resolutions
+from cifar_lit.features.weight_average import WeightAverage
+from cifar_lit.features.whitening import Whitening
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training import whitening
 from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.schedules import Schedule
 
 CPU = torch.device("cpu")
 
-RECIPES = Path(cifar_lit.__file__).parent / "recipes"
-
 SMALL: dict[str, Any] = {
-    **{"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "momentum": 0.6, "lr": 0.1},
-    "whiten_epochs": 1,
+    **{"net": "whitened", "net_options": {"widths": [8, 12]}, "lr": 0.1, "schedule": "triangular"},
+    **{"optimizer": "muon", "optimizer_options": {"momentum": 0.6}},
 }
 
 
@@ -43,9 +44,9 @@ def normalised(data: ImageData, rows: Tensor) -> Tensor:
 def test_the_first_layer_is_computed_once_from_plain_images(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert whitening.WHITENING_IMAGES == 5000  # the number in airbench
     monkeypatch.setattr(whitening, "WHITENING_IMAGES", limit)
-    model, data = classifier(**SMALL), augmented_data(resolutions={8: 0.5})
-    fitted(model, data)
-    fitted(model, shapes_data(count=60, split_seed=5), max_epochs=1)
+    model, data = classifier(**SMALL), augmented_data()
+    fitted(model, data, Resolutions({8: 0.5}), Whitening())
+    fitted(model, shapes_data(count=60, split=Split(seed=5)), Whitening(), max_epochs=1)
     net, expected = model.net, classifier(**SMALL).net
     assert isinstance(net, WhitenedNet) and isinstance(expected, WhitenedNet) and bool(net.whitened)
     expected.initialise(data.plain_images(limit))
@@ -53,9 +54,9 @@ def test_the_first_layer_is_computed_once_from_plain_images(limit: int, monkeypa
     assert torch.equal(data.plain_images(5000), normalised(data, data.train_images.images[data.split[0]]))
 
 
-@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+@pytest.mark.parametrize("averages", [False, True])
 def test_the_average_starts_from_whitened_weights_and_resume_keeps_the_first_layer(
-    ema_decay: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    averages: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, compute = list[int](), WhitenedNet.initialise
 
@@ -64,8 +65,9 @@ def test_the_average_starts_from_whitened_weights_and_resume_keeps_the_first_lay
         compute(net, images)
 
     def run(epochs: int, resume: Path | None = None) -> dict[str, Tensor]:
-        model = classifier(**SMALL, ema_decay=ema_decay)
-        fitted(model, augmented_data(), best_and_last(tmp_path)[1], resume=resume, max_epochs=epochs)
+        model, average = classifier(**{**SMALL, "schedule": "constant"}), [WeightAverage(0.9)] if averages else []
+        callbacks = [*average, Whitening(), best_and_last(tmp_path)[1]]
+        fitted(model, augmented_data(), *callbacks, resume=resume, max_epochs=epochs)
         return weights(model)
 
     monkeypatch.setattr(WhitenedNet, "initialise", counted)
@@ -91,47 +93,63 @@ def test_whitening_uses_the_placed_images_and_counts_towards_training_time(monke
     monkeypatch.setattr(WhitenedNet, "initialise", record)
     images = data.train_images
     data.placement._placed["train", CPU] = replace(images, images=255 - images.images), "device"
-    fitted(classifier(**SMALL), data, clock, max_epochs=1)
+    fitted(classifier(**SMALL), data, clock, Whitening(), max_epochs=1)
     assert torch.equal(inputs[0], normalised(data, 255 - images.images[data.split[0]]))
 
 
 @pytest.mark.parametrize(
-    ("settings", "trainer_settings", "first"),
+    ("epochs", "settings", "trainer_settings", "first"),
     [
-        ({"whiten_epochs": 1}, {}, BATCHES),
-        ({"whiten_epochs": 1.5}, {}, 11),  # seven steps per epoch; the rate of the 12th is 0
-        ({"whiten_epochs": 1, "schedule": "triangular", "ema_decay": 0.9}, {"accumulate_grad_batches": 2}, BATCHES),
-        ({"whiten_epochs": 1}, {"gradient_clip_val": 0.5}, None),  # the norm includes this gradient
-        ({"whiten_epochs": None}, {}, None),
+        (1, {}, {}, BATCHES),
+        (1.5, {}, {}, 11),  # seven steps per epoch; the rate of the 12th is 0
+        (1.5, {"schedule_options": {"every": "epoch"}}, {}, 2 * BATCHES),
+        (1, {}, {"accumulate_grad_batches": 2}, BATCHES),
+        (1, {}, {"gradient_clip_val": 0.5}, None),  # the norm includes this gradient
+        (None, {}, {}, None),
     ],
 )
 def test_a_whitening_bias_at_rate_0_gets_no_gradient_and_the_weights_are_bit_equal(
-    settings: dict[str, Any], trainer_settings: dict[str, Any], first: int | None, monkeypatch: pytest.MonkeyPatch
+    epochs: float | None, settings: Any, trainer_settings: Any, first: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> tuple[dict[str, Tensor], list[bool]]:
         model, has_gradient = classifier(**{**SMALL, **settings}), list[bool]()
         note = LambdaCallback(
             on_after_backward=lambda _, model: has_gradient.append(model.net.whiten.bias.grad is not None)
         )
-        fitted(model, augmented_data(), note, max_epochs=3, **trainer_settings)
+        fitted(model, augmented_data(), Whitening(epochs), note, max_epochs=3, **trainer_settings)
         assert not model.net.bias_is_final  # after the fit, all gradients are computed
         return weights(model), has_gradient
 
     final, has_gradient = run()
     assert has_gradient == [first is None or step < first for step in range(3 * BATCHES)]
-    monkeypatch.setattr(Schedule, "whitening_ended", False)
+    monkeypatch.setattr(Whitening, "on_train_batch_start", Callback.on_train_batch_start)  # no gradient is skipped
     assert same(final, run()[0])
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("fast*.yaml")))
+def test_a_bias_that_cannot_end_early_and_a_layer_without_whitening_are_refused() -> None:
+    for settings, line in (
+        ({**SMALL, "schedule": "constant"}, "needs one of our schedules"),
+        ({**SMALL, "optimizer": "sgd"}, "has no whitening layer with a bias to train"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            fitted(classifier(**settings), shapes_data(), Whitening(1))
+    with pytest.raises(UsageError, match=r"whitening\.bias_epochs must be above 0"):
+        Whitening(0)
+    with pytest.raises(UsageError, match="add the callback Whitening"):
+        fitted(classifier(**SMALL), shapes_data())
+
+
+@pytest.mark.parametrize("recipe", [name for name in recipe_names() if name.startswith("fast")])
 def test_the_fast_recipes_train_in_float16_like_in_float32(recipe: str) -> None:
-    settings = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["model"]
-    settings |= {"width": 0.1, "tta": "none", "warmup_epochs": 0, "input_shape": [3, 16, 16]}
-    settings |= {name: 0.05 * settings[name] for name in ("lr", "bias_lr", "head_lr")}  # narrow nets need lower rates
+    given = recipe_settings(recipe_path(recipe))
+    settings = given["model"] | {"width": 0.1, "tta": "none", "schedule_options": {}, "input_shape": [3, 16, 16]}
+    for rates, name in ((settings, "lr"), *((settings["optimizer_options"], name) for name in ("bias_lr", "head_lr"))):
+        rates[name] *= 0.05  # narrow nets need lower rates
     curves, trainers = list[dict[int, float]](), list[Any]()
     for precision in ({}, float16()):
         model, data, rows = classifier(**settings), shapes_data(batch_size=25), Rows()
-        trainers.append(fitted(model, data, logger=rows, log_every_n_steps=1, max_epochs=1, **precision))
+        whitened = Whitening(**given["whitening"])
+        trainers.append(fitted(model, data, whitened, logger=rows, log_every_n_steps=1, max_epochs=1, **precision))
         curves.append(rows.curve("train/loss"))
     assert len(curves[0]) == 4
     assert curves[1] == pytest.approx(curves[0], rel=0.01)
@@ -141,6 +159,6 @@ def test_the_fast_recipes_train_in_float16_like_in_float32(recipe: str) -> None:
 def test_without_a_datamodule_the_first_layer_comes_from_the_first_batches() -> None:
     images, labels = torch.randn(24, 3, 16, 16), torch.arange(24) % 10
     model, expected = classifier(**{**SMALL, "lr": 1e-9}), classifier(**SMALL)
-    trainer(max_epochs=1).fit(model, DataLoader(TensorDataset(images, labels), 6))
+    trainer(Whitening(), max_epochs=1).fit(model, DataLoader(TensorDataset(images, labels), 6))
     expected.net.initialise(images)
     torch.testing.assert_close(model.net.whiten.weight, expected.net.whiten.weight)

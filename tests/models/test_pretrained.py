@@ -94,6 +94,6 @@ def test_the_packaged_weights_need_no_network_and_are_trained() -> None:
 def test_weights_that_cannot_be_downloaded_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    text = r"weights of timm/resnet10t cannot be loaded .*--model\.weights FILE, or use timm/tf_eff"
+    text = r"weights of timm/resnet10t cannot be loaded .*--weights FILE, or use timm/tf_eff"
     with pytest.raises(Failure, match=text):
         load_pretrained(build(), "timm/resnet10t", "imagenet")

@@ -17,15 +17,14 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.cli.flags import packaged_recipe, recipe_names, recipe_settings
-from cifar_lit.data import draws, moves, operations, resolution
+from cifar_lit.data import draws, moves, operations, preprocessing
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.sources import SOURCES
-from cifar_lit.models.registry import net_spec
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.metrics import RunningMetrics
-from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
+from cifar_lit.training.optimizers import build_optimizer
 from cifar_lit.training.schedules import schedule_from
 
 GPU = torch.device("cuda:0")
@@ -35,7 +34,7 @@ COUNT = 12
 @pytest.fixture(autouse=True)
 def uncached() -> Iterator[None]:
     """Keep fake tensors out of the caches of other tests, and those of other modes out of this one."""
-    cached = [value for module in (draws, moves, operations, resolution) for value in vars(module).values()]
+    cached = [value for module in (draws, moves, operations, preprocessing) for value in vars(module).values()]
     clears = [value.cache_clear for value in cached if hasattr(value, "cache_clear")]
     for clear in clears:
         clear()
@@ -53,8 +52,7 @@ def shape_of(data: dict[str, Any]) -> tuple[int, int, int]:
 
 def image_data(settings: dict[str, Any], images: ImageSet) -> ImageData:
     """Return a datamodule with these images and the augmentation of a recipe."""
-    names = ("augment", "resolutions")
-    data = ImageData("shapes", **{name: settings[name] for name in names if name in settings}, mean=0.5, std=0.25)
+    data = ImageData("shapes", augment=settings.get("augment", {}), mean=0.5, std=0.25)
     data.preprocessing.parts = SimpleNamespace(train_images=images)  # type: ignore[assignment]
     data.preprocessing.check()
     return data
@@ -75,18 +73,17 @@ def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: 
     images = ImageSet(torch.zeros(COUNT, side, side, channels, dtype=torch.uint8), torch.arange(COUNT) % 2, ("a", "b"))
     object.__setattr__(images, "classes", tuple(map(str, range(classes))))
     with FakeTensorMode():
-        given = {name: value for name, value in settings["model"].items() if name not in ("weights", "frozen")}
         with GPU:  # fake parameters cannot be moved
-            model = ImageClassifier(**given, input_shape=[channels, side, side], num_classes=classes)
+            model = ImageClassifier(**settings["model"], input_shape=[channels, side, side], num_classes=classes)
         model.running, model._reads_losses = RunningMetrics(GPU), False
+        model.net.is_prepared = True  # as by the feature whitening
         object.__setattr__(images, "images", torch.zeros(images.images.shape, dtype=torch.uint8, device=GPU))
         object.__setattr__(images, "labels", torch.zeros(COUNT, dtype=torch.int64, device=GPU))
         data = image_data(settings["data"], images)
         fill = torch.zeros(channels, dtype=torch.uint8, device=GPU)
         rows = torch.arange(COUNT)
         loader = TrainLoader(images, rows, COUNT // 2, augment=data.augment, fill=fill, seed=0)
-        sizes = [None, *(data.resolutions if net_spec(model.hparams["net"]).any_size else ())]
-        for size in sizes:
+        for size in (None, *settings.get("resolutions", {}).get("sides", {})):
             for batch in loader:
                 prepared = data.preprocessing.train_batch(batch, size)
                 assert prepared.images.device == GPU
@@ -117,8 +114,8 @@ def check_updates(model: ImageClassifier) -> None:
     h = model.hparams
     if h["optimizer"] != "muon":
         return
-    optimizer = build_optimizer(model.net, **{name: h[name] for name in GROUP_SETTINGS})
-    schedule = schedule_from(optimizer, h, 100, 10)
+    optimizer = build_optimizer(model.net, "muon", h["lr"], h["optimizer_options"])
+    schedule = schedule_from(optimizer, h["schedule"], h["schedule_options"] or {}, 100, 10)
     for parameter in model.net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for _ in range(2):

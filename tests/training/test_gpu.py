@@ -19,9 +19,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SHAPES = [
     *shlex.split("--recipe resnet18"),  # the default recipe whitens and changes image sizes
     *shlex.split("--dataset shapes --data.count 8000 --data.val_size 500 --batch-size 128 --net shapenet"),
-    *shlex.split(
-        "--lr 0.1 --model.optimizer_options.momentum 0.9 --model.schedule one_cycle --data.augment.crop 2 --devices 1"
-    ),
+    *shlex.split("--lr 0.1 --model.optimizer_options.momentum 0.9 --model.schedule one_cycle"),
+    *shlex.split("--data.augment.crop 2 --devices 1"),
 ]
 
 

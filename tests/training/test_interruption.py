@@ -15,13 +15,24 @@ import pytest
 import torch
 from contract.command_line import undone
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from small_runs import BATCHES, MOMENTUM, At, Rows, best_and_last, classifier, fitted, same, shapes_data, weights
+from small_runs import (
+    BATCHES,
+    MOMENTUM,
+    At,
+    Rows,
+    best_and_last,
+    classifier,
+    features,
+    fitted,
+    same,
+    shapes_data,
+    weights,
+)
 from torch import Tensor
 
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.errors import UsageError
-from cifar_lit.features.resolutions import Resolutions
-from cifar_lit.features.weight_average import WeightAverage
+from cifar_lit.features import FEATURES
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint, regular_checkpoint
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
@@ -50,7 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"optimizer": "adamw", "optimizer_options": {}, "lr": 0.01},
         **{"schedule": "cosine", "schedule_options": {"every": "epoch"}},
     },
-    "smaller images first": {"schedule": "triangular", "resolutions": {8: 0.4, 12: 0.3}},  # an epoch each
+    "smaller images first": {"schedule": "triangular", "resolutions": {"sides": {8: 0.4, 12: 0.3}}},  # an epoch each
     "augmented": {
         "label_smoothing": 0.1,
         "augment": {"scale": [0.5, 1], "policy": "trivial", "hue": 0.2, "mixup": 0.4, "cutmix": 1},
@@ -85,9 +96,8 @@ class Training:
     def run(self, *more: Callback, resume: Path | None = None) -> Run:
         """Train to the end."""
         settings = {"net": "dropout", **MOMENTUM, **self.settings}
-        features = [WeightAverage(**settings.pop("weight_average"))] if "weight_average" in settings else []
-        if "resolutions" in settings:
-            features.append(Resolutions(settings.pop("resolutions")))
+        added = features(settings)
+        settings = {name: value for name, value in settings.items() if name not in FEATURES}
         augment = {"crop": 2, "flip": "random", **settings.pop("augment", {})}
         data = shapes_data(augment=augment)
         model, clock, (best, last) = classifier(**settings), Clock(), best_and_last(self.folder)
@@ -96,17 +106,7 @@ class Training:
             callback.dirpath = str(self.folder)
         self.rows = Rows()
         options: dict[str, Any] = {"log_every_n_steps": 2, "accumulate_grad_batches": self.accumulate, **self.limits}
-        callbacks = [
-            *features,
-            NoSignalHandlers(),
-            *more,
-            clock,
-            RandomState(),
-            best,
-            last,
-            *regular,
-            OrderlyStop(last),
-        ]
+        callbacks = [*added, NoSignalHandlers(), *more, clock, RandomState(), best, last, *regular, OrderlyStop(last)]
         done = fitted(model, data, *callbacks, resume=resume, logger=self.rows, **options)
         epoch_loss = float(done.callback_metrics.get("train/loss", math.nan))  # NaN if no step was left
         return Run(weights(model), self.rows.rows, clock.images, epoch_loss, read_checkpoint(self.folder / "best.ckpt"))

@@ -10,10 +10,17 @@ from real_runs import SETTINGS, only_run, run_here
 from small_runs import classifier, fitted, shapes_data, trainer
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassCalibrationError,
+    MulticlassF1Score,
+)
 
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.errors import UsageError
 from cifar_lit.runs.predictions import prediction_table, write_predictions
+from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.metrics import Evaluation, MeanLoss, Score
 from cifar_lit.training.predictions import PredictionCollector
 
@@ -131,6 +138,46 @@ def test_a_score_is_read_from_a_checkpoint_only_if_complete() -> None:
     for damage in ({"loss": []}, {"images": math.inf}, {"per_class": [0.5]}, {"confusion": [[1, 1], [1]]},
                    {"confusion": [[1, 2**70], [1, 1]]}, {"further": {"top5": [1]}}, {"further": None}):  # fmt: skip
         assert Score.from_dict({**values, **damage}, 2) is None
+
+
+# ---- the best checkpoint
+
+
+def score(loss: float, *right: int) -> Score:
+    """Return the score for the numbers of correct predictions, of 10 images of class 0 and 2 of class 1."""
+    first, second = right
+    confusion = [[first, 10 - first], [2 - second, second]]
+    return Score((first + second) / 12, loss, 12, [first / 10, second / 2], confusion)
+
+
+SCORES = [score(0.5, 6, 1), score(0.75, 10, 0), score(1.0, 7, 2), score(math.nan, 10, 2)]
+
+
+@pytest.mark.parametrize(("monitor", "best"), [("accuracy", 1), ("loss", 0), ("balanced_accuracy", 2), ("macro_f1", 2)])
+def test_the_monitored_score_selects_the_best_finite_checkpoint(tmp_path: Path, monitor: str, best: int) -> None:
+    scores, done = iter(SCORES), 0
+    while done < len(SCORES):  # in two parts: the second resumes the first
+        model = classifier(monitor=monitor)
+        model.evaluation.compute = lambda: next(scores)  # type: ignore[method-assign]
+        saved, last = best_checkpoint(*model.monitored), last_checkpoint()
+        saved.dirpath = last.dirpath = str(tmp_path)
+        resume = tmp_path / "last.ckpt" if done else None
+        done += 2
+        fitted(model, shapes_data(), saved, last, max_epochs=done, resume=resume)
+    assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == best
+    assert float(saved.best_model_score) == pytest.approx(SCORES[best].values[monitor])
+
+
+def test_a_users_metric_is_monitored_in_its_own_direction() -> None:
+    metrics = {"calibration_error": MulticlassCalibrationError(10)}
+    assert classifier(metrics=metrics, monitor="calibration_error").monitored == ("val/calibration_error", "min")
+    assert classifier(monitor="top5").monitored == ("val/top5", "max")
+    with pytest.raises(
+        UsageError, match=r"one of accuracy, .*, top5, calibration_error, not 'calibration'\. Did you mean c"
+    ):
+        classifier(metrics=metrics, monitor="calibration")
+    with pytest.raises(UsageError, match=r"macro_f1, not 'top5'"):
+        classifier(num_classes=5, monitor="top5")
 
 
 # ---- predictions

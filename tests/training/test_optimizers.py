@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
-from cifar_lit.training.optimizers import OPTIMIZERS, build_optimizer, parameter_groups
+from cifar_lit.training.optimizers import OPTIMIZERS, build_optimizer
 from cifar_lit.training.resume import check_restored_state
 from cifar_lit.training.schedules import Schedule
 
@@ -67,9 +67,9 @@ def test_sgd_and_adamw_equal_torchs_with_decay_on_weights_only(name: str) -> Non
     ours, theirs = Whitened().double(), Whitened().double()
     torchs = (SGD if name == "sgd" else AdamW)(theirs.parameters(), lr=0.01, **{"weight_decay": 0, **settings})
     expected = train(torchs, theirs, range(4))
-    assert_close(train(build_optimizer(ours, name, 0.01, **settings), ours, range(4)), expected, atol=1e-9)
+    assert_close(train(build_optimizer(ours, name, 0.01, settings), ours, range(4)), expected, atol=1e-9)
     net = Whitened()
-    before = decay_alone(build_optimizer(net, name, 0.1, weight_decay=0.5), net)
+    before = decay_alone(build_optimizer(net, name, 0.1, {"weight_decay": 0.5}), net)
     expected = {key: tensor * (0.95 if key in MATRICES else 1) for key, tensor in before.items()}
     assert_close(dict(net.named_parameters()), expected)
 
@@ -77,7 +77,7 @@ def test_sgd_and_adamw_equal_torchs_with_decay_on_weights_only(name: str) -> Non
 @pytest.mark.parametrize("rescale", [True, False])
 def test_muons_decay_is_a_share_per_step_that_follows_the_schedule_not_the_rate(rescale: bool) -> None:
     net = Whitened()
-    optimizer = build_optimizer(net, "muon", 0.25, **SETTINGS, rescale_filters=rescale)
+    optimizer = build_optimizer(net, "muon", 0.25, {**SETTINGS, "rescale_filters": rescale})
     schedule = Schedule(optimizer, "triangular", 4)
     for share in (0.004, 0.003, 0.002, 0.001, 0.0):
         before = decay_alone(optimizer, net)
@@ -99,10 +99,14 @@ def test_muon_multiplies_in_bfloat16_only_if_the_net_does(precision: str, produc
 # ---- groups
 
 
+def groups_of(net: nn.Module, optimizer: str, **options: Any) -> list[dict[str, Any]]:
+    return build_optimizer(net, optimizer, 0.25, options).param_groups
+
+
 def names(net: nn.Module, optimizer: str) -> dict[str, list[str]]:
     """Return the names of the parameters by the role of their group."""
     names_by_id = {id(parameter): name for name, parameter in net.named_parameters()}
-    groups = parameter_groups(net, optimizer, 0.24)
+    groups = groups_of(net, optimizer)
     return {group["role"]: [names_by_id[id(parameter)] for parameter in group["params"]] for group in groups}
 
 
@@ -115,23 +119,23 @@ def test_parameters_are_grouped_by_type_with_rates_per_group() -> None:
     frozen = Whitened()
     frozen.whiten.requires_grad_(False)
     assert list(names(frozen, "muon")) == ["filters", "biases", "head"]
-    assert all(len(parameter_groups(nn.Linear(3, 2, bias=False), name, 0.1)) == 1 for name in OPTIMIZERS)
+    assert all(len(groups_of(nn.Linear(3, 2, bias=False), name)) == 1 for name in OPTIMIZERS)
 
-    groups = parameter_groups(Whitened(), "muon", 0.25, **SETTINGS)
+    groups = groups_of(Whitened(), "muon", **SETTINGS)
     assert [group["lr"] for group in groups] == [0.25, 100.0, 1000.0, 100.0]
     assert [group["momentum"] for group in groups] == [0.6, 0.85, 0.85, 0.85]
     assert [group["orthogonal"] for group in groups] == [True, False, False, False]
-    assert {group["lr"] for group in parameter_groups(Whitened(), "muon", 0.25)} == {0.25}
+    assert {group["lr"] for group in groups_of(Whitened(), "muon")} == {0.25}
 
 
-def test_an_optimizer_by_import_path_is_built_with_the_settings_it_supports() -> None:
-    optimizer = build_optimizer(Whitened(), "torch.optim.RMSprop", 0.1, momentum=0.5, weight_decay=0.01)
+def test_an_optimizer_by_import_path_is_built_with_its_options() -> None:
+    optimizer = build_optimizer(Whitened(), "torch.optim.RMSprop", 0.1, {"momentum": 0.5, "weight_decay": 0.01})
     weights, biases = optimizer.param_groups
     assert [(group["lr"], group["momentum"]) for group in (weights, biases)] == [(0.1, 0.5)] * 2
     assert (weights["weight_decay"], biases["weight_decay"]) == (0.01, 0.0)
     for name, settings, line in (
-        ("Adagrad", {"momentum": 0.5}, r"torch\.optim\.Adagrad takes no momentum"),
-        ("RMSprop", {"capturable": True}, r"add --model\.capture false"),
+        ("Adagrad", {"options": {"momentum": 0.5}}, r"torch\.optim\.Adagrad takes no momentum"),
+        ("RMSprop", {"capturable": True}, "leave the feature capture out"),
         ("Optimiser", {}, r"torch\.optim has no 'Optimiser'\. Did you mean Optimizer\?"),
     ):
         with pytest.raises(UsageError, match=line):
@@ -145,8 +149,8 @@ def test_an_optimizer_by_import_path_is_built_with_the_settings_it_supports() ->
 @pytest.mark.parametrize("capturable", [(True, False), (False, True)], ids=str)
 def test_checkpoints_resume_bit_equal_with_rates_in_tensors_or_floats(name: str, capturable: tuple[bool, bool]) -> None:
     def new_training(capturable: bool) -> tuple[Optimizer, Whitened, Schedule]:
-        net = Whitened()
-        optimizer = build_optimizer(net, name, 2**-5, capturable=capturable, momentum=0.6)
+        net, options = Whitened(), {} if name == "adamw" else {"momentum": 0.6}
+        optimizer = build_optimizer(net, name, 2**-5, options, capturable=capturable)
         return optimizer, net, Schedule(optimizer, "triangular", 8)
 
     first, second = capturable

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from code import InteractiveInterpreter
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
-from parts import COMBINATIONS, IMAGES, TESTED, PlainData, PlainModel, run
+from parts import COMBINATIONS, IMAGES, PlainData, PlainModel, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cifar_lit
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.errors import UsageError
+from cifar_lit.features.skip_easy import SkipEasy
 
 SCRIPT = Path(__file__).with_name("parts.py")
-
-CELLS = [
-    "import lightning as L\nfrom cifar_lit import ImageClassifier, ImageData",
-    "data = ImageData('shapes', count=90, image_size=16)",
-    "model = ImageClassifier(net='lenet', lr=0.02)",
-    "trainer = L.Trainer(max_epochs=1, accelerator='cpu', devices=1)",
-    "trainer.fit(model, data)",
-    "result = trainer.test(model, data)",
-]
 
 
 def run_script(folder: Path, *words: str) -> str:
@@ -108,16 +99,18 @@ def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("augment", "callbacks", "line"),
     [
-        ({"augment": {"mixup": 0.2}}, r"data\.augment mixup and cutmix need a model that reads batch\.targets"),
-        ({"skip_easy": 0.5}, r"data\.skip_easy needs the loss of each image"),
+        ({"mixup": 0.2}, [], r"data\.augment mixup and cutmix need a model that reads batch\.targets"),
+        ({}, [SkipEasy()], "skip_easy needs the loss of each image"),
     ],
 )
-def test_settings_unsupported_by_a_plain_model_are_refused(settings: dict[str, Any], line: str, tmp_path: Path) -> None:
-    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
+def test_settings_unsupported_by_a_plain_model_are_refused(
+    augment: Any, callbacks: Any, line: str, tmp_path: Path
+) -> None:
+    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path, callbacks=callbacks)
     with pytest.raises(UsageError, match=line):
-        trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, **settings))
+        trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, augment=augment))
 
 
 def test_predict_accepts_a_loader_of_images_without_labels(tmp_path: Path) -> None:
@@ -153,13 +146,3 @@ def test_lightning_cli_trains_tests_and_repeats_its_configuration(
     assert "test/accuracy" in printed and "test/loss" in printed
     LightningCLI(ImageClassifier, ImageData, args=["fit", "--config", str(run_folder / "config.yaml")])
     assert len(list((tmp_path / "lightning_logs").glob("*/checkpoints/*.ckpt"))) == 2
-
-
-def test_the_cells_of_a_notebook_train_and_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    notebook = InteractiveInterpreter({})
-    monkeypatch.setattr(notebook, "showtraceback", lambda: pytest.fail(str(sys.exc_info()[1])))
-    for cell in CELLS:
-        notebook.runsource(cell, symbol="exec")
-    (result,) = notebook.locals["result"]
-    assert 0 <= result["test/accuracy"] <= 1 and len(notebook.locals["data"].test_images) == TESTED  # type: ignore[attr-defined]

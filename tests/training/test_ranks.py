@@ -23,7 +23,6 @@ from cifar_lit.features.finetune import Finetune
 from cifar_lit.features.whitening import Whitening
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint, regular_checkpoint
-from cifar_lit.training.collectives import Agreement
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
 
 TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
@@ -176,13 +175,6 @@ def test_signals_are_exchanged_on_the_cpu_and_awaited_only_at_the_end_of_the_ste
     assert events == [{"backend": "gloo", "timeout": timeout}, exchanged]
     stop.on_train_batch_end(fit, model, None, None, 0)
     assert events[2:] == ["waited"]
-
-
-def test_a_single_rank_needs_no_process_group() -> None:
-    agreement = Agreement()
-    agreement.connect(SimpleNamespace(world_size=1))  # type: ignore[arg-type]
-    agreement.start(3)
-    assert agreement.result() == 3
 
 
 # ---- collective calls

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, same, shapes_data, weights
+from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, features, fitted, same, shapes_data, weights
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.features.early_stop import EarlyStop
+from cifar_lit.features.resolutions import Resolutions
+from cifar_lit.features.skip_easy import SkipEasy
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
@@ -35,15 +38,15 @@ def middle_of(folder: Path, data: Any, **settings: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("settings", [{}, {"skip_easy": 0.3, "skip_from": 0.3}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"skip_easy": {"share": 0.3, "start": 0.3}}], ids=str)
 def test_images_added_to_the_folder_change_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
     """The net is built for the classes of the folder, before the checkpoint is read."""
 
     def fit(resume: Path | None = None, *callbacks: Any) -> dict[str, Any]:
         places: dict[str, Any] = {"root": str(tmp_path / "noise"), "cache_dir": str(tmp_path / "cache")}
-        data = ImageData("folder", **places, batch_size=8, **settings)
+        data = ImageData("folder", **places, batch_size=8)
         model = ImageClassifier("lenet", lr=0.05, schedule="cosine")
-        fitted(model, data, *callbacks, resume=resume, max_epochs=3)
+        fitted(model, data, *features(settings), *callbacks, resume=resume, max_epochs=3)
         return weights(model)
 
     save_noise(tmp_path / "noise", 0, 60)
@@ -79,7 +82,7 @@ def test_settings_that_change_the_training_are_refused_by_name(
 
 def test_settings_of_the_data_are_refused_in_a_fit_and_not_in_a_test(tmp_path: Path) -> None:
     path = middle_of(tmp_path, shapes_data())
-    other = shapes_data(split_seed=1)
+    other = shapes_data(split=Split(seed=1))
     with pytest.raises(UsageError, match=r"data\.split_seed was 0 in this run, not 1"):
         fitted(classifier(), other, resume=path, max_epochs=3)
     tester = fitted(classifier(), shapes_data(), max_epochs=1)
@@ -95,21 +98,11 @@ def test_a_longer_training_equals_one_that_was_as_long_from_the_start(tmp_path: 
     assert same(weights(longer), weights(whole))
 
 
-@pytest.mark.parametrize(
-    ("features", "data", "cause"),
-    [
-        ([EarlyStop(0.5)], {}, r"EarlyStop depends on the length"),
-        ([], {"skip_easy": 0.2}, r"data\.skip_easy and data\.resolutions depend on, was 3 in this run, not 5"),
-        ([], {"resolutions": {8: 0.5}}, r"data\.skip_easy and data\.resolutions depend on, was 3 in this run, not 5"),
-    ],
-    ids=str,
-)
-def test_a_training_is_not_prolonged_if_something_depends_on_its_length(
-    features: list[Any], data: dict[str, Any], cause: str, tmp_path: Path
-) -> None:
-    path = middle_of(tmp_path, shapes_data(**data), net="shapenet")
-    with pytest.raises(UsageError, match=cause):
-        fitted(classifier(net="shapenet"), shapes_data(**data), *features, resume=path, max_epochs=5)
+@pytest.mark.parametrize("feature", [EarlyStop(0.5), SkipEasy(0.2), Resolutions({8: 0.5})])
+def test_a_training_is_not_prolonged_if_a_feature_depends_on_its_length(feature: Any, tmp_path: Path) -> None:
+    path = middle_of(tmp_path, shapes_data(), net="shapenet")
+    with pytest.raises(UsageError, match=f"{type(feature).__name__} depends on the length"):
+        fitted(classifier(net="shapenet"), shapes_data(), feature, resume=path, max_epochs=5)
 
 
 def test_what_does_not_change_the_training_may_change(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from cifar_lit.errors import first_line
 from cifar_lit.features.capture.deferred import DeferredBatch, DeferredBatches
+from cifar_lit.hooks import callbacks_with
 from cifar_lit.text import note
-from cifar_lit.training.hooks import callbacks_with
 
 WARM_UP_STEPS = 3  # before a capture, for libraries to select kernels and optimizers to create states
 # Hooks that a replayed step cannot call.

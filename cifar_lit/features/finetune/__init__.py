@@ -26,12 +26,12 @@ from cifar_lit.features.finetune.head import (
     write_features,
 )
 from cifar_lit.features.finetune.pretrained import IMAGENET, head_path, load_pretrained, net_head
+from cifar_lit.hooks import callbacks_with, methods
 from cifar_lit.models.pretrained import Preprocessing, preprocessing
 from cifar_lit.runs.model_file import read_card
 from cifar_lit.text import counted, duration_text, say
 from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.collectives import broadcast_from_first
-from cifar_lit.training.hooks import callbacks_with, methods
 from cifar_lit.training.optimizers import Group
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cifar_lit.data.hard_rounds import HardRoundsLoader, LastLosses
 from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
 
@@ -16,8 +15,9 @@ from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
+from cifar_lit.features.skip_easy import HardRoundsLoader, LastLosses, SkipEasy
 
-SKIPS: dict[str, Any] = {"skip_easy": 0.5, "skip_from": 0.4, "augment": {"flip": "alternating", "crop": 1}}
+MOVES: dict[str, Any] = {"augment": {"flip": "alternating", "crop": 1}}
 SKIPS_AT = round(0.4 * 4 * BATCHES)  # steps, within an epoch
 
 
@@ -110,9 +110,9 @@ def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
         return model
 
     save = At(step, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
-    whole, part = recording(), recording()
-    fitted(whole, shapes_data(**SKIPS), *record(shown), save, max_epochs=4)
-    fitted(part, shapes_data(**SKIPS), *record(shown_again), resume=tmp_path / "a.ckpt", max_epochs=4)
+    whole, part, resume = recording(), recording(), tmp_path / "a.ckpt"
+    fitted(whole, shapes_data(**MOVES), SkipEasy(0.5, 0.4), *record(shown), save, max_epochs=4)
+    fitted(part, shapes_data(**MOVES), SkipEasy(0.5, 0.4), *record(shown_again), resume=resume, max_epochs=4)
     assert len(shown) == 4 * BATCHES
     assert shown_again == {number: rows for number, rows in shown.items() if number > step}
     assert same(weights(whole), weights(part))
@@ -121,36 +121,35 @@ def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
 
 
 def test_invalid_settings_are_refused() -> None:
-    for settings, line in (
-        ({"skip_easy": 1.0}, r"data\.skip_easy is a share of the images, from 0 to below 1"),
-        ({"skip_easy": 0.5, "skip_from": 1.5}, r"data\.skip_from is a share of the steps"),
-        ({"skip_easy": 0.5, "shuffle": False}, r"leave data\.sampling none and data\.shuffle true"),
-    ):
-        with pytest.raises(UsageError, match=line):
-            shapes_data(**settings)
+    with pytest.raises(UsageError, match=r"skip_easy\.share is a share of the images, above 0 and below 1"):
+        SkipEasy(1.0)
+    with pytest.raises(UsageError, match=r"skip_easy\.start is a share of the steps"):
+        SkipEasy(0.5, 1.5)
+    with pytest.raises(UsageError, match=r"leave balanced out and data\.shuffle at true"):
+        fitted(classifier(), shapes_data(shuffle=False), SkipEasy())
     with pytest.raises(UsageError, match=r"needs the length of the training: set --epochs or --trainer\.max_steps"):
-        fitted(classifier(), shapes_data(**SKIPS), max_epochs=-1)
+        fitted(classifier(), shapes_data(), SkipEasy(), max_epochs=-1)
 
 
-def test_skip_from_counts_the_steps_of_a_limited_training() -> None:
+def test_start_counts_the_steps_of_a_limited_training() -> None:
     """Six of ten steps: the images of the first two epochs of three steps are those of a training without rounds."""
     shown: list[list[list[int]]] = []
-    for settings in (SKIPS | {"skip_from": 0.6}, {"augment": SKIPS["augment"]}):
+    for skips in ([SkipEasy(0.5, 0.6)], []):
         steps: list[list[int]] = []
         note = LambdaCallback(
             on_train_batch_start=lambda _, __, batch, ___, to=steps: to.append(batch.indices.tolist())
         )
-        fitted(classifier(), shapes_data(**settings), note, max_epochs=-1, max_steps=10, limit_train_batches=3)
+        fitted(classifier(), shapes_data(**MOVES), *skips, note, max_epochs=-1, max_steps=10, limit_train_batches=3)
         shown.append(steps)
     skipping, plain = shown
     assert skipping[:6] == plain[:6] and len(skipping) == 10
     assert all(ours != theirs for ours, theirs in zip(skipping[6:], plain[6:], strict=True))
 
 
-def test_a_second_fit_with_the_same_data_starts_without_losses(tmp_path: Path) -> None:
+def test_a_second_fit_with_the_same_callback_starts_without_losses(tmp_path: Path) -> None:
     save = At(SKIPS_AT + 1, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
-    whole, again, data = classifier(), classifier(), shapes_data(**SKIPS)
-    fitted(whole, shapes_data(**SKIPS), save, max_epochs=4)
-    fitted(classifier(), data, resume=tmp_path / "a.ckpt", max_epochs=4)
-    fitted(again, data, max_epochs=4)
+    whole, again, skips, data = classifier(), classifier(), SkipEasy(0.5, 0.4), shapes_data(**MOVES)
+    fitted(whole, shapes_data(**MOVES), SkipEasy(0.5, 0.4), save, max_epochs=4)
+    fitted(classifier(), data, skips, resume=tmp_path / "a.ckpt", max_epochs=4)
+    fitted(again, data, skips, max_epochs=4)
     assert same(weights(whole), weights(again))
