@@ -366,17 +366,17 @@ class TrainingCLI(LightningCLI):
         self.run = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
         lines = not self.command.brief
-        card: list[Callback] = [SlowdownWarning()] if self.run.trains else []
-        if self.run.trains and lines:
-            card.insert(0, StartCard(self.run))
+        card = [StartCard(self.run)] if self.run.trains and lines else []
+        slow = [SlowdownWarning()] if self.run.trains else []
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
             callbacks=[
                 *callbacks,
+                *card,  # before a feature that works at the start, such as finetune
                 *features,
                 *self.run.callbacks(validates, bar, lines),
-                *card,
+                *slow,
                 *watched,
                 *self.further,
             ],

@@ -338,14 +338,17 @@ def _plain(file: Path) -> dict[str, Any]:
 
 def _drop_options_of_others(files: list[dict[str, Any]], command: Command) -> None:
     """Remove the options of a net, optimizer or schedule that a later file, or a flag, replaces by another."""
-    for part in ("net", "optimizer", "schedule"):
-        last = command.value(f"model.{part}")
-        for settings in reversed(files):
+    for part, default in (("net", "resnet18"), ("optimizer", "sgd"), ("schedule", "constant")):
+        named = default
+        models = []  # of each file, with the part that its options are for
+        for settings in files:
             model = settings.get("model") or {}
-            own = model.get(part, last)
-            if last is not None and own != last:
+            named = model.get(part) or named
+            models.append((model, named))
+        last = command.value(f"model.{part}") or named
+        for model, name in models:
+            if name != last:
                 model.pop(f"{part}_options", None)
-            last = own if last is None else last
 
 
 def _as_text(settings: Mapping[str, Any]) -> str:
