@@ -363,13 +363,13 @@ class TrainingCLI(LightningCLI):
         self.run = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
         lines = not self.command.brief
-        card: list[Callback] = [SlowdownWarning()] if self.run.trains else []
-        if self.run.trains and lines:
-            card.insert(0, StartCard(self.run))
+        card = [StartCard(self.run)] if self.run.trains and lines else []
+        slow = [SlowdownWarning()] if self.run.trains else []
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            callbacks=[*callbacks, *features, *self.run.callbacks(validates, bar, lines), *card, *watched],
+            # The card comes before a feature that works at the start, such as finetune.
+            callbacks=[*callbacks, *card, *features, *self.run.callbacks(validates, bar, lines), *slow, *watched],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,

@@ -335,7 +335,8 @@ def _plain(file: Path) -> dict[str, Any]:
     return settings
 
 
-PARTS = ("net", "optimizer", "schedule")  # parts of a model that have options of their own
+# Parts of a model that have options of their own, with their defaults.
+PARTS = {"net": "resnet18", "optimizer": "sgd", "schedule": "constant"}
 
 
 def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, str | None]) -> None:
@@ -345,14 +346,16 @@ def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, s
         files: settings, later ones take precedence; changed in place.
         typed: names of the parts that flags name.
     """
-    for part in PARTS:
-        last = typed.get(part)
-        for settings in reversed(files):
+    for part, named in PARTS.items():
+        models = []  # of each file, with the part that its options are for
+        for settings in files:
             model = settings.get("model") or {}
-            own = model.get(part, last)
-            if last is not None and own != last:
+            named = model.get(part) or named
+            models.append((model, named))
+        last = typed.get(part) or named
+        for model, name in models:
+            if name != last:
                 model.pop(f"{part}_options", None)
-            last = own if last is None else last
 
 
 def _as_text(settings: Mapping[str, Any]) -> str:

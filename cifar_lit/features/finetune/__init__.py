@@ -144,7 +144,8 @@ class Finetune(Callback):
         if not self.unfreeze:
             views = counted(self.head_views, "view")
             lines["batch"] = ""
-            lines["optimizer"] = f"L-BFGS on the features of {views} of each training image"
+            seed = trainer.datamodule.seed
+            lines["optimizer"] = f"L-BFGS on the features of {views} of each training image · seed {seed}"
         return lines
 
     def _fit(self, trainer: pl.Trainer, model: Any) -> None:
