@@ -351,7 +351,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         does not restore them.
         """
         loader = self._train_loader
-        state: dict[str, Any] = {"split": self.record, "settings": json.dumps(self._all_settings)}
+        state: dict[str, Any] = {
+            "split": self.record,
+            "settings": json.dumps(self._all_settings | {"epochs": self.epochs}),
+        }
         state["classes"] = [*self.classes]
         if loader is not None:
             state |= loader.state_dict()
@@ -375,6 +378,8 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         if self.trainer and self.parts is not loaded:
             self.setup("fit")
         changed_settings(saved, self._all_settings)
+        if self.skip_easy or self.resolutions:
+            self._check_epochs(saved.get("epochs"))
         if "position" in state_dict:
             self._resumed = state_dict
 
@@ -413,7 +418,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     def _all_settings(self) -> dict[str, Any]:
         """The settings that checkpoints hold, with measured statistics."""
         mean, std = self.statistics
-        settings = {**self.given, "data.mean": mean, "data.std": std}
-        if self.trainer and (self.skip_easy or self.resolutions):
-            settings["the number of epochs, which data.skip_easy and data.resolutions depend on,"] = self.epochs
-        return settings
+        return {**self.given, "data.mean": mean, "data.std": std}
+
+    def _check_epochs(self, saved: Any) -> None:
+        """Raise UsageError if a resumed fit has another number of epochs, which would move its skips and sizes."""
+        if saved is not None and saved != self.epochs:
+            line = f"data.skip_easy and data.resolutions depend on the number of epochs, which was {str(saved)[:20]}"
+            raise UsageError(f"{line} in this run, not {self.epochs}: leave --epochs out, or start a new run")
