@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.describe import describe_model, model_card
 from cifar_lit.models.checks import build_on_meta_device
+from cifar_lit.runs.card import describe_model, model_card
 from cifar_lit.runs.model_file import check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import log_pictures, run_metrics, write_metrics, write_report

@@ -53,7 +53,7 @@ def export(argv: list[str]) -> None:
 
     from cifar_lit.inference.export import CALIBRATION_IMAGES, Options, check_request, default_path
     from cifar_lit.inference.export import export as export_net
-    from cifar_lit.inference.unknown import check_rate
+    from cifar_lit.runs.card import check_rate
     from cifar_lit.runs.model_file import load_model_file
     from cifar_lit.runs.run_data import RunData
 

@@ -62,7 +62,7 @@ def serve(argv: list[str]) -> None:
         raise Failure(f'serve needs missing packages ({", ".join(missing)}): pip install "cifar-lit[serve]"')
     from cifar_lit.inference.load import load
     from cifar_lit.inference.serve.http import serve as run_service
-    from cifar_lit.inference.unknown import check_rate
+    from cifar_lit.runs.card import check_rate
 
     with listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]

@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from cifar_lit.data.decode import RESIZES
 from cifar_lit.errors import Failure, UsageError, check_choice, first_line
 from cifar_lit.files import writing
-from cifar_lit.inference.load import batch_size_of
 from cifar_lit.inference.mobile import MOBILE
-from cifar_lit.inference.unknown import check_rate, novelty, threshold
-from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
+from cifar_lit.runs.card import check_rate, novelty, threshold
+from cifar_lit.runs.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 from cifar_lit.text import counted, say
 

@@ -20,7 +20,7 @@ from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.classify import _font
 from cifar_lit.inference.embeddings import logits_and_embeddings
-from cifar_lit.inference.unknown import novelty, threshold
+from cifar_lit.runs.card import novelty, threshold
 from cifar_lit.runs.results import calibration_of
 from cifar_lit.runs.run_data import run_image_data
 

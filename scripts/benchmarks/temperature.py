@@ -21,7 +21,8 @@ from cifar_lit.bench.process import without_places
 from cifar_lit.bench.report import Row, figures_of, publish, spread, write_figures
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError
-from cifar_lit.runs.calibration import expected_calibration_error, fit_temperature, reliability
+from cifar_lit.runs.calibration import expected_calibration_error, reliability
+from cifar_lit.runs.card import fit_temperature
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.text import say
 
