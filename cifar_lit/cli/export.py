@@ -51,7 +51,7 @@ def export(
 
     from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Options, check_request, default_path
     from cifar_lit.inference.export import export as export_net
-    from cifar_lit.inference.unknown import check_rate
+    from cifar_lit.runs.card import check_rate
     from cifar_lit.runs.model_file import load_model_file
     from cifar_lit.runs.run_data import RunData
 

@@ -59,6 +59,7 @@ from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
 from cifar_lit.training.checkpoint import (
     check_checkpoint_path,
     latest_valid_checkpoint,
+    load_weights,
     read_checkpoint,
     regular_checkpoint,
 )
@@ -304,7 +305,8 @@ class TrainingCLI(LightningCLI):
         self.changes: dict[str, Any] = {}
         self.data_state: dict[str, Any] = {}
         if self.name != "fit":
-            self.data_state = read_checkpoint(Path(self.settings.ckpt_path).expanduser()).get("ImageData", {})
+            self.evaluated = read_checkpoint(Path(self.settings.ckpt_path).expanduser())
+            self.data_state = self.evaluated.get("ImageData", {})
         run = run_of(self.checkpoint) if self.checkpoint else None
         logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
         self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
@@ -428,9 +430,13 @@ class TrainingCLI(LightningCLI):
         """Run the subcommand and release the folder. Add the command that resumes the run to an error."""
         Interrupted.latest = None
         try:
-            act = {"fit": fit, "predict": predict}.get(subcommand, evaluate)
-            checkpoint = self.checkpoint or self.settings.ckpt_path
-            result = act(self.run, self.trainer, self.model, self.datamodule, checkpoint)
+            parts = (self.run, self.trainer, self.model, self.datamodule)
+            result: Results | int | None
+            if subcommand == "fit":
+                result = fit(*parts, self.checkpoint or self.settings.ckpt_path)
+            else:
+                load_weights(self.model, self.settings.ckpt_path, self.evaluated)
+                result = predict(*parts) if subcommand == "predict" else evaluate(*parts)
             if self.trainer.is_global_zero and not self.command.brief:
                 self._print(result)
         except BaseException as error:

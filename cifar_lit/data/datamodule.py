@@ -318,7 +318,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         does not restore them.
         """
         loader = self._train_loader
-        state: dict[str, Any] = {"split": self.record, "settings": json.dumps(self._all_settings)}
+        state: dict[str, Any] = {
+            "split": self.record,
+            "settings": json.dumps(self._all_settings | {"epochs": self.epochs}),
+        }
         state["classes"] = [*self.classes]
         if loader is not None:
             state |= loader.state_dict()

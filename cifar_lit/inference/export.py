@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from cifar_lit.data.formats import RESIZES
 from cifar_lit.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.files import writing
-from cifar_lit.inference.load import batch_size_of
-from cifar_lit.inference.unknown import check_rate, novelty, threshold
-from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
+from cifar_lit.runs.card import check_rate, novelty, threshold
+from cifar_lit.runs.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 from cifar_lit.text import counted, say
 

@@ -409,9 +409,8 @@ def describe_net(settings: Any) -> str:
     return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
 
 
-def load_weights(model: pl.LightningModule, path: str | Path) -> dict[str, Any]:
-    """Load the weights of a checkpoint into a model; return the checkpoint. Raise Failure for another net."""
-    checkpoint = read_checkpoint(Path(path).expanduser())
+def load_weights(model: pl.LightningModule, path: str | Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Load the weights of a checkpoint that was read from `path`; return it. Raise Failure for another net."""
     try:
         model.load_state_dict(checkpoint["state_dict"])
     except RuntimeError:

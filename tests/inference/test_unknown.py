@@ -17,7 +17,7 @@ from cifar_lit.extras.serve.app import Service
 from cifar_lit.extras.serve.command import serve
 from cifar_lit.extras.serve.images import Limits
 from cifar_lit.inference.export import Options, export
-from cifar_lit.inference.unknown import STORED_RATES, novelty, reject_scores, threshold
+from cifar_lit.runs.card import STORED_RATES, novelty, reject_scores, threshold
 from cifar_lit.runs.model_file import load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 

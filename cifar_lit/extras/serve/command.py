@@ -14,7 +14,7 @@ from cifar_lit.errors import check_packages
 from cifar_lit.extras.serve.collect import MAX_FILES, Collector
 from cifar_lit.hardware import keep_freed_memory, resolve_device
 from cifar_lit.inference.load import load
-from cifar_lit.inference.unknown import check_rate
+from cifar_lit.runs.card import check_rate
 from cifar_lit.runs.run_folder import display_path, weights_file
 from cifar_lit.text import say
 from cifar_lit.threads import choose_threads
