@@ -22,8 +22,7 @@ from cifar_lit.data.cache import COMMON_SIZE, MAX_OWN_SIZE
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import Preparation, common_levels, decode, image_size
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.image_size import parse_image_size
-from cifar_lit.data.source_settings import parse_levels
+from cifar_lit.data.source_settings import parse_image_size, parse_levels
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.features import FEATURES
 from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name, save_picture

@@ -15,18 +15,14 @@ from torch import Tensor
 
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.fit_length import FitLength, count_batches, fit_length
 from cifar_lit.data.image_set import ImageSet, spread_rows
-from cifar_lit.data.loaders import EvalLoader, TrainLoader
-from cifar_lit.data.order import in_order, shuffled
-from cifar_lit.data.placement import Placement
-from cifar_lit.data.preprocessing import Preprocessing
+from cifar_lit.data.loaders import EvalLoader, FitLength, TrainLoader, count_batches, fit_length, in_order, shuffled
+from cifar_lit.data.preprocessing import Placement, Preprocessing
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.source_settings import parse_levels
 from cifar_lit.data.sources import SourceSettings
-from cifar_lit.data.split_images import SplitImages
-from cifar_lit.data.split_record import recorded_rows, split_fault, split_record
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault, split_record
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hooks import methods
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name

@@ -13,11 +13,10 @@ from cifar_lit.data.cache import Duplicates, File, decoded
 from cifar_lit.data.decode import MISSING
 from cifar_lit.data.formats import TABLES
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.image_size import parse_image_size
 from cifar_lit.data.layout import Listing, Tree, scan
 from cifar_lit.data.listed_files import list_table
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.source_settings import SourceSettings
+from cifar_lit.data.source_settings import SourceSettings, parse_image_size
 from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.text import counted, listed, nfc

@@ -1,7 +1,8 @@
-"""Loaders that index whole batches. They yield the same batches on any number of devices.
+"""Loaders that index whole batches, the order of their images, and the length of an epoch and of a fit.
 
-They are plain iterables, not DataLoaders: a batch is indexed from one uint8 tensor in memory, which leaves no work for
-workers. If images do not fit in memory, worker processes prefetch the same batches.
+Loaders yield the same batches on any number of devices. They are plain iterables, not DataLoaders: a batch is indexed
+from one uint8 tensor in memory, which leaves no work for workers. If images do not fit in memory, worker processes
+prefetch the same batches.
 """
 
 from __future__ import annotations
@@ -12,16 +13,79 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import PADDING, Batch
-from cifar_lit.data.fit_length import count_batches
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.order import Order, shuffled
-from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
+
+_ORDER = 1  # number of this random stream; `features.balanced` has 0, `data.augment` 4
+
+Order = Callable[[Tensor, int, int], Tensor]  # from rows, seed and epoch to the rows in order
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """Return a permutation of `count` image indices, int64 (count,), as a function of (seed, epoch)."""
+    return torch.from_numpy(np.random.default_rng([_ORDER, seed, epoch]).permutation(count))
+
+
+def shuffled(rows: Tensor, seed: int, epoch: int) -> Tensor:
+    """Return rows, int64 (N,), in a new random order for each epoch."""
+    return rows[epoch_order(len(rows), seed, epoch)]
+
+
+def in_order(rows: Tensor, seed: int, epoch: int) -> Tensor:
+    """Return rows unchanged."""
+    return rows
+
+
+def count_batches(images: int, batch_size: int, parts: int = 1) -> int:
+    """Return the number of training batches of an epoch.
+
+    A last batch with fewer than 2 images per part is dropped, unless it is the only batch.
+
+    Args:
+        images: number of training images.
+        batch_size: images per global batch.
+        parts: number of devices that each need images of every batch.
+    """
+    full, remaining = divmod(images, batch_size)
+    return full + (remaining >= 2 * parts or full == 0)
+
+
+class FitLength(NamedTuple):
+    """Number of batches of an epoch, at least 1, and of the whole fit, None if unlimited."""
+
+    epoch: int
+    total: int | None
+
+    @property
+    def epochs(self) -> int | None:
+        """Number of epochs, the last one possibly incomplete; None if unlimited."""
+        return None if self.total is None else -(-self.total // self.epoch)
+
+
+def fit_length(trainer: Any, batches: int) -> FitLength:
+    """Return the length of a fit from the Trainer's limits of batches, epochs and steps.
+
+    Args:
+        trainer: a Trainer, or None for no limits.
+        batches: number of batches of the training loader.
+    """
+    if trainer is None:
+        return FitLength(max(1, batches), None)
+    limit = trainer.limit_train_batches
+    epoch = max(1, min(batches, limit) if isinstance(limit, int) else int(limit * batches))
+    limits = [epoch * trainer.max_epochs] if (trainer.max_epochs or -1) > 0 else []
+    if trainer.max_steps > 0:
+        accumulated = trainer.accumulate_grad_batches  # the last step of an epoch may have fewer
+        epochs, steps = divmod(trainer.max_steps, -(-epoch // accumulated))
+        limits.append(epochs * epoch + min(epoch, steps * accumulated))
+    return FitLength(epoch, min(limits, default=None))
+
 
 # Small batches are augmented in blocks of this size. For single batches, launching the kernels would take longest.
 BLOCK_BYTES = 512 * 32 * 32 * 3
@@ -132,6 +196,8 @@ class TrainLoader:
         blocks = [parts[start : start + size] for start in range(0, len(parts), size)]
         batches_of_blocks: Iterable[list[Batch]] = map(current.make, blocks)
         if self.workers:
+            from cifar_lit.data.read_ahead import read_ahead
+
             batches_of_blocks = read_ahead(blocks, current.make, self.workers, self.pin_memory)
         for batch in chain.from_iterable(batches_of_blocks):
             self.position += 1

@@ -1,4 +1,4 @@
-"""`Preprocessing`: augment, resize and normalise whole batches on their device."""
+"""`Placement` of images on the device or the host, and `Preprocessing` of whole batches on their device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
-from cifar_lit.data.operations import transform
 from cifar_lit.data.split_images import SplitImages
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.hardware import free_memory
 
 CHUNK_BYTES = 1 << 22  # float32; a CPU augments in chunks that stay in its cache
 STATISTICS_BYTES = 2048 * 32 * 32 * 3  # uint8 images, measured at once
@@ -100,6 +100,8 @@ class Preprocessing:
         """Augment images one by one, as functions of (seed, epoch, row), and apply `finish`."""
         if not self._augment.computes:
             return finish(images)
+        from cifar_lit.data.operations import transform
+
         count, height, width, channels = images.shape
         drawn, blur = self._augment.draw(rows, seed, epoch, height, width), self._augment.blur
         fill = self._constants_on(images.device)[0] * 255
@@ -179,3 +181,42 @@ def shrink(images: Tensor, side: int) -> Tensor:
     rows, columns = _weights(height, width, channels, side, images.device)
     small = torch.matmul(rows, images.view(count, height, width * channels).float())
     return (small.view(count * side, width * channels) @ columns).view(count, side, -1, channels)
+
+
+PLACEMENTS = ("auto", "device", "host")
+MAX_MEMORY_SHARE = 0.5  # the net, activations and other programs need the rest
+
+
+class Placement:
+    """Place the images of a data set, once for each device.
+
+    Args:
+        parts: the images.
+        kind: device (the memory of the training device), host (their file or host memory), or auto. auto means device
+            if the images fit into half of its free memory.
+    """
+
+    def __init__(self, parts: SplitImages, kind: str = "auto") -> None:
+        check_choice("data.placement", kind, PLACEMENTS)
+        self.parts = parts
+        self.kind = kind
+        self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
+
+    def placed(self, part: str, device: torch.device) -> tuple[ImageSet, str]:
+        """Return the `train` or `test` images, and their placement, `device` or `host`."""
+        key = (part, device)
+        if key not in self._placed:
+            images: ImageSet = getattr(self.parts, f"{part}_images")
+            placement = self.place_of(images, free_memory(device))
+            if placement == "device":
+                images.prefetch()
+                pixels, labels = (tensor.to(device) for tensor in (images.images, images.labels))
+                images = replace(images, images=pixels, labels=labels, mapped=False)
+            self._placed[key] = images, placement
+        return self._placed[key]
+
+    def place_of(self, images: ImageSet, free: int | None) -> str:
+        """Return `device` or `host`. free: free bytes of the device's memory, None if unknown."""
+        if self.kind != "auto":
+            return self.kind
+        return "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"

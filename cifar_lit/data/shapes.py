@@ -18,8 +18,8 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.image_size import ImageSize, parse_image_size
 from cifar_lit.data.progress import progress
+from cifar_lit.data.source_settings import ImageSize, parse_image_size
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import free_memory
 

@@ -1,4 +1,4 @@
-"""Splits by seed: test images for a data set without a test set, validation images, and folds.
+"""Splits by seed: test images for a data set without a test set, validation images, folds, and shares.
 
 All splits are stratified. Rows of one group, such as images of one patient or near-duplicates, stay on the same side.
 With large groups, the shares of the classes are approximate.
@@ -9,13 +9,53 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.text import note
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the images are split into training, validation and test images, besides the size of the validation part.
+
+    Args:
+        test_size: fraction of your own images to test on, if the folder or table has no test set.
+        seed: seed of the split and of generated images. Runs that differ in their seed share the same test set.
+        group: table column, such as patient: images with equal values stay on the same side of every split. Default:
+            the column `group`, if the table has one.
+        folds: number of stratified folds for cross-validation; 0 for none. The training images are divided into folds,
+            or all of your own images if there is no test set. `--folds 5` tests on each fold in turn.
+        fold: index of the fold to test on, from 0.
+        share: share of the training images to train on, drawn by class; `--learning-curve` trains on four shares.
+
+    Raises:
+        UsageError: for invalid values.
+    """
+
+    test_size: float = 0.2
+    seed: int = 0
+    group: str | None = None
+    folds: int = 0
+    fold: int = 0
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.test_size < 1:
+            raise UsageError(f"data.split.test_size must be between 0 and 1, not {self.test_size:g}")
+        if self.seed < 0:
+            raise UsageError(f"data.split.seed must be 0 or more, not {self.seed}")
+        if self.folds and not (self.folds > 1 and 0 <= self.fold < self.folds):
+            fault = f"data.split.fold {self.fold} of data.split.folds {self.folds} is invalid"
+            raise UsageError(f"{fault}: use 2 folds or more, counted from 0")
+        if not 0 < self.share <= 1:
+            fault = f"data.split.share is a share of the training images, above 0 and at most 1, not {self.share:g}"
+            raise UsageError(fault)
 
 
 def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -216,3 +256,31 @@ def group_files(
     firsts = np.arange(len(paths))
     connect(firsts, *np.array(pairs, np.int64).reshape(-1, 2).T)
     return None if (firsts == np.arange(len(paths))).all() else firsts
+
+
+def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tensor:
+    """Return a share of `rows`, int64, in their order.
+
+    Every class keeps about this share of its images, and at least one image or group. Groups stay whole.
+
+    Args:
+        images: the images that `rows` refer to.
+        rows: int64 (N,).
+        share: above 0 and at most 1. All rows are returned for 1.
+        seed: seed of the draw.
+    """
+    if share == 1:
+        return rows
+    count, classes = len(rows), images.labels[rows].numpy()
+    units = np.arange(count) if images.groups is None else np.unique(images.groups[rows], return_inverse=True)[1]
+    order = np.random.default_rng(seed).permutation(count)[units]
+    by_class = np.lexsort((order, classes))
+    ranks = np.empty(count, np.int64)  # position of each row within its class
+    ranks[by_class] = np.arange(count) - np.searchsorted(classes[by_class], classes[by_class])
+    counts = np.bincount(classes)
+    rounding = (np.arange(len(counts)) + 0.5) / len(counts)  # half of the classes round up, half down
+    positions = (ranks + rounding[classes]) / counts[classes]
+    # A unit is taken as a whole, by its mean position. The first unit of each class is always taken.
+    means = np.bincount(units, positions) / np.bincount(units)
+    means[units[ranks == 0]] = 0
+    return rows[torch.from_numpy(means[units] < share)]

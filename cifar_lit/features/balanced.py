@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.data.order import Order, epoch_order
+from cifar_lit.data.loaders import Order, epoch_order
 from cifar_lit.errors import UsageError
 from cifar_lit.text import counted
 

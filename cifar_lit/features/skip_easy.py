@@ -17,9 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from cifar_lit.data.batch import Batch
-from cifar_lit.data.fit_length import FitLength
-from cifar_lit.data.loaders import Pass, TrainLoader
-from cifar_lit.data.order import shuffled
+from cifar_lit.data.loaders import FitLength, Pass, TrainLoader, shuffled
 from cifar_lit.errors import UsageError
 from cifar_lit.hooks import methods
 

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from cifar_lit.data.formats import RESIZES
-from cifar_lit.data.image_size import MAX_SIDE
+from cifar_lit.data.source_settings import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size
 from cifar_lit.models.checks import build_on_meta_device

@@ -24,9 +24,8 @@ from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.finite import NotFiniteLoss, check_finite
-from cifar_lit.training.metrics import Evaluation, RunningMetrics, Score
+from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import configure_optimizers, optimizer_settings
-from cifar_lit.training.predictions import PredictionCollector
 from cifar_lit.training.resume import check_restored_state, training_settings
 from cifar_lit.training.rows import LateRows, TrainingRows, log_values
 from cifar_lit.training.schedules import schedule_settings

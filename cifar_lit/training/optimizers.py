@@ -16,7 +16,6 @@ from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hooks import methods
 from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
 from cifar_lit.settings import options_of
-from cifar_lit.training.muon import Muon
 from cifar_lit.training.schedules import ScheduleSettings, schedule_from
 
 # These settings depend on the machine. A checkpoint does not override them.
@@ -174,6 +173,8 @@ class MuonSettings:
 
     def build(self, groups: list[Group], lr: float, precision: str, capturable: bool) -> Optimizer:
         """Return the optimizer. Without bf16, which may be slow, its products are float32."""
+        from cifar_lit.training.muon import Muon
+
         products = "bfloat16" if "bf16" in precision else "float32"
         return Muon(groups, lr, steps=3, products=products, branches=capturable)
 

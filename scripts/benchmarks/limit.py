@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path
-from cifar_lit.data.fit_length import FitLength, count_batches
+from cifar_lit.data.loaders import FitLength, count_batches
 from cifar_lit.errors import UsageError
 from cifar_lit.features.resolutions import side_at
 from cifar_lit.features.skip_easy import first_hard_batch

@@ -23,7 +23,7 @@ from torch import nn
 from cifar_lit.bench.progress import Progress
 from cifar_lit.cli.flags import parse, recipe_path
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.fit_length import count_batches
+from cifar_lit.data.loaders import count_batches
 from cifar_lit.errors import UsageError
 from cifar_lit.features import FEATURES, feature_class
 from cifar_lit.hardware import choose_devices, choose_precision, detect_machine

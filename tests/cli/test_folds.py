@@ -20,7 +20,7 @@ from contract.command_line import (
 )
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.run_data import RunData
 from cifar_lit.stats import wilson_interval

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.resolutions import Resolutions

@@ -19,7 +19,7 @@ from cifar_lit.data import cache, duplicates
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import pixels_of
 from cifar_lit.data.duplicates import near_duplicates
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 
 
 def stack(pictures: list[Image.Image], side: int = 32, channels: int = 3) -> np.ndarray:

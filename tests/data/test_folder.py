@@ -17,7 +17,7 @@ from cifar_lit.data.decode import KINDS
 from cifar_lit.data.folder import draw_test
 from cifar_lit.data.formats import RESIZES
 from cifar_lit.data.layout import Tree, scan
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError
 
 

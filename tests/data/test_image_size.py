@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cifar_lit.data.image_size import ImageSize, parse_image_size
+from cifar_lit.data.source_settings import ImageSize, parse_image_size
 from cifar_lit.errors import UsageError
 
 SQUARES = [(96, (96, 96)), ("96", (96, 96))]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import DecodeError, common_levels, decode
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 
 SIDE = 40

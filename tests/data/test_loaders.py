@@ -18,8 +18,7 @@ from torch import Tensor
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.loaders import EvalLoader, TrainLoader
-from cifar_lit.data.order import epoch_order, in_order
+from cifar_lit.data.loaders import EvalLoader, TrainLoader, epoch_order, in_order
 from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
 from cifar_lit.features.balanced import Balanced, balanced_order

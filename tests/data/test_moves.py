@@ -9,8 +9,8 @@ from PIL import Image, ImageDraw
 from torchvision.transforms.v2 import functional as oracle
 
 from cifar_lit.data.augment import Augment
+from cifar_lit.data.loaders import epoch_order
 from cifar_lit.data.moves import cut_out, flip_and_shift
-from cifar_lit.data.order import epoch_order
 from cifar_lit.data.preprocessing import normalise
 from cifar_lit.errors import UsageError
 

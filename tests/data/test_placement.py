@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cifar_lit.data.placement import Placement
+from cifar_lit.data.preprocessing import Placement
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cifar_lit.data.image_size import ImageSize
 from cifar_lit.data.shapes import CLASSES, FIGURES, _figures, shapes
+from cifar_lit.data.source_settings import ImageSize
 from cifar_lit.errors import UsageError
 
 

@@ -9,7 +9,7 @@ import torch
 
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 
 SETTINGS = SourceSettings(image_size=8, count=60, split=Split(seed=3))

@@ -15,7 +15,7 @@ from PIL import Image
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, Source
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError
 
 

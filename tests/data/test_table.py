@@ -17,7 +17,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.folder import draw_test, files_of
 from cifar_lit.data.layout import scan
 from cifar_lit.data.listed_files import list_table
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError
 
 NAMES = ("cat/0.png", "cat/1.png", "cat/2.png", "dog/3.png", "dog/4.png", "dog/5.png")

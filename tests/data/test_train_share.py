@@ -8,8 +8,7 @@ from torch import Tensor
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.split_settings import Split
-from cifar_lit.data.train_share import take_share
+from cifar_lit.data.splits import Split, take_share
 from cifar_lit.errors import UsageError
 
 SHARES = (0.01, 0.25, 0.5, 0.75, 1.0)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.features import whitening
 from cifar_lit.features.resolutions import Resolutions

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.order import epoch_order
+from cifar_lit.data.loaders import epoch_order
 from cifar_lit.errors import UsageError
 from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.models.registry import build_net

@@ -21,8 +21,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.predictions import prediction_table, write_predictions
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
-from cifar_lit.training.metrics import Evaluation, MeanLoss, Score
-from cifar_lit.training.predictions import PredictionCollector
+from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, Score
 
 LOGITS = 4 * torch.randn(500, 7, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 7, (500,), generator=torch.Generator().manual_seed(1))

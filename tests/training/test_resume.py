@@ -12,7 +12,7 @@ from PIL import Image
 from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, features, fitted, same, shapes_data, weights
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.split_settings import Split
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.features.early_stop import EarlyStop
 from cifar_lit.features.resolutions import Resolutions

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cifar_lit.data.placement import Placement
+from cifar_lit.data.preprocessing import Placement
 from cifar_lit.features.capture import Capture
 from cifar_lit.training import rows
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar
