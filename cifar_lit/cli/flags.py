@@ -347,7 +347,7 @@ def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, s
         typed: names of the parts that flags name.
     """
     for part, named in PARTS.items():
-        models = []  # of each file, with the part that its options are for
+        models = []  # the model of each file, and the name of the part that its options are for
         for settings in files:
             model = settings.get("model") or {}
             named = model.get(part) or named

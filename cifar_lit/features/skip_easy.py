@@ -133,7 +133,7 @@ class SkipEasy(Callback):
         if not 0 <= start <= 1:
             raise UsageError(f"skip_easy.start is a share of the steps, from 0 to 1, not {start:g}")
         self._share, self._start = share, start
-        self._losses: LastLosses | None = None  # of the current fit
+        self._losses: LastLosses | None = None  # None before the current fit has begun
         self._loader: HardRoundsLoader | None = None
         self._restored: dict[str, Any] = {}
 

@@ -29,17 +29,23 @@ MAIN_SETTINGS = ("recipe", "net", "lr", "optimizer")  # first columns of TensorB
 # Settings shown in TensorBoard's hparams tab.
 COMPARED = (
     "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
-    "label_smoothing", "class_weights", "sampling", "ema_decay", "batch_size", "max_epochs", "precision", "crop",
-    "flip", "cutout", "seed",
+    "label_smoothing", "batch_size", "max_epochs", "precision", "crop", "flip", "cutout", "seed",
 )  # fmt: skip
+GROUPS = ("trainer", "model", "data")  # of settings; all others that hold settings are features
 
 
 def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings for TensorBoard's hparams tab from the whole configuration."""
-    data = settings.get("data", {})
-    values = {**settings.get("trainer", {}), **settings.get("model", {}), **data, **(data.get("augment") or {})}
-    values |= {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
-    return {name: values[name] for name in COMPARED if values.get(name) is not None}
+    """Return the settings for TensorBoard's hparams tab from the whole configuration, with those of all features."""
+    values: dict[str, Any] = {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
+    for group in GROUPS:
+        for name, value in settings.get(group, {}).items():
+            is_nested = name in ("optimizer_options", "schedule_options", "augment")
+            values |= (value or {}) if is_nested else {name: value}
+    shown = {name: values[name] for name in COMPARED if values.get(name) is not None}
+    for feature, value in settings.items():
+        if feature not in GROUPS and isinstance(value, dict):
+            shown |= {f"{feature}.{name}": each for name, each in value.items() if each is not None} or {feature: True}
+    return shown
 
 
 @contextmanager

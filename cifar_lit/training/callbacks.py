@@ -307,7 +307,8 @@ class DivergenceWarning(Callback):
             if trainer.is_global_zero:
                 above = f"far above its start ({self._start:.4g})"
                 fault = f"the training loss is {loss:.4g} at step {trainer.global_step}, {above}"
-                note(f"{fault}: the training diverges; lower --lr or raise --model.warmup_epochs")
+                remedy = "lower --lr or raise --model.schedule_options.warmup_epochs"
+                note(f"{fault}: the training diverges; {remedy}")
             self._start = math.inf
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

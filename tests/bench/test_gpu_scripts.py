@@ -120,7 +120,7 @@ def test_only_the_files_with_gpu_tests_are_collected(bench: Bench, tmp_path: Pat
     (line,) = [line for line in calls(tmp_path) if line.startswith("-m pytest")]
     files = (ROOT / "tests").rglob("test_*.py")
     marked = {str(file.relative_to(ROOT)) for file in files if re.search(r"pytest\.mark\.gpu\b", file.read_text())}
-    assert set(line.split()[5:]) == marked >= {"tests/training/test_capture.py", "tests/training/test_gpu.py"}
+    assert set(line.split()[5:]) == marked >= {"tests/features/test_capture.py", "tests/training/test_gpu.py"}
 
 
 def test_images_are_read_from_folders_unless_there_is_an_archive(bench: Bench, data: Path, tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ import pytest
 from contract.command_line import ROOT
 from doc_pages import DOCS
 
+from cifar_lit.features import FEATURES, feature_settings
+from cifar_lit.training.optimizers import OPTIMIZERS
+
 sys.path.append(str(DOCS / "reference"))
 
 import generated
@@ -67,11 +70,20 @@ def test_settings_are_those_of_the_signature() -> None:
 
 
 def test_a_setting_has_one_default() -> None:
-    text = generated.settings("cifar_lit.ImageClassifier", "model")
-    assert re.search(r"`--model.head_lr` \| `float \\\| None` \|  \| .* Default: lr\. \|", text)
+    text = generated.optimizers()
+    assert re.search(r"`--model.optimizer_options.head_lr` \| `float \\\| None` \|  \| .* Default: lr\. \|", text)
     trainer = generated.settings("lightning.pytorch.Trainer", "trainer").splitlines()[2:]
     defaults = [line for line in trainer if line.split(" | ")[2].strip("| ") and "Default: " in line]
     assert len(trainer) > 30 and defaults == []
+
+
+def test_every_feature_and_optimizer_has_a_table_of_its_settings() -> None:
+    features, optimizers = generated.features(), generated.optimizers()
+    assert [name for name in FEATURES if f"### {name}\n" not in features] == []
+    settings = [setting for name in FEATURES for setting in feature_settings(name)]
+    assert [name for name in settings if f"| `--{name}` |" not in features] == []
+    assert "| `--weight_average.decay` | `float` | required |" in features
+    assert [name for name in OPTIMIZERS if f"### {name}\n" not in optimizers] == []
 
 
 def test_defaults_of_the_trainer_are_ours() -> None:

@@ -15,6 +15,7 @@ from contract.command_line import SMALL, assert_refused, config_of, draw_folder,
 from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.split_settings import Split
 from cifar_lit.extras.label import review
 from cifar_lit.extras.label.journal import Decision, Journal
 from cifar_lit.extras.label.queue import Queue
@@ -136,7 +137,7 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions() -> None
     with contextlib.chdir(folds):
         answer = run_command("review", ".", "--export", "--data-dir", Path("../../animals/labels.csv"))
     assert answer.code == 0, answer.err
-    data = reviewed(run, root=str(folds / "labels-reviewed.csv"), group=None)
+    data = reviewed(run, root=str(folds / "labels-reviewed.csv"), split=Split())
     assert data.train_images.labels.bincount().tolist() == [7, 5, 6]
     np.save(folds / "probabilities.npy", probabilities[1:])
     answer = run_command("review", folds, "--port", "0")

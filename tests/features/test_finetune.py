@@ -351,7 +351,7 @@ def test_learning_rates_rise_in_equal_ratios_from_the_first_trained_layer_to_the
         by_layer = [rates[layer.weight] for layer in layers]
         assert [later / earlier for earlier, later in pairwise(by_layer)] == pytest.approx([100 ** (1 / 7)] * 7)
         assert all(rates[layer.weight] == rates[layer.bias] for layer in layers)
-        assert set(rows.curve("lr").values()) == {1e-2}  # of the last layers
+        assert set(rows.curve("lr").values()) == {1e-2}  # the rate of the last layers
 
 
 def test_rates_by_depth_are_refused_with_muon(file: str, data: ImageData) -> None:
