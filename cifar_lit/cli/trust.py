@@ -52,7 +52,7 @@ SAFE_PACKAGES = {"torchmetrics.classification", "cifar_lit.features"}  # all of 
 CLASSES = {
     *(("trainer", name) for name in ("accelerator", "callbacks", "logger", "plugins", "profiler", "strategy")),
     *(("model", name) for name in ("metrics", "net", "net_options", "optimizer", "schedule")),
-    ("data", "dataset"),
+    *(("data", name) for name in ("dataset", "augment", "split")),
 }
 OWN = ("net", "optimizer", "schedule", "dataset")  # imported by our registries
 _PLAIN_NAME = re.compile(r"[\w-]+|timm/[\w.-]+")  # names in the package, torchvision or timm

@@ -11,14 +11,17 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor
 
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import MIN_SIZE, shapes
 from cifar_lit.data.sources import SourceSettings, at_hand, load_images
+from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.plugins import allow_imports, check_allowed
 from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
+from cifar_lit.settings import options_of
 from cifar_lit.text import nfc
 
 if TYPE_CHECKING:
@@ -84,8 +87,14 @@ def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
     """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False)
+    groups: dict[str, Any] = {}  # not read by the parser, which would import a class that the file names
     try:
-        return vars(parser.instantiate(parser.parse_object(settings)))
+        if "augment" in settings:
+            groups["augment"] = Augment.of(settings["augment"])
+        if "split" in settings:
+            groups["split"] = options_of(Split, settings["split"] or {}, "data.split", "It has")
+        plain = {key: value for key, value in settings.items() if key not in groups}
+        return vars(parser.parse_object(plain)) | groups
     except (ArgumentError, TypeError, ValueError) as error:  # TypeError: a name is not a string
         raise Failure(
             f"{name}/config.yaml has data settings of another version ({first_line(error)}): add --dataset"

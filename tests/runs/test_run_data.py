@@ -11,7 +11,7 @@ import torch
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, Source, SourceSettings
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_data import RunData, run_image_data
 
@@ -51,7 +51,6 @@ def test_training_images_exclude_the_validation_images_of_the_data_set(
 def test_a_class_named_in_the_augmentation_of_a_config_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CLI's parser would import the class before it refuses it, so the config is read without the parser."""
     (tmp_path / "hostile_augment.py").write_text("class Augment: ...")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "config.yaml").write_text("data: {dataset: shapes, augment: {class_path: hostile_augment.Augment}}\n")
