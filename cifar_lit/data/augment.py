@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -112,7 +111,7 @@ class Augment:
         if self.ratio and not self.scale:
             raise UsageError("data.augment.ratio needs a random crop: set data.augment.scale too, such as [0.35, 1]")
 
-    @cached_property
+    @property
     def computes(self) -> bool:
         """Whether anything but `flip`, `crop` and `cutout` is set."""
         return self != Augment(self.flip, self.crop, self.cutout)

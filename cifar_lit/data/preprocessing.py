@@ -45,6 +45,7 @@ class Preprocessing:
     ) -> None:
         self.parts = parts
         self._augment = augment or Augment()
+        self._augments = self._augment.computes
         self.seed = seed
         self._mean, self._std = mean, std
         self._constants: Tensor | None = None  # mean and std on the device of the batches
@@ -98,7 +99,7 @@ class Preprocessing:
 
     def augment_images(self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Finish) -> Tensor:
         """Augment images one by one, as functions of (seed, epoch, row), and apply `finish`."""
-        if not self._augment.computes:
+        if not self._augments:
             return finish(images)
         from cifar_lit.data.operations import transform
 
