@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-from cifar_lit.errors import UsageError
+from cifar_lit.errors import UsageError, nearest
+
+_WHOLE = ("seed", "folds", "fold")
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,28 @@ class Split:
     folds: int = 0
     fold: int = 0
     share: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Split | Mapping[str, Any] | None) -> Split:
+        """Return settings that are given as an object or by name; None for the defaults."""
+        if isinstance(settings, cls):
+            return settings
+        if not isinstance(settings, Mapping | None):
+            raise UsageError(f"data.split must hold settings by name, not {settings!r}")
+        names = [field.name for field in fields(cls)]
+        for name, value in (settings or {}).items():
+            if name not in names:
+                hint = nearest(str(name), names)
+                raise UsageError(f"data.split has no setting {name!r}.{hint} It has {', '.join(names)}.")
+            types: Any = int | float
+            kind = "a number"
+            if name in _WHOLE:
+                types, kind = int, "a whole number"
+            if name == "group":
+                types, kind = str | None, "the name of a column"
+            if not isinstance(value, types) or isinstance(value, bool):
+                raise UsageError(f"data.split.{name} must be {kind}, not {value!r}")
+        return cls(**(settings or {}))
 
     def __post_init__(self) -> None:
         if not 0 < self.test_size < 1:

@@ -21,6 +21,8 @@ from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import nfc
 
+NESTED = ("split", "augment")  # settings of ImageData that are groups of settings
+
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
@@ -81,11 +83,16 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
 
 
 def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones."""
+    """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones.
+
+    Nested settings stay mappings, which the class checks: the parser would import a class named in them.
+    """
+    nested = {name: value for name, value in settings.items() if name in NESTED}
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, as_group=False)
+    parser.add_class_arguments(kind, as_group=False, skip=set(NESTED))
     try:
-        return vars(parser.instantiate(parser.parse_object(settings)))
+        plain = parser.parse_object({name: value for name, value in settings.items() if name not in NESTED})
+        return {**plain.as_dict(), **nested}
     except (ArgumentError, TypeError, ValueError) as error:  # TypeError: a name is not a string
         raise Failure(
             f"{name}/config.yaml has data settings of another version ({first_line(error)}): add --dataset"
