@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,11 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
+from cifar_lit.features import capture
+from cifar_lit.features.capture import Capture
+from cifar_lit.features.weight_average import WeightAverage
+from cifar_lit.features.whitening import Whitening
 from cifar_lit.signals import STOP_SIGNALS
-from cifar_lit.training import captured
 from cifar_lit.training.classifier import ImageClassifier
 
 AUTOCAST = {"32-true": False, "bf16-mixed": True}  # precisions of the bare loop
@@ -71,7 +75,7 @@ class ReplayedStep:
     """
 
     def __init__(self, step: Callable[[Tensor, Tensor], None], net: nn.Module, device: torch.device) -> None:
-        self._step, self._net, self._module = step, net, captured.device_graphs(device)
+        self._step, self._net, self._module = step, net, capture.device_graphs(device)
         self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
         self._warm_ups = Counter[Any]()
         self._graphs: dict[Any, tuple[Any, Tensor, Tensor]] = {}  # graph, its input images and targets
@@ -79,7 +83,7 @@ class ReplayedStep:
     def __call__(self, images: Tensor, targets: Tensor) -> None:
         """Train on a batch."""
         key = (images.shape, getattr(self._net, "bias_is_final", False))
-        if key not in self._graphs and self._warm_ups[key] < captured.WARM_UP_STEPS:
+        if key not in self._graphs and self._warm_ups[key] < capture.WARM_UP_STEPS:
             self._warm_ups[key] += 1
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
@@ -114,8 +118,8 @@ class BareLoop:
     """
 
     def __init__(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
-        if model.hparams["class_weights"] != "none":
-            raise UsageError("the bare loop has no class weights: choose a --recipe without model.class_weights")
+        if model.loss_hooks:
+            raise UsageError("the bare loop changes no losses: choose a --recipe without class_weights and the like")
         if trainer.precision not in AUTOCAST:
             raise UsageError(
                 f"the bare loop has no precision {trainer.precision}: set --precision to {' or '.join(AUTOCAST)}"
@@ -123,18 +127,23 @@ class BareLoop:
         twin = ImageClassifier(**model.hparams).to(model.device)  # the optimizer's kernels depend on the device
         self.net = twin.net = deepcopy(model.net)
         twin.train()
-        self.captures = captured.can_capture(trainer, model.hparams["capture"])
-        if model.hparams["compile"] and self.captures:
+        features: dict[Any, Any] = {type(callback): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        self.captures = Capture in features and features[Capture].captures(trainer)
+        if self.captures and features[Capture].compile:
             self.net.compile(dynamic=False)
         twin.trainer = trainer  # gives the schedule the length of the training
         configured: Any = twin.configure_optimizers()
         if not isinstance(configured, dict):  # a constant rate
             configured = {"optimizer": configured, "lr_scheduler": {"scheduler": None, "interval": ""}}
         self.optimizer, self.schedule = configured["optimizer"], configured["lr_scheduler"]
-        decay = model.hparams["ema_decay"]
-        self.average = (
-            AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True) if decay else None
-        )
+        self._end_of_bias = math.inf
+        if Whitening in features and self.schedule["scheduler"] is not None and features[Whitening].bias_epochs:
+            schedule, interval = self.schedule["scheduler"], self.schedule["interval"]
+            self._end_of_bias = features[Whitening].shorten(schedule, interval, trainer)
+        self.average = None
+        if WeightAverage in features:
+            average = get_ema_multi_avg_fn(features[WeightAverage].decay)
+            self.average = AveragedModel(self.net, multi_avg_fn=average, use_buffers=True)
         self._autocast, self._smoothing = AUTOCAST[trainer.precision], model.hparams["label_smoothing"]
         step = ReplayedStep(self._step, self.net, model.device) if self.captures else self._step
         self._running = self._steps(batches_on_device(data, model.device), step)
@@ -165,4 +174,4 @@ class BareLoop:
             if interval == "epoch":
                 scheduler.step()
             if interval:  # only nets with whitening read the attribute
-                self.net.bias_is_final = scheduler.whitening_ended
+                self.net.bias_is_final = scheduler.last_epoch >= self._end_of_bias

@@ -25,6 +25,7 @@ from cifar_lit.cli.flags import parse, recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.fit_length import count_batches
 from cifar_lit.errors import UsageError
+from cifar_lit.features import FEATURES, feature_class
 from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run import Run
@@ -41,11 +42,21 @@ WITHOUT_RECIPE: dict[str, Any] = {
 
 
 class Subject(NamedTuple):
-    """A training; `trainer` holds the Trainer's arguments (accelerator, one device, precision)."""
+    """A training.
+
+    trainer: the Trainer's arguments (accelerator, one device, precision).
+    features: settings of each feature by its name.
+    """
 
     model: ImageClassifier
     data: ImageData
     trainer: dict[str, Any]
+    features: dict[str, dict[str, Any]]
+
+    @property
+    def bias_epochs(self) -> float | None:
+        """Epochs over which the bias of a whitening layer is trained; None for all."""
+        return (self.features.get("whitening") or {}).get("bias_epochs")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) -> None:
@@ -54,7 +65,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) 
     The measurement passes `settings.flags` to `subject_from`.
     """
     parser.set_defaults(flags=[])
-    parser.epilog = "Further flags --model.NAME VALUE change settings of the recipe's model."
+    parser.epilog = "Further flags --model.NAME VALUE and --FEATURE.NAME VALUE change settings of the recipe."
     parser.add_argument("--recipe", default=recipe, help="a packaged recipe, or a YAML file of your own")
     parser.add_argument("--net", "--model.net", help=f"replaces the recipe's net; {LINEAR!r} is a single layer")
     parser.add_argument("--lr", "--model.lr", type=float, help="replaces the recipe's learning rate")
@@ -77,16 +88,17 @@ def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = No
 
 
 def model_settings(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `--model.NAME VALUE` by name; raise UsageError for other flags."""
+    """Return the values of `--model.NAME VALUE` and of features by dotted name; raise UsageError for other flags."""
     values = {}
     for word in parse("train", list(flags)).flags:
         flag, equals, text = word.partition("=")
-        if not (flag.startswith("--model.") and equals):
-            raise UsageError(f"{word}: not a flag of this measurement (see --help), nor --model.NAME with a value")
+        name = flag.removeprefix("--")
+        if name.partition(".")[0] not in ("model", *FEATURES) or not equals:
+            raise UsageError(f"{word}: not a flag of this measurement (see --help), nor a setting of model or features")
         value = yaml.safe_load(text)
         with suppress(ValueError):  # YAML reads 1e-3 as text
             value = float(value) if isinstance(value, str) else value
-        values[flag.removeprefix("--model.")] = value
+        values[name.removeprefix("model.")] = value
     return values
 
 
@@ -101,12 +113,15 @@ def subject_from(settings: argparse.Namespace, flags: Sequence[str] = ()) -> Sub
     """
     recipe: dict[str, Any] = plain_values(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
     model, data, trainer = (dict(recipe.get(section) or {}) for section in ("model", "data", "trainer"))
+    features = {name: dict(recipe[name]) for name in FEATURES if isinstance(recipe.get(name), dict)}
     for name in ("metrics", "monitor"):  # no validation runs
         model.pop(name, None)
     model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
     for name, value in model_settings(flags).items():
         option, _, key = name.partition(".")  # an option: net_options.pad_input
-        model[option] = {**(model.get(option) or {}), key: value} if key else value
+        target = features if option in FEATURES else model
+        target[option] = {**(target.get(option) or {}), key: value} if key else value
+    features = {name: values for name, values in features.items() if values is not None}
     data |= {
         name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None
     }
@@ -119,14 +134,13 @@ def subject_from(settings: argparse.Namespace, flags: Sequence[str] = ()) -> Sub
     settings.net, settings.lr = model.get("net", classifier.hparams["net"]), classifier.hparams["lr"]
     settings.dataset, settings.batch_size, settings.precision = images.dataset, images.batch_size, precision
     extra = {name: trainer[name] for name in ("log_every_n_steps",) if name in trainer}
-    return Subject(
-        classifier, images, {"accelerator": accelerator, "devices": devices, "precision": precision, **extra}
-    )
+    arguments = {"accelerator": accelerator, "devices": devices, "precision": precision, **extra}
+    return Subject(classifier, images, arguments, features)
 
 
 def default_warmup(subject: Subject, least: int) -> int:
     """Return the steps of a warm-up: `least` after the whitening schedule, whose end changes the later steps."""
-    epochs = math.ceil(subject.model.hparams["whiten_epochs"] or 0)
+    epochs = math.ceil(subject.bias_epochs or 0)
     return epochs * count_batches(len(subject.data.split[0]), subject.data.batch_size) + least
 
 
@@ -152,6 +166,7 @@ def fit(subject: Subject, watch: Stopwatch, max_epochs: int = ENDLESS) -> str:
     As in a run, there are a bar, TensorBoard, metrics and checkpoints, in a temporary folder.
     """
     torch.set_float32_matmul_precision("high")  # same as in a run
+    features = [feature_class(name)(**values) for name, values in subject.features.items()]
     with (
         tempfile.TemporaryDirectory() as folder,
         Path(os.devnull).open("w", encoding="utf-8") as devnull,
@@ -161,7 +176,7 @@ def fit(subject: Subject, watch: Stopwatch, max_epochs: int = ENDLESS) -> str:
         trainer = pl.Trainer(
             **subject.trainer,
             max_epochs=max_epochs,
-            callbacks=[watch, *run.callbacks(validates=False, bar=True)],
+            callbacks=[watch, *features, *run.callbacks(validates=False, bar=True)],
             logger=run.loggers(None),
             num_sanity_val_steps=0,
             limit_val_batches=0,
