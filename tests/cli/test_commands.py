@@ -12,6 +12,7 @@ from contract.command_line import run_command, run_process, table_rows
 
 from cifar_lit.cli import flags
 from cifar_lit.cli.recipes import recipe_header
+from cifar_lit.features import FEATURES
 from cifar_lit.models.registry import build_net
 
 WITHOUT_TORCH = """
@@ -38,7 +39,7 @@ def test_recipes_with_a_name_prints_its_header_and_settings(name: str) -> None:
     assert list(fields) == ["Score", "Time", "Hardware", "Date", "Command"]
     assert re.match(r"\d\d\.\d\d (± \d\.\d\d )?% \(n = \d+\); |not measured yet$|as tudui", fields["Score"])
     assert fields["Command"].startswith(f"python scripts/train.py --recipe {name}")
-    assert set(yaml.safe_load(answer.out)) <= {"seed_everything", "trainer", "model", "data"}
+    assert set(yaml.safe_load(answer.out)) <= {"seed_everything", "trainer", "model", "data", *FEATURES}
 
 
 def test_devices_with_a_net_lists_every_parameter_with_its_shape_and_count() -> None:
