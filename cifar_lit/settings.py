@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,26 +43,27 @@ def options_of(kind: type[Options], options: Mapping[str, Any], setting: str, ow
     Raises:
         UsageError: for an unknown name, or a value of another type.
     """
-    names = [field.name for field in fields(kind)]
+    types = {field.name: str(field.type) for field in fields(kind)}
     for name, value in options.items():
-        if name not in names:
-            raise UsageError(f"{setting} has no {name!r}.{nearest(str(name), names)} {owner} {', '.join(names)}.")
-        default = getattr(kind, name)
-        if value is None and default is None:
+        if name not in types:
+            raise UsageError(
+                f"{setting} has no setting {name!r}.{nearest(str(name), types)} {owner} {', '.join(types)}."
+            )
+        if value is None and types[name].endswith("| None"):
             continue
-        wanted = "true or false" if isinstance(default, bool) else "text" if isinstance(default, str) else "a number"
-        if _kind_of(value) != wanted:
+        wanted, is_valid = _KINDS[types[name].removesuffix(" | None")]
+        if not is_valid(value):
             raise UsageError(f"{setting}.{name} must be {wanted}, not {value!r}")
     return kind(**options)
 
 
-def _kind_of(value: Any) -> str:
-    """Return what a value is, in the words of `options_of`."""
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, int | float):
-        return "a number"
-    return "text" if isinstance(value, str) else "another value"
+# A value of each type in words, and whether a value is one. YAML's true and false are no numbers.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "float": ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
+    "str": ("text", lambda value: isinstance(value, str)),
+}
 
 
 def plain_settings(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:

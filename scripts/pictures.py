@@ -48,7 +48,7 @@ STYLE = {
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "grid.alpha": 0.3},
 }
 LOGGED = ("--precision", "32-true", "--trainer.log_every_n_steps", "47")  # a third of an epoch
-SETTINGS = ((), ("--lr", "0.005"), ("--net", "lenet"), ("--data.count", "600", "--epochs", "40"))  # of quickstart-1, …
+SETTINGS = ((), ("--lr", "0.005"), ("--net", "lenet"), ("--data.count", "600", "--epochs", "40"))  # for quickstart-1, …
 
 
 @cache

@@ -365,13 +365,14 @@ class TrainingCLI(LightningCLI):
         self.run = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
         lines = not self.command.brief
-        card = [StartCard(self.run)] if self.run.trains and lines else []
-        slow = [SlowdownWarning()] if self.run.trains else []
+        card: list[Callback] = [SlowdownWarning()] if self.run.trains else []
+        if self.run.trains and lines:
+            card.insert(0, StartCard(self.run))
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            # The card comes before a feature that works at the start, such as finetune.
-            callbacks=[*callbacks, *card, *features, *self.run.callbacks(validates, bar, lines), *slow, *watched],
+            # Loggers may fail at the start, and the card is printed, before a feature works, such as finetune.
+            callbacks=[*callbacks, *self.run.callbacks(validates, bar, lines), *card, *features, *watched],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,

@@ -313,7 +313,8 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     """
     line = [subcommand]
     files = [
-        _plain(file) for file in (*([base] if base else []), *(Path(config).expanduser() for config in command.configs))
+        recipe_settings(file)
+        for file in (*([base] if base else []), *(Path(config).expanduser() for config in command.configs))
     ]
     drop_replaced_options(files, {part: command.value(f"model.{part}") for part in PARTS})
     if base:
@@ -324,15 +325,6 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
     return line + augment_off(command.flags) + ([f"--logs={command.logs}"] if command.logs else [])
-
-
-def _plain(file: Path) -> dict[str, Any]:
-    """Return the settings of a file, with {} for a feature that is true, and null for one that is false."""
-    settings = recipe_settings(file)
-    for name in FEATURES:
-        if isinstance(settings.get(name), bool):
-            settings[name] = {} if settings[name] else None
-    return settings
 
 
 # Parts of a model that have options of their own, with their defaults.
@@ -365,8 +357,14 @@ def _as_text(settings: Mapping[str, Any]) -> str:
 
 
 def recipe_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a recipe as nested plain values, with `data.augment: null` as settings that are off."""
+    """Return the settings of a file as nested plain values.
+
+    `data.augment: null` becomes settings that are off, a feature that is true {}, and one that is false null.
+    """
     settings: dict[str, Any] = plain_values(path) or {}
+    for name in FEATURES:
+        if isinstance(settings.get(name), bool):
+            settings[name] = {} if settings[name] else None
     data = settings.get("data")
     if isinstance(data, dict) and "augment" in data and data["augment"] is None:
         data["augment"] = _all_off()

@@ -26,6 +26,7 @@ from cifar_lit.data.source_settings import parse_image_size, parse_levels
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.features import FEATURES
 from cifar_lit.inference.classify import ImageFile, find_images, is_picture_name, save_picture
+from cifar_lit.runs.config_file import leaves
 from cifar_lit.runs.figures import augmented_sample, captioned
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import counted, note, say
@@ -82,13 +83,13 @@ def _settings(argv: list[str]) -> Namespace:
     if settings.recipe:
         recipe = recipe_settings(recipe_path(settings.recipe))
         defaults = recipe.get("data") or {}
-        for name in defaults:
+        for name in [*defaults, *(".".join(key) for key, _ in leaves(defaults))]:
             if name not in settings.data:
                 raise UsageError(f"no setting is called data.{name}.{nearest(str(name), settings.data.keys())}")
         parser.set_defaults({f"data.{name}": value for name, value in defaults.items()})
         settings = parsed(parser, argv)
     settings.data.dataset = "folder"
-    features = {name: Namespace(**recipe[name]) if recipe.get(name) else None for name in FEATURES}
+    features = {name: None if recipe.get(name) is None else Namespace(**recipe[name]) for name in FEATURES}
     net = (recipe.get("model") or {}).get("net", "")
     adjust_to_features(Namespace(**features, model=Namespace(net=net), data=settings.data))
     return settings

@@ -108,8 +108,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "mean", "std")}
         super().__init__()
-        if isinstance(split, dict):  # a Python program may pass a mapping
-            split = Split(**split)
+        split = Split.of(split)
         self.augment = Augment.of(given.pop("augment"))
         self.given = plain_settings("data", {**given, "split": asdict(split)})
         self.given |= plain_settings("data.augment", asdict(self.augment))

@@ -10,6 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
+from cifar_lit.settings import options_of
 from cifar_lit.text import note
 
 
@@ -44,6 +46,15 @@ class Split:
     folds: int = 0
     fold: int = 0
     share: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Split | Mapping[str, Any] | None) -> Split:
+        """Return settings that are given as an object or by name; None for the defaults."""
+        if isinstance(settings, cls):
+            return settings
+        if not isinstance(settings, Mapping | None):
+            raise UsageError(f"data.split must hold settings by name, not {settings!r}")
+        return options_of(cls, settings or {}, "data.split", "It has")
 
     def __post_init__(self) -> None:
         if not 0 < self.test_size < 1:

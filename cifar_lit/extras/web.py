@@ -28,7 +28,7 @@ from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.text import note, printable
 
-HEADERS = {  # of every response
+HEADERS = {  # in every response
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

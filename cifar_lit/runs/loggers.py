@@ -31,7 +31,7 @@ COMPARED = (
     "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
     "label_smoothing", "batch_size", "max_epochs", "precision", "crop", "flip", "cutout", "seed",
 )  # fmt: skip
-GROUPS = ("trainer", "model", "data")  # of settings; all others that hold settings are features
+GROUPS = ("trainer", "model", "data")  # a mapping under any other name holds the settings of a feature
 
 
 def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

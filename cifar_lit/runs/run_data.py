@@ -21,7 +21,6 @@ from cifar_lit.plugins import allow_imports, check_allowed
 from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
-from cifar_lit.settings import options_of
 from cifar_lit.text import nfc
 
 if TYPE_CHECKING:
@@ -84,7 +83,10 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
 
 
 def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones."""
+    """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones.
+
+    Nested settings stay mappings, which the class checks: the parser would import a class named in them.
+    """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False)
     groups: dict[str, Any] = {}  # not read by the parser, which would import a class that the file names
@@ -92,7 +94,7 @@ def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
         if "augment" in settings:
             groups["augment"] = Augment.of(settings["augment"])
         if "split" in settings:
-            groups["split"] = options_of(Split, settings["split"] or {}, "data.split", "It has")
+            groups["split"] = Split.of(settings["split"])
         plain = {key: value for key, value in settings.items() if key not in groups}
         return vars(parser.parse_object(plain)) | groups
     except (ArgumentError, TypeError, ValueError) as error:  # TypeError: a name is not a string

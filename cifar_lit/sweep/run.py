@@ -49,7 +49,7 @@ BEST = 10  # rows of the printed table
 
 def run_sweep(options: argparse.Namespace, typed: list[str], argv: list[str]) -> None:
     """Run a sweep, or what is left of it. typed: flags of `fit` for every trial. argv: all arguments as typed."""
-    warnings.simplefilter("ignore")  # of Optuna, about experimental functions
+    warnings.simplefilter("ignore")  # Optuna warns about experimental functions
     optuna.logging.set_verbosity(logging.CRITICAL)
     file = SweepFile(options.file)
     words = [*typed, *(["--trust"] if options.trust else [])]

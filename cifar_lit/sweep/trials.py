@@ -34,7 +34,7 @@ from cifar_lit.text import printable, say
 
 POLL = 0.5  # seconds
 SAME = 3  # failures in a row, at the start, that end the sweep
-MAX_RETRIES = 20  # of an interrupted trial
+MAX_RETRIES = 20  # for an interrupted trial
 
 
 class NotTrained(Exception):
@@ -102,7 +102,7 @@ class Trials:
             self.free.put(flags)
         self.signals: list[int] = []  # received by this command
         self.fault: Exception | None = None  # ends this command
-        self.errors: list[str] = []  # of the trials that this command has finished
+        self.errors: list[str] = []  # from the trials that this command has finished
         self.start = time.monotonic() - study.user_attrs.get("seconds", 0)
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.data.splits import Split
@@ -41,3 +43,18 @@ def test_a_given_validation_set_replaces_the_random_one(capsys: pytest.CaptureFi
     parts.train_images = replace(parts.train_images, val_rows=range(50, 60))
     assert parts.split[1].tolist() == list(range(50, 60)) and parts.split[0].tolist() == list(range(50))
     assert "given: data.val_size 0 is ignored" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"sed": 3}, r"data\.split has no setting 'sed'\. Did you mean seed\?"),
+        ({"fold": 0.5}, r"data\.split\.fold must be a whole number, not 0\.5"),
+        ({"share": "half"}, r"data\.split\.share must be a number, not 'half'"),
+        ({"group": 3}, r"data\.split\.group must be the name of a column, not 3"),
+        ("seed", r"data\.split must hold settings by name, not 'seed'"),
+    ],
+)
+def test_invalid_settings_of_the_split_are_refused_by_name(settings: Any, line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        ImageData("shapes", split=settings)

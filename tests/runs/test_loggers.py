@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from cifar_lit.errors import Failure
-from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves
+from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves, logged_settings
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, read_rows
 
@@ -165,6 +165,17 @@ def test_tensorboard_events_with_scalars_hparams_and_images_are_in_the_run_folde
     compared = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
     assert all(text in compared for text in (b"test/loss", b"val/loss", b"test/top5", b"val/top5"))
     assert [file.name.split(".")[0] for file in run.path.iterdir() if not file.name.startswith(".")] == ["events"]
+
+
+def test_the_hparams_of_a_run_have_the_options_of_its_parts_and_its_features() -> None:
+    model = {"net": "lenet", "optimizer_options": {"momentum": 0.9}, "schedule_options": None, "monitor": "accuracy"}
+    data = {"batch_size": 32, "augment": {"crop": 2, "flip": "random"}, "split": {"seed": 3}}
+    features = {"weight_average": {"decay": 0.9}, "margins": {}, "early_stop": None}
+    settings = {"seed_everything": 5, "recipe": "small", "logs": "runs", "model": model, "data": data, **features}
+    assert logged_settings(settings) == {
+        "recipe": "small", "net": "lenet", "momentum": 0.9, "batch_size": 32, "crop": 2, "flip": "random", "seed": 5,
+        "weight_average.decay": 0.9, "margins": True,
+    }  # fmt: skip
 
 
 def test_tensorboard_drops_points_after_the_resumed_step(run: RunFolder) -> None:

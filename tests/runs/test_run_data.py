@@ -11,7 +11,7 @@ import torch
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, Source, SourceSettings
-from cifar_lit.errors import Failure
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_data import RunData, run_image_data
 
@@ -48,13 +48,16 @@ def test_training_images_exclude_the_validation_images_of_the_data_set(
     assert sample.images[:, 0, 0, 0].tolist() == list(range(30))
 
 
-def test_a_class_named_in_the_augmentation_of_a_config_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("group", ["augment", "split"])
+def test_a_class_named_in_a_group_of_settings_of_a_config_is_not_imported(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hostile_augment.py").write_text("class Augment: ...")
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "config.yaml").write_text("data: {dataset: shapes, augment: {class_path: hostile_augment.Augment}}\n")
-    with pytest.raises(UsageError, match=r"data\.augment has no setting 'class_path'"):
+    (tmp_path / "config.yaml").write_text(
+        f"data: {{dataset: shapes, {group}: {{class_path: hostile_augment.Augment}}}}\n"
+    )
+    with pytest.raises(UsageError, match=rf"data\.{group} has no setting 'class_path'"):
         run_image_data(tmp_path, CARD)
     assert "hostile_augment" not in sys.modules
 
