@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import torch
-from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import check_packages
@@ -39,9 +39,8 @@ def serve(argv: list[str]) -> None:
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     add("--max-mb", type=PositiveInt, default=10, help="largest request body in MB")
     add("--max-pixels", type=PositiveInt, default=25_000_000, help="largest image in pixels, according to its header")
-    add(
-        "--collect", type=str | None, default=None, metavar="DIR", help="keep pictures that the net is unsure of in DIR"
-    )
+    add("--decode-seconds", type=PositiveFloat, default=0.5, help="CPU seconds to decode the images of a request")
+    add("--collect", type=str | None, default=None, metavar="DIR", help="keep pictures that the net is unsure of here")
     unsure = "largest probability of these pictures; others are kept if they are unknown (--reject)"
     add("--collect-below", type=ClosedUnitInterval, default=0.6, help=unsure)
     settings = parsed(parser, argv)
@@ -55,7 +54,7 @@ def serve(argv: list[str]) -> None:
     from cifar_lit.extras.serve.images import Limits
     from cifar_lit.extras.web import Server, application, listen
 
-    limits = Limits(settings.max_mb * 1_000_000, settings.max_pixels)
+    limits = Limits(settings.max_mb * 1_000_000, settings.max_pixels, decode_seconds=settings.decode_seconds)
     with listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -137,7 +137,7 @@ class Decoders:
             decoder = self._start()
             what = files[0][0] if len(files) == 1 else f"one of {len(files)} images"
             fault = f"{what} crashed the decoder, or took longer than {self._limits.decode_seconds:g} s"
-            remedy = "save it again, smaller or as a plain JPEG, or send fewer images"
+            remedy = "save it smaller or as a JPEG, send fewer images, or serve with a larger --decode-seconds"
             raise HTTPException(422, f"{fault}: {remedy}") from None
         finally:
             self._idle.put_nowait(decoder)
