@@ -143,7 +143,7 @@ def test_built_in_nets_accept_any_channels_classes_and_sizes_above_their_minimum
     for channels, size, classes in ((1, (16, 16), 2), (4, (64, 33), 100)):
         result = logits(build(name, size, channels, classes), channels, *size)
         assert result.shape == (2, classes) and result.isfinite().all()
-    spec = NETS[name]
+    spec = net_spec(name)
     least = spec.min_size if isinstance(spec.min_size, int) else spec.min_size()
     assert logits(build(name, least), 3, least, least).shape == (2, 10)
     for size in ((least - 1, 40), (40, least - 1)) if least > 1 else ():

@@ -17,7 +17,10 @@ TINY: dict[str, Any] = {"widths": [8, 12]}
 
 def build(size: int = 16, channels: int = 3, classes: int = 5, width: float = 1.0, **options: Any) -> Any:
     torch.manual_seed(0)
-    return build_net("whitened", channels=channels, image_size=size, num_classes=classes, width=width, options=options)
+    shape: dict[str, Any] = {"channels": channels, "image_size": size, "num_classes": classes, "width": width}
+    net: Any = build_net("whitened", **shape, options=options)
+    net.is_prepared = True  # as by the feature whitening
+    return net
 
 
 def random_images(size: int = 16, channels: int = 3, seed: int = 1) -> Tensor:
