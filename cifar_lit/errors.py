@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 from cifar_lit.text import printable
 
@@ -55,6 +56,13 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
     names = tuple(choices)
     if value not in names:
         raise UsageError(f"{setting} must be one of {', '.join(names)}, not {value!r}.{nearest(str(value), names)}")
+
+
+def check_packages(what: str, packages: Iterable[str], extra: str) -> None:
+    """Raise Failure if one of the packages, which an extra of cifar-lit installs, is missing."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise Failure(f'{what} needs missing packages ({", ".join(missing)}): pip install "cifar-lit[{extra}]"')
 
 
 def first_line(error: BaseException) -> str:

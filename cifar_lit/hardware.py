@@ -213,7 +213,7 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
         build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
         reason = ", not Apple's" if kind == "mps" else build
         raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
-    parsed = _parse_devices(devices)
+    parsed = parse_devices(devices)
     count = len(machine.gpus)
     if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
         fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"
@@ -223,8 +223,8 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
     return "cpu" if machine.unusable and kind == "cpu" else accelerator, parsed  # the Trainer would choose the GPU
 
 
-def _parse_devices(devices: Any) -> Any:
-    """Parse a number, a list of ids, or "auto"."""
+def parse_devices(devices: Any) -> Any:
+    """Return a number, a list of ids, or "auto", from a value of --devices; raise UsageError for another value."""
     text = str(devices).replace(" ", "")
     if text == "auto":
         return text
@@ -236,6 +236,12 @@ def _parse_devices(devices: Any) -> Any:
     kind = text.partition(":")[0]
     hint = f" Did you mean --accelerator {kind}?" if kind in ACCELERATORS else ""
     raise UsageError(f"--devices {devices} is not a valid device list: use a number (2), ids (0,1) or auto.{hint}")
+
+
+def is_one_device(devices: Any) -> bool:
+    """Return whether a value of --devices is one device on every machine: 1, or a single id."""
+    parsed = parse_devices(devices)
+    return len(parsed) == 1 if isinstance(parsed, list) else parsed == 1
 
 
 def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:

@@ -14,10 +14,13 @@
 | `side(epoch, epochs)` | side in pixels to which training images are scaled, None for full size |
 | `start_from(model)` | before the first step, when the weights have been replaced |
 
-A callback may also have these attributes: `tensors`, to which its `loss` writes; `depends_on_length`,
-whether it needs the number of epochs, which then cannot grow on resume;
-`may_change`, whether it may be added, removed and changed on resume; `skips_bias_from`, the epoch from which it sets
-`net.bias_is_final`.
+| attribute | meaning |
+|---|---|
+| `tensors` | the tensors to which `loss` writes |
+| `rates` | names of the attributes that are learning rates, which a search scales |
+| `depends_on_length` | whether it needs the number of epochs, which then cannot grow on resume |
+| `may_change` | whether it may be added, removed and changed on resume |
+| `skips_bias_from` | the epoch from which it sets `net.bias_is_final` |
 """
 
 from __future__ import annotations

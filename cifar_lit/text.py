@@ -77,6 +77,14 @@ def csv_cell(value: object) -> object:
     return text  # a number, such as a class named -1
 
 
+def duration_seconds(text: str) -> float | None:
+    """Return the seconds of a duration such as "90s", "10m", "1.5h" or "2d"; None for other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if not match:
+        return None
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def duration_text(seconds: float) -> str:
     """Return a rounded duration, such as "85 s" or "14 min"."""
     return f"{max(1, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

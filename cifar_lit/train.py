@@ -11,13 +11,13 @@ import lightning.pytorch as pl
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.describe import describe_model, model_card
+from cifar_lit.runs.card import describe_model, model_card
 from cifar_lit.runs.model_file import check_card, save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import log_pictures, run_metrics, write_metrics, write_report
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import PREVIOUS
-from cifar_lit.training.checkpoint import load_weights
+from cifar_lit.training.checkpoint import load_weights, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier, check_features
 from cifar_lit.training.metrics import Score
 
@@ -42,7 +42,7 @@ def fit(
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    best_checkpoint = load_weights(model, run.checkpoint)
+    best_checkpoint = load_weights(model, run.checkpoint, read_checkpoint(Path(run.checkpoint)))
     val = None
     if run.best.best_model_path:
         val = Score.from_dict(best_checkpoint.get("cifar_lit", {}).get("score"), data.class_count)
@@ -53,23 +53,19 @@ def fit(
     return write_results(run, model, data, val, test)
 
 
-def evaluate(
-    run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path
-) -> Results | None:
-    """Evaluate a checkpoint on the validation or test images, and write the results. Returns None when `fit` does."""
+def evaluate(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Results | None:
+    """Evaluate the model on the validation or test images, and write the results. Returns None when `fit` does."""
     is_validation = run.command == "validate"
     if is_validation and not len(data.split[1]):
         raise UsageError("there is nothing to validate on: data.val_size is 0. Use test, or set data.val_size")
-    load_weights(model, checkpoint)
     score = _score(run.command, trainer, model, data)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     return write_results(run, model, data, score if is_validation else None, None if is_validation else score)
 
 
-def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, checkpoint: str | Path) -> int:
-    """Write a checkpoint's predictions for the test images. Return the number of images, 0 in a `fast_dev_run`."""
-    load_weights(model, checkpoint)
+def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> int:
+    """Write the predictions for the test images. Return the number of images, 0 in a `fast_dev_run`."""
     batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return 0

@@ -24,6 +24,7 @@ from cifar_lit.hardware import (
     choose_precision,
     count_devices,
     detect_machine,
+    is_one_device,
     keep_freed_memory,
     limit_busy_waiting,
     probe_bf16,
@@ -58,6 +59,11 @@ def test_devices_that_exist_are_passed_to_the_trainer(
 ) -> None:
     assert choose_devices(machine, accelerator, devices) == (accelerator, chosen)
     assert count_devices(machine, accelerator, chosen) == count
+
+
+def test_one_device_is_recognised_however_it_is_written() -> None:
+    assert all(map(is_one_device, (1, "1", "0,", "[3]", "[3,]", [0])))
+    assert not any(map(is_one_device, ("auto", "-1", "2", "0,1", "[0, 1]")))
 
 
 NO_GPU = "this machine has no GPU, only a CPU with 4 threads"

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from cifar_lit.text import csv_cell, is_name, note, printable, say
+from cifar_lit.text import csv_cell, duration_seconds, is_name, note, printable, say
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,8 @@ def test_a_cell_never_breaks_the_line() -> None:
 def test_names_have_1_to_300_characters_and_no_control_characters() -> None:
     assert all(map(is_name, ("cat", "x" * 300, "T-shirt/top", "猫 😀", "\u202e")))  # the last is printed escaped
     assert not any(map(is_name, ("", "x" * 301, "a\tb", "a\nb", "\x7f", "\x9b", "\ud800", 5, None, b"cat")))
+
+
+def test_a_duration_is_a_number_with_a_unit() -> None:
+    assert [duration_seconds(text) for text in ("90s", "10m", "1.5h", "2d")] == [90, 600, 5400, 172_800]
+    assert [duration_seconds(text) for text in ("", "90", "m", "-1m", "10 m", "10min", ".5h")] == [None] * 7

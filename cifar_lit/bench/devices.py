@@ -74,7 +74,7 @@ def run(settings: argparse.Namespace) -> None:
                 if epoch := EPOCH.match(line):
                     progress.advance(done + int(epoch[1]) / int(epoch[2]), line.split(" · ")[0])
 
-            metrics = train([*settings.flags, *setups[setup], "--seed", str(settings.seed + number)], on_line).metrics
+            metrics = train([*settings.flags, *setups[setup], "--seed", str(settings.seed + number)], on_line)
             runs[setup].append(metrics)
             seconds, accuracy = metrics["train_seconds"], metrics["test"]["accuracy"]
             note(f"{setup}, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}")

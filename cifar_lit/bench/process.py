@@ -8,24 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
 
 PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # paths, left out of the recorded settings
-
-
-class FinishedTraining(NamedTuple):
-    """Result of a training. lines: printed lines, each with the seconds since the start of the process."""
-
-    metrics: dict[str, Any]
-    seconds: float
-    lines: list[tuple[float, str]]
 
 
 @contextmanager
@@ -60,11 +51,14 @@ def ask_to_stop(process: subprocess.Popen[str], number: int = signal.SIGTERM) ->
     process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", number))
 
 
-def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: None) -> FinishedTraining:
-    """Run `cifar-lit train` in a process and a temporary folder; raise its UsageError or Failure.
+def train(argv: Sequence[str], on_line: Callable[[str], None]) -> dict[str, Any]:
+    """Run `cifar-lit train` in a process and a temporary folder; return its metrics.json.
 
     Args:
         on_line: callback for each printed line.
+
+    Raises:
+        UsageError, Failure: the error of the training.
     """
     if any(word.partition("=")[0] == "--logs" for word in argv):
         raise UsageError("run folders are deleted after the measurement: leave --logs out")
@@ -72,22 +66,18 @@ def train(argv: Sequence[str], on_line: Callable[[str], None] = lambda line: Non
         tempfile.TemporaryDirectory() as logs,
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
     ):
-        before = time.perf_counter()
-        lines = []
         command = [sys.executable, "-m", "cifar_lit", "train", *argv, "--logs", logs]
         with started(command, stdout=subprocess.PIPE, stderr=errors) as process:
             assert process.stdout is not None
             for text in process.stdout:
-                lines.append((time.perf_counter() - before, text.rstrip()))
                 on_line(text)
-        seconds = time.perf_counter() - before
         if process.returncode:
             errors.seek(0)
             raise as_error(process.returncode, errors.read(), "the training")
         metrics = [*Path(logs).glob("*/metrics.json")]
         if len(metrics) != 1:
             raise Failure(f"the training left {len(metrics)} results, not 1: leave out flags that shorten or repeat it")
-        return FinishedTraining(json.loads(metrics[0].read_text()), seconds, lines)
+        return dict(json.loads(metrics[0].read_text()))
 
 
 def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:

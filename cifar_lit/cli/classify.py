@@ -47,7 +47,7 @@ def classify(argv: list[str]) -> int:
     limit_busy_waiting(sleep_at_once=True)
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
-    from cifar_lit.inference.unknown import check_rate
+    from cifar_lit.runs.card import check_rate
 
     classifier = load(settings.run, device=resolve_device(settings.accelerator))
     if settings.reject is not None:

@@ -237,6 +237,8 @@ def _wrong_value(key: str, message: str) -> str:
         precisions = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
         hint = nearest(_PRECISIONS.get(value.lower(), value), precisions)
         return f"{name} must be one of {', '.join(precisions)}, not {value}.{hint}"
+    if match := re.search(r"(\S+) does not conform to restriction (.+)", message):
+        return f"{name} must be {match[2].replace('v', '')}, not {match[1]}"
     literals = " ".join(re.findall(r"Literal\[(.*?)\]", message))
     choices = list(dict.fromkeys(re.findall(r"'([^']+)'", literals)))
     kinds = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]

@@ -15,32 +15,30 @@ from cifar_lit.runs.run_folder import display_path, weights_file
 from cifar_lit.text import say
 
 DESCRIPTION = (
-    "Export the net of a run as ONNX, torch-export, safetensors, LiteRT or Core ML. Input: uint8 images, normalised "
-    "inside. Output: probabilities. The metadata has the class names. The file is kept only if it reproduces the net's "
-    "predictions on test images; the structure of a Core ML file is checked."
+    "Export the net of a run as ONNX, torch-export or safetensors. Input: uint8 images, normalised inside. Output: "
+    "probabilities. The metadata has the class names. The file is kept only if it reproduces the net's predictions on "
+    "test images. `cifar-lit mobile` exports to phones."
 )
-USAGE = {  # example for each format
-    "onnx": (
-        "  session = onnxruntime.InferenceSession(FILE)",
-        '  session.run(None, {"images": images})  # uint8 (batch, C, H, W)',
-        "  session.get_modelmeta().custom_metadata_map  # class names",
-    ),
-    "torch-export": ("  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",),
-    "safetensors": ("  cifar-lit classify FILE IMAGES",),
-    "litert": (
-        "  runner = ai_edge_litert.interpreter.Interpreter(FILE).get_signature_runner()",
-        "  runner(images=image)  # uint8 (1, C, H, W)",
-    ),
-    "coreml": ("  unzip FILE",),
-}
 
 
-def export(argv: list[str]) -> None:
-    """Export a net, and print the differences in predictions, size and speed."""
-    parser = command_parser("export", DESCRIPTION)
+def export(
+    argv: list[str],
+    command: str = "export",
+    description: str = DESCRIPTION,
+    to: str = "onnx, torch-export, safetensors",
+) -> None:
+    """Export a net, and print the differences in predictions, size and speed.
+
+    Args:
+        argv: arguments of the command.
+        command: name of the command, which may be that of an extra with further formats.
+        description: text of its help.
+        to: its formats, for the help.
+    """
+    parser = command_parser(command, description)
     add = parser.add_argument
     add("run", type=str, help="run folder, or its model.safetensors")
-    add("--to", type=str, required=True, help="onnx, torch-export, safetensors, litert or coreml")
+    add("--to", type=str, required=True, help=f"format: {to}")
     add("--out", type=str | None, default=None, help="file to write (default: beside model.safetensors)")
     add("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")
     reject = "add an output `unknown` for this false-alarm rate, up to 0.5"
@@ -51,9 +49,9 @@ def export(argv: list[str]) -> None:
     if settings.images < 0:
         raise UsageError(f"--images must be at least 0, not {settings.images}")
 
-    from cifar_lit.inference.export import CALIBRATION_IMAGES, Options, check_request, default_path
+    from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Options, check_request, default_path
     from cifar_lit.inference.export import export as export_net
-    from cifar_lit.inference.unknown import check_rate
+    from cifar_lit.runs.card import check_rate
     from cifar_lit.runs.model_file import load_model_file
     from cifar_lit.runs.run_data import RunData
 
@@ -84,8 +82,7 @@ def export(argv: list[str]) -> None:
         table.add_row(f"batch of {batch}", *(f"{1e3 * time:.2f} ms" for time in times))
     for_tables().print(table)
     file = display_path(path)
-    quoted = shlex.quote(file) if settings.to in ("safetensors", "coreml") else repr(file)
-    checked = "only the structure of the file was checked: Core ML runs on macOS"
+    checked = "only the structure of the file was checked: it cannot run here"
     calibrated: list[str] = []
     if calibration:
         calibrated = [f"calibrated on {calibration.what}"]
@@ -101,5 +98,5 @@ def export(argv: list[str]) -> None:
         f"wrote {file}",
         "",
         "use it:",
-        *(line.replace("FILE", quoted) for line in USAGE[settings.to]),
+        *(line.replace("FILE", repr(file)).replace("PATH", shlex.quote(file)) for line in FORMATS[settings.to].usage),
     )

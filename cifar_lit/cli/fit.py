@@ -8,8 +8,10 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from cifar_lit.cli.errors import PARSER_SETTINGS, long_flags, parsed
 from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
-from cifar_lit.cli.tuner import RATES, device_of, search
+from cifar_lit.cli.tuner import SEARCHED, scaled, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
@@ -57,13 +59,14 @@ from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
 from cifar_lit.training.checkpoint import (
     check_checkpoint_path,
     latest_valid_checkpoint,
+    load_weights,
     read_checkpoint,
     regular_checkpoint,
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.metrics import TOP, value_names
 from cifar_lit.training.optimizers import OPTIMIZERS
-from cifar_lit.training.orderly_stop import Interrupted
+from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers
 from cifar_lit.training.schedules import ScheduleSettings
 
 DEFAULT_RECIPES = {"gpu": "fast94", "bf16": "laptop", "cpu": "laptop91"}  # bf16: CPUs with bfloat16 instructions
@@ -114,17 +117,13 @@ class RankProgress(Callback):
 
 
 class TrainingCLI(LightningCLI):
-    """LightningCLI with one subcommand, our flags and a run folder. Creating an instance runs the command.
-
-    Args:
-        further: callbacks that config.yaml does not name.
-    """
+    """LightningCLI with one subcommand, our flags and a run folder. Creating an instance runs the command."""
 
     model: ImageClassifier
     datamodule: ImageData
 
-    def __init__(self, command: Command, *further: Callback) -> None:
-        self.command, self.further = command, further
+    def __init__(self, command: Command) -> None:
+        self.command = command
         set_save_dir(command)
         self.name = "fit" if command.name == "train" else command.name
         self.first = is_first_process(os.environ)
@@ -177,8 +176,8 @@ class TrainingCLI(LightningCLI):
                     f"{display_path(run)} was trained with another recipe: leave --recipe out to resume it"
                 )
             command.recipe = None
-        for name, flags in (("batch", ["data.batch_size"]), ("lr", [f"model.{rate}" for rate in RATES])):
-            for flag in flags if name in command.auto else ():
+        for name in command.auto:
+            for flag in SEARCHED[name]:
                 command.flags = command.without(flag)
         command.auto = set()
         return checkpoint
@@ -306,7 +305,8 @@ class TrainingCLI(LightningCLI):
         self.changes: dict[str, Any] = {}
         self.data_state: dict[str, Any] = {}
         if self.name != "fit":
-            self.data_state = read_checkpoint(Path(self.settings.ckpt_path).expanduser()).get("ImageData", {})
+            self.evaluated = read_checkpoint(Path(self.settings.ckpt_path).expanduser())
+            self.data_state = self.evaluated.get("ImageData", {})
         run = run_of(self.checkpoint) if self.checkpoint else None
         logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
         self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
@@ -356,30 +356,22 @@ class TrainingCLI(LightningCLI):
             flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
             raise UsageError(f"{flags} can only be used with a new training: leave {flags} out")
         if auto:
-            device = device_of(self.machine, trainer.accelerator, trainer.devices, trainer.num_nodes)
-            search(auto, self.model, self.datamodule, device, str(trainer.precision))
-            # Recorded in config.yaml as if they had been typed.
-            self.settings.data.batch_size = self.datamodule.batch_size
-            for name in RATES:
-                self.settings.model[name] = self.model.hparams[name]
+            if devices > 1:
+                line = "--auto-batch and --auto-lr need one device: search with --devices 1, then set the values"
+                raise UsageError(line)
+            factor = search(auto, self.model, self.datamodule, partial(self._search_trainer, [*callbacks, *features]))
+            self._record_search(features, factor)
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run = self._make_run()
         bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
         lines = not self.command.brief
-        card: list[Callback] = [SlowdownWarning()] if self.run.trains else []
-        if self.run.trains and lines:
-            card.insert(0, StartCard(self.run))
+        card = [StartCard(self.run)] if self.run.trains and lines else []
+        slow = [SlowdownWarning()] if self.run.trains else []
         watched = [RankProgress(self.watch)] if self.watch else []
         ours = [] if configured.logger is False else self.run.loggers(self.step)
         trainer = super().instantiate_trainer(
-            callbacks=[
-                *callbacks,
-                *features,
-                *self.run.callbacks(validates, bar, lines),
-                *card,
-                *watched,
-                *self.further,
-            ],
+            # The card comes before a feature that works at the start, such as finetune.
+            callbacks=[*callbacks, *card, *features, *self.run.callbacks(validates, bar, lines), *slow, *watched],
             logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
             plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
             enable_progress_bar=bar,
@@ -398,6 +390,30 @@ class TrainingCLI(LightningCLI):
         given = (self.config_init[self.name][name] for name in FEATURES)
         return [feature for feature in given if feature is not None]
 
+    def _record_search(self, features: list[Callback], factor: float) -> None:
+        """Record what a search found in config.yaml, as if it had been typed, and scale the rates of features alike."""
+        self.settings.data.batch_size = self.datamodule.batch_size
+        for name in ("lr", "optimizer_options"):
+            self.settings.model[name] = self.model.hparams[name]
+        for feature in features:
+            for name in getattr(feature, "rates", ()):
+                rate = scaled(getattr(feature, name), factor)
+                setattr(feature, name, rate)
+                for group in FEATURES:
+                    if isinstance(feature, feature_class(group)):
+                        self.settings[group][name] = rate
+
+    def _search_trainer(self, callbacks: list[Callback], test: Callback, **settings: Any) -> pl.Trainer:
+        """Return a Trainer for a search before the training, with the callbacks that may change its steps."""
+        own = [deepcopy(each) for each in callbacks if not type(each).__module__.startswith("lightning.")]
+        if getattr(test, "at_full_size", False):
+            own = [each for each in own if not hasattr(each, "side")]
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
+        ends = {"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "fast_dev_run": False}
+        changed = {"limit_train_batches": 1.0, "profiler": NoProfiler(), "strategy": "auto", "plugins": None}
+        settings = {**quiet, **ends, **changed, **settings}
+        return super().instantiate_trainer(callbacks=[*own, NoSignalHandlers(), test], **settings)
+
     def _make_run(self) -> Run:
         """Return the run, whose folder is locked if it is resumed."""
         folder, text = self.folder, self._config_text()
@@ -414,9 +430,13 @@ class TrainingCLI(LightningCLI):
         """Run the subcommand and release the folder. Add the command that resumes the run to an error."""
         Interrupted.latest = None
         try:
-            act = {"fit": fit, "predict": predict}.get(subcommand, evaluate)
-            checkpoint = self.checkpoint or self.settings.ckpt_path
-            result = act(self.run, self.trainer, self.model, self.datamodule, checkpoint)
+            parts = (self.run, self.trainer, self.model, self.datamodule)
+            result: Results | int | None
+            if subcommand == "fit":
+                result = fit(*parts, self.checkpoint or self.settings.ckpt_path)
+            else:
+                load_weights(self.model, self.settings.ckpt_path, self.evaluated)
+                result = predict(*parts) if subcommand == "predict" else evaluate(*parts)
             if self.trainer.is_global_zero and not self.command.brief:
                 self._print(result)
         except BaseException as error:

@@ -6,7 +6,6 @@ This module does not import torch, so that an invalid command line fails at once
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import yaml
 
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.features import FEATURES
+from cifar_lit.hardware import is_one_device
 from cifar_lit.runs.config_file import plain_values
 
 # Short flags: LightningCLI's long flag, and an example of a value for the error message.
@@ -111,7 +111,6 @@ SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in wo
 AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
-ONE_DEVICE = r"1|\d+,|\[\d+,?\]"  # values of --devices
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
 RECIPES = Path(__file__).parent.parent / "recipes"
 NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
@@ -293,7 +292,7 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
 
 def check_one_device(devices: str | None, what: str) -> None:
     """Raise UsageError if --devices selects several devices. what: begins the message, such as "--folds trains"."""
-    if devices is not None and not re.fullmatch(ONE_DEVICE, devices):
+    if devices is not None and not is_one_device(devices):
         raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
 
 
@@ -316,7 +315,7 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     files = [
         _plain(file) for file in (*([base] if base else []), *(Path(config).expanduser() for config in command.configs))
     ]
-    _drop_options_of_others(files, command)
+    drop_replaced_options(files, {part: command.value(f"model.{part}") for part in PARTS})
     if base:
         line.append(_as_text(files.pop(0)))
         if not command.recipe:
@@ -336,16 +335,27 @@ def _plain(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _drop_options_of_others(files: list[dict[str, Any]], command: Command) -> None:
-    """Remove the options of a net, optimizer or schedule that a later file, or a flag, replaces by another."""
-    for part in ("net", "optimizer", "schedule"):
-        last = command.value(f"model.{part}")
-        for settings in reversed(files):
+# Parts of a model that have options of their own, with their defaults.
+PARTS = {"net": "resnet18", "optimizer": "sgd", "schedule": "constant"}
+
+
+def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, str | None]) -> None:
+    """Remove the options of a net, optimizer or schedule that a later file, or a flag, replaces by another.
+
+    Args:
+        files: settings, later ones take precedence; changed in place.
+        typed: names of the parts that flags name.
+    """
+    for part, named in PARTS.items():
+        models = []  # of each file, with the part that its options are for
+        for settings in files:
             model = settings.get("model") or {}
-            own = model.get(part, last)
-            if last is not None and own != last:
+            named = model.get(part) or named
+            models.append((model, named))
+        last = typed.get(part) or named
+        for model, name in models:
+            if name != last:
                 model.pop(f"{part}_options", None)
-            last = own if last is None else last
 
 
 def _as_text(settings: Mapping[str, Any]) -> str:

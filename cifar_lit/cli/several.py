@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -23,12 +22,13 @@ from rich.table import Column, Table
 from cifar_lit.bench.process import ask_to_stop, started
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import TrainingCLI, program
-from cifar_lit.cli.flags import ONE_DEVICE, Command, recipe_path
+from cifar_lit.cli.flags import Command, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.cli.run_report import FIGURES as TITLES
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text, write_text
+from cifar_lit.hardware import is_one_device
 from cifar_lit.runs.compare import read_run
 from cifar_lit.runs.run_folder import CHECKPOINTS, RunFolder, display_path, is_finished, read_json, read_metrics
 from cifar_lit.signals import STOP_SIGNALS, stop_signals
@@ -85,7 +85,7 @@ def train_each(
         run = find_run(logs, settings)
         done = run is not None and is_finished(run, needs_test=True)
         flags = [f"--{name}={value}" for name, value in settings.items()]
-        if not done and re.fullmatch(ONE_DEVICE, command.value("trainer.devices") or "1"):
+        if not done and is_one_device(command.value("trainer.devices") or "1"):
             place = str(logs) if logs else command.logs
             resume = str(run) if run else None
             alone = replace(command, several={}, flags=[*command.flags, *flags], logs=place, resume=resume, brief=True)

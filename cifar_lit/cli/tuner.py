@@ -1,219 +1,170 @@
 """`--auto-batch` and `--auto-lr`: find the largest batch size that fits, and a learning rate, before the training.
 
-Lightning's Tuner (2.6) is not used. `scale_batch_size` raises the batch size until a step runs out of memory; a CPU
-swaps or kills the process before that. `lr_find` gives all parameter groups the same rate; ours differ up to a
-thousandfold. It also uses the loss of the current batch: for small batches, noise hides the effect of the rate.
+Each search is a short fit of a copy of the model, with the batches, the precision and the loss of the training.
+Lightning's Tuner (2.6) removes all callbacks, and with them the loss hooks. Its `lr_find` gives all parameter groups
+the same rate; ours differ up to a thousandfold. Its `scale_batch_size` runs out of memory; a CPU swaps before that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from copy import deepcopy
-from functools import partial
-from itertools import takewhile
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy, deepcopy
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import Optimizer
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 
-from cifar_lit.cli.errors import is_out_of_memory
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.hardware import MAX_FLOATS, Machine, count_devices, free_memory, resolve_device
-from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.hardware import free_memory
 from cifar_lit.text import say
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.optimizers import build_optimizer
+from cifar_lit.training.finite import NotFiniteLoss
 
 SIZES = [2**power for power in range(4, 13)]  # above 4,096, images/s no longer rises and accuracy falls
-RATES = ("lr", "bias_lr", "head_lr", "input_lr")  # model settings that the range test scales by one factor
+RATES = ("bias_lr", "head_lr")  # options of optimizers that are scaled like the learning rate
+# The settings that each search finds.
+SEARCHED = {
+    "batch": ("data.batch_size",),
+    "lr": ("model.lr", *(f"model.optimizer_options.{rate}" for rate in RATES), "finetune.input_lr"),
+}
 PEAK = 2.0  # times the bytes saved for the backward pass: a high estimate of the peak
-RESERVE = 0.1  # fraction of the free memory left for other use
+USABLE = 0.9  # fraction of the free memory
 MIN_EPOCH_STEPS = 20  # steps per epoch that the batch size must allow
 MIN_STEPS, MAX_STEPS = 60, 300  # steps of the range test
-MAX_IMAGES = 20_000  # images of the range test, unless MIN_STEPS need more
-MIN_FACTOR, MAX_FACTOR = 1e-3, 1e2  # range of the test, relative to the configured rate
-PROBE_IMAGES = 512  # fixed images whose loss is computed after every step
+DECADES = (-3, 2)  # logarithms of the factors of the test, relative to the configured rate
+PROBE_IMAGES = 512  # images whose loss is computed after every step; a small batch would be noisy
 WINDOW = 0.25  # decades of the rate to either side over which the fall of the loss is measured
 MIN_FALL = 0.02  # fraction of the first loss; a smaller fall is noise
 BLOWN_UP = 4.0  # times the lowest loss; a higher loss ends the test
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+MakeTrainer = Callable[..., Trainer]  # called with a further callback, and settings that replace the training's
 
 
-def device_of(machine: Machine, accelerator: str, devices: Any, nodes: int) -> torch.device:
-    """Return the device that the Trainer will use; raise UsageError for more than one."""
-    if count_devices(machine, accelerator, devices) * nodes > 1:
-        raise UsageError("--auto-batch and --auto-lr need one device: search with --devices 1, then set the values")
-    by_id = isinstance(devices, list) and machine.kind(accelerator) == "gpu"
-    return torch.device(resolve_device(f"cuda:{devices[0]}" if by_id else accelerator, machine))
+def fit_copy(model: ImageClassifier, data: ImageData, make_trainer: MakeTrainer, test: Callback, **limits: Any) -> None:
+    """Fit a copy of the model at constant rates. A loss that is not finite ends the fit."""
+    model = deepcopy(model)
+    model.replace_part("schedule", "constant")
+    trainer = make_trainer(test, **limits)
+    with isolate_rng(), suppress(NotFiniteLoss):
+        trainer.fit(model, datamodule=data)
+        if trainer.global_step == 0:
+            raise UsageError("--auto-batch and --auto-lr need training steps: set finetune.unfreeze true")
 
 
-class Trial:
-    """Training steps of a copy of the model, in float32 unless the precision is mixed."""
+class MemoryTest(Callback):
+    """Measure the usable memory before a step, and the bytes that the step needs for each image."""
 
-    def __init__(self, model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
-        self.device, self.smoothing = device, model.hparams["label_smoothing"]
-        self.net = deepcopy(model.net).to(device).train()
-        if model.hparams["fixed_norms"]:
-            freeze_norms(self.net)
-        if isinstance(self.net, WhitenedNet):
-            self.net.initialise(images_to_whiten(data).to(device))
-            self.net.whitened.fill_(True)
-        settings = {name: model.hparams[name] for name in GROUP_SETTINGS}
-        self.optimizer: Optimizer = build_optimizer(self.net, precision=precision, **settings)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "16-mixed")
-        self.autocast = torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
+    at_full_size = True  # without the smaller images of early epochs
+    free, bytes_per_image = 0.0, 0.0
+    _saved: dict[int, Any] | None = None  # storages by address, kept so that no address is used again
 
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss of images, float (B, C, H, W), with labels, int64 (B,)."""
-        with self.autocast:
-            logits = self.net(images.to(self.device))
-        return F.cross_entropy(logits.float(), labels.to(self.device), label_smoothing=self.smoothing)
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record a tensor that autograd saves within a step."""
+        if self._saved is not None:
+            self._saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
 
-    def step(self, images: Tensor, labels: Tensor) -> None:
-        """Take one optimizer step."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(self.loss(images, labels)).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to record."""
+        self.free, self._saved = USABLE * (free_memory(pl_module.device) or 4 << 30), {}
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+        """Sum the bytes, without those of weights."""
+        weights = {weight.untyped_storage().data_ptr() for weight in pl_module.parameters()}
+        saved = (storage.nbytes() for place, storage in (self._saved or {}).items() if place not in weights)
+        self.bytes_per_image, self._saved = PEAK * sum(saved) / SIZES[0], None
 
 
-def largest_batch(trial: Trial, shape: list[int], limit: int, placed: Callable[[int], int] = lambda free: 0) -> int:
-    """Return the largest of SIZES that fits into memory and is at most `limit`; raise Failure if none fits.
-
-    On a GPU, larger steps are run until one runs out of memory. On a CPU, the memory is estimated from the tensors that
-    a small batch saves for the backward pass.
-
-    Args:
-        shape: (C, H, W) of an image.
-        placed: returns how many of a GPU's free bytes the training images will occupy.
-    """
-    sizes = [SIZES[0], *(size for size in SIZES[1:] if size <= limit)]
-    if trial.device.type == "cuda":
-        free = torch.cuda.mem_get_info(trial.device)[0]
-        reserved = int(free * RESERVE) + placed(free)
-        if reserved >= free:
-            raise Failure("the images leave no memory for a step: set --data.placement host")
-        reserve = torch.empty(reserved, dtype=torch.uint8, device=trial.device)
-        fitting = list(takewhile(lambda size: _fits(trial, shape, size), sizes))
-        del reserve
-        torch.cuda.empty_cache()  # cached memory does not count as free when images are placed
-    else:
-        with trial.autocast:
-            bytes_per_image = PEAK * saved_bytes(trial.net, shape, SIZES[0]) / SIZES[0]
-        memory = (1 - RESERVE) * (free_memory(trial.device) or 4 << 30)
-        fitting = [size for size in sizes if size * bytes_per_image < memory]
+def largest_batch(model: ImageClassifier, data: ImageData, make_trainer: MakeTrainer) -> int:
+    """Return the largest of SIZES that fits into memory and has MIN_EPOCH_STEPS; raise Failure if none fits."""
+    test, data = MemoryTest(), copy(data)
+    data.batch_size = SIZES[0]
+    with torch.autograd.graph.saved_tensors_hooks(test.pack, lambda tensor: tensor):
+        fit_copy(model, data, make_trainer, test, max_epochs=2, limit_train_batches=1)
+    limit = max(SIZES[0], len(data.split[0]) // MIN_EPOCH_STEPS)
+    fitting = [size for size in SIZES if size <= limit and size * test.bytes_per_image <= test.free]
     if not fitting:
-        raise Failure(f"{SIZES[0]} images do not fit into {trial.device.type} memory: choose a smaller --net")
+        raise Failure(f"{SIZES[0]} images do not fit into memory: choose a smaller --net, or --data.placement host")
     return fitting[-1]
 
 
-def saved_bytes(net: nn.Module, shape: Sequence[int], size: int) -> int:
-    """Return the bytes that autograd saves for the backward pass of `size` images, without weights."""
-    weights = {weight.untyped_storage().data_ptr() for weight in net.parameters()}
-    saved: dict[int, Any] = {}
+class RangeTest(Callback):
+    """Multiply the rates of all groups by the next factor at every step, and record the training loss after it."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage  # kept, so that its address is not used again
-        return tensor
+    def __init__(self, factors: list[float]) -> None:
+        self.factors, self.losses = factors, list[float]()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        F.cross_entropy(net(torch.zeros(size, *shape)), torch.zeros(size, dtype=torch.int64))
-    return sum(storage.nbytes() for storage in saved.values())
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Choose the batches whose loss is recorded, augmented as in the first epoch."""
+        self._rates = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
+        loader = trainer.datamodule.train_loader  # type: ignore[attr-defined]
+        size = min(loader.batch_size, PROBE_IMAGES)
+        batches = islice(replace(loader, batch_size=size, workers=0), -(-PROBE_IMAGES // size))
+        self._probe = [trainer.strategy.batch_to_device(batch) for batch in batches]
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Set the rates. Steps with such a hook are not captured."""
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * self.factors[len(self.losses)]
 
-def bytes_on_device(data: ImageData, free: int) -> int:
-    """Return the bytes that the training images will occupy on a device with `free` bytes."""
-    images = data.train_images
-    return images.images.nbytes if data.placement.place_of(images, free) == "device" else 0
-
-
-def _fits(trial: Trial, shape: list[int], size: int) -> bool:
-    try:
-        for _ in range(2):  # the first step allocates the optimizer's state
-            trial.step(torch.zeros(size, *shape), torch.zeros(size, dtype=torch.int64))
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    finally:
-        trial.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-    return True
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record the loss, unless gradients are accumulated. End the fit if the loss is NaN or has blown up."""
+        if trainer.global_step == len(self.losses):
+            return
+        with trainer.precision_plugin.forward_context(), torch.no_grad():
+            loss = float(torch.stack([pl_module.training_step(batch, 0) for batch in self._probe]).mean())
+        self.losses.append(loss)
+        trainer.should_stop = not loss <= BLOWN_UP * min(self.losses) or len(self.losses) == len(self.factors)
 
 
-def learning_rate(trial: Trial, images: Tensor, labels: Tensor, batch: int, lr: float) -> float:
-    """Return a learning rate from a range test (L. N. Smith, Cyclical Learning Rates, 2017, section 3.3).
-
-    Every step multiplies the rates of all groups by the same factor. The result is the rate at which the loss falls
-    fastest over the logarithm of the rate, as in fast.ai.
-
-    Args:
-        images: float (N, C, H, W), normalised.
-        labels: int64 (N,).
-        batch: images per step.
-        lr: the configured rate; the test starts at MIN_FACTOR times its value.
-
-    Raises:
-        Failure: the loss does not fall clearly at any rate.
-    """
-    groups = [(group, float(group["lr"])) for group in trial.optimizer.param_groups]
-    steps = min(max(MIN_STEPS, len(images) // batch), MAX_STEPS)
-    factors = torch.logspace(math.log10(MIN_FACTOR), math.log10(MAX_FACTOR), steps).tolist()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    probe = order[:PROBE_IMAGES]
-    losses: list[float] = []
-    for step, factor in enumerate(factors):
-        for group, rate in groups:
-            group["lr"] = rate * factor
-        rows = order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
-        trial.step(images[rows], labels[rows])
-        with torch.no_grad():
-            losses.append(float(trial.loss(images[probe], labels[probe])))
-        if not losses[-1] <= BLOWN_UP * min(losses):  # also for NaN
-            break
-    reach = max(1, round(WINDOW * steps / math.log10(MAX_FACTOR / MIN_FACTOR)))
-    best = steepest([loss for loss in losses if math.isfinite(loss)], reach)
-    if best is None:
-        tested = f"{lr * MIN_FACTOR:.2g} … {lr * MAX_FACTOR:.2g}"
-        raise Failure(f"no learning rate in {tested} lowers the loss clearly in {steps} steps: set --lr")
-    return float(f"{lr * factors[best]:.2g}")
-
-
-def steepest(losses: list[float], reach: int) -> int | None:
-    """Return the index where losses fall fastest before their minimum, None if the fall is noise.
-
-    The fall is measured from `reach` indices before to `reach` after.
-    """
-    if not losses or min(losses) > (1 - MIN_FALL) * losses[0]:
-        return None
+def learning_rate(model: ImageClassifier, data: ImageData, make_trainer: MakeTrainer) -> float:
+    """Return the rate at which the loss falls fastest in a range test (L. N. Smith, 2017); raise Failure for none."""
+    lr = model.hparams["lr"]
+    steps = min(max(MIN_STEPS, len(data.split[0]) // data.batch_size), MAX_STEPS)
+    test = RangeTest(torch.logspace(*DECADES, steps).tolist())
+    fit_copy(model, copy(data), make_trainer, test, max_epochs=steps)
+    reach = max(1, round(WINDOW * steps / (DECADES[1] - DECADES[0])))
+    losses = [loss for loss in test.losses if math.isfinite(loss)] or [0.0]
     lowest = losses.index(min(losses))
     falls = {step: losses[step - reach] - losses[step + reach] for step in range(reach, lowest - reach + 1)}
-    return max(falls, key=falls.__getitem__, default=None)
+    if not falls or min(losses) > (1 - MIN_FALL) * losses[0]:
+        tested = f"{lr * 10 ** DECADES[0]:.2g} … {lr * 10 ** DECADES[1]:.2g}"
+        raise Failure(f"no learning rate in {tested} lowers the loss clearly in {steps} steps: set --lr")
+    return float(f"{lr * test.factors[max(falls, key=falls.__getitem__)]:.2g}")
 
 
-def search(auto: set[str], model: ImageClassifier, data: ImageData, device: torch.device, precision: str) -> None:
-    """Set the batch size of `data` ("batch" in auto) and the learning rates of `model` ("lr"), and print them."""
-    count, lr = len(data.split[0]), model.hparams["lr"]
+def scaled(rate: float | None, factor: float) -> float | None:
+    """Return a rate times a factor, with two digits; None for None."""
+    if rate is None:
+        return None
+    return float(f"{rate * factor:.2g}")
+
+
+def search(auto: set[str], model: ImageClassifier, data: ImageData, make_trainer: MakeTrainer) -> float:
+    """Set the batch size of `data` ("batch" in auto) and the learning rates of `model` ("lr"), and print them.
+
+    Returns the factor by which the rates were multiplied.
+    """
+    factor = 1.0
     if "batch" in auto:
-        limit = count // MIN_EPOCH_STEPS
-        trial = Trial(model, data, device, precision)
-        size = largest_batch(trial, data.input_shape, limit, partial(bytes_on_device, data))
+        size = largest_batch(model, data, make_trainer)
         say(f"--auto-batch: {size} images (configured: {data.batch_size})")
         data.batch_size = size
     if "lr" in auto:
-        room = MAX_FLOATS // math.prod(data.input_shape)  # the test repeats images beyond this number
-        count = min(count, max(MIN_STEPS * data.batch_size, MAX_IMAGES), max(PROBE_IMAGES, room))
-        rows = spread_rows(data.split[0], count)
-        images, labels = data.plain_images(count), data.train_images.labels[rows]
-        rate = learning_rate(Trial(model, data, device, precision), images, labels, data.batch_size, lr)
+        lr, rate = model.hparams["lr"], learning_rate(model, data, make_trainer)
         say(f"--auto-lr: {rate:g} (configured: {lr:g}), where the loss falls fastest; all rates are scaled alike")
+        factor = rate / lr
+        options = dict(model.hparams["optimizer_options"] or {})
         for name in RATES:
-            if (value := model.hparams[name]) is not None:
-                model.hparams[name] = float(f"{value * rate / lr:.2g}")
+            if name in options:
+                options[name] = scaled(options[name], factor)
+        model.hparams["lr"] = rate
+        model.hparams["optimizer_options"] = options or None
+    return factor

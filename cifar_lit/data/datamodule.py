@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +32,13 @@ from cifar_lit.hooks import methods
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.text import listed
+
+# A Python program may pass a mapping, too. The command line builds the classes itself.
+if TYPE_CHECKING:
+    SplitSettings = Split | dict[str, Any]
+    AugmentSettings = Augment | dict[str, Any] | None
+else:
+    SplitSettings, AugmentSettings = Split, Augment
 
 
 class ImageData(NamesInCheckpoint, pl.LightningDataModule):
@@ -84,10 +91,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         batch_size: int = 128,
         eval_batch_size: int = 500,
         val_size: float = 0.1,
-        split: Split = Split(),  # noqa: B008 (frozen)
+        split: SplitSettings = Split(),  # noqa: B008 (frozen)
         seed: int = 0,
         shuffle: bool = True,
-        augment: Augment = Augment(),  # noqa: B008 (immutable)
+        augment: AugmentSettings = Augment(),  # noqa: B008 (frozen)
         placement: str = "auto",
         workers: int = 2,
         mean: list[float] | float | None = None,
@@ -318,7 +325,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         does not restore them.
         """
         loader = self._train_loader
-        state: dict[str, Any] = {"split": self.record, "settings": json.dumps(self._all_settings)}
+        state: dict[str, Any] = {
+            "split": self.record,
+            "settings": json.dumps(self._all_settings | {"epochs": self.epochs}),
+        }
         state["classes"] = [*self.classes]
         if loader is not None:
             state |= loader.state_dict()

@@ -23,7 +23,6 @@ COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
     "label": ("label", "labels", "class", "classname", "category", "target", "choice"),
     "split": ("split", "set", "subset"),
     "group": ("group",),
-    "reviewed": ("reviewed",),
 }  # fmt: skip
 MAX_BYTES = 1 << 29
 MAX_ROWS = 2_000_000  # they take 2 GB of memory
@@ -33,14 +32,13 @@ MAX_COLUMNS = 1000  # further columns are ignored
 
 
 class Row(NamedTuple):
-    """A row of the table. `number` is 1 for the header row; `split`, `group` and `reviewed` may be empty."""
+    """A row of the table. `number` is 1 for the header row; `split` and `group` may be empty."""
 
     number: int
     path: str
     label: str
     split: str
     group: str
-    reviewed: str  # date of a review
 
 
 def read_table(table: Path, group: str | None = None, labelled: bool = True) -> Iterator[Row]:

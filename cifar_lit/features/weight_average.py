@@ -27,6 +27,7 @@ class WeightAverage(EMAWeightAveraging):
         if not 0 < decay < 1:
             raise UsageError(f"weight_average.decay must be above 0 and below 1, not {decay:g}")
         super().__init__(decay=decay, use_buffers=True)
+        self.decay = decay
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Create the average on the device of the fit, to which the module is moved later."""

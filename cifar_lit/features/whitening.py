@@ -33,14 +33,14 @@ class Whitening(Callback):
     unless gradient clipping or DDP need its gradient. Other nets stay as they are.
 
     Args:
-        bias_epochs: epochs over which the learning rate of the layer's bias falls linearly to 0. Default: the schedule
-            of the other parameters.
+        bias_epochs: epochs over which the learning rate of the layer's bias falls linearly to 0, unless rates are
+            constant. Default: the schedule of the other parameters.
     """
 
     def __init__(self, bias_epochs: float | None = None) -> None:
         if bias_epochs is not None and not bias_epochs > 0:
             raise UsageError(f"whitening.bias_epochs must be above 0, or null, not {bias_epochs:g}")
-        self._bias_epochs = bias_epochs
+        self.bias_epochs = bias_epochs
         self._schedule: Any = None  # schedule of the bias, until it ends
         self._end = math.inf  # steps, or epochs, of the schedule
 
@@ -50,26 +50,36 @@ class Whitening(Callback):
             return
         pl_module.net.is_prepared = True
         self._reset(pl_module)
-        if self._bias_epochs is None:
+        if self.bias_epochs is None:
             return
         configs = trainer.lr_scheduler_configs
-        schedule = configs[0].scheduler if configs else None
-        if not isinstance(schedule, Schedule):
-            raise UsageError("whitening.bias_epochs needs one of our schedules, such as model.schedule triangular")
-        self._end = self._bias_epochs
-        if configs[0].interval == "step":
-            self._end *= max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
-        if not schedule.end_early("whitening", self._end):
-            raise UsageError("this net has no whitening layer with a bias to train: leave whitening.bias_epochs out")
+        if not configs:  # rates are constant
+            return
+        schedule = configs[0].scheduler
+        self._end = self.shorten(schedule, configs[0].interval, trainer)
         if not trainer.gradient_clip_val and trainer.world_size == 1:
             self._schedule = schedule
+
+    def shorten(self, schedule: Any, interval: str, trainer: pl.Trainer) -> float:
+        """Let the rate of the bias fall to 0 early; return the steps (or epochs) of the schedule after which it is 0.
+
+        Raise UsageError for a schedule of another package, or a net without such a bias.
+        """
+        if not isinstance(schedule, Schedule):
+            raise UsageError("whitening.bias_epochs needs one of our schedules, such as model.schedule triangular")
+        end = self.bias_epochs or math.inf
+        if interval == "step":
+            end *= max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
+        if not schedule.end_early("whitening", end):
+            raise UsageError("this net has no whitening layer with a bias to train: leave whitening.bias_epochs out")
+        return end
 
     @property
     def skips_bias_from(self) -> float:
         """The epoch from which the backward pass skips the bias; infinite if it never does."""
-        if self._schedule is None or self._bias_epochs is None:
+        if self._schedule is None or self.bias_epochs is None:
             return math.inf
-        return self._bias_epochs
+        return self.bias_epochs
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Initialise the layer here, so that the training time includes it, as in airbench."""

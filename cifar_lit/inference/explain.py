@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.classify import GAP, LINE_HEIGHT, draw_caption
-from cifar_lit.inference.load import batch_size_of
-from cifar_lit.runs.model_file import LoadedNet
+from cifar_lit.runs.model_file import LoadedNet, batch_size_of
 from cifar_lit.runs.predictions import Row
 
 MIN_MAP_SIDE = 4  # smaller feature maps localise poorly

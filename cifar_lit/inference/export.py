@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,12 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from cifar_lit.data.formats import RESIZES
-from cifar_lit.errors import Failure, UsageError, check_choice, first_line
+from cifar_lit.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.files import writing
-from cifar_lit.inference.load import batch_size_of
-from cifar_lit.inference.mobile import MOBILE
-from cifar_lit.inference.unknown import check_rate, novelty, threshold
-from cifar_lit.runs.model_file import LoadedNet, load_model_file, save_weights
+from cifar_lit.runs.card import check_rate, novelty, threshold
+from cifar_lit.runs.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 from cifar_lit.text import counted, say
 
@@ -40,11 +37,6 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch.export import ExportedProgram
 
-IMAGES = {"onnx": ".onnx", "torch-export": ".pt2", "safetensors": ".safetensors"}
-IMAGES |= {to: target.suffix for to, target in MOBILE.items()}
-# Packages of each format, and the extra that installs them.
-PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {"onnx": (("onnx", "onnxscript", "onnxruntime"), "export")}
-PACKAGES |= {to: (target.packages, to) for to, target in MOBILE.items()}
 FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first opset with a Gelu operator; supported by onnxruntime 1.17 and later
@@ -62,7 +54,7 @@ Runner = Callable[[Tensor], Tensor]
 
 def check_request(to: str, quantize: str | None, reject: float | None = None) -> None:
     """Raise UsageError for an unknown format or invalid options, Failure if packages are missing."""
-    check_choice("--to", to, IMAGES)
+    check_choice("--to", to, FORMATS)
     if quantize not in (None, "int8"):
         raise UsageError(f"--quantize must be int8, not {quantize!r}")
     if quantize is not None and to != "onnx":
@@ -71,16 +63,14 @@ def check_request(to: str, quantize: str | None, reject: float | None = None) ->
         check_rate(reject)
         if to == "safetensors":
             raise UsageError("a safetensors file is for `classify` and `serve`, which have --reject: leave it out")
-    packages, extra = PACKAGES.get(to, ((), ""))
-    if missing := [package for package in packages if find_spec(package) is None]:
-        raise Failure(f'--to {to} needs missing packages ({", ".join(missing)}): pip install "cifar-lit[{extra}]"')
+    check_packages(f"--to {to}", FORMATS[to].packages, FORMATS[to].extra)
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
     """Return the default path of the exported file, beside the model.safetensors."""
     if to == "safetensors":
         raise UsageError(f"{model} is already a safetensors file: name the copy with --out FILE")
-    return model.with_name(model.stem + (f".{quantize}" if quantize else "") + IMAGES[to])
+    return model.with_name(model.stem + (f".{quantize}" if quantize else "") + FORMATS[to].suffix)
 
 
 class Check(NamedTuple):
@@ -110,7 +100,7 @@ def export(
 
     Args:
         net: on the CPU, in evaluation mode.
-        to: a key of `IMAGES`.
+        to: a key of `FORMATS`.
         path: the file.
         sample: at least one image.
         options: calibration images, and what to add.
@@ -123,10 +113,11 @@ def export(
         Failure: the net cannot be exported, net and file disagree, or the file cannot be written.
     """
     with writing(path, "Choose another place with --out.") as part:
-        write(net, to, part, options)
-        if to in MOBILE and MOBILE[to].open is None:
+        FORMATS[to].write(net, part, options)
+        open_file = FORMATS[to].open
+        if open_file is None:
             return None, {}
-        runners = runner_of(net), open_file(part, to)
+        runners = runner_of(net), open_file(part)
         result = check(*runners, sample.images, sample.labels)
         refuse_disagreement(result, int8=options.calibration is not None)
     seconds = {}
@@ -213,36 +204,57 @@ def runner_of(net: LoadedNet) -> Runner:
     return torch.no_grad()(Probabilities(net).eval())
 
 
-def write(net: LoadedNet, to: str, path: Path, options: Options) -> None:
-    """Write a net in one of the formats. Raise Failure for a net that the format cannot express."""
-    if to == "safetensors":  # `cifar_lit.load` reads it
-        save_weights(path, net.net.state_dict(), net.card)
-    elif to == "torch-export":
-        program = traced(net, options.reject)
-        extra = {METADATA_FILE: json.dumps(metadata(net, options.reject), ensure_ascii=False, indent=2)}
-        content = io.BytesIO()  # torch aborts the process if a write to a file fails here
-        with silenced():
-            torch.export.save(program, content, extra_files=extra)
-        path.write_bytes(content.getbuffer())
-    elif to == "onnx":
-        model = onnx_model(net, options.reject)
-        model = quantised(model, options.calibration) if options.calibration else model
-        path.write_bytes(model.SerializeToString())
-    else:
-        with silenced():
-            MOBILE[to].write(net, Probabilities(net, options.reject).eval(), path, metadata(net, options.reject))
+class Format(NamedTuple):
+    """A file format. An extra may add its own to `FORMATS`.
+
+    Args:
+        suffix: of the file's name.
+        write: writes a net. Raises Failure for a net that the format cannot express.
+        open: returns a runner of a file; None if files cannot be run here.
+        usage: lines that use the file: FILE stands for a Python string with its path, PATH for a word of a shell.
+        packages: packages that it needs.
+        extra: the extra of cifar-lit that installs them.
+    """
+
+    suffix: str
+    write: Callable[[LoadedNet, Path, Options], None]
+    open: Callable[[Path], Runner] | None
+    usage: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    extra: str = ""
 
 
-def open_file(path: Path, to: str) -> Runner:
-    """Return a runner of an exported file. ONNX runs in onnxruntime on the CPU, with as many threads as torch."""
-    if to == "safetensors":
-        return runner_of(load_model_file(path))
-    if to == "torch-export":
-        with silenced(), path.open("rb") as file:
-            module = torch.export.load(file).module()
-        return torch.no_grad()(lambda images: first(module(images)))
-    if to in MOBILE and (opened := MOBILE[to].open):
-        return opened(path)
+def write_safetensors(net: LoadedNet, path: Path, options: Options) -> None:
+    """Write a copy of the weights, which `cifar_lit.load` reads."""
+    save_weights(path, net.net.state_dict(), net.card)
+
+
+def write_program(net: LoadedNet, path: Path, options: Options) -> None:
+    """Write an exported program of torch."""
+    program = traced(net, options.reject)
+    extra = {METADATA_FILE: json.dumps(metadata(net, options.reject), ensure_ascii=False, indent=2)}
+    content = io.BytesIO()  # torch aborts the process if a write to a file fails here
+    with silenced():
+        torch.export.save(program, content, extra_files=extra)
+    path.write_bytes(content.getbuffer())
+
+
+def open_program(path: Path) -> Runner:
+    """Return a runner of an exported program."""
+    with silenced(), path.open("rb") as file:
+        module = torch.export.load(file).module()
+    return torch.no_grad()(lambda images: first(module(images)))
+
+
+def write_onnx(net: LoadedNet, path: Path, options: Options) -> None:
+    """Write an ONNX file, in 8 bits if there are calibration images."""
+    model = onnx_model(net, options.reject)
+    model = quantised(model, options.calibration) if options.calibration else model
+    path.write_bytes(model.SerializeToString())
+
+
+def open_onnx(path: Path) -> Runner:
+    """Return a runner of an ONNX file in onnxruntime on the CPU, with as many threads as torch."""
     import onnxruntime
 
     options: Any = onnxruntime.SessionOptions()
@@ -250,6 +262,34 @@ def open_file(path: Path, to: str) -> Runner:
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["probabilities"], {"images": images.contiguous().numpy()})[0])
+
+
+FORMATS = {
+    "onnx": Format(
+        ".onnx",
+        write_onnx,
+        open_onnx,
+        (
+            "  session = onnxruntime.InferenceSession(FILE)",
+            '  session.run(None, {"images": images})  # uint8 (batch, C, H, W)',
+            "  session.get_modelmeta().custom_metadata_map  # class names",
+        ),
+        ("onnx", "onnxscript", "onnxruntime"),
+        "export",
+    ),
+    "torch-export": Format(
+        ".pt2",
+        write_program,
+        open_program,
+        ("  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",),
+    ),
+    "safetensors": Format(
+        ".safetensors",
+        write_safetensors,
+        lambda path: runner_of(load_model_file(path)),
+        ("  cifar-lit classify PATH IMAGES",),
+    ),
+}
 
 
 def first(outputs: Any) -> Tensor:

@@ -15,14 +15,11 @@ from torch import Tensor
 
 from cifar_lit.data.decode import Preparation, decode, pixels_of
 from cifar_lit.errors import Failure
-from cifar_lit.inference.unknown import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.plugins import all_imports_allowed
+from cifar_lit.runs.card import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.text import printable
-
-BATCH, BATCH_PIXELS = 256, 1 << 20  # most images and pixels of a batch
-READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
 
 
 @dataclass(frozen=True)
@@ -36,11 +33,6 @@ class Prediction:
     unknown: bool | None  # whether the image is rejected; None if the model has no scores of held-out images
 
 
-def batch_size_of(images: Tensor) -> int:
-    """Return the batch size for images (B, C, H, W), B > 0."""
-    return max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel()))
-
-
 class Classifier:
     """A trained net with its class names, in the order of its logits.
 
@@ -52,7 +44,7 @@ class Classifier:
 
     def __init__(self, net: LoadedNet, device: str = "cpu", accuracy: float | None = None) -> None:
         self.accuracy = accuracy
-        self.net = net.eval().to(device).to(memory_format=torch.channels_last)  # half the time on a CPU
+        self.net = net.on(device)
         self.card, self.classes = net.card, net.classes
         channels, height, width = net.card.input_shape
         self.reject: float | None = FALSE_ALARMS  # default rate of `predict`; None marks no image
@@ -70,10 +62,7 @@ class Classifier:
         """Return float32 logits (B, classes), on the CPU, for uint8 images (B, C, H, W) of the net's size."""
         if not len(images):
             return torch.zeros(0, len(self.classes))
-        device = self.net.mean.device
-        with torch.no_grad():
-            logits = [self.net(batch.to(device)) for batch in images.split(batch_size_of(images))]
-        return torch.cat(logits).float().cpu()
+        return self.net.logits(images)
 
     def predict(self, images: Any, top: int = 3, reject: float | None = None) -> list[Prediction]:
         """Return a prediction for each image, in order; a list of one for a single image.

@@ -6,6 +6,7 @@ import glob
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, compress, cycle, product
 from pathlib import Path
@@ -90,7 +91,9 @@ def find_runs(names: Sequence[str]) -> list[Path]:
             problem = f"{name} is a file" if matches else f"there is no {name}"
             raise UsageError(f"{problem}: name run folders, a pattern of them, or a folder of logs")
         for folder in folders:
-            inner = [] if _is_run(folder) else list(filter(_is_run, _sorted_folders(folder.iterdir())))
+            inner: list[Path] = []
+            with suppress(OSError):  # `read_run` reports a folder that cannot be read
+                inner = [] if _is_run(folder) else list(filter(_is_run, _sorted_folders(folder.iterdir())))
             for run in inner or [folder]:
                 runs.setdefault(run.resolve(), run)
     return list(runs.values())
@@ -102,11 +105,21 @@ def _sorted_folders(paths: Iterable[Path]) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in RUN_FILES)
+    try:
+        return any((path / name).is_file() for name in RUN_FILES)
+    except OSError:
+        return True
 
 
 def read_run(path: Path) -> RunRecord:
     """Return the contents of a run folder. Missing and damaged files are reported in `note`, never raised."""
+    try:
+        return _read_run(path)
+    except OSError as error:
+        return RunRecord(path, display_path(path), {}, {}, f"cannot be read ({error.strerror or error})")
+
+
+def _read_run(path: Path) -> RunRecord:
     config_file = path / "config.yaml"
     try:
         config = plain_values(config_file) if config_file.is_file() else None  # reading a pipe would block

@@ -30,6 +30,8 @@ from cifar_lit.text import MAX_NAME, is_name
 
 FORMAT = "cifar-lit 1"
 CHECKSUM = "sha256"  # key of the metadata
+BATCH, BATCH_PIXELS = 256, 1 << 20  # most images and pixels of a batch
+READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ModelCard:
     mean: list[float]  # per channel, for pixel values in 0 … 1
     std: list[float]
     options: dict[str, Any] = field(default_factory=dict)  # the net's own settings, as plain values
-    # Scores that 2 % and 20 % of new images should exceed (see `inference.unknown`); None without held-out images.
+    # Scores that 2 % and 20 % of new images should exceed (see `runs.card`); None without held-out images.
     reject: list[float] | None = None
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
     resize: str = "crop"  # how images with another aspect ratio are resized, one of `decode.RESIZES`
@@ -55,6 +57,11 @@ class ModelCard:
         channels, height, width = self.input_shape
         sizes = {"channels": channels, "image_size": (height, width), "num_classes": len(self.classes)}
         return {**sizes, "width": self.width, "options": self.options}
+
+
+def batch_size_of(images: Tensor) -> int:
+    """Return the batch size for images (B, C, H, W), B > 0."""
+    return max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel()))
 
 
 class LoadedNet(nn.Module):
@@ -79,6 +86,16 @@ class LoadedNet(nn.Module):
             raise ValueError(f"images must be uint8 of (batch, {shape}), not {images.dtype} {tuple(images.shape)}")
         logits: Tensor = self.net((images.float() / 255 - self.mean) / self.std)
         return logits
+
+    def on(self, device: torch.device | str) -> LoadedNet:
+        """Move the net to a device, in evaluation mode and channels_last format (half the time on a CPU)."""
+        return self.eval().to(device).to(memory_format=torch.channels_last)
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Return float32 logits (B, classes), on the CPU, for any number B > 0 of uint8 images (B, C, H, W)."""
+        with torch.no_grad():
+            logits = [self(batch.to(self.mean.device)) for batch in images.split(batch_size_of(images))]
+        return torch.cat(logits).float().cpu()
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return calibrated probabilities of logits, float32 (B, classes)."""

@@ -16,7 +16,8 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
-from cifar_lit.runs.calibration import MIN_HELD_OUT, expected_calibration_error, reliability
+from cifar_lit.runs.calibration import expected_calibration_error, reliability
+from cifar_lit.runs.card import MIN_HELD_OUT
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.figures import (
     GALLERY_SIZE,

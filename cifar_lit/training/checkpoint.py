@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
 import time
 import warnings
 import zipfile
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size, write_failure
+from cifar_lit.text import duration_seconds
 from cifar_lit.training.checkpoint_pickle import check_pickles
 from cifar_lit.training.collectives import Agreement
 from cifar_lit.training.loop_position import is_last_epoch, validates_next, within_epoch
@@ -212,12 +212,12 @@ def regular_checkpoint(interval: str | int) -> RegularCheckpoint:
 
     Raises UsageError for an invalid interval.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(interval))
-    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
-    triggers: dict[str, Any] = {"every_n_train_steps": int(number)}
-    if unit:
-        triggers = {"train_time_interval": timedelta(seconds=number * {"s": 1, "m": 60, "h": 3600}[unit])}
-    if number == 0 or (not unit and number != int(number)):
+    steps = int(interval) if str(interval).isdecimal() else None
+    seconds = duration_seconds(str(interval))
+    triggers: dict[str, Any] = {"every_n_train_steps": steps}
+    if seconds:
+        triggers = {"train_time_interval": timedelta(seconds=seconds)}
+    if not steps and not seconds:
         valid = "a number of steps (500) or a time (10m, 90s, 1h)"
         raise UsageError(f"--checkpoint-every must be {valid}, not {interval}")
     return RegularCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=False, **triggers)
@@ -409,9 +409,8 @@ def describe_net(settings: Any) -> str:
     return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
 
 
-def load_weights(model: pl.LightningModule, path: str | Path) -> dict[str, Any]:
-    """Load the weights of a checkpoint into a model; return the checkpoint. Raise Failure for another net."""
-    checkpoint = read_checkpoint(Path(path).expanduser())
+def load_weights(model: pl.LightningModule, path: str | Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Load the weights of a checkpoint that was read from `path`; return it. Raise Failure for another net."""
     try:
         model.load_state_dict(checkpoint["state_dict"])
     except RuntimeError:

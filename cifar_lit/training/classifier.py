@@ -162,6 +162,11 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         """Return the net, optimizer or schedule as it was given: a name, a class, a function or an object."""
         return self._objects.get(name, self.hparams[name])
 
+    def replace_part(self, name: str, part: str) -> None:
+        """Replace the optimizer or the schedule by another of ours with its default options."""
+        self._objects.pop(name, None)
+        self.hparams.update({name: part, f"{name}_options": None})
+
     def build_for(self, data: Any) -> None:
         """Build net and metrics for a datamodule, unless they are built. Raise UsageError without `class_count`."""
         if self.hparams["num_classes"] is not None:

@@ -69,8 +69,9 @@ SHORT = (
 # Total: 18 steps (126 with lenet). Before it: last checkpoint at step 8, last row of the curves at step 6.
 KILLED_AT = 9
 # Narrow nets, learning rates for batches of 32, and whitening frozen after the first epoch.
-WHITENED = ("--model.net_options.widths=[16,32,32]", "--model.bias_lr", "1.7", "--model.head_lr", "21")
-FAST = (*WHITENED, "--model.whiten_epochs", "1")
+OPTION = "--model.optimizer_options."
+WHITENED = ("--model.net_options.widths=[16,32,32]", f"{OPTION}bias_lr", "1.7", f"{OPTION}head_lr", "21")
+FAST = (*WHITENED, "--whitening.bias_epochs", "1")
 # Further flags of each recipe. A name with a plus is a variant of the recipe before the plus.
 FLAGS: dict[str, tuple[str, ...]] = {
     "fashion_cnn": ("--data.image_size", "28", "--data.channels", "1"),
@@ -81,7 +82,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "laptop": WHITENED,
     "lenet": ("--batch-size", "4"),
     "quickstart": ("--data.val_size", "19"),
-    "quickstart+ema": ("--data.val_size", "19", "--model.ema_decay", "0.9", "--trainer.gradient_clip_val", "0.5"),
+    "quickstart+ema": ("--data.val_size", "19", "--weight_average.decay", "0.9", "--trainer.gradient_clip_val", "0.5"),
     "resnet18": ("--data.image_size", "8", "--data.count", "50", "--batch-size", "8", "--lr", "0.01"),
     "signs_mlp": (),
     "sjnet": (),

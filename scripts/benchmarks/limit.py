@@ -12,8 +12,6 @@ from operator import truediv
 from typing import Any, NamedTuple
 
 import torch
-from cifar_lit.data.hard_rounds import first_hard_batch
-from cifar_lit.data.resolution import side_at
 from loops import AUTOCAST
 from script import run_script
 from timed_fit import Stopwatch, Subject, add_data_arguments, fit, read_clock, subject_from
@@ -24,9 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.cli.flags import recipe_path, recipe_settings
+from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.fit_length import FitLength, count_batches
 from cifar_lit.errors import UsageError
+from cifar_lit.features.resolutions import side_at
+from cifar_lit.features.skip_easy import first_hard_batch
+from cifar_lit.runs.config_file import plain_values
 
 WHAT = (
     "For each recipe and precision, compare the GFLOP/s of training steps under the Trainer with the GFLOP/s of a "
@@ -63,7 +64,7 @@ def run(settings: argparse.Namespace) -> None:
     for number, (recipe, precision) in enumerate(pairs):
         own = {"recipe": recipe, "net": None, "lr": None, "batch_size": None, "precision": precision}
         subject = subject_from(argparse.Namespace(**{**vars(settings), **own}))
-        trainer: Any = recipe_settings(recipe_path(recipe))["trainer"]
+        trainer: Any = plain_values(recipe_path(recipe))["trainer"]
         images = images_by_kind(subject, trainer["max_epochs"])
         steps = {kind: recorded_step(subject, kind) for kind in images}
         operations = {kind: images[kind] * step.operations for kind, step in steps.items()}
@@ -90,16 +91,19 @@ class Kind(NamedTuple):
 
 def images_by_kind(subject: Subject, epochs: int) -> Counter[Kind]:
     """Return the number of training images in steps of each kind, over a whole training."""
-    data, whiten_epochs = subject.data, subject.model.hparams["whiten_epochs"]
+    data, bias_epochs = subject.data, subject.bias_epochs
+    sides = subject.features.get("resolutions", {}).get("sides", {})
     count, batch_size = len(data.split[0]), data.batch_size
     length = count_batches(count, batch_size)
     total = epochs * length
-    epoch, batch = first_hard_batch(data.skip_from, FitLength(length, total))
-    first_hard = epoch * length + batch if data.skip_easy else total  # from here on, all batches are full
+    first_hard = total  # from here on, all batches are full
+    if "skip_easy" in subject.features:
+        epoch, batch = first_hard_batch(subject.features["skip_easy"].get("start", 0.6), FitLength(length, total))
+        first_hard = epoch * length + batch
     images: Counter[Kind] = Counter()
     for step in range(total):
         epoch, batch = divmod(step, length)
-        kind = Kind(side_at(data.resolutions, epoch, epochs), step >= (whiten_epochs or epochs) * length)
+        kind = Kind(side_at(sides, epoch, epochs), step >= (bias_epochs or epochs) * length)
         images[kind] += batch_size if step >= first_hard else min(batch_size, count - batch * batch_size)
     return images
 
@@ -140,6 +144,7 @@ def recorded_step(subject: Subject, kind: Kind) -> RecordedStep:
     side = kind.side or height
     images = torch.randn(FEW_IMAGES, channels, side, round(width * side / height))
     net: Any = deepcopy(subject.model.net).train()
+    net.is_prepared = True  # a first layer of random numbers takes as long as a computed one
     if kind.bias_is_final:
         net.bias_is_final = True
     with FlopCounterMode(display=False) as counter, Recorder() as recorder:
@@ -168,8 +173,11 @@ def measured_rates(
 ) -> Mapping[str, Sequence[float]]:
     """Train steps of a kind, and compute matrix products and convolutions in turn; return the FLOP/s of each round."""
     data = subject.data
-    data.resolutions = data.preprocessing.resolutions = {} if kind.side is None else {kind.side: 1.0}
-    subject.model.hparams["whiten_epochs"] = 1e-9 if kind.bias_is_final else None  # ends in the warm-up, or never
+    features = {name: values for name, values in subject.features.items() if name != "resolutions"}
+    if kind.side is not None:
+        features["resolutions"] = {"sides": {kind.side: 1.0}}
+    if "whitening" in features:  # its bias ends in the warm-up, or never
+        features["whitening"] = {"bias_epochs": 1e-9 if kind.bias_is_final else None}
     dtype = torch.bfloat16 if AUTOCAST[subject.trainer["precision"]] else torch.float32
     products: list[float] = []
     convolutions: list[float] = []
@@ -186,12 +194,12 @@ def measured_rates(
         return turn
 
     watch = Stopwatch(settings.steps, settings.rounds, settings.steps, start)
-    fit(subject, watch, max_epochs=100_000)
+    fit(subject._replace(features=features), watch)
     own = [turn.images * step.operations / turn.ours for turn in watch.rounds]
     return dict(zip(RATES, (products[1:], convolutions[1:], own), strict=True))
 
 
-def product_rate(dtype: torch.dtype, device: torch.device, repeats: int = 1) -> float:
+def product_rate(dtype: torch.dtype, device: torch.device, repeats: int) -> float:
     """Return the FLOP/s of products of two square matrices."""
     side = MATRIX_SIDE.get(device.type, 4096)
     first, second = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))

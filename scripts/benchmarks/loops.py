@@ -1,30 +1,32 @@
-"""Hand-written training loops to compare with. Each yields after every step or epoch."""
+"""A hand-written training loop and data set to compare with."""
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision.transforms import Compose, Normalize, ToTensor
+from torch.utils.data import Dataset
+from torchvision.transforms import Compose
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
+from cifar_lit.features import capture
+from cifar_lit.features.capture import Capture
+from cifar_lit.features.weight_average import WeightAverage
+from cifar_lit.features.whitening import Whitening
 from cifar_lit.signals import STOP_SIGNALS
-from cifar_lit.training import captured
 from cifar_lit.training.classifier import ImageClassifier
 
 AUTOCAST = {"32-true": False, "bf16-mixed": True}  # precisions of the bare loop
@@ -52,65 +54,6 @@ class ArrayImages(Dataset[tuple[Tensor, int]]):
         return self.transform(self.arrays[index]), self.labels[index]
 
 
-def lay_out_plainly(net: nn.Module) -> None:
-    """Restore the default memory format of a net's weights, as the tutorials have it."""
-    for parameter in net.parameters():
-        parameter.data = parameter.data.contiguous(memory_format=torch.contiguous_format)
-
-
-@dataclass(frozen=True)
-class TutorialLoop:
-    """The loop of the five tutorials: PIL images, a DataLoader without workers, float32, SGD.
-
-    Attributes:
-        split: rows of `images` for training and for evaluation.
-        mean, std: statistics per channel for normalisation after ToTensor.
-    """
-
-    images: ImageSet
-    split: tuple[Tensor, Tensor]
-    net: nn.Module
-    batch_size: int
-    lr: float
-    momentum: float = 0.0
-    mean: Sequence[float] = (0.0,)
-    std: Sequence[float] = (1.0,)
-
-    def _loader(self, rows: Tensor, shuffle: bool) -> DataLoader[tuple[Tensor, int]]:
-        plain = not any(self.mean) and all(value == 1 for value in self.std)
-        transforms = [Image.fromarray, ToTensor(), *([] if plain else [Normalize(self.mean, self.std)])]
-        images = Subset(ArrayImages(self.images, transforms), rows.tolist())
-        return DataLoader(images, batch_size=self.batch_size, shuffle=shuffle)
-
-    def steps(self, device: torch.device) -> Iterator[int]:
-        """Train; yield the number of images after each step."""
-        loader, net = self._loader(self.split[0], True), self.net.to(device)
-        optimizer = torch.optim.SGD(net.parameters(), lr=self.lr, momentum=self.momentum)
-        while True:
-            net.train()
-            for pixels, labels in loader:
-                pixels, labels = pixels.to(device), labels.to(device)
-                loss = F.cross_entropy(net(pixels), labels)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                yield len(labels)
-
-    def epochs(self, device: torch.device) -> Iterator[int]:
-        """Train and evaluate; yield the number of training images after each epoch."""
-        steps, held_out = self.steps(device), self._loader(self.split[1], False)
-        while True:
-            trained = sum(islice(steps, -(-len(self.split[0]) // self.batch_size)))
-            self.net.eval()
-            loss_sum, hits = 0.0, 0
-            with torch.no_grad():
-                for pixels, labels in held_out:
-                    logits, labels = self.net(pixels.to(device)), labels.to(device)
-                    loss_sum += F.cross_entropy(logits, labels).item()
-                    hits += int((logits.argmax(1) == labels).sum())
-            yield trained
-
-
 def batches_on_device(data: ImageData, device: torch.device) -> Iterator[Iterator[Batch]]:
     """Yield epochs of normalised batches on the device, as the Trainer passes them to the model."""
     data = copy(data)  # creates a loader of its own for the same images
@@ -132,7 +75,7 @@ class ReplayedStep:
     """
 
     def __init__(self, step: Callable[[Tensor, Tensor], None], net: nn.Module, device: torch.device) -> None:
-        self._step, self._net, self._module = step, net, captured.device_graphs(device)
+        self._step, self._net, self._module = step, net, capture.device_graphs(device)
         self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
         self._warm_ups = Counter[Any]()
         self._graphs: dict[Any, tuple[Any, Tensor, Tensor]] = {}  # graph, its input images and targets
@@ -140,7 +83,7 @@ class ReplayedStep:
     def __call__(self, images: Tensor, targets: Tensor) -> None:
         """Train on a batch."""
         key = (images.shape, getattr(self._net, "bias_is_final", False))
-        if key not in self._graphs and self._warm_ups[key] < captured.WARM_UP_STEPS:
+        if key not in self._graphs and self._warm_ups[key] < capture.WARM_UP_STEPS:
             self._warm_ups[key] += 1
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
@@ -175,8 +118,8 @@ class BareLoop:
     """
 
     def __init__(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
-        if model.hparams["class_weights"] != "none":
-            raise UsageError("the bare loop has no class weights: choose a --recipe without model.class_weights")
+        if model.loss_hooks:
+            raise UsageError("the bare loop changes no losses: choose a --recipe without class_weights and the like")
         if trainer.precision not in AUTOCAST:
             raise UsageError(
                 f"the bare loop has no precision {trainer.precision}: set --precision to {' or '.join(AUTOCAST)}"
@@ -184,18 +127,23 @@ class BareLoop:
         twin = ImageClassifier(**model.hparams).to(model.device)  # the optimizer's kernels depend on the device
         self.net = twin.net = deepcopy(model.net)
         twin.train()
-        self.captures = captured.can_capture(trainer, model.hparams["capture"])
-        if model.hparams["compile"] and self.captures:
+        features: dict[Any, Any] = {type(callback): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
+        self.captures = Capture in features and features[Capture].captures(trainer)
+        if self.captures and features[Capture].compile:
             self.net.compile(dynamic=False)
         twin.trainer = trainer  # gives the schedule the length of the training
         configured: Any = twin.configure_optimizers()
         if not isinstance(configured, dict):  # a constant rate
             configured = {"optimizer": configured, "lr_scheduler": {"scheduler": None, "interval": ""}}
         self.optimizer, self.schedule = configured["optimizer"], configured["lr_scheduler"]
-        decay = model.hparams["ema_decay"]
-        self.average = (
-            AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True) if decay else None
-        )
+        self._end_of_bias = math.inf
+        if Whitening in features and self.schedule["scheduler"] is not None and features[Whitening].bias_epochs:
+            schedule, interval = self.schedule["scheduler"], self.schedule["interval"]
+            self._end_of_bias = features[Whitening].shorten(schedule, interval, trainer)
+        self.average = None
+        if WeightAverage in features:
+            average = get_ema_multi_avg_fn(features[WeightAverage].decay)
+            self.average = AveragedModel(self.net, multi_avg_fn=average, use_buffers=True)
         self._autocast, self._smoothing = AUTOCAST[trainer.precision], model.hparams["label_smoothing"]
         step = ReplayedStep(self._step, self.net, model.device) if self.captures else self._step
         self._running = self._steps(batches_on_device(data, model.device), step)
@@ -226,4 +174,4 @@ class BareLoop:
             if interval == "epoch":
                 scheduler.step()
             if interval:  # only nets with whitening read the attribute
-                self.net.bias_is_final = scheduler.whitening_ended
+                self.net.bias_is_final = scheduler.last_epoch >= self._end_of_bias

@@ -56,7 +56,7 @@ def run(settings: argparse.Namespace) -> None:
         return toggle
 
     watch = Stopwatch(settings.steps, 2, settings.warmup, start)
-    settings.precision = fit(subject, watch, max_epochs=100_000)
+    settings.precision = fit(subject, watch)
     (profiler,), (timed, profiled) = profilers, watch.rounds
     on_cpu = ProfilerActivity.CPU in profiler.activities
     time_of = "self_cpu_time_total" if on_cpu else "self_device_time_total"  # microseconds

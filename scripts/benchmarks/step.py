@@ -19,7 +19,7 @@ from cifar_lit.training.orderly_stop import Interrupted
 WHAT = (
     "Compare training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, with a bare "
     "PyTorch loop that has the same net, weights, batches, precision, optimizer and schedule. Both take turns in one "
-    "process. On a GPU, both replay their steps as CUDA graphs if the recipe does (model.capture), else neither does. "
+    "process. On a GPU, both replay their steps as CUDA graphs if the recipe does (capture), else neither does. "
     "Without --recipe the net is a single layer, which isolates the overhead of the Trainer."
 )
 
@@ -52,7 +52,7 @@ def run(settings: argparse.Namespace) -> None:
     progress = Progress(settings.rounds, "round")
     watch = Stopwatch(settings.steps, settings.rounds, settings.warmup, start, progress)
     with suppress(Interrupted):
-        settings.precision = fit(subject, watch, max_epochs=100_000)
+        settings.precision = fit(subject, watch)
     turns = f"{settings.steps} {'replayed steps' if settings.captured else 'steps'} of each"
     report("step", settings, watch.rounds, "bare loop", turns)
 

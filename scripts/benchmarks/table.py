@@ -2,10 +2,9 @@
 
     python scripts/benchmarks/table.py             # print all results as Markdown
     python scripts/benchmarks/table.py --write     # update the pages and the recipe headers
-    python scripts/benchmarks/table.py --check     # fail if --write would change anything
 
-A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. page_tables.py defines
-the table of each KEY. A recipe header names its JSON file in the line `# File:`.
+A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. results/tables.yaml
+defines the table of each KEY. A recipe header names its JSON file in the line `# File:`.
 """
 
 from __future__ import annotations
@@ -16,20 +15,23 @@ import os
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from page_tables import RUN_COLUMNS, TABLES, UNMEASURED, Cell, Figure, Table
+import yaml
 from script import run_script
 
 from cifar_lit.bench.commands import BENCHES
 from cifar_lit.bench.report import FEW, machine_text, spread, spread_text
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import SHARE, limits_text, mean_interval
 
 WHAT = "print measured results as Markdown, or write them into the pages and the recipe headers of a checkout"
+UNMEASURED = "not measured yet"
+RUN_COLUMNS = ("test accuracy", "with TTA", "training time", "start to result", "peak memory")  # labels of figures
 PAGES = ("README*.md", "docs/**/*.md", "results/**/*.md")
 RECIPES = "cifar_lit/recipes/*.yaml"
 BLOCK = re.compile(
@@ -54,49 +56,103 @@ OTHER_COLUMNS = ("measurement", "machine", "what", "result", "file")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `[PATH …]`, `--write` and `--check`."""
-    parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="JSON files or folders to print; all of results/ if none"
-    )
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument("--write", action="store_true", help="update the pages and the recipe headers")
-    target.add_argument("--check", action="store_true", help="fail if a page or a recipe header is out of date")
+    """Add `[PATH …]` and `--write`."""
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="JSON files or folders to print; default: results/")
+    parser.add_argument("--write", action="store_true", help="update the pages and the recipe headers")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print, write or check; raise Failure if a checked page differs from its JSON files."""
-    if not (options.write or options.check):
+    """Print or write."""
+    if not options.write:
         print(results_text(json_files(options.paths or ["results"]), Path.cwd()))
         return
-    changed = {page: text for page, text in updated_pages(Path.cwd()).items() if text != page.read_text()}
-    if options.check and changed:
-        pages = ", ".join(map(display_path, changed))
-        raise Failure(f"figures out of date in {pages}: run `python scripts/benchmarks/table.py --write`")
-    for page, text in changed.items():
-        write_text(page, text)
-        print(f"{display_path(page)}: updated")
+    for page, text in updated_pages(Path.cwd()).items():
+        if text != page.read_text(encoding="utf-8"):
+            write_text(page, text)
+            print(f"{display_path(page)}: updated")
 
 
 def updated_pages(root: Path) -> dict[Path, str]:
     """Return the text of each page and recipe of a checkout with current figures; raise UsageError for unknown keys."""
-    pages = [page for pattern in PAGES for page in sorted(root.glob(pattern))]
-    texts = {page: updated_page(page, root / "results") for page in pages}
-    return texts | {recipe: updated_header(recipe.read_text(), root) for recipe in sorted(root.glob(RECIPES))}
+    tables = read_tables(root / "results")
+    texts = {}
+    for pattern in PAGES:
+        for page in sorted(root.glob(pattern)):
+            texts[page] = updated_page(page, tables, root / "results")
+    for recipe in sorted(root.glob(RECIPES)):
+        texts[recipe] = updated_header(recipe.read_text(encoding="utf-8"), root)
+    return texts
 
 
-def updated_page(page: Path, results: Path) -> str:
+def updated_page(page: Path, tables: Mapping[str, Table], results: Path) -> str:
     """Return the text of a page with current blocks."""
 
     def block(match: re.Match[str]) -> str:
-        return f"{match['start']}\n{_block(match['key'], results, page)}\n\n{match['end']}"
+        key = match["key"]
+        if key not in tables:
+            raise UsageError(f"{display_path(page)}: no table is called {key!r}; use {', '.join(tables)}")
+        return f"{match['start']}\n{table_text(tables[key], results, page.parent)}\n\n{match['end']}"
 
     return BLOCK.sub(block, page.read_text(encoding="utf-8"))
 
 
-def _block(key: str, results: Path, page: Path) -> str:
-    if key not in TABLES:
-        raise UsageError(f"{display_path(page)}: no table is called {key!r}; use {', '.join(TABLES)}")
-    return table_text(TABLES[key], results, page.parent)
+# ---- tables of the pages
+
+
+class Figure(NamedTuple):
+    """A measured figure: the JSON file in `results/`, without its ending, and the figure's label in it."""
+
+    file: str
+    label: str
+
+
+@dataclass
+class Table:
+    """A table of a page. A cell is a list of texts and figures, which are joined."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Sequence[str | Figure]]]
+    source: str = "Measured on {machines}; {dates}. Source: {link}."
+    unmeasured: str = UNMEASURED
+    intervals: bool = False
+
+    def files(self) -> list[str]:
+        """Return the files of the figures, in the table's order."""
+        figures = [part for row in self.rows for cell in row for part in cell if isinstance(part, Figure)]
+        return list(dict.fromkeys(figure.file for figure in figures))
+
+
+def read_tables(results: Path) -> dict[str, Table]:
+    """Return the tables of `tables.yaml` by key. The comment at the start of the file describes its format."""
+    tables = {}
+    for key, entry in yaml.safe_load((results / "tables.yaml").read_text(encoding="utf-8")).items():
+        shared = {"file": entry.pop("file", ""), "cells": entry.pop("cells", ()), "rows": entry.pop("rows", ())}
+        rows = []
+        for part in entry.pop("parts", [{}]):
+            rows += rows_of_part(**{**shared, **part})
+        tables[key] = Table(rows=rows, **entry)
+    return tables
+
+
+def rows_of_part(
+    file: str, cells: Sequence[str], rows: Mapping[str, str] | Sequence[Sequence[str]]
+) -> list[list[list[str | Figure]]]:
+    """Return a row for each entry of `rows`, with its fields inserted into `cells` and `file`."""
+    entries = rows.items() if isinstance(rows, Mapping) else rows
+    return [[parts_of_cell(cell.format(*fields), file.format(*fields)) for cell in cells] for fields in entries]
+
+
+def parts_of_cell(cell: str, file: str) -> list[str | Figure]:
+    """Split the text of a cell at its figures, which are in `file` unless they name another one."""
+    parts: list[str | Figure] = []
+    for number, text in enumerate(re.split("<([^>]+)>", cell)):
+        if number % 2 == 0:
+            parts.append(text)
+            continue
+        own_file, _, label = text.rpartition(" | ")
+        name = own_file or file
+        parts.append(Figure(name if "/" in name else f"cpu/{name}", label))
+    return parts
 
 
 def table_text(table: Table, results: Path, home: Path) -> str:
@@ -106,23 +162,22 @@ def table_text(table: Table, results: Path, home: Path) -> str:
         results: the folder of JSON files.
         home: the folder that links start from.
     """
-    files = _files(table, results)
+    paths = {name: results / f"{name}.json" for name in table.files()}
+    files = {name: read_figures(path) for name, path in paths.items() if path.exists()}
     machines = list(dict.fromkeys(_machine(figures) for figures in files.values() if "environment" in figures))
     times: set[str] = set()  # machines of the times
 
-    def text(cell: Cell) -> str:
-        if isinstance(cell, str):
-            return cell
-        if not isinstance(cell, Figure):
-            return "".join(map(text, cell))
-        if cell.file not in files:
+    def text(part: str | Figure) -> str:
+        if isinstance(part, str):
+            return part
+        if part.file not in files:
             return table.unmeasured
-        figures = files[cell.file]
+        figures = files[part.file]
         texts = figure_texts(figures)
-        if cell.label not in texts:
-            path = display_path(results / f"{cell.file}.json")
-            raise UsageError(f"{path} has no figure {cell.label!r}; it has {', '.join(texts)}")
-        value = texts[cell.label] if table.intervals else short(texts[cell.label])
+        if part.label not in texts:
+            path = display_path(paths[part.file])
+            raise UsageError(f"{path} has no figure {part.label!r}; it has {', '.join(texts)}")
+        value = texts[part.label] if table.intervals else short(texts[part.label])
         machine = _machine(figures)
         if len(machines) == 1 or machine not in machines or not TIME.search(value):
             return value
@@ -130,24 +185,10 @@ def table_text(table: Table, results: Path, home: Path) -> str:
         mark = chr(ord("A") + machines.index(machine))
         return f"{value[:-1]}; {mark})" if value.endswith(")") else f"{value} ({mark})"
 
-    rows = [[text(cell) for cell in row] for row in table.rows]
+    rows = [["".join(map(text, cell)) for cell in row] for row in table.rows]
     names = [f"{chr(ord('A') + place)}: {machine}" if times else machine for place, machine in enumerate(machines)]
     source = _source(table.source, files, names, results, home)
     return "\n\n".join([markdown(table.columns, rows), *([source] if source else [])])
-
-
-def _files(table: Table, results: Path) -> dict[str, dict[str, Any]]:
-    """Return the content of each file of a table that exists, in the table's order."""
-    names = dict.fromkeys(figure.file for row in table.rows for cell in row for figure in _figures(cell))
-    paths = {name: results / f"{name}.json" for name in names}
-    return {name: read_figures(path) for name, path in paths.items() if path.exists()}
-
-
-def _figures(cell: Cell) -> list[Figure]:
-    """Return the figures of a cell."""
-    if isinstance(cell, Figure):
-        return [cell]
-    return [figure for part in ([] if isinstance(cell, str) else cell) for figure in _figures(part)]
 
 
 def _source(
@@ -168,6 +209,9 @@ def _source(
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+# ---- headers of recipes
 
 
 def updated_header(text: str, root: Path) -> str:

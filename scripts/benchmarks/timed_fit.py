@@ -1,11 +1,10 @@
-"""Train a recipe under the Trainer with all features of a run, and time it against another loop."""
+"""Train a recipe under the Trainer with all features of a run, and time its steps against another loop."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,17 +21,20 @@ from script import set_threads
 from torch import nn
 
 from cifar_lit.bench.progress import Progress
-from cifar_lit.cli.flags import parse, recipe_path, recipe_settings
+from cifar_lit.cli.flags import parse, recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.fit_length import count_batches
 from cifar_lit.errors import UsageError
+from cifar_lit.features import FEATURES, feature_class
 from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder
 from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.classifier import ImageClassifier
 
 LINEAR = "linear"  # a single layer, for measurements only
+ENDLESS = 100_000  # epochs: the watch ends a fit
 WITHOUT_RECIPE: dict[str, Any] = {
     "model": {"lr": 0.01},
     "data": {"dataset": "shapes", "batch_size": 64, "mean": 0.0, "std": 1.0},
@@ -40,11 +42,21 @@ WITHOUT_RECIPE: dict[str, Any] = {
 
 
 class Subject(NamedTuple):
-    """A training; `trainer` holds the Trainer's arguments (accelerator, one device, precision)."""
+    """A training.
+
+    trainer: the Trainer's arguments (accelerator, one device, precision).
+    features: settings of each feature by its name.
+    """
 
     model: ImageClassifier
     data: ImageData
     trainer: dict[str, Any]
+    features: dict[str, dict[str, Any]]
+
+    @property
+    def bias_epochs(self) -> float | None:
+        """Epochs over which the bias of a whitening layer is trained; None for all."""
+        return (self.features.get("whitening") or {}).get("bias_epochs")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) -> None:
@@ -53,7 +65,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, recipe: str | None) 
     The measurement passes `settings.flags` to `subject_from`.
     """
     parser.set_defaults(flags=[])
-    parser.epilog = "Further flags --model.NAME VALUE change settings of the recipe's model."
+    parser.epilog = "Further flags --model.NAME VALUE and --FEATURE.NAME VALUE change settings of the recipe."
     parser.add_argument("--recipe", default=recipe, help="a packaged recipe, or a YAML file of your own")
     parser.add_argument("--net", "--model.net", help=f"replaces the recipe's net; {LINEAR!r} is a single layer")
     parser.add_argument("--lr", "--model.lr", type=float, help="replaces the recipe's learning rate")
@@ -76,16 +88,17 @@ def add_data_arguments(parser: argparse.ArgumentParser, dataset: str | None = No
 
 
 def model_settings(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `--model.NAME VALUE` by name; raise UsageError for other flags."""
+    """Return the values of `--model.NAME VALUE` and of features by dotted name; raise UsageError for other flags."""
     values = {}
     for word in parse("train", list(flags)).flags:
         flag, equals, text = word.partition("=")
-        if not (flag.startswith("--model.") and equals):
-            raise UsageError(f"{word}: not a flag of this measurement (see --help), nor --model.NAME with a value")
+        name = flag.removeprefix("--")
+        if name.partition(".")[0] not in ("model", *FEATURES) or not equals:
+            raise UsageError(f"{word}: not a flag of this measurement (see --help), nor a setting of model or features")
         value = yaml.safe_load(text)
         with suppress(ValueError):  # YAML reads 1e-3 as text
             value = float(value) if isinstance(value, str) else value
-        values[flag.removeprefix("--model.")] = value
+        values[name.removeprefix("model.")] = value
     return values
 
 
@@ -98,14 +111,17 @@ def subject_from(settings: argparse.Namespace, flags: Sequence[str] = ()) -> Sub
     Raises:
         UsageError: if a name or setting does not exist.
     """
-    recipe: dict[str, Any] = recipe_settings(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
+    recipe: dict[str, Any] = plain_values(recipe_path(settings.recipe)) if settings.recipe else WITHOUT_RECIPE
     model, data, trainer = (dict(recipe.get(section) or {}) for section in ("model", "data", "trainer"))
+    features = {name: dict(recipe[name]) for name in FEATURES if isinstance(recipe.get(name), dict)}
     for name in ("metrics", "monitor"):  # no validation runs
         model.pop(name, None)
     model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
     for name, value in model_settings(flags).items():
         option, _, key = name.partition(".")  # an option: net_options.pad_input
-        model[option] = {**(model.get(option) or {}), key: value} if key else value
+        target = features if option in FEATURES else model
+        target[option] = {**(target.get(option) or {}), key: value} if key else value
+    features = {name: values for name, values in features.items() if values is not None}
     data |= {
         name: value for name in ("dataset", "root", "batch_size") if (value := getattr(settings, name)) is not None
     }
@@ -118,14 +134,13 @@ def subject_from(settings: argparse.Namespace, flags: Sequence[str] = ()) -> Sub
     settings.net, settings.lr = model.get("net", classifier.hparams["net"]), classifier.hparams["lr"]
     settings.dataset, settings.batch_size, settings.precision = images.dataset, images.batch_size, precision
     extra = {name: trainer[name] for name in ("log_every_n_steps",) if name in trainer}
-    return Subject(
-        classifier, images, {"accelerator": accelerator, "devices": devices, "precision": precision, **extra}
-    )
+    arguments = {"accelerator": accelerator, "devices": devices, "precision": precision, **extra}
+    return Subject(classifier, images, arguments, features)
 
 
 def default_warmup(subject: Subject, least: int) -> int:
     """Return the steps of a warm-up: `least` after the whitening schedule, whose end changes the later steps."""
-    epochs = math.ceil(subject.model.hparams["whiten_epochs"] or 0)
+    epochs = math.ceil(subject.bias_epochs or 0)
     return epochs * count_batches(len(subject.data.split[0]), subject.data.batch_size) + least
 
 
@@ -145,9 +160,13 @@ def build(model: dict[str, Any], data: dict[str, Any]) -> tuple[ImageData, Image
     return images, classifier
 
 
-def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool = False) -> str:
-    """Fit with bar, TensorBoard, metrics and checkpoints in a temporary folder; return the Trainer's precision."""
+def fit(subject: Subject, watch: Stopwatch, max_epochs: int = ENDLESS) -> str:
+    """Fit until the watch has its rounds; return the Trainer's precision.
+
+    As in a run, there are a bar, TensorBoard, metrics and checkpoints, in a temporary folder.
+    """
     torch.set_float32_matmul_precision("high")  # same as in a run
+    features = [feature_class(name)(**values) for name, values in subject.features.items()]
     with (
         tempfile.TemporaryDirectory() as folder,
         Path(os.devnull).open("w", encoding="utf-8") as devnull,
@@ -157,10 +176,10 @@ def fit(subject: Subject, *callbacks: Callback, max_epochs: int, validates: bool
         trainer = pl.Trainer(
             **subject.trainer,
             max_epochs=max_epochs,
-            callbacks=[*callbacks, *run.callbacks(validates=validates, bar=True)],
+            callbacks=[watch, *features, *run.callbacks(validates=False, bar=True)],
             logger=run.loggers(None),
             num_sanity_val_steps=0,
-            limit_val_batches=1.0 if validates else 0,
+            limit_val_batches=0,
             enable_model_summary=False,
             profiler=NoProfiler(),
         )
@@ -202,7 +221,7 @@ class Stopwatch(Callback):
     Args:
         steps: optimizer steps in a round.
         count: number of rounds.
-        warmup: steps before the first round.
+        warmup: steps before the first round, at least 1.
         start_other: starts the other loop, which has a turn after the warm-up and after every round.
         progress: reports every round.
     """
@@ -218,7 +237,7 @@ class Stopwatch(Callback):
         """Start the other loop before the first epoch, when model and data are in place."""
         if trainer.global_step == 0:
             self._make_turn = self._start_other(trainer, pl_module)
-            self._warm = self._warmup == 0
+            self._warm = False
             self._begin_round(trainer, pl_module)
 
     def on_train_batch_end(
@@ -226,11 +245,12 @@ class Stopwatch(Callback):
     ) -> None:
         """End a round after its steps."""
         self._images += batch.labels.numel()
-        if trainer.global_step - self._begun_at >= (self._steps if self._warm else self._warmup):
-            self.end_round(trainer, pl_module)
+        due = self._steps if self._warm else self._warmup
+        if trainer.global_step - self._begun_at >= due:
+            self._end_round(trainer, pl_module)
             trainer.should_stop = len(self.rounds) == self._count
 
-    def end_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+    def _end_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Give the other loop its turn, and begin the next round."""
         paused = read_clock(model.device)
         steps = trainer.global_step - self._begun_at
@@ -244,20 +264,3 @@ class Stopwatch(Callback):
 
     def _begin_round(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         self._images, self._begun_at, self._begun = 0, trainer.global_step, read_clock(model.device)
-
-
-class EpochStopwatch(Stopwatch):
-    """Time whole epochs of ours, each with its validation and checkpoint, and of the other loop."""
-
-    def __init__(self, epochs: int, start_other: StartOther, progress: Progress | None = None) -> None:
-        super().__init__(sys.maxsize, epochs, 0, start_other, progress)
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End the previous epoch, if there was one."""
-        super().on_train_epoch_start(trainer, pl_module)
-        if trainer.current_epoch:
-            self.end_round(trainer, pl_module)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End the last epoch."""
-        self.end_round(trainer, pl_module)

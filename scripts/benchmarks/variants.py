@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cifar_lit.data.resolution import shrink, side_at
 from loops import leave_signals
 from script import run_script
 from timed_fit import build
@@ -22,14 +21,16 @@ from torch.nn import functional as F
 
 from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
-from cifar_lit.cli.flags import recipe_path, recipe_settings
+from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.preprocessing import normalise
+from cifar_lit.data.preprocessing import normalise, shrink
 from cifar_lit.errors import UsageError
+from cifar_lit.features.resolutions import side_at
 from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.models.tta import view_logits
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.text import duration_text, note
-from cifar_lit.training.optimizers import GROUP_SETTINGS, build_optimizer
+from cifar_lit.training.optimizers import build_optimizer
 from cifar_lit.training.orderly_stop import Interrupted
 from cifar_lit.training.schedules import Schedule
 
@@ -65,7 +66,7 @@ def run(settings: argparse.Namespace) -> None:
         changes = json.loads(Path(settings.file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{settings.file} cannot be read as JSON: {error}") from None
-    recipe = recipe_settings(recipe_path(settings.recipe))
+    recipe = plain_values(recipe_path(settings.recipe))
     own = {"data": {name: value for name in ("root", "dataset") if (value := getattr(settings, name))}}
     plans = [(name, seed) for seed, name in product(range(settings.runs), changes)]
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in changes}
@@ -88,12 +89,12 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` updated with `changes`; nested dictionaries are merged, except `resolutions`."""
+    """Return `settings` updated with `changes`; nested dictionaries are merged, except the `sides` of resolutions."""
     both = dict(settings)
     for name, value in changes.items():
         old = settings.get(name)
         both[name] = (
-            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) and name != "resolutions" else value
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) and name != "sides" else value
         )
     return both
 
@@ -106,22 +107,22 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
     """
     name, seconds, settings, seed = part
     torch.set_num_threads(1)
-    resolutions = {int(side): share for side, share in (settings["data"].get("resolutions") or {}).items()}
-    data, model = build(
-        settings["model"], {**settings["data"], "val_size": HELD_OUT, "resolutions": None, "seed": seed}
-    )
+    sides = (settings.get("resolutions") or {}).get("sides", {})
+    resolutions = {int(side): share for side, share in sides.items()}
+    data, model = build(settings["model"], {**settings["data"], "val_size": HELD_OUT, "seed": seed})
     torch.manual_seed(seed)
     hparams, epochs = model.hparams, settings["trainer"]["max_epochs"]
     net = type(model)(**hparams).net.to(memory_format=torch.channels_last)
     net.initialise(data.plain_images(5000))  # type: ignore[operator]
     precision = choose_precision(detect_machine(), "cpu")[0]
     bf16 = "bf16" in precision
-    optimizer = build_optimizer(net, precision=precision, **{setting: hparams[setting] for setting in GROUP_SETTINGS})
-    ends = [
-        hparams[setting] / epochs if hparams[setting] else hparams[setting]
-        for setting in ("warmup_epochs", "whiten_epochs")
-    ]
-    schedule = Schedule(optimizer, hparams["schedule"], 1.0, ends[0], hparams["final_lr"], ends[1])
+    options = hparams["optimizer_options"]
+    optimizer = build_optimizer(net, hparams["optimizer"], hparams["lr"], options, precision=precision)
+    options = hparams["schedule_options"] or {}
+    warmup, final = options.get("warmup_epochs", 0.0) / epochs, options.get("final_lr", 0.0)
+    schedule = Schedule(optimizer, hparams["schedule"], 1.0, warmup, final)
+    if bias_epochs := (settings.get("whitening") or {}).get("bias_epochs"):
+        schedule.end_early("whitening", bias_epochs / epochs)
     constants = torch.tensor(data.statistics)
     images, rows = 0, data.split[0]
     skipped, after = settings.get("skip", (0.0, 1.0))

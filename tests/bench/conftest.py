@@ -42,12 +42,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def small_subject() -> Callable[..., Subject]:
     """Return a function that builds LeNet on 100 images of 16 × 16 pixels: six batches of 16 and one of 4."""
 
-    def make(**model: Any) -> Subject:
+    def make(features: dict[str, Any] | None = None, **model: Any) -> Subject:
         images = {"dataset": "shapes", "count": 120, "val_size": 20, "image_size": 16, "mean": 0.5, "std": 0.25}
         data, classifier = build(
             {"net": "lenet", "lr": 0.05, **model},
             {**images, "augment": {"crop": 2, "flip": "random"}, "batch_size": 16},
         )
-        return Subject(classifier, data, {"accelerator": "cpu", "devices": 1, "precision": "32-true"})
+        trainer = {"accelerator": "cpu", "devices": 1, "precision": "32-true"}
+        return Subject(classifier, data, trainer, features or {})
 
     return make

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import table
-from train_once import run_once
 
 from cifar_lit.bench.commands import bench
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import parse
 from cifar_lit.cli.seeds import train_seeds
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import UsageError
 from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -62,10 +61,9 @@ def test_the_file_has_scores_times_and_memory_of_each_seed_as_a_training_alone_h
     assert accuracy["n"] == 2 and accuracy["mean"] == sum(run["accuracy"] for run in runs) / 2
     texts = table.figure_texts(figures)
     assert texts["small: test accuracy"].endswith("% (n = 2)") and texts["small: peak memory"].endswith(" MB")
-    alone = run_once("small.yaml", ["--lr", "0.01"], 5, None)
-    assert alone["loss"] == runs[1]["loss"] != runs[0]["loss"]
-    with pytest.raises(Failure, match="ended without a test"):
-        run_once("small.yaml", ["--trainer.fast_dev_run", "true"], 0, None)
+    TrainingCLI(parse("train", ["--recipe", "small.yaml", "--lr", "0.01", "--seed", "5", "--logs", "alone"]))
+    alone = read_metrics(Path("alone/small-1"))
+    assert alone["test"]["loss"] == runs[1]["loss"] != runs[0]["loss"]
 
 
 def test_a_stopped_measurement_has_the_finished_seeds_and_a_repeated_command_trains_only_the_others(

@@ -9,17 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import imbalance
 import input as input_script
 import limit
 import profile_step
 import pytest
 import step
 import torch
-import tutorial
 import variants
-from curves import VARIABLE, AccuracyCurve
-from lightning.pytorch.callbacks import Callback
 from limit import Kind
 from loops import BareLoop
 from timed_fit import Stopwatch, fit, model_settings
@@ -27,9 +23,8 @@ from training import recorded_graphs
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError
-from cifar_lit.training import captured
+from cifar_lit.features import capture as captured
 
 SMALL = "--accelerator cpu --dataset shapes --data.count 90 --json f.json"
 
@@ -38,7 +33,6 @@ SMALL = "--accelerator cpu --dataset shapes --data.count 90 --json f.json"
     ("module", "line", "label"),
     [
         (step, "--recipe folder --batch-size 16 --steps 2 --rounds 2", "ours / bare loop"),
-        (tutorial, "--epochs 2", "ours / the tutorial's loop, float32"),
         (input_script, "--batch-size 16 --batches 2 --rounds 2", "ours / the strongest rival"),
     ],
 )
@@ -48,7 +42,8 @@ def test_loops_are_measured_in_alternating_rounds(module: ModuleType, line: str,
 
 
 def test_the_bare_loop_computes_the_weights_of_the_trainer(small_subject: Any) -> None:
-    subject, loops = small_subject(optimizer="adamw", ema_decay=0.5, schedule="one_cycle"), list[BareLoop]()
+    average = {"weight_average": {"decay": 0.5}}
+    subject, loops = small_subject(average, optimizer="adamw", schedule="one_cycle"), list[BareLoop]()
 
     def start(trainer: Any, classifier: Any) -> Any:
         loops.append(BareLoop(trainer, classifier, subject.data))
@@ -69,8 +64,11 @@ def test_the_bare_loop_replays_its_steps_if_the_trainer_does(
 ) -> None:
     graphs = recorded_graphs.Module()
     monkeypatch.setattr(captured, "device_graphs", lambda device: graphs)
-    whitened = {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon", "whiten_epochs": 1.5}
-    subject, loops = small_subject(**whitened, capture=capture, schedule="one_cycle"), list[BareLoop]()
+    whitened = {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon"}
+    features: dict[str, Any] = {"whitening": {"bias_epochs": 1.5}}
+    if capture:
+        features["capture"] = {"compile": False}
+    subject, loops = small_subject(features, **whitened, schedule="one_cycle"), list[BareLoop]()
 
     def start(trainer: Any, classifier: Any) -> Any:
         loops.append(BareLoop(trainer, classifier, subject.data))
@@ -85,39 +83,22 @@ def test_the_bare_loop_replays_its_steps_if_the_trainer_does(
 
 @pytest.mark.parametrize(("module", "least"), [(step, 2), (profile_step, 20)])
 def test_steps_are_timed_after_the_whitening_schedule_and_with_changed_settings(module: ModuleType, least: int) -> None:
-    line = "--recipe fast94 --batch-size 20 --steps 2 --model.net_options.widths [8,8,8] --model.weight_decay 1e-3"
+    flags = ["--model.net_options.widths", "[8,8,8]", "--model.optimizer_options.weight_decay", "1e-3"]
+    line = f"--recipe fast94 --batch-size 20 --steps 2 {' '.join(flags)}"
     line += " --rounds 1" if module is step else ""
     run_module("script.py", module, f"{line} {SMALL} --data.count 60".split())
     settings = json.loads(Path("f.json").read_text())["settings"]
-    assert (settings["warmup"], settings["batch_size"]) == (3 * 3 + least, 20)  # whiten_epochs is 3
-    assert settings["flags"] == ["--model.net_options.widths", "[8,8,8]", "--model.weight_decay", "1e-3"]
+    assert (settings["warmup"], settings["batch_size"]) == (3 * 3 + least, 20)  # bias_epochs is 3
+    assert settings["flags"] == flags
 
 
 def test_settings_of_a_model_are_read_as_in_a_training() -> None:
-    flags = "--model.capture false --model.weight_decay 1e-3 --model.net_options.depth=[2,3,3] --model.bias_lr null"
-    values = {"capture": False, "weight_decay": 0.001, "net_options.depth": [2, 3, 3], "bias_lr": None}
+    flags = "--capture false --model.optimizer_options.momentum 1e-3 --model.net_options.depth=[2,3,3] --lr 1"
+    values = {"capture": None, "optimizer_options.momentum": 0.001, "net_options.depth": [2, 3, 3], "lr": 1}
     assert model_settings(flags.split()) == values
-    for flags in ("--epochs 3", "--data.augment.crop 2", "--model.capture"):
+    for flags in ("--epochs 3", "--data.augment.crop 2", "--model.tta"):
         with pytest.raises(UsageError, match="not a flag of this measurement"):
             model_settings(flags.split())
-
-
-def test_evaluating_test_images_during_training_leaves_the_weights_bit_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_subject: Any
-) -> None:
-    monkeypatch.setenv(VARIABLE, f"3:{tmp_path / 'points.txt'}")
-
-    def weights(*callbacks: Callback) -> dict[str, Any]:
-        subject = small_subject(net="shapenet", ema_decay=0.9)  # a net with batch norm
-        fit(subject, *callbacks, max_epochs=2)
-        return subject.model.state_dict()
-
-    before, after = weights(), weights(AccuracyCurve())
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    points = [json.loads(line) for line in (tmp_path / "points.txt").read_text().splitlines()]
-    assert [step for step, _, _ in points] == [3, 6, 7, 9, 12, 14]  # every third step, and the ends of both epochs
-    seconds = [elapsed for _, elapsed, _ in points]
-    assert seconds == sorted(seconds)
 
 
 def test_a_variant_chooses_its_images_at_the_start_of_each_epoch() -> None:
@@ -128,18 +109,6 @@ def test_a_variant_chooses_its_images_at_the_start_of_each_epoch() -> None:
     indices = torch.cat([batch[2] for batch in islice(batches, 4 + 2 + 1)])
     for epoch, choice in zip(indices.split([40, 20, 10]), choices, strict=True):
         assert torch.equal(epoch.sort().values, choice)
-
-
-def test_every_method_for_imbalanced_classes_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [5000, 2997, 1796, 1077, 645, 387, 232, 139, 83, 50]  # Cui et al., Class-Balanced Loss
-    assert imbalance.class_sizes(5000, 100) == sizes
-    monkeypatch.setitem(SOURCES, "cifar10", SOURCES["shapes"])
-    monkeypatch.setitem(SOURCES, imbalance.LONG_TAILED, SOURCES["shapes"])  # removed at the end
-    line = "--recipe small.yaml --images 20 --ratio 5 --epochs 1 --runs 1 --json f.json"
-    flags = "--data.num_classes 10 --data.count 400 --trainer.logger false"
-    run_module("imbalance.py", imbalance, f"{line} {flags}".split())
-    figures = json.loads(Path("f.json").read_text())["headline"]
-    assert list(figures) == [f"{way}: {text}" for way in imbalance.WAYS for text in ("balanced accuracy", "macro F1")]
 
 
 # ---- limit.py
@@ -154,9 +123,8 @@ def tiny_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
 def whitened_subject(small_subject: Any) -> Any:
     """Return a training of a small whitened net. Its images grow from 12 to 16 pixels."""
     options = {"widths": [4, 6], "depth": 1}
-    subject = small_subject(net="whitened", net_options=options, optimizer="muon", whiten_epochs=1.5)
-    subject.data.resolutions = {12: 0.5}
-    return subject
+    features = {"whitening": {"bias_epochs": 1.5}, "resolutions": {"sides": {12: 0.5}}}
+    return small_subject(features, net="whitened", net_options=options, optimizer="muon", schedule="one_cycle")
 
 
 def test_the_computation_of_a_training_equals_a_count_by_hand(tiny_matrices: None) -> None:
@@ -175,7 +143,7 @@ def test_the_computation_of_a_training_equals_a_count_by_hand(tiny_matrices: Non
 def test_the_images_of_a_training_are_counted_by_size_and_state_of_the_whitening_bias(whitened_subject: Any) -> None:
     images = {Kind(12, False): 100 + 64, Kind(12, True): 36, Kind(None, True): 200}  # batches of 16 and one of 4
     assert limit.images_by_kind(whitened_subject, 4) == images
-    whitened_subject.data.skip_easy, whitened_subject.data.skip_from = 0.5, 0.75  # the last epoch, of full batches
+    whitened_subject.features["skip_easy"] = {"share": 0.5, "start": 0.75}  # the last epoch, of full batches
     assert limit.images_by_kind(whitened_subject, 4) == images | {Kind(None, True): 100 + 112}
 
 

@@ -87,6 +87,23 @@ def test_runs_that_differ_in_the_seed_are_averaged(logs: Path) -> None:
     assert (row[1], "±" in row[2]) == ("2", True)
 
 
+def test_a_folder_that_cannot_be_read_is_named_and_the_others_are_compared(
+    logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:
+        if "locked" in path.parts:
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    (logs / "locked").mkdir()
+    monkeypatch.setattr(Path, "is_file", refuse)
+    answer = run_command("compare", logs)
+    assert answer.code == 0 and "cannot be read (Permission denied)" in re.sub(r"[\s│]+", " ", answer.out)
+    assert any("logs/small-2 is significantly better" in line for line in answer.lines)
+
+
 def test_a_broken_run_is_a_row_and_broken_runs_alone_are_an_error(logs: Path) -> None:
     Path("logs/broken-1").mkdir()
     answer = run_command("compare", "logs/small-1", "logs/broken-1")

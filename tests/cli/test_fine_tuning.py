@@ -30,6 +30,7 @@ def test_the_start_card_lists_the_trained_layers_and_the_run_folder_is_complete(
     assert "last layer on features of the frozen net, about 1 s" in plan
     assert "then the later layers, learning rates 0.0001 (first layers) to 0.001, about 1 s" in plan
     fitted = next(line for line in answer.lines if line.startswith("last layer fitted in "))
+    assert answer.lines.index(plan) < answer.lines.index(fitted)
     assert " · validation accuracy 0." in fitted
     run = Path("lightning_logs/small-1")
     files = {"model.safetensors", "metrics.json", "predictions.csv", "report.html", "checkpoints/best.ckpt"}

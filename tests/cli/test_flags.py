@@ -26,6 +26,40 @@ def test_flags_override_configs_and_configs_override_the_recipe_in_any_order(wor
     assert len(line("--config=small.yaml")) == 2
 
 
+@pytest.mark.parametrize(
+    ("recipe", "config", "flags", "kept"),
+    [
+        ("optimizer_options: {momentum: 0.9}", "lr: 1", "", True),  # without a name they are of the default, sgd
+        ("optimizer_options: {momentum: 0.9}", "lr: 1", "--model.optimizer sgd", True),
+        ("optimizer_options: {momentum: 0.9}", "lr: 1", "--model.optimizer adamw", False),
+        ("optimizer: muon, optimizer_options: {momentum: 0.9}", "lr: 1", "", True),
+        ("optimizer: muon, optimizer_options: {momentum: 0.9}", "optimizer: sgd", "", False),
+        ("optimizer: muon", "optimizer_options: {momentum: 0.9}", "", True),
+        ("optimizer: muon", "optimizer_options: {momentum: 0.9}", "--model.optimizer adamw", False),
+    ],
+)
+def test_options_are_dropped_with_the_optimizer_that_they_are_for(
+    recipe: str, config: str, flags: str, kept: bool, working_folder: Path
+) -> None:
+    (working_folder / "small.yaml").write_text(f"model: {{{recipe}}}")
+    (working_folder / "a.yaml").write_text(f"model: {{{config}}}")
+    words = line("--recipe", "small.yaml", "--config", "a.yaml", *flags.split(), base=recipe_path("small.yaml"))
+    assert ("momentum: 0.9" in " ".join(words)) == kept
+
+
+@pytest.mark.parametrize(
+    ("written", "typed"), [("true", "{}"), ("false", "null"), ("{}", "{}"), ("{decay: 0.9}", "{decay: 0.9}")]
+)
+def test_a_feature_is_turned_on_and_off_by_files_and_flags(written: str, typed: str, working_folder: Path) -> None:
+    (working_folder / "a.yaml").write_text(f"weight_average: {written}")
+    assert line("--config", "a.yaml")[1].endswith(f"{{weight_average: {typed}}}\n")
+    assert line("--weight_average", written)[1] == f"--weight_average={typed}"
+
+
+def test_a_feature_without_a_value_is_turned_on() -> None:
+    assert line("--margins", "--capture", "--lr", "1")[1:] == ["--margins={}", "--capture={}", "--model.lr=1"]
+
+
 def test_the_last_of_repeated_flags_wins() -> None:
     command = parse("fit", ["--lr=1", "--model.lr", "3"])
     assert (command.values("model.lr"), command.value("model.lr")) == (["1", "3"], "3")

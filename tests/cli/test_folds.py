@@ -33,7 +33,7 @@ def test_each_image_of_a_folder_is_tested_once_by_a_net_not_trained_on_it() -> N
     answer = run_command(*words, "--folds", "3")
     assert answer.code == 0, answer.err
     runs = [Path(f"lightning_logs/small-{number}") for number in (1, 2, 3)]
-    assert [config_of(run)["data"]["fold"] for run in runs] == [0, 1, 2]
+    assert [config_of(run)["data"]["split"]["fold"] for run in runs] == [0, 1, 2]
     assert sum(metrics_of(run)["test"]["images"] for run in runs) == 33
 
     folder = Path("lightning_logs/small-folds-1")

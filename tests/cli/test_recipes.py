@@ -10,7 +10,8 @@ import pytest
 from contract.command_line import metrics_of, run_command
 
 from cifar_lit import hardware
-from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
+from cifar_lit.cli.flags import recipe_names, recipe_path
+from cifar_lit.runs.config_file import plain_values
 
 SHORT = ["--dataset", "shapes", "--data.count", "120", "--data.val_size", "20", "--epochs", "2", "--accelerator", "cpu"]
 NARROW = ["--model.net_options.widths", "[8, 16, 16]"]
@@ -41,7 +42,7 @@ def test_a_recipe_trains_tests_and_writes_a_complete_run_folder(name: str, monke
     answer = run_command("--recipe", name, *SHORT, *SMALLER.get(name, []))
     assert answer.code == 0, answer.err
     run = Path(f"lightning_logs/{name}-1")
-    metrics, settings = metrics_of(run), recipe_settings(recipe_path(name))
+    metrics, settings = metrics_of(run), plain_values(recipe_path(name))
     assert (metrics["recipe"], metrics["net"], metrics["epochs"]) == (name, settings["model"]["net"], 2)  # type: ignore[index]
     assert metrics["test"]["images"] == 24
     assert (run / "model.safetensors").is_file()
@@ -62,7 +63,7 @@ def test_the_default_recipe_of_a_cpu_depends_on_its_bfloat16(
 
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_a_tutorial_recipe_has_the_settings_of_the_tutorial(name: str) -> None:
-    settings: dict[str, Any] = recipe_settings(recipe_path(name))
+    settings: dict[str, Any] = plain_values(recipe_path(name))
     model, data, trainer = settings["model"], settings["data"], settings["trainer"]
     optimizer = model["optimizer"], model["lr"], model.get("optimizer_options", {}).get("momentum")
     normalisation = data["mean"], data["std"]

@@ -33,10 +33,9 @@ from cifar_lit.cli.run_report import small_set_text
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.errors import UsageError
-from cifar_lit.inference.unknown import novelty, reject_scores, threshold
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import view_logits
-from cifar_lit.runs.calibration import fit_temperature
+from cifar_lit.runs.card import fit_temperature, novelty, reject_scores, threshold
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.stats import wilson_interval
 from cifar_lit.training.checkpoint import read_checkpoint

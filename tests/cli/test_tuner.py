@@ -2,135 +2,184 @@
 
 from __future__ import annotations
 
-from copy import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from contract.command_line import SMALL, assert_refused, run_command
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from torch import Tensor
 
 from cifar_lit.cli import tuner
-from cifar_lit.cli.tuner import RATES, Trial, device_of, largest_batch, learning_rate, search, steepest
+from cifar_lit.cli.tuner import RATES, RangeTest, fit_copy, largest_batch, learning_rate, search
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.image_set import spread_rows
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.hardware import Machine
 from cifar_lit.training.classifier import ImageClassifier
 
-CPU = torch.device("cpu")
-Batch = tuple[Tensor, Tensor]
+
+def make_trainer(*callbacks: Callback, **settings: Any) -> pl.Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(accelerator="cpu", callbacks=[*callbacks], enable_model_summary=False, **quiet, **settings)
 
 
-@pytest.fixture(scope="module")
-def images(data: ImageData) -> Batch:
-    """Return normalised training images and their labels."""
-    return data.plain_images(160), data.train_images.labels[spread_rows(data.split[0], 160)]
+def make_model(lr: float = 0.05, net: str = "shapenet", **settings: Any) -> ImageClassifier:
+    torch.manual_seed(0)
+    return ImageClassifier(net, [3, 16, 16], 4, lr=lr, width=0.5, **settings)
 
 
-def make_trial(data: ImageData, lr: float, optimizer: str = "sgd", net: str = "shapenet", **settings: float) -> Trial:
-    model = ImageClassifier(net, [3, 16, 16], 4, optimizer=optimizer, lr=lr, width=0.5, **settings)
-    return Trial(model, data, CPU, "32-true")
+def unequal_classes(settings: Any, train: bool) -> ImageSet:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0] * 70 + [1] * 20 + [2] * 8 + [3] * 4)
+    images = torch.randint(256, (len(labels), 16, 16, 3), dtype=torch.uint8, generator=generator)
+    return ImageSet(images, labels, ("a", "b", "c", "d"))
 
 
-def test_a_search_does_not_change_the_initial_weights(data: ImageData) -> None:
-    model, own = ImageClassifier("shapenet", [3, 16, 16], 4, lr=0.05, width=0.5), copy(data)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    search({"batch", "lr"}, model, own, CPU, "32-true")
+def double(losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
+    return 2 * losses
+
+
+@pytest.mark.parametrize(
+    ("model_settings", "data_settings", "callbacks"),
+    [
+        ({"label_smoothing": 0.3}, {}, []),
+        ({"class_weights": "balanced"}, {}, []),
+        ({}, {"augment": {"mixup": 1.0}}, []),
+        ({}, {"resolutions": {8: 0.9}}, []),
+        ({}, {"sampling": "balanced"}, []),
+        ({}, {}, [LambdaCallback(on_fit_start=lambda trainer, model: model.loss_hooks.append(double))]),
+    ],
+)
+def test_the_loss_of_the_search_is_that_of_the_training(
+    model_settings: dict[str, Any], data_settings: dict[str, Any], callbacks: list[Callback]
+) -> None:
+    """Steps at these rates do not move the net, so all losses of the first epoch are of the same weights."""
+    losses = []
+    for model, data in ((model_settings, data_settings), ({}, {})):
+        further = callbacks if model is model_settings else []
+        images = ImageData(unequal_classes, batch_size=32, val_size=6, seed=1, **data)
+        still = make_model(1e-30, **model)
+        trainer = make_trainer(*further, max_epochs=1, limit_val_batches=0)
+        trainer.fit(still, datamodule=images)
+        test = RangeTest([1e-3])
+        fit_copy(still, images, partial(make_trainer, *further), test, max_epochs=1, limit_val_batches=0)
+        assert test.losses == [pytest.approx(float(trainer.callback_metrics["train/loss"]), rel=1e-5)]
+        losses += test.losses
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_search_changes_neither_the_net_nor_the_random_numbers_of_the_training(data: ImageData) -> None:
+    model, configured = make_model(), data.batch_size
+    before, state = {name: tensor.clone() for name, tensor in model.state_dict().items()}, torch.get_rng_state()
+    largest_batch(model, data, make_trainer)
+    learning_rate(model, data, make_trainer)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (data.batch_size, model.hparams["lr"]) == (configured, 0.05)
 
 
-def test_auto_lr_scales_all_rates_and_keeps_fixed_norms(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
-    trials: list[Trial] = []
-
-    def half_the_rate(trial: Trial, images: Tensor, labels: Tensor, batch: int, lr: float) -> float:
-        trials.append(trial)
-        return 0.5 * lr
-
-    monkeypatch.setattr(tuner, "learning_rate", half_the_rate)
-    settings: dict[str, Any] = {"optimizer": "adamw", "lr": 0.02, "input_lr": 0.004, "fixed_norms": True}
-    model = ImageClassifier("shapenet", [3, 16, 16], 4, **settings)
-    search({"lr"}, model, copy(data), CPU, "32-true")
+def test_auto_lr_scales_all_rates(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "learning_rate", lambda model, data, make_trainer: 0.5 * model.hparams["lr"])
+    model = make_model(0.02, optimizer="adamw", input_lr=0.004)
+    search({"lr"}, model, data, make_trainer)
     assert [model.hparams[name] for name in RATES] == [0.01, None, None, 0.002]
-    norms = [module for module in trials[0].net.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert norms and not any(norm.training for norm in norms) and trials[0].net.training
 
 
-def test_small_gradients_of_a_trial_in_float16_are_not_lost(data: ImageData, images: Batch) -> None:
-    trial = Trial(ImageClassifier("shapenet", [3, 16, 16], 4, width=0.5), data, CPU, "16-mixed")
-    loss = trial.loss
-    trial.loss = lambda *batch: loss(*batch) * 1e-7  # type: ignore[method-assign]
-    trial.step(images[0][:8], images[1][:8])
-    sizes = [float(each.grad.abs().max()) for each in trial.net.parameters() if each.grad is not None]
-    assert 0 < min(sizes) <= max(sizes) < 1e-6
+def test_parameter_groups_keep_the_ratio_of_their_rates(data: ImageData) -> None:
+    rates: list[list[float]] = []
+    read = LambdaCallback(on_before_zero_grad=lambda trainer, model, optimizer: rates.append(rates_of(optimizer)))
+    model = make_model(0.02, optimizer="muon", head_lr=2.0, schedule="cosine", warmup_epochs=1)
+    fit_copy(model, data, partial(make_trainer, read), RangeTest([0.5, 1.0, 1.0]), max_epochs=2)
+    assert [sorted(set(step)) for step in rates[1:]] == [[0.01, 1.0], [0.02, 2.0]]  # after the first two steps
 
 
-def test_a_search_samples_all_classes_of_sorted_images(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, seen = copy(data), list[int]()
-    own.parts.split = data.train_images.labels.argsort(), own.split[1]
-    monkeypatch.setattr(tuner, "learning_rate", lambda trial, images, labels, *_: seen.extend(labels.tolist()) or 0.1)
-    monkeypatch.setattr(tuner, "MAX_FLOATS", 1)
-    monkeypatch.setattr(tuner, "PROBE_IMAGES", 40)
-    for name in ("MIN_STEPS", "MAX_IMAGES"):
-        monkeypatch.setattr(tuner, name, 1)
-    own.batch_size = 40
-    search({"lr"}, ImageClassifier("shapenet", [3, 16, 16], 4), own, CPU, "32-true")
-    assert 0 < len(seen) < len(own.split[0]) and set(seen) == set(range(4))
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_gradients_of_several_batches_are_one_step_of_the_search(data: ImageData) -> None:
+    test = RangeTest([0.1, 0.2])
+    fit_copy(make_model(), data, partial(make_trainer, accumulate_grad_batches=2), test, max_epochs=9)
+    assert len(test.losses) == 2
 
 
 def test_on_a_cpu_the_largest_batch_depends_on_free_memory(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    trial = make_trial(data, 0.05)
+    monkeypatch.setattr(tuner, "MIN_EPOCH_STEPS", 0.01)
     for free in (2 * 10**7, 4 * 10**7, 10**12):
         monkeypatch.setattr(tuner, "free_memory", lambda device, free=free: free)
-        sizes.append(largest_batch(trial, [3, 16, 16], 10**6))
+        sizes.append(largest_batch(make_model(), data, make_trainer))
     assert 16 <= sizes[0] == sizes[1] // 2
     assert sizes[2] == 4096
-    assert [largest_batch(trial, [3, 16, 16], limit) for limit in (3, 63, 64)] == [16, 32, 64]
     monkeypatch.setattr(tuner, "free_memory", lambda device: 10**4)
-    with pytest.raises(Failure, match="16 images do not fit into cpu memory: choose a smaller --net"):
-        largest_batch(trial, [3, 16, 16], 10**6)
+    with pytest.raises(Failure, match="16 images do not fit into memory: choose a smaller --net"):
+        largest_batch(make_model(), data, make_trainer)
+
+
+def test_an_epoch_keeps_twenty_steps(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
+    for images, size in ((10, 16), (1279, 32), (1280, 64)):
+        monkeypatch.setattr(data.parts, "split", (torch.arange(images) % 100, data.split[1]))
+        assert largest_batch(make_model(), data, make_trainer) == size
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
-def test_auto_lr_lowers_the_loss_from_any_configured_rate(data: ImageData, images: Batch, optimizer: str) -> None:
-    rates = []
-    for lr in (0.02, 0.06):
-        torch.manual_seed(0)
-        rates.append(learning_rate(make_trial(data, lr, optimizer), *images, 32, lr))
+def test_auto_lr_lowers_the_loss_from_any_configured_rate(
+    data: ImageData, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "MIN_STEPS", 30)
+    rates = [learning_rate(make_model(lr, optimizer=optimizer), data, make_trainer) for lr in (0.02, 0.06)]
     assert max(rates) / min(rates) < 4
-    trial = make_trial(data, rates[0], optimizer)
-    before = trial.loss(*images).item()
-    for _ in range(30):
-        trial.step(*images)
-    assert trial.loss(*images).item() < 0.95 * before
+    test = RangeTest([1.0] * 30)
+    fit_copy(make_model(rates[0], optimizer=optimizer), data, make_trainer, test, max_epochs=30)
+    assert test.losses[-1] < 0.95 * test.losses[0]
 
 
-def test_parameter_groups_keep_the_ratio_of_their_rates(data: ImageData, images: Batch) -> None:
-    trial = make_trial(data, 0.02, "muon", head_lr=2.0)
-    before = [group["lr"] for group in trial.optimizer.param_groups]
-    learning_rate(trial, *images, 32, 0.02)
-    after = [group["lr"] for group in trial.optimizer.param_groups]
-    factors = {round(new / old, 6) for new, old in zip(after, before, strict=True)}
-    assert (len(set(before)) > 1, len(factors)) == (True, 1)
-
-
-def test_it_is_an_error_if_no_rate_lowers_the_loss(data: ImageData, images: Batch) -> None:
+def test_it_is_an_error_if_no_rate_lowers_the_loss(data: ImageData) -> None:
     line = r"no learning rate in 1e\+27 … 1e\+32 lowers the loss clearly in 60 steps: set --lr"
     with pytest.raises(Failure, match=line):
-        learning_rate(make_trial(data, 1e30, net="lenet"), *images, 32, 1e30)
+        learning_rate(make_model(1e30, net="lenet"), data, make_trainer)
 
 
-def test_auto_lr_chooses_the_steepest_descent_before_the_lowest_loss() -> None:
-    falling = [2.0] * 10 + [1.9, 1.7, 1.4, 1.1, 0.9, 0.8, 0.79] + [0.8, 3.0, 2.0, 1.0]
-    assert steepest(falling, 1) in (12, 13)
-    assert steepest(falling, 3) in (11, 12, 13)
-    assert steepest([2.0, 1.99, 1.98, 1.97, 2.5, 3.0], 1) is None  # a random decrease
-    assert steepest([], 1) is None
+FALL = [2.0] * 30 + [1.9, 1.7, 1.4, 1.1, 0.9, 0.8, 0.79] + [0.8, 3.0, 2.0, 1.0]
 
 
-def test_a_search_runs_on_the_single_device_in_use() -> None:
-    two = Machine("a processor", 2, False, (("a GPU", 10**9),) * 2)
-    assert [str(device_of(two, *used, 1)) for used in (("cpu", 1), ("gpu", [1]))] == ["cpu", "cuda:1"]
-    for accelerator, devices, nodes in (("auto", "auto", 1), ("cpu", 2, 1), ("auto", 1, 2)):
-        with pytest.raises(UsageError, match="search with --devices 1"):
-            device_of(two, accelerator, devices, nodes)
+@pytest.mark.parametrize(
+    ("losses", "steps"), [(FALL, range(31, 35)), ([2.0, 1.99, 1.98, 1.97, 2.5, 3.0], None), ([], None)]
+)
+def test_auto_lr_chooses_the_steepest_descent_before_the_lowest_loss(
+    losses: list[float], steps: range | None, data: ImageData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(model: Any, data: Any, make_trainer: Callable[..., pl.Trainer], test: RangeTest, **limits: Any) -> None:
+        test.losses = losses
+
+    monkeypatch.setattr(tuner, "fit_copy", run)
+    if steps is None:  # a random decrease, or none
+        with pytest.raises(Failure, match="no learning rate"):
+            learning_rate(make_model(1.0), data, make_trainer)
+    else:
+        factors = torch.logspace(-3, 2, tuner.MIN_STEPS)[steps]
+        assert learning_rate(make_model(1.0), data, make_trainer) in [float(f"{factor:.2g}") for factor in factors]
+
+
+def test_a_training_without_steps_is_not_searched(data: ImageData) -> None:
+    stop = LambdaCallback(on_train_start=lambda trainer, model: setattr(trainer, "should_stop", True))
+    with pytest.raises(UsageError, match="--auto-lr need training steps"):
+        largest_batch(make_model(), data, partial(make_trainer, stop))
+
+
+def test_a_search_has_the_callbacks_of_the_training_and_one_device(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (working_folder / "my_hooks.py").write_text(
+        "from lightning.pytorch.callbacks import Callback\n\nclass Fits(Callback):\n"
+        "    def on_fit_start(self, trainer, model):\n        open('fits', 'a').write(f'{trainer.max_epochs} ')\n"
+    )
+    monkeypatch.syspath_prepend(working_folder)
+    words = ["fit", *SMALL, "--auto-batch", "--trainer.callbacks", "my_hooks.Fits", "--epochs", "1"]
+    assert_refused(run_command(*words, "--devices", "2"), 2, "search with --devices 1")
+    assert run_command(*words).code == 0
+    assert Path("fits").read_text() == "2 1 "

@@ -157,6 +157,7 @@ def test_augmentation_is_set_by_files_and_flags_and_reproduced_from_config_yaml(
     assert run_command("fit", *SMALL, *flags, "--epochs", "1").code == 0
     config = Path("lightning_logs/small-1/config.yaml")
     expected = {"scale": [0.5, 1], "policy": "trivial", "hue": 0, "mixup": 0.2}
-    assert config_of(config.parent)["data"]["augment"] == expected
-    assert printed_config("--config", config)["data"]["augment"] == expected
-    assert printed_config("--config", config, "--data.augment", "null")["data"]["augment"] is None
+    assert expected.items() <= config_of(config.parent)["data"]["augment"].items()
+    assert expected.items() <= printed_config("--config", config)["data"]["augment"].items()
+    off = printed_config("--config", config, "--data.augment", "null")["data"]["augment"]
+    assert off == printed_config(*SMALL)["data"]["augment"]

@@ -107,7 +107,9 @@ def test_a_finished_run_that_is_to_have_more_epochs_names_the_command_that_train
     first, second = (metrics_of(Path(f"lightning_logs/small-{number}")) for number in (1, 2))
     assert (first["epochs"], second["epochs"]) == (2, 1)
     assert second["data"] == first["data"]
-    assert config_of(Path("lightning_logs/small-2"))["model"]["weights"] == "lightning_logs/small-1/model.safetensors"
+    assert (
+        config_of(Path("lightning_logs/small-2"))["finetune"]["weights"] == "lightning_logs/small-1/model.safetensors"
+    )
     assert_refused(run_command("--resume", "lightning_logs/small-1", "--epochs", "2"), 2, "its results are in")
 
 
@@ -159,7 +161,7 @@ def test_an_allowed_change_is_recorded_and_leaves_the_configuration_as_it_was(in
     assert (interrupted / "config.yaml").read_bytes() == config
     changed = {"data.eval_batch_size": 123, "logger": "csv"}
     assert metrics_of(interrupted)["changes"] == [{"step": step, "settings": changed}]
-    text = f"from step {step}: logger csv, data.eval_batch_size 123"
+    text = f"from step {step}: data.eval_batch_size 123, logger csv"
     assert text in (interrupted / "report.html").read_text()
     assert text in " ".join(run_command("compare", interrupted, "--csv", "-").out.split('"'))
 

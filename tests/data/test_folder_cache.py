@@ -24,6 +24,7 @@ from own_images import damage, decodings, open_set, save, save_photo, values
 from cifar_lit.data import cache, decode
 from cifar_lit.data.cache import map_images
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.source_settings import default_cache_dir
 from cifar_lit.errors import Failure
 
 
@@ -328,7 +329,7 @@ def test_the_environment_sets_the_cache_folder(root: Path, tmp_path: Path, monke
     before = sorted(root.rglob("*"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("CIFAR_LIT_CACHE", raising=False)
-    assert cache.default_cache_dir() == tmp_path / "xdg/cifar-lit"
+    assert default_cache_dir() == tmp_path / "xdg/cifar-lit"
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "named"))
     open_set(root, cache_dir=None)
     assert list((tmp_path / "named").glob("pets-*/index.json")) and sorted(root.rglob("*")) == before

@@ -115,6 +115,25 @@ def test_an_optimizer() -> None:
     PAGE.run(["cifar-lit", "test", "--ckpt_path", f"{RUN}/checkpoints/best.ckpt"])  # the run is this user's own
 
 
+def test_a_loss() -> None:
+    PAGE.follow(PAGE.section("A loss"))
+    plain, distilled = (rows_of(Path(f"lightning_logs/quickstart-{run}/metrics.csv"))[0] for run in (1, 2))
+    assert float(distilled["train/loss"]) < float(plain["train/loss"])  # a short training's predictions are easy
+
+
+def test_a_feature() -> None:
+    """The patch is a file and a line, and gives flags, help and Python."""
+    (patch,) = [block for block in PAGE.section("A feature") if block.kind == "patch"]
+    shutil.copytree(Path(cifar_lit.__file__).parent, "cifar_lit", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "apply", "-"], input=patch.text, text=True, check=True)
+    line = [sys.executable, "-m", "cifar_lit", "fit", "--recipe", "quickstart", *PAGE.settings, "--loss_cap.most"]
+    subprocess.run([*line, "1.5"], check=True, capture_output=True)
+    losses = [float(row["train/loss"]) for row in rows_of(RUN / "metrics.csv") if row["train/loss"]]
+    assert max(losses) <= 1.5
+    refused = subprocess.run([*line, "0"], check=False, capture_output=True, text=True)
+    assert "loss_cap.most must be above 0, not 0" in refused.stderr
+
+
 def test_a_callback_and_a_logger() -> None:
     PAGE.follow(PAGE.section("A callback or a logger"))
     for scores, log, run in (("scores.txt", "log.jsonl", 1), ("scores-from-yaml.txt", "log-from-yaml.jsonl", 2)):

@@ -12,12 +12,12 @@ from contract.command_line import ROOT
 
 sys.path.append(str(ROOT / "scripts" / "benchmarks"))
 
-import page_tables
 import table
 
 from cifar_lit.errors import UsageError
 
 RESULTS = ROOT / "results"
+TABLES = table.read_tables(RESULTS)
 INDEXES = [RESULTS / "README.md", RESULTS / "gpu" / "README.md"]
 PAGES = [*sorted(ROOT.glob("README*.md")), *INDEXES, *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted((ROOT / "cifar_lit" / "recipes").glob("*.yaml"))
@@ -126,9 +126,9 @@ def test_figures_match_their_files() -> None:
     assert stale == [], "run python scripts/benchmarks/table.py --write"
 
 
-@pytest.mark.parametrize("key", page_tables.TABLES)
+@pytest.mark.parametrize("key", TABLES)
 def test_files_have_the_figures_of_each_table(key: str) -> None:
-    text = table.table_text(page_tables.TABLES[key], RESULTS, ROOT)
+    text = table.table_text(TABLES[key], RESULTS, ROOT)
     assert key == "gpu" or "](results/" in text  # without a file there is no source
 
 
@@ -136,7 +136,7 @@ def test_a_page_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- results: nonesuch -->\n<!-- /results -->\n")
     with pytest.raises(UsageError, match="nonesuch"):
-        table.updated_page(page, RESULTS)
+        table.updated_page(page, TABLES, RESULTS)
 
 
 def test_pages_show_figures_without_intervals() -> None:
@@ -154,13 +154,12 @@ def test_each_time_names_its_machine_where_a_table_has_several(tmp_path: Path) -
 
     record("new", "AMD EPYC", bf16=True)
     record("old", "AMD EPYC")
-    one, two = (
-        page_tables.Table(
-            ("", "epoch", "rate", "share"),
-            [(name, *(page_tables.Figure(name, label) for label in ("epoch", "rate", "share"))) for name in names],
-        )
-        for names in (["new"], ["new", "old"])
-    )
+    cells = '["{0}", <epoch>, <rate>, <share>]'
+    (tmp_path / "tables.yaml").write_text(f"""
+one: {{columns: &columns ["", epoch, rate, share], file: "./{{0}}", cells: &cells {cells}, rows: [[new]]}}
+two: {{columns: *columns, file: "./{{0}}", cells: *cells, rows: [[new], [old]]}}
+""")
+    one, two = table.read_tables(tmp_path).values()
     text = table.table_text(two, tmp_path, tmp_path)
     assert "| new | 9.5 s (n = 3; A) | 60 images/s (A) | 0.5 |\n| old | 9.5 s (n = 3; B) | 60 images/s (B)" in text
     source = " ".join(text.partition("Measured on ")[2].split())
@@ -177,20 +176,20 @@ def test_the_index_of_results_lists_every_file() -> None:
     assert [file for file in sorted(files) if f"`{file}`" not in index] == []
 
 
-def gpu_files(table_of: page_tables.Table) -> list[str]:
+def gpu_files(table_of: table.Table) -> list[str]:
     """Return the file of each figure of a GPU in a table."""
-    cells = [cell for row in table_of.rows for cell in row if isinstance(cell, page_tables.Figure)]
-    return [cell.file for cell in cells if cell.file.startswith("gpu/")]
+    parts = [part for row in table_of.rows for cell in row for part in cell if isinstance(part, table.Figure)]
+    return [part.file for part in parts if part.file.startswith("gpu/")]
 
 
 def test_figures_of_a_gpu_are_unmeasured_until_their_listed_file_exists() -> None:
     headers = re.findall(r"^# File: +results/(gpu/\S+)\.json$", "\n".join(map(Path.read_text, RECIPES)), re.MULTILINE)
-    files = {*headers, *(file for one in page_tables.TABLES.values() for file in gpu_files(one))}
+    files = {*headers, *(file for one in TABLES.values() for file in gpu_files(one))}
     missing = {file for file in files if not (RESULTS / f"{file}.json").exists()}
     index = (RESULTS / "gpu" / "README.md").read_text()
     assert [file for file in files if f"`{file}.json`" not in index] == []
     assert ("No file exists so far" in index) == (missing == files)
-    for one in page_tables.TABLES.values():
+    for one in TABLES.values():
         text = table.table_text(one, RESULTS, ROOT)
         assert text.count(f"| {one.unmeasured} ") == sum(file in missing for file in gpu_files(one))
 
@@ -202,7 +201,7 @@ def test_an_unmeasured_recipe_gets_the_figures_of_its_file(tmp_path: Path) -> No
     content = (RESULTS / "cpu/recipe-fast94.json").read_text().replace('"fast94"', '"fast95"')
     (tmp_path / "results/gpu/fast95.json").write_text(content)
     assert "# Score:    93.08 ± 0.20 % (n = 3)" in table.updated_header(header, tmp_path)
-    gpu = table.table_text(page_tables.TABLES["gpu"], tmp_path / "results", tmp_path)
+    gpu = table.table_text(TABLES["gpu"], tmp_path / "results", tmp_path)
     assert "| `fast95` | 95 % with TTA | 93.08 ± 0.20 % (n = 3) |" in gpu and "| `fast96` | 96 % with TTA | not" in gpu
 
 

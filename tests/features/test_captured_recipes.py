@@ -13,12 +13,13 @@ import torch
 from small_runs import features, fitted, float16, same, weights
 from torch import Tensor
 
-from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
+from cifar_lit.cli.flags import recipe_names, recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features.capture import GraphedSteps
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.training.classifier import ImageClassifier
 
-SETTINGS: dict[str, Any] = {name: recipe_settings(recipe_path(name)) for name in recipe_names()}
+SETTINGS: dict[str, Any] = {name: plain_values(recipe_path(name)) for name in recipe_names()}
 CAPTURED = [name for name, settings in SETTINGS.items() if settings.get("capture")]
 
 

@@ -294,7 +294,7 @@ def test_features_work_with_bfloat16(file: str, data: ImageData) -> None:
     assert tuned.score is not None and tuned.score.images == len(data.split[1])
 
 
-@pytest.mark.parametrize("average", [[], [WeightAverage(0.9)]], ids=str)
+@pytest.mark.parametrize("average", [[], [WeightAverage(0.9)]], ids=["plain", "averaged"])
 def test_the_head_stays_best_unless_training_helps(
     file: str, data: ImageData, tmp_path: Path, average: list[Callback]
 ) -> None:

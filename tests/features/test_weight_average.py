@@ -67,7 +67,9 @@ def test_a_test_scores_the_weights_of_the_checkpoint_or_else_of_the_model(
     assert not [warning for warning in recwarn if "WeightAveraging" in str(warning.message)]
 
 
-@pytest.mark.parametrize(("before", "after"), [([], [WeightAverage(0.9)]), ([WeightAverage(0.9)], [])], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"), [([], [WeightAverage(0.9)]), ([WeightAverage(0.9)], [])], ids=["added", "removed"]
+)
 def test_resume_cannot_toggle_the_average(before: list[Callback], after: list[Callback], tmp_path: Path) -> None:
     fitted(classifier(), shapes_data(), *before, best_and_last(tmp_path)[1], max_epochs=1)
     with pytest.raises(UsageError, match="weight_average"):

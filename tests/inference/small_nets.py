@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from torch import nn
 
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference.load import load
-from cifar_lit.inference.unknown import novelty, reject_scores
 from cifar_lit.models.registry import build_net
+from cifar_lit.runs.card import novelty, reject_scores
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file, save_weights
 
 CLASSES = ["cat", "dog", "eel", "fox"]
@@ -58,3 +60,14 @@ def write_fitted_net(folder: Path) -> Path:
     data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 400}
     (folder / "config.yaml").write_text(yaml.safe_dump({"data": data}))
     return folder
+
+
+def _shared(write: Callable[[Path], Path]) -> Callable[..., Path]:
+    """Return a fixture with a run folder that tests must not change."""
+    return pytest.fixture(scope="session")(lambda tmp_path_factory: write(tmp_path_factory.mktemp("runs") / "run-1"))
+
+
+run = _shared(write_net)
+reject_run = _shared(write_reject_net)
+fitted_run = _shared(write_fitted_net)
+served_run = _shared(lambda folder: write_net(folder, "lenet", side=16, gain=3, resize="letterbox"))

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cifar_lit import errors
 from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import Failure
 from cifar_lit.inference import export as module
-from cifar_lit.inference.export import Check, Options, check, check_request, export, refuse_disagreement
+from cifar_lit.inference.export import FORMATS, Check, Options, check, check_request, export, refuse_disagreement
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file
 from cifar_lit.runs.run_data import RunImages
@@ -79,7 +80,9 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
     assert (result.images, result.agreeing, result.accuracy) == (20, 20, None) and result.difference < 1e-5
     assert list(seconds) == [1, 64]
     expected = (net(sample.images) / 0.25).softmax(1)
-    torch.testing.assert_close(module.open_file(path, to)(sample.images), expected, rtol=1e-4, atol=1e-5)
+    opened = FORMATS[to].open
+    assert opened is not None
+    torch.testing.assert_close(opened(path)(sample.images), expected, rtol=1e-4, atol=1e-5)
     assert list(tmp_path.iterdir()) == [path]
     assert capfd.readouterr() == ("", "")
     if to == "safetensors":
@@ -161,11 +164,12 @@ def test_small_first_and_last_layers_stay_in_float(sizes: Any, quantised: list[s
 
 def test_a_wrong_file_is_removed_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("old")
-    other, write = fresh("tudui"), module.write
+    other, right = fresh("tudui"), FORMATS["safetensors"]
     other.net.load_state_dict({name: 2 * tensor for name, tensor in other.net.state_dict().items()})
     with pytest.raises(Failure, match=r"cannot write .*nowhere.*"):
         export(other, "torch-export", tmp_path / "nowhere" / "a.pt2", noise(1))
-    monkeypatch.setattr(module, "write", lambda net, *args: write(other, *args))
+    wrong = right._replace(write=lambda net, *args: right.write(other, *args))
+    monkeypatch.setitem(FORMATS, "safetensors", wrong)
     with pytest.raises(Failure, match="the file differs from the net: a probability differs by 0"):
         export(fresh("tudui"), "safetensors", tmp_path / "a", noise(9))
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
@@ -205,7 +209,7 @@ def test_the_limits_of_disagreement(int8: bool, accepted: list[Any], refused: li
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     check_request("torch-export", None)
     text = r"--to onnx needs missing packages \(onnx, onnxscript, onnxruntime\): pip install .cifar-lit\[export\]"
     with pytest.raises(Failure, match=text):
@@ -216,4 +220,4 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("to", ["onnx", "torch-export"])
 def test_a_full_disk_raises_an_os_error_without_aborting_the_process(to: str) -> None:
     with pytest.raises(OSError, match="No space left on device"):
-        module.write(fresh("lenet"), to, Path("/dev/full"), Options())
+        FORMATS[to].write(fresh("lenet"), Path("/dev/full"), Options())

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contract.command_line import rows_of, run_command
+from extras.serving import running
 from PIL import Image, ImageDraw
-from serving import running
 
 import cifar_lit
 from cifar_lit.inference.classify import GAP

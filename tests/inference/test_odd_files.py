@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from extras.serving import Service, running
 from odd_files import OddFile, odd_files, picture
-from serving import Service, running
 from small_nets import write_net
 
 from cifar_lit.data.decode import decode

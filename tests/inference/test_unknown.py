@@ -12,11 +12,12 @@ import torch
 import cifar_lit
 from cifar_lit.cli.classify import classify
 from cifar_lit.cli.export import export as export_command
-from cifar_lit.cli.serve import serve
 from cifar_lit.errors import UsageError
+from cifar_lit.extras.serve.app import Service
+from cifar_lit.extras.serve.command import serve
+from cifar_lit.extras.serve.images import Limits
 from cifar_lit.inference.export import Options, export
-from cifar_lit.inference.serve.workers import NetRequest, NetRunner
-from cifar_lit.inference.unknown import STORED_RATES, novelty, reject_scores, threshold
+from cifar_lit.runs.card import STORED_RATES, novelty, reject_scores, threshold
 from cifar_lit.runs.model_file import load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 
@@ -90,10 +91,10 @@ def test_serve_answers_whether_an_image_is_unknown_only_with_a_rate(stored: Path
     classifier = cifar_lit.load(stored)
     expected = [prediction.unknown for prediction in classifier.predict_batch(IMAGES, reject=0.5)]
     assert {*expected} == {True, False}
-    request = NetRequest([image.permute(1, 2, 0).numpy().tobytes() for image in IMAGES], 1, seen=False)
+    pixels = [image.permute(1, 2, 0).numpy().tobytes() for image in IMAGES]
     for rate in (None, 0.5):
         classifier.reject = rate
-        (answers,) = NetRunner(classifier)._predict([request])
+        answers = Service(classifier, Limits()).predict(pixels, 1, seen=False)
         assert [answer.get("unknown") for answer in answers] == (expected if rate else [None] * 30)
         assert ("unknown" in answers[0]) == (rate is not None)
 
@@ -132,7 +133,7 @@ def test_a_rate_outside_of_its_range_is_refused(stored: Path, rate: float) -> No
         (export_command, "RUN --to onnx --reject 0.6", "not 0.6"),
         (export_command, "OLD --to onnx --reject 0.1", "cannot reject images"),
         (export_command, "RUN --to safetensors --out a.safetensors --reject 0.1", "leave it out"),
-        (export_command, "RUN --to litert --quantize int8", "use it with --to onnx"),
+        (export_command, "RUN --to torch-export --quantize int8", "use it with --to onnx"),
     ],
 )
 def test_invalid_command_lines_are_refused(run: Path, stored: Path, command: object, words: str, text: str) -> None:

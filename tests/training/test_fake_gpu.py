@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit import ImageClassifier, ImageData
-from cifar_lit.cli.flags import packaged_recipe, recipe_names, recipe_settings
+from cifar_lit.cli.flags import packaged_recipe, recipe_names
 from cifar_lit.data import draws, moves, operations, preprocessing
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.training.metrics import RunningMetrics
 from cifar_lit.training.optimizers import build_optimizer
 from cifar_lit.training.schedules import schedule_from
@@ -63,9 +64,9 @@ def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: 
     # torchmetrics copies its states, and tensors of a copied mode would not mix with the others.
     monkeypatch.setattr(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, raising=False)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)  # fake tensors have no memory
-    if recipe_settings(packaged_recipe(recipe))["model"]["net"].startswith("timm/"):  # type: ignore[index]
+    if plain_values(packaged_recipe(recipe))["model"]["net"].startswith("timm/"):
         pytest.importorskip("timm")
-    settings: Any = recipe_settings(packaged_recipe(recipe))
+    settings: Any = plain_values(packaged_recipe(recipe))
     classes, side, channels = shape_of(settings["data"])
     # torchmetrics selects the counted images, whose number is unknown here.
     monkeypatch.setattr(MulticlassConfusionMatrix, "update", lambda metric, logits, labels: None)

@@ -253,7 +253,7 @@ def test_a_hangup_outside_training_raises_once_and_never_under_nohup() -> None:
 # ---- checkpoints within epochs
 
 
-@pytest.mark.parametrize(("every", "seconds"), [(3, 0), ("3", 0), ("3.0", 0), ("60s", 25), ("1m", 25), ("1.5h", 2250)])
+@pytest.mark.parametrize(("every", "seconds"), [(3, 0), ("3", 0), ("60s", 25), ("1m", 25), ("1.5h", 2250)])
 def test_a_checkpoint_interval_is_a_number_of_steps_or_a_time(
     every: Any, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +269,7 @@ def test_a_checkpoint_interval_is_a_number_of_steps_or_a_time(
 
 
 def test_an_invalid_checkpoint_interval_is_refused() -> None:
-    for interval in ("", 0, "0m", "-3", "1.5", "m", "10 m", "10d", "1e3", "10M"):
+    for interval in ("", 0, "0m", "-3", "3.0", "1.5", "m", "10 m", "10w", "1e3", "10M"):
         with pytest.raises(
             UsageError, match=r"--checkpoint-every must be a number of steps \(500\) or a time \(10m, 90s, 1h\), not"
         ):

@@ -65,7 +65,7 @@ class Capture(Callback):
     may_change = True  # on resume
 
     def __init__(self, compile: bool = True) -> None:
-        self._compile = compile
+        self.compile = compile
         self._steps: GraphedSteps | None = None
         self._deferred: DeferredBatches | None = None
 
@@ -82,7 +82,7 @@ class Capture(Callback):
         if not can_capture(trainer):
             return
         pl_module.watch_losses()
-        self._steps = GraphedSteps(pl_module, self._compile)
+        self._steps = GraphedSteps(pl_module, self.compile)
         pl_module.optimizer_step = self._optimizer_step
         trainer.fit_loop.setup_data()  # creates the loader
         if DeferredBatches.supports(trainer.datamodule):  # type: ignore[attr-defined]

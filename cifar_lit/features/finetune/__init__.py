@@ -50,6 +50,8 @@ class Finetune(Callback):
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
     """
 
+    rates = ("input_lr",)  # scaled like the learning rate by a search
+
     def __init__(
         self,
         weights: str = IMAGENET,
@@ -142,7 +144,8 @@ class Finetune(Callback):
         if not self.unfreeze:
             views = counted(self.head_views, "view")
             lines["batch"] = ""
-            lines["optimizer"] = f"L-BFGS on the features of {views} of each training image"
+            seed = trainer.datamodule.seed
+            lines["optimizer"] = f"L-BFGS on the features of {views} of each training image · seed {seed}"
         return lines
 
     def _fit(self, trainer: pl.Trainer, model: Any) -> None:

@@ -1,0 +1,167 @@
+"use strict";
+
+const find = (id) => document.getElementById(id);
+const details = new Map(); // promises of images by number
+let state = null; // what the service says about all images
+let current = null; // number of the image on the page
+
+const percent = (value) => `${(100 * value).toFixed(1)} %`;
+const isDigit = (text) => /^\d$/.test(text);
+const matches = (image) => !find("filter").value || (image.label ?? image.predicted) === find("filter").value;
+
+async function ask(path, body) {
+  const response = await fetch(path, body && { method: "POST", body: JSON.stringify(body) }).catch(() => {
+    throw new Error("The service does not answer. Is it still running?");
+  });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+function load(item) {
+  if (!details.has(item)) details.set(item, ask(`image/${item}`));
+  if (details.size > 50) details.delete(details.keys().next().value);
+  return details.get(item);
+}
+
+function element(kind, properties, ...children) {
+  const made = Object.assign(document.createElement(kind), properties);
+  made.append(...children);
+  return made;
+}
+
+const withKey = (text, key) => (key ? [text, " ", element("kbd", {}, key)] : [text]);
+const sharpen = ({ target }) => target.classList.toggle("pixels", target.naturalWidth < 100);
+
+// Classes called 0 … 9 have their names as keys. Otherwise up to ten classes have the same keys for all images; of more
+// classes, the most probable ones have keys. Keys do not change when a class is added.
+function listClasses(top) {
+  const digits = state.classes.filter(isDigit);
+  const typed = find("search").value.trim().normalize("NFC").replace(/\s+/g, " ");
+  const text = typed.toLowerCase();
+  const rank = (name) => (name.toLowerCase().startsWith(text) ? 0 : 1);
+  let names = state.classes;
+  if (state.known > 10) names = [...new Set([...top.map(([name]) => name), ...digits, ...names.slice(state.known)])];
+  if (text) names = state.classes.filter((name) => name.toLowerCase().includes(text)).sort((a, b) => rank(a) - rank(b));
+  const keyOf = (name, place) => (digits.length ? digits.find((digit) => digit === name) : "1234567890"[place]);
+  const button = (name, place) => {
+    const key = text ? (place ? "" : "Enter") : keyOf(name, place);
+    return element("button", { value: key ?? "", onclick: () => decide("relabel", name) }, ...withKey(name, key));
+  };
+  find("classes").replaceChildren(...names.slice(0, 50).map(button));
+  if (!text || !state.open || names.some((name) => name.toLowerCase() === text)) return;
+  const onclick = () => decide("relabel", typed);
+  const words = withKey(`New class “${typed}”`, names.length ? "" : "Enter");
+  find("classes").append(element("button", { onclick }, ...words));
+}
+
+async function show(item) {
+  current = item;
+  const { name, label, predicted, probability } = state.images[item];
+  const { picture, top, nearest } = await load(item);
+  Object.assign(find("picture"), { src: picture, hidden: !picture });
+  find("picture").alt = label ? `image to review, labelled ${label}` : "image to label";
+  find("question").textContent = `Is this “${label ?? predicted}”?`;
+  const own = top.find(([one]) => one === label && label !== predicted);
+  find("detail").textContent =
+    `The net predicts ${predicted} with ${percent(probability)}${own ? `, ${label} with ${percent(own[1])}` : ""}. ` +
+    (/^\d+$/.test(name) ? `Image ${name}.` : `${name}.`) + (picture ? "" : " The file cannot be read.");
+  find("keep").replaceChildren(...withKey(label ? `Keep ${label}` : `Accept ${predicted}`, "K"));
+  find("predicted").replaceChildren(...withKey(`Change to ${predicted}`, "P"));
+  find("predicted").hidden = !label || label === predicted;
+  find("search").value = "";
+  listClasses(top);
+  const neighbour = ([src, near]) => {
+    const image = element("img", { src, alt: `training image, labelled ${near}`, onload: sharpen });
+    const kind = near === (label ?? predicted) ? "" : "other";
+    return element("li", { className: kind, title: near }, element("div", { className: "frame" }, image), near);
+  };
+  find("nearest").replaceChildren(...nearest.map(neighbour));
+  find("status").textContent = `${find("question").textContent} ${find("detail").textContent}`;
+  find("error").hidden = true;
+}
+
+async function next(item) {
+  const listed = state.images.filter(matches);
+  const count = (action) => listed.filter((image) => image.action === action).length;
+  const done = listed.filter((image) => image.action).length;
+  find("bar").value = done / Math.max(1, listed.length);
+  find("progress").textContent = `${done} of ${listed.length} reviewed · ${count("relabel")} changed · ` +
+    `${count("drop")} dropped · ${count("skip")} skipped`;
+  const open = [...state.images.keys()].filter((one) => !state.images[one].action && matches(state.images[one]));
+  item ??= open.find((one) => one > (current ?? -1)) ?? open[0] ?? null;
+  find("review").hidden = item === null;
+  find("end").hidden = item !== null;
+  find("again").hidden = !count("skip");
+  find("table").hidden = true;
+  if (item === null) return void (current = null);
+  await show(item);
+  const after = open.find((one) => one > item);
+  if (after) load(after).catch(() => details.delete(after));
+}
+
+// One action at a time: a key that is pressed before the next image appears does nothing.
+const guarded = (work) => async (...values) => {
+  if (document.body.ariaBusy === "true") return;
+  document.body.ariaBusy = "true";
+  try {
+    await work(...values);
+  } catch (error) {
+    details.delete(current);
+    find("error").textContent = error.message;
+    find("error").hidden = false;
+  }
+  document.body.ariaBusy = "false";
+};
+
+const decide = guarded(async (action, label) => {
+  const { item, name, ...change } = await ask("decide", { item: current, action, label });
+  if (label && !state.classes.includes(label)) state.classes.push(label);
+  if (item === null) throw new Error(`The decision about ${name}, which is not in this list, is undone.`);
+  state.images[item] = { ...state.images[item], action: undefined, ...change };
+  await next(action === "undo" ? item : undefined);
+});
+const actions = {
+  keep: () => decide("keep"),
+  predicted: () => decide("relabel", state.images[current].predicted),
+  drop: () => decide("drop"),
+  skip: () => decide("skip"),
+  undo: () => decide("undo"),
+  back: () => decide("undo"),
+  again: guarded(async () => {
+    for (const image of state.images) if (image.action === "skip") image.action = undefined;
+    await next();
+  }),
+  write: guarded(async () => {
+    find("written").textContent = `${(await ask("write", {})).rows} rows are written. Train with them:`;
+    find("table").hidden = false;
+  }),
+};
+for (const [id, action] of Object.entries(actions)) find(id).onclick = action;
+
+addEventListener("keydown", (event) => {
+  const typing = event.target === find("search"), control = event.ctrlKey || event.metaKey;
+  const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", u: "undo", w: "write" }[event.key.toLowerCase()]);
+  if (typing) {
+    if (event.key === "Enter" && event.target.value) find("classes").firstElementChild?.click();
+    if (event.key === "Enter" || event.key === "Escape") event.target.blur();
+  } else if (control && event.key === "z") decide("undo");
+  else if (control || event.altKey || event.repeat) return;
+  else if (event.key === "/") find("search").focus(), event.preventDefault();
+  else if (button || isDigit(event.key)) {
+    event.preventDefault(); // the filter would choose the class that begins with this letter
+    const chosen = button ?? find("classes").querySelector(`[value="${event.key}"]`);
+    if (current === null ? ["undo", "write"].includes(chosen?.id) : chosen && !chosen.hidden) chosen.click();
+  }
+});
+find("picture").onload = sharpen;
+find("filter").onchange = guarded(() => next());
+find("search").oninput = async () => listClasses((await load(current)).top);
+
+guarded(async () => {
+  state = await ask("images");
+  document.title = `Review labels · ${state.run}`;
+  find("command").textContent = state.command;
+  find("filter").append(...["", ...state.classes.slice(0, state.known)].map((value) => element("option", { value }, value || "all")));
+  await next();
+})();

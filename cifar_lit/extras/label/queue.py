@@ -1,0 +1,93 @@
+"""The images of a review in their order, and what the reviewer sees of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cifar_lit.data.decode import DecodeError, decode, image_size
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.runs.figures import data_uri
+from cifar_lit.runs.label_errors import rank_suspects, read_array, trust
+
+SIDE, SMALL_SIDE = 768, 160  # pixels of the image and of its neighbours on the page
+NEIGHBOURS = 5
+TOP = 9  # classes with their probabilities
+
+
+def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
+    """Return all rows, int64 (N,): suspected labels first, the likeliest error at the top, as in the report.
+
+    Args:
+        run: the run folder, with the margins of its training if they were recorded.
+        labels: int64 (N,).
+        probabilities: float (N, classes).
+    """
+    margins = read_array(run / "margins.npy", (len(labels),))
+    scores = trust(labels, probabilities, margins)
+    scores[rank_suspects(labels, probabilities, margins).rows] -= 1  # quantiles are below 1
+    return scores.argsort(stable=True)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The M images to review, and the N training images among which neighbours are searched."""
+
+    keys: Sequence[str]  # file or row of each image, as in `Decision.image`
+    labels: Sequence[str | None]  # class of each image; None for an image without a label
+    probabilities: Tensor  # float (M, classes)
+    embeddings: Tensor  # float (M, features)
+    train: ImageSet
+    train_keys: Sequence[str]
+    train_embeddings: Tensor  # float (N, features)
+
+    @cached_property
+    def summaries(self) -> list[dict[str, Any]]:
+        """Name, label, predicted class and its probability of each image."""
+        names = [key if key.isdecimal() else Path(key).name for key in self.keys]
+        predicted = [self.train.classes[row] for row in self.probabilities.argmax(1).tolist()]
+        columns = zip(names, self.labels, predicted, self.probabilities.amax(1).tolist(), strict=True)
+        return [dict(zip(("name", "label", "predicted", "probability"), row, strict=True)) for row in columns]
+
+    def details(self, item: int) -> dict[str, Any]:
+        """Return an image, its most probable classes, and the nearest training images with their labels.
+
+        Nearest by the cosine of embeddings, from which the mean of the training images is subtracted as in
+        `label_errors.find_nearest`.
+        """
+        mean, directions = self._directions
+        cosines = directions @ F.normalize(self.embeddings[item] - mean, dim=0)
+        nearest = cosines.topk(min(NEIGHBOURS + 1, len(cosines))).indices.tolist()
+        rows = [row for row in nearest if self.train_keys[row] != self.keys[item]][:NEIGHBOURS]
+        pictures = [self._picture(self.train_keys[row], SMALL_SIDE) for row in rows]
+        values, labels = self.probabilities[item].topk(min(TOP, len(self.train.classes)))
+        return {
+            "picture": self._picture(self.keys[item], SIDE),
+            "top": list(zip([self.train.classes[label] for label in labels], values.tolist(), strict=True)),
+            "nearest": list(zip(pictures, [self.train.classes[self.train.labels[row]] for row in rows], strict=True)),
+        }
+
+    @cached_property
+    def _directions(self) -> tuple[Tensor, Tensor]:
+        """Mean embedding of the training images, and the direction of each from there."""
+        mean = self.train_embeddings.mean(0)
+        return mean, F.normalize(self.train_embeddings - mean, dim=1)
+
+    def _picture(self, key: str, side: int) -> str:
+        """Return an image of at most `side` pixels as a data URI; empty if its file is missing or damaged."""
+        if key.isdecimal():
+            return data_uri(self.train.images[self.train_keys.index(key)], side)
+        try:
+            height, width = image_size(key)
+            scale = min(1.0, side / max(height, width))
+            size = max(1, round(height * scale)), max(1, round(width * scale))
+            return data_uri(torch.from_numpy(decode(key, size, 3, "squash", self.train.levels)), side)
+        except DecodeError:
+            return ""

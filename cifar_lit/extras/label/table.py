@@ -1,0 +1,130 @@
+"""The table of reviewed labels: the labels and the split of a run's data, with the decisions of its review."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from cifar_lit.data.formats import TABLES
+from cifar_lit.data.sources import load_images
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.extras.label.journal import Decision, is_cell
+from cifar_lit.files import writing
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.data.image_set import ImageSet
+
+TABLE = "labels-reviewed.csv"  # in the run folder
+SPLITS = ("train", "val", "test")
+
+
+class Labels(NamedTuple):
+    """The labels of a run's data, training and validation images first."""
+
+    column: str  # `path`, or `image` for a data set without files
+    keys: Sequence[str]  # see `Decision.image`
+    labels: Sequence[str]
+    extra: str  # a further column: `split` to keep train, val and test, or `group`; empty for none
+    values: Sequence[str]  # cells of the further column
+    groups: Sequence[object] = ()  # images with equal values belong on one side of a split; None for no group
+
+    def check(self) -> None:
+        """Raise Failure for names that a spreadsheet would change or run."""
+        for name in dict.fromkeys((*self.keys, *self.labels)):
+            if not is_cell(name):
+                raise Failure(f"{name[:200]!r} cannot be written to a table: rename it; after that, train again")
+
+    def with_split_of(self, earlier: Mapping[str, str]) -> Labels:
+        """Return the labels with the split of an earlier table, whose splits are given by key.
+
+        A split drawn from a folder changes with its files, so the table keeps its own. Other images, which were added
+        or dropped, are on the side of their group, and else trained on.
+        """
+        sides = [earlier.get(key, "") for key in self.keys]
+        if self.extra != "split" or not {*sides} & {*SPLITS}:  # without any, the images were moved
+            return self
+        groups = self.groups or [None] * len(sides)
+        by_group: dict[object, str] = {}
+        for group, side in zip(groups, sides, strict=True):
+            if side in SPLITS and group is not None:
+                by_group[group] = side
+        for place, side in enumerate(sides):
+            if side not in SPLITS:
+                sides[place] = by_group.get(groups[place], "train")
+        return self._replace(values=sides)
+
+    def write(self, path: Path, decisions: Mapping[str, Decision]) -> int:
+        """Write the table of reviewed labels without dropped images; return its number of rows.
+
+        Columns: `path` or `image`, `label`, `original_label`, `reviewed` (date, empty if the image was never reviewed)
+        and `extra`. New images have no original label, and are training images.
+        """
+        rows = [[self.column, "label", "original_label", "reviewed", self.extra]]
+        for key, label, value in zip(self.keys, self.labels, self.values or [""] * len(self.keys), strict=True):
+            made = decisions.get(key)
+            if made is None or made.action == "skip":
+                rows.append([key, label, label, "", value])
+            elif made.label is not None:
+                rows.append([key, made.label, label, made.date, value])
+        own = {*self.keys}
+        for key, made in decisions.items():
+            if made.new and made.label is not None and key not in own:
+                rows.append([key, made.label, "", made.date, "train" if self.extra == "split" else key])
+        width = 5 if self.extra else 4
+        with (
+            writing(path, "Free some space, or make the folder writable.") as partial,
+            partial.open("w", newline="", encoding="utf-8") as file,
+        ):
+            csv.writer(file, lineterminator="\n").writerows(row[:width] for row in rows)
+        return len(rows) - 1
+
+
+def current_labels(data: ImageData) -> Labels:
+    """Return the labels of a run's images, training and validation images first, with the split of the run.
+
+    A cross-validation has no split, unless the data set has its own test images.
+    """
+    images, settings = data.train_images, data.settings
+    has_folds = bool(data.parts.folds)
+    names = [images.classes[label] for label in images.labels.tolist()]
+    splits = ["train"] * len(images)
+    for row in (images.val_rows or ()) if has_folds else data.split[1].tolist():
+        splits[row] = "val"
+    table = _own_table(data)
+    if data.dataset != "folder":
+        if settings.labels == "coarse":
+            raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
+        keys = [*(images.names or ())] if table else [str(row) for row in range(len(images))]
+        return Labels("image", keys, names, "" if has_folds else "split", [] if has_folds else splits)
+    train_names, test = images.names or (), load_images("folder", settings, train=False)
+    trained = set(train_names)  # without test images, the validation images are the test set
+    test_rows = [row for row, name in enumerate(test.names or ()) if name not in trained]
+    folder = (settings.path.parent if table else settings.path).absolute()
+    groups = _groups(images)
+    keys = [os.path.normpath(folder / name) for name in train_names]
+    if has_folds and not test_rows:
+        own = [] if images.groups is None else [str(group) for group in images.groups.tolist()]
+        return Labels("path", keys, names, "group" if own else "", own)
+    keys += [os.path.normpath(folder / (test.names or ())[row]) for row in test_rows]
+    names += [test.classes[label] for label in test.labels[test_rows].tolist()]
+    groups += [_groups(test)[row] for row in test_rows]
+    return Labels("path", keys, names, "split", [*splits, *["test"] * len(test_rows)], groups)
+
+
+def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
+    """Return the group of each image, or of its near-duplicates. Numbers of different sets are unrelated."""
+    if images.groups is None:
+        return [None] * len(images)
+    return [(id(images), group) for group in images.groups.tolist()]
+
+
+def _own_table(data: ImageData) -> Path | None:
+    """Return the table that the labels of the data come from, if any."""
+    if data.dataset == "folder":
+        return None if data.settings.path.is_dir() else data.settings.path
+    labels = data.settings.labels or ""
+    return Path(labels).expanduser() if labels.lower().endswith(TABLES) else None

@@ -1,0 +1,86 @@
+"""`cifar-lit serve RUN`: serve the net of a run over HTTP, with a web page to try it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+
+import torch
+from jsonargparse.typing import ClosedUnitInterval, PositiveInt
+
+from cifar_lit.cli.errors import command_parser, parsed
+from cifar_lit.errors import check_packages
+from cifar_lit.extras.serve.collect import MAX_FILES, Collector
+from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.inference.load import load
+from cifar_lit.runs.card import check_rate
+from cifar_lit.runs.run_folder import display_path, weights_file
+from cifar_lit.text import say
+from cifar_lit.threads import choose_threads
+
+DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at /.
+
+POST /predict accepts one image as the body (Content-Type: image/jpeg or another image type), or a form with files
+(multipart/form-data). The response to one image is {"label", "probability", "top": [{"label", "probability"}, …]}, to a
+form {"predictions": […]} in the order sent. With --reject, each prediction has "unknown" (true or false). ?top=K
+returns K classes (default 3), ?seen=1 the image as the net gets it. GET /health describes the net. Errors are
+{"error": "one line"}. Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
+
+
+def serve(argv: list[str]) -> None:
+    """Run the service until Ctrl-C or SIGTERM."""
+    parser = command_parser("serve", DESCRIPTION)
+    add = parser.add_argument
+    add("run", type=str, help="folder of a finished run, or its model.safetensors")
+    add("--host", type=str, default="127.0.0.1", help="address to listen on; 0.0.0.0 for every network interface")
+    add("--port", type=int, default=8000, help="port to listen on; 0 for a free one")
+    add("--reject", type=float | None, default=None, help="mark images as unknown at this false-alarm rate, up to 0.5")
+    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add("--max-mb", type=PositiveInt, default=10, help="largest request body in MB")
+    add("--max-pixels", type=PositiveInt, default=25_000_000, help="largest image in pixels, according to its header")
+    add(
+        "--collect", type=str | None, default=None, metavar="DIR", help="keep pictures that the net is unsure of in DIR"
+    )
+    unsure = "largest probability of these pictures; others are kept if they are unknown (--reject)"
+    add("--collect-below", type=ClosedUnitInterval, default=0.6, help=unsure)
+    settings = parsed(parser, argv)
+    file = weights_file(settings.run)
+    collector = None
+    if settings.collect:
+        collector = Collector(settings.collect_below, Path(settings.collect).expanduser())
+    check_packages("serve", ("starlette", "uvicorn"), "serve")
+    from cifar_lit.extras.serve.app import PAGE, Service
+    from cifar_lit.extras.serve.connections import LimitedProtocol
+    from cifar_lit.extras.serve.images import Limits
+    from cifar_lit.extras.web import Server, application, listen
+
+    limits = Limits(settings.max_mb * 1_000_000, settings.max_pixels)
+    with listen(settings.host, settings.port) as sock:
+        host, port = sock.getsockname()[:2]
+        local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        own = socket.gethostname().lower()
+        own_names = None if local else frozenset({settings.host.lower(), own, f"{own}.local"})
+        device = resolve_device(settings.accelerator)
+        classifier = load(file, device)
+        classifier.reject = None
+        if settings.reject is not None:
+            classifier.reject = check_rate(settings.reject, classifier.card.reject)
+        # Leave one core to connections and decoding: torch's threads spin while they wait.
+        torch.set_num_threads(max(1, choose_threads()[0] - 1))
+        keep_freed_memory()
+
+        def on_ready() -> None:
+            size = "×".join(map(str, classifier.card.input_shape))
+            say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
+            if not local:
+                say(f"any machine on the network can connect to {host}: there is no password and no encryption")
+            if collector:
+                folder = display_path(collector.folder)
+                say(f"uncertain pictures are kept in {folder} (at most {MAX_FILES:,} files): tell your users")
+            address = f"[{host}]" if ":" in host else host
+            say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
+
+        app = application(Service(classifier, limits, collector).routes, PAGE, own_names)
+        Server(app, on_ready, LimitedProtocol).answer(sock)
+    say("stopped")

@@ -1,0 +1,135 @@
+"""The card of a trained net: its settings, and temperature and scores for `--reject` fitted on held-out images.
+
+The temperature follows C. Guo et al. (On Calibration of Modern Neural Networks, ICML 2017). A net trained with label
+smoothing is underconfident.
+
+An image that resembles none of the classes is rejected by its energy, -T · logsumexp(logits / T) with T = 1 (W. Liu et
+al., Energy-based Out-of-distribution Detection, NeurIPS 2020). It needs only the logits. docs/lab-notebook.md compares
+it with other scores. A model stores the scores that 2 % and 20 % of new images are expected to exceed. For other rates,
+the score is linear in the square root of the rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cifar_lit.data.image_set import spread_rows
+from cifar_lit.errors import UsageError
+from cifar_lit.runs.model_file import MAX_TEMPERATURE, READ_AT_ONCE, ModelCard, build_loaded_net
+
+MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the scores
+MIN_HELD_OUT = 20  # images; 5 % of fewer is less than one
+BISECTIONS = 20  # relative error of the temperature: 6e-6
+STORED_RATES = (0.02, 0.2)
+MAX_RATE = 0.5
+FALSE_ALARMS = 0.05  # default rate
+
+
+def model_card(model: Any, data: Any) -> ModelCard:
+    """Return the metadata of model.safetensors for an ImageClassifier and its ImageData."""
+    h, (mean, std) = model.hparams, data.statistics
+    options = dict(h["net_options"] or {})
+    shape, classes = h["input_shape"], list(data.classes)
+    # Set in the recipe. A run with enough validation images fits its own.
+    temperature = None if len(data.split[1]) >= MIN_HELD_OUT else h["temperature"]
+    levels = data.train_images.levels
+    return ModelCard(
+        h["net"], h["width"], shape, classes, mean, std, options, temperature=temperature,
+        resize=data.settings.resize, levels=None if levels is None else list(levels),
+    )  # fmt: skip
+
+
+def describe_model(model: Any, data: Any) -> ModelCard:
+    """Return the card of a trained net, with temperature and scores for `--reject` fitted on its validation images.
+
+    With fewer than `MIN_HELD_OUT`, the temperature is `model.temperature`. The scores then come from the test images,
+    if they were tested; their labels are not used.
+    """
+    card, images = model_card(model, data), data.train_images
+    if len(data.split[1]) < MIN_HELD_OUT:
+        return replace(card, reject=reject_scores(model.predictions["novelty"]) if model.predictions else None)
+    val = spread_rows(data.split[1], MAX_DESCRIBED)
+    # Fitted in float32, the precision in which the net will be used.
+    net = build_loaded_net(card, model.net.state_dict()).on(data.device)
+    logits = torch.cat([net.logits(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
+    temperature = fit_temperature(logits, images.labels[val])
+    return replace(card, temperature=temperature, reject=reject_scores(novelty(logits)))
+
+
+# ---- temperature
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float | None:
+    """Return the temperature with the smallest mean negative log-likelihood on held-out images.
+
+    The mean is convex in 1 / T, so bisection on the sign of its slope finds the minimum. Labels are smoothed by
+    1 / (N + 2), as by J. Platt for two classes (1999). Otherwise a net without mistakes on few images would become
+    arbitrarily confident.
+
+    Args:
+        logits: (N, classes) of images that the net was not trained on.
+        labels: int64 (N,).
+
+    Returns:
+        The temperature in 1/20 … 20; None for fewer than 20 images or non-finite logits.
+    """
+    count, logits = len(labels), logits.double()
+    if count < MIN_HELD_OUT or not logits.isfinite().all():
+        return None
+    targets = torch.lerp(logits.gather(1, labels[:, None])[:, 0], logits.mean(1), 1 / (count + 2))
+    low, high = -math.log(MAX_TEMPERATURE), math.log(MAX_TEMPERATURE)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        slope = ((logits / math.exp(middle)).softmax(1) * logits).sum(1).mean() - targets.mean()
+        low, high = (middle, high) if slope > 0 else (low, middle)
+    return round(math.exp((low + high) / 2), 6)
+
+
+# ---- rejection
+
+
+def novelty(logits: Tensor) -> Tensor:
+    """Return the energy, float32 (B,), of logits (B, classes), without temperature. It is high for unknown images."""
+    return -logits.float().logsumexp(1)
+
+
+def reject_scores(held_out: Tensor) -> list[float] | None:
+    """Return the scores that `STORED_RATES` of new images are expected to exceed.
+
+    The k-th highest of N scores is exceeded by k / (N + 1) of new images on average. A rate below that of the highest
+    score is extrapolated.
+
+    Args:
+        held_out: scores (N,) of images that the net was not trained on. The false-alarm rate of a threshold from
+            training images would be higher on new images.
+
+    Returns:
+        None if there are fewer than `MIN_HELD_OUT` images, or if a score is not finite.
+    """
+    if len(held_out) < MIN_HELD_OUT or not held_out.isfinite().all():
+        return None
+    rates = max(STORED_RATES[0], 1 / (len(held_out) + 1)), STORED_RATES[1]
+    scores = np.quantile(held_out.double().numpy(), 1 - np.array(rates), method="weibull").tolist()
+    return [round(threshold(scores, rate, rates), 6) for rate in STORED_RATES]
+
+
+def check_rate(rate: float, scores: Sequence[float] | None = ()) -> float:
+    """Return a valid rate. Raise UsageError for an invalid one, and for a model without scores."""
+    if not 0 < rate <= MAX_RATE:
+        raise UsageError(f"reject is a false-alarm rate above 0 and up to {MAX_RATE:g}, not {rate:g}: use 0.05")
+    if scores is None:
+        raise UsageError(f"this model cannot reject images: train it with at least {MIN_HELD_OUT} validation images")
+    return rate
+
+
+def threshold(scores: Sequence[float], rate: float, rates: Sequence[float] = STORED_RATES) -> float:
+    """Return the score above which an image is unknown at a valid rate, for two scores and their `rates`."""
+    low, high = map(math.sqrt, rates)
+    return scores[0] + (scores[1] - scores[0]) * (math.sqrt(rate) - low) / (high - low)
