@@ -11,9 +11,11 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor
 
+from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import MIN_SIZE, shapes
 from cifar_lit.data.sources import SourceSettings, at_hand, load_images
+from cifar_lit.data.split_settings import Split
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.plugins import allow_imports, check_allowed
 from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
@@ -21,7 +23,7 @@ from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import nfc
 
-NESTED = ("split", "augment")  # settings of ImageData that are groups of settings
+NESTED = {"split": Split.of, "augment": Augment.of}  # groups of settings of ImageData
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -85,9 +87,9 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
 def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
     """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones.
 
-    Nested settings stay mappings, which the class checks: the parser would import a class named in them.
+    The parser does not get the groups of settings, because it would import a class named in them.
     """
-    nested = {name: value for name, value in settings.items() if name in NESTED}
+    nested = {name: of(settings[name]) for name, of in NESTED.items() if name in settings}
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False, skip=set(NESTED))
     try:
