@@ -105,7 +105,7 @@ def connect(address: str, port: int, seconds: float) -> TCPStore:
 def store_of(info: RankInfo, limit: float) -> TCPStore:
     """Return the store of a run. Raise UsageError if MASTER_PORT is in use, Failure if rank 0 is unreachable."""
     port = info.port or int(os.environ.get(COORDINATOR, "0"))
-    if port in _stores:  # of `meet_anew`
+    if port in _stores:  # `meet_anew` has opened it
         return _stores[port]
     if info.rank == 0:
         return serve(info)

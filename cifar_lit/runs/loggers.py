@@ -44,7 +44,10 @@ def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: values[name] for name in COMPARED if values.get(name) is not None}
     for feature, value in settings.items():
         if feature not in GROUPS and isinstance(value, dict):
-            shown |= {f"{feature}.{name}": each for name, each in value.items() if each is not None} or {feature: True}
+            given = {f"{feature}.{name}": each for name, each in value.items() if each is not None}
+            shown |= {name: str(each) if isinstance(each, dict) else each for name, each in given.items()}
+            if not given:
+                shown[feature] = True
     return shown
 
 

@@ -23,6 +23,8 @@ from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import nfc
 
+NESTED = {"split": Split.of, "augment": Augment.of}  # groups of settings of ImageData
+
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
@@ -85,18 +87,14 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
 def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
     """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones.
 
-    Nested settings stay mappings, which the class checks: the parser would import a class named in them.
+    The parser does not get the groups of settings, because it would import a class named in them.
     """
+    nested = {name: of(settings[name]) for name, of in NESTED.items() if name in settings}
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, as_group=False)
-    groups: dict[str, Any] = {}  # not read by the parser, which would import a class that the file names
+    parser.add_class_arguments(kind, as_group=False, skip=set(NESTED))
     try:
-        if "augment" in settings:
-            groups["augment"] = Augment.of(settings["augment"])
-        if "split" in settings:
-            groups["split"] = Split.of(settings["split"])
-        plain = {key: value for key, value in settings.items() if key not in groups}
-        return vars(parser.parse_object(plain)) | groups
+        plain = parser.parse_object({name: value for name, value in settings.items() if name not in NESTED})
+        return {**plain.as_dict(), **nested}
     except (ArgumentError, TypeError, ValueError) as error:  # TypeError: a name is not a string
         raise Failure(
             f"{name}/config.yaml has data settings of another version ({first_line(error)}): add --dataset"

@@ -137,7 +137,7 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions() -> None
     with contextlib.chdir(folds):
         answer = run_command("review", ".", "--export", "--data-dir", Path("../../animals/labels.csv"))
     assert answer.code == 0, answer.err
-    data = reviewed(run, root=str(folds / "labels-reviewed.csv"), split=Split())
+    data = reviewed(run, root=str(folds / "labels-reviewed.csv"), split=Split(folds=2))
     assert data.train_images.labels.bincount().tolist() == [7, 5, 6]
     np.save(folds / "probabilities.npy", probabilities[1:])
     answer = run_command("review", folds, "--port", "0")

@@ -19,7 +19,7 @@ def build(size: int = 16, channels: int = 3, classes: int = 5, width: float = 1.
     torch.manual_seed(0)
     shape: dict[str, Any] = {"channels": channels, "image_size": size, "num_classes": classes, "width": width}
     net: Any = build_net("whitened", **shape, options=options)
-    net.is_prepared = True  # as by the feature whitening
+    net.is_prepared = True  # the feature whitening sets it
     return net
 
 
