@@ -14,9 +14,9 @@ from contract.command_line import run_process
 from test_house import PACKAGE, SOURCES, imported
 
 from cifar_lit.cli.main import OWN
+from cifar_lit.features import FEATURES
 
 EXTRAS = [path.parent for path in sorted((PACKAGE / "extras").glob("*/__init__.py"))]
-OPTIONAL = [*EXTRAS]  # folders and files to delete; a further list is added here
 NAMED_IN = {"extras": {PACKAGE / "cli/main.py"}}  # the tables that name optional parts by a string
 
 # Trains, then asks for the commands of the deleted part. Prints the exit codes.
@@ -52,12 +52,21 @@ def test_no_extra_imports_another_extra() -> None:
             assert [name for name in names(path) if f"{name}.".startswith(others)] == [], path
 
 
-@pytest.mark.parametrize("part", OPTIONAL, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_a_training_succeeds_without_an_optional_part_and_its_commands_say_so(part: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "cifar_lit"
+def package_without(part: Path, folder: Path) -> Path:
+    """Return a copy of the package in `folder` without a file or folder."""
+    copy = folder / "cifar_lit"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     deleted = copy / part.relative_to(PACKAGE)
-    shutil.rmtree(deleted) if deleted.is_dir() else deleted.unlink()
+    if deleted.is_dir():
+        shutil.rmtree(deleted)
+    else:
+        deleted.unlink()
+    return copy
+
+
+@pytest.mark.parametrize("part", EXTRAS, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_training_succeeds_without_an_optional_part_and_its_commands_say_so(part: Path, tmp_path: Path) -> None:
+    copy = package_without(part, tmp_path)
     module = ".".join(part.relative_to(PACKAGE.parent).with_suffix("").parts)
     commands = [name for name, target in OWN.items() if target.startswith((f"{module}.", f"{module}:"))]
     answer = run_process([sys.executable, "-c", PROGRAM, *commands], tmp_path, PYTHONPATH=str(tmp_path))
@@ -69,3 +78,13 @@ def test_a_training_succeeds_without_an_optional_part_and_its_commands_say_so(pa
         "install cifar-lit again"
         for name in commands
     ]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_training_succeeds_without_a_feature_whose_flag_is_then_unknown(feature: str, tmp_path: Path) -> None:
+    folder = PACKAGE / "features" / feature
+    package_without(folder if folder.is_dir() else folder.with_suffix(".py"), tmp_path)
+    line = f"fit --recipe quickstart --{feature} true"
+    answer = run_process([sys.executable, "-c", PROGRAM, line], tmp_path, PYTHONPATH=str(tmp_path))
+    assert json.loads(answer.lines[-1])[1] == [0, 2], answer.err
+    assert f"there is no flag --{feature}." in answer.err

@@ -83,7 +83,7 @@ OWN = {
     "export": "cifar_lit.cli.export:export",
     "mobile": "cifar_lit.extras.mobile.formats:mobile",
     "serve": "cifar_lit.extras.serve.command:serve",
-    "sweep": "cifar_lit.cli.sweep:sweep",
+    "sweep": "cifar_lit.extras.sweep.command:sweep",
 }
 
 _SYNONYMS = {  # commands of other programs

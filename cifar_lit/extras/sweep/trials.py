@@ -26,10 +26,10 @@ from sqlalchemy.engine import URL
 from cifar_lit.bench.process import as_error, ask_to_stop, kill_group, started
 from cifar_lit.cli.several import find_run
 from cifar_lit.errors import Failure
+from cifar_lit.extras.sweep.file import SweepFile
 from cifar_lit.files import check_database, open_inside, write_text
 from cifar_lit.runs.config_file import nested
 from cifar_lit.runs.run_folder import display_path, is_finished, read_curves, read_metrics
-from cifar_lit.sweep.file import SweepFile
 from cifar_lit.text import printable, say
 
 POLL = 0.5  # seconds
@@ -193,7 +193,7 @@ class Trials:
 
     def _train(self, trial: Trial, words: Sequence[str], folder: Path) -> None:
         """Train in a process; raise TrialPruned or NotTrained if it does not finish."""
-        command = [sys.executable, "-m", "cifar_lit.sweep", "fit", *words]
+        command = [sys.executable, "-m", "cifar_lit.extras.sweep", "fit", *words]
         ending: Exception | None = None
         with (
             open_inside(folder / "output.txt", "a", encoding="utf-8") as out,

@@ -1,4 +1,4 @@
-"""`python -m cifar_lit.sweep fit …` is `cifar-lit fit …` that stops, with a checkpoint, when its worker ends."""
+"""`python -m cifar_lit.extras.sweep fit …` is `cifar-lit fit …` that stops, with a checkpoint, when its worker ends."""
 
 import os
 import signal

@@ -46,6 +46,6 @@ def sweep(argv: list[str]) -> None:
     from cifar_lit.cli.quiet import quieten
 
     quieten()
-    from cifar_lit.sweep.run import run_sweep
+    from cifar_lit.extras.sweep.run import run_sweep
 
     run_sweep(options, words, argv)

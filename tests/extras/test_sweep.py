@@ -31,7 +31,7 @@ from cifar_lit.bench.process import started
 from cifar_lit.cli.flags import parse
 
 optuna = pytest.importorskip("optuna")
-from cifar_lit.sweep.file import SweepFile  # noqa: E402
+from cifar_lit.extras.sweep.file import SweepFile  # noqa: E402
 
 FOLDER = Path("lightning_logs/lr")
 SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.augment.crop": {"range": [0, 2]}}
@@ -76,7 +76,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (config,) = [word for word in command if word.startswith("--config=")]
         return started([sys.executable, "-c", FAKE, *command, config], **settings)
 
-    monkeypatch.setattr("cifar_lit.sweep.trials.started", start)
+    monkeypatch.setattr("cifar_lit.extras.sweep.trials.started", start)
     return lines
 
 
