@@ -36,6 +36,7 @@ from torchvision.utils import make_grid
 
 from cifar_lit import ImageData
 from cifar_lit.cli.flags import recipe_path
+from cifar_lit.data.augment import Augment
 from cifar_lit.runs.figures import augmented_sample, confusion_matrix, gallery
 
 ROOT = Path(__file__).parent.parent
@@ -155,7 +156,8 @@ def draw_pixels() -> None:
 
 def draw_augmentation() -> None:
     """Four images, and the same in six epochs with flip, crop and cutout."""
-    data = ImageData("shapes", count=1000, shuffle=False, augment={"crop": 4, "flip": "random", "cutout": 8}, mean=0.5)
+    moves = Augment(crop=4, flip="random", cutout=8)
+    data = ImageData("shapes", count=1000, shuffle=False, augment=moves, mean=0.5)
     originals = data.train_images.images[data.split[0][:4]]
     variants = [augmented_sample(data, 4, epoch).permute(0, 2, 3, 1) for epoch in range(6)]
     captions = [("original",), *((f"epoch {epoch}",) for epoch in range(1, 7))]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,13 +28,6 @@ from cifar_lit.hooks import methods
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.text import listed
-
-# A Python program may pass a mapping, too. The command line builds the classes itself.
-if TYPE_CHECKING:
-    SplitSettings = Split | dict[str, Any]
-    AugmentSettings = Augment | dict[str, Any] | None
-else:
-    SplitSettings, AugmentSettings = Split, Augment
 
 
 class ImageData(NamesInCheckpoint, pl.LightningDataModule):
@@ -87,10 +80,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         batch_size: int = 128,
         eval_batch_size: int = 500,
         val_size: float = 0.1,
-        split: SplitSettings = Split(),  # noqa: B008 (frozen)
+        split: Split = Split(),  # noqa: B008 (frozen); a Python program may pass a mapping
         seed: int = 0,
         shuffle: bool = True,
-        augment: AugmentSettings = Augment(),  # noqa: B008 (frozen)
+        augment: Augment = Augment(),  # noqa: B008 (frozen); or a mapping
         placement: str = "auto",
         workers: int = 2,
         mean: list[float] | float | None = None,

@@ -37,10 +37,15 @@ class Preprocessing(NamedTuple):
     image_size: tuple[int, int]
 
 
-def import_timm() -> Any:
-    """Return the package timm. Raise UsageError if it is not installed."""
+def check_timm() -> None:
+    """Raise UsageError if the package timm is not installed. It is not imported."""
     if find_spec("timm") is None:
         raise UsageError(f"this net needs timm, which is not installed: {EXTRA}")
+
+
+def import_timm() -> Any:
+    """Return the package timm. Raise UsageError if it is not installed."""
+    check_timm()
     return import_module("timm")
 
 
@@ -138,5 +143,6 @@ def preprocessing(net: str) -> Preprocessing | None:
 
 
 def timm_spec(name: str) -> NetSpec:
-    """Return the spec of a timm net."""
+    """Return the spec of a timm net. Raise UsageError if timm is not installed."""
+    check_timm()
     return NetSpec(partial(build_timm_net, name), any_size=partial(takes_any_size, name), options=OPTIONS)

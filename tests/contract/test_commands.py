@@ -91,7 +91,7 @@ def test_help_names_our_default_where_lightning_has_another(monkeypatch: pytest.
     text = run_command("fit", "--help").out
     assert re.search(r"once this number of epochs is reached\. .*\(type: .*, default: 10\)", text)
     assert re.search(r"all validation dataloaders\. \(type: .*, default: 0\)", text)
-    assert re.search(r"learning rate of the last layer\. Default: lr\. \(type: float \| null\)", text)
+    assert re.search(r"Default: the column `group`, if the table has one\. \(type: str \| null\)", text)
 
 
 # ---- fit, train, validate, test, predict

@@ -65,7 +65,7 @@ def test_the_site_has_directives_where_the_clone_has_tables() -> None:
 
 def test_settings_are_those_of_the_signature() -> None:
     text = generated.settings("cifar_lit.ImageData", "data")
-    assert "| `--data.batch_size` | `int` | `128` | " in text and "| `--data.augment` | `AugmentSettings` |  | " in text
+    assert "| `--data.batch_size` | `int` | `128` | " in text and "| `--data.augment` | `Augment` |  | " in text
     assert "| `--data.root` | `str \\| None` |  | folder of the archives" in text
 
 
