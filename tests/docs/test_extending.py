@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from contract.command_line import checkpoint_of, metrics_of, rows_of
+from contract.command_line import checkpoint_of, environment, metrics_of, rows_of
 from doc_pages import Page
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -127,10 +127,12 @@ def test_a_feature() -> None:
     shutil.copytree(Path(cifar_lit.__file__).parent, "cifar_lit", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], input=patch.text, text=True, check=True)
     line = [sys.executable, "-m", "cifar_lit", "fit", "--recipe", "quickstart", *PAGE.settings, "--loss_cap.most"]
-    subprocess.run([*line, "1.5"], check=True, capture_output=True)
+    variables = environment(Path.cwd(), PYTHONPATH=str(Path.cwd()))
+    trained = subprocess.run([*line, "1.5"], env=variables, check=False, capture_output=True, text=True)
+    assert trained.returncode == 0, trained.stderr
     losses = [float(row["train/loss"]) for row in rows_of(RUN / "metrics.csv") if row["train/loss"]]
     assert max(losses) <= 1.5
-    refused = subprocess.run([*line, "0"], check=False, capture_output=True, text=True)
+    refused = subprocess.run([*line, "0"], env=variables, check=False, capture_output=True, text=True)
     assert "loss_cap.most must be above 0, not 0" in refused.stderr
 
 
