@@ -15,10 +15,13 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import Tensor
 
 from cifar_lit.cli import tuner
-from cifar_lit.cli.tuner import RATES, RangeTest, fit_copy, largest_batch, learning_rate, search
+from cifar_lit.cli.tuner import RangeTest, fit_copy, largest_batch, learning_rate, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.features.balanced import Balanced
+from cifar_lit.features.class_weights import ClassWeights
+from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.training.classifier import ImageClassifier
 
 
@@ -47,12 +50,13 @@ def double(losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
     ("model_settings", "data_settings", "callbacks"),
     [
         ({"label_smoothing": 0.3}, {}, []),
-        ({"class_weights": "balanced"}, {}, []),
+        ({}, {}, [ClassWeights()]),
         ({}, {"augment": {"mixup": 1.0}}, []),
-        ({}, {"resolutions": {8: 0.9}}, []),
-        ({}, {"sampling": "balanced"}, []),
+        ({}, {}, [Resolutions({8: 0.9})]),
+        ({}, {}, [Balanced()]),
         ({}, {}, [LambdaCallback(on_fit_start=lambda trainer, model: model.loss_hooks.append(double))]),
     ],
+    ids=["smoothed", "class weights", "mixed", "small images", "balanced", "own hook"],
 )
 def test_the_loss_of_the_search_is_that_of_the_training(
     model_settings: dict[str, Any], data_settings: dict[str, Any], callbacks: list[Callback]
@@ -84,15 +88,22 @@ def test_a_search_changes_neither_the_net_nor_the_random_numbers_of_the_training
 
 def test_auto_lr_scales_all_rates(data: ImageData, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "learning_rate", lambda model, data, make_trainer: 0.5 * model.hparams["lr"])
-    model = make_model(0.02, optimizer="adamw", input_lr=0.004)
-    search({"lr"}, model, data, make_trainer)
-    assert [model.hparams[name] for name in RATES] == [0.01, None, None, 0.002]
+    model = make_model(0.02, optimizer="muon", optimizer_options={"head_lr": 0.4, "bias_lr": None, "momentum": 0.6})
+    assert search({"lr"}, model, data, make_trainer) == 0.5
+    assert model.hparams["lr"] == 0.01
+    assert model.hparams["optimizer_options"] == {"head_lr": 0.2, "bias_lr": None, "momentum": 0.6}
 
 
 def test_parameter_groups_keep_the_ratio_of_their_rates(data: ImageData) -> None:
     rates: list[list[float]] = []
     read = LambdaCallback(on_before_zero_grad=lambda trainer, model, optimizer: rates.append(rates_of(optimizer)))
-    model = make_model(0.02, optimizer="muon", head_lr=2.0, schedule="cosine", warmup_epochs=1)
+    model = make_model(
+        0.02,
+        optimizer="muon",
+        optimizer_options={"head_lr": 2.0},
+        schedule="cosine",
+        schedule_options={"warmup_epochs": 1},
+    )
     fit_copy(model, data, partial(make_trainer, read), RangeTest([0.5, 1.0, 1.0]), max_epochs=2)
     assert [sorted(set(step)) for step in rates[1:]] == [[0.01, 1.0], [0.02, 2.0]]  # after the first two steps
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from cifar_lit.data.split_settings import Split
 from contract.command_line import SMALL, assert_refused, config_of, draw_folder, rows_of, run_command
 from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.splits import Split
 from cifar_lit.extras.label import review
 from cifar_lit.extras.label.journal import Decision, Journal
 from cifar_lit.extras.label.queue import Queue

@@ -45,7 +45,7 @@ from cifar_lit.models.registry import build_net
         ({"optimizer_options": {"momentum": 1.0}}, "momentum must be 0 or more and below 1, not 1"),
         ({"optimizer_options": {"momentum": "0.9"}}, "momentum must be a number, not '0.9'"),
         ({"optimizer_options": {"weight_decay": -1e-3}}, "weight_decay must be 0 or more"),
-        ({"optimizer_options": {"bias_lr": 1.0}}, r"no 'bias_lr'\. sgd has momentum, nesterov, weight_decay\."),
+        ({"optimizer_options": {"bias_lr": 1.0}}, r"no setting 'bias_lr'\. sgd has momentum, nesterov, weight_decay\."),
         ({"optimizer": "muon", "optimizer_options": {"head_lr": float("nan")}}, "head_lr must be above 0"),
         ({"optimizer": "muon", "optimizer_options": {"weight_decay": 1.0}}, "a share per step under muon, below 1"),
     ],
