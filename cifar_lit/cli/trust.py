@@ -79,13 +79,13 @@ def guard(command: Command, base: Path | None) -> None:
             trusted = [*trusted, settings]
         elif untrusted := sorted(_own_names(settings) - _own_names(typed)):
             raise UsageError(UNTRUSTED.format(untrusted[0]))
-        elif further := next(_further_files(settings, file.parent), None):
+        elif further := next(further_files(settings, file.parent), None):
             line = f"a configuration file refers to settings in {further[:200]!r}, which is not read"
             raise UsageError(f"{line}: name it with --config, or give --trust if you trust the file")
     allow(trusted)
 
 
-def _further_files(settings: Any, folder: Path) -> Iterator[str]:
+def further_files(settings: Any, folder: Path) -> Iterator[str]:
     """Yield the files named in the settings of a file in `folder` that the parser would read."""
     for key, text in leaves(settings):
         if key == ("config",) or (key[:2] in CLASSES and key[1] not in (*OWN, "net_options")):

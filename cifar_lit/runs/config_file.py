@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,19 @@ def plain_values(file: Path) -> Any:
         return yaml.safe_load(text)
     except Exception:  # errors of the YAML constructors, such as a list as a key or an impossible date
         raise UsageError(f"{file} holds invalid values, such as a list as a name or an impossible date") from None
+
+
+def nested(settings: Mapping[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Return `base`, the values of a configuration, with further settings by dotted name."""
+    for name, value in settings.items():
+        *groups, last = name.split(".")
+        target = base
+        for group in groups:
+            if not isinstance(target.get(group), dict):
+                target[group] = {}
+            target = target[group]
+        target[last] = value
+    return base
 
 
 def plain_text(file: Path) -> str:
