@@ -28,24 +28,19 @@ or, with --storage, on others. All other flags, such as --dataset or --accelerat
 
 def sweep(argv: list[str]) -> None:
     """Run a sweep, or what is left of it."""
-    parser = BenchParser(
-        prog="cifar-lit sweep",
-        description=DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = BenchParser(prog="cifar-lit sweep", description=DESCRIPTION, allow_abbrev=False, formatter_class=plain)
     add = parser.add_argument
     add("file", type=Path, metavar="FILE.yaml", help="recipe, search space, objective and budget")
     add("--workers", default="1", help="trainings at a time, or a GPU for each of them: 0,1,2,3 (default: 1)")
     add("--storage", metavar="URL", help="database of the sweep (default: SQLite in its folder)")
     add("--logs", type=Path, default=Path(LOGS), help="folder for the sweep's folder (default: lightning_logs)")
     add("--confirm", type=int, default=4, help="new seeds to compare the best trial with the recipe (default: 4)")
+    add("--grace", type=int, default=30, help="seconds without a heartbeat until a trial is resumed (default: 30)")
     add("--trust", action="store_true", help="let the files name any class and any path: their code can run")
     options, words = parser.parse_known_args(argv)
-    if options.confirm < 0 or options.confirm == 1:
-        raise UsageError(
-            f"--confirm needs 2 seeds or more for an interval, or 0 for no confirmation: {options.confirm}"
-        )
+    if options.confirm < 0 or options.confirm == 1 or options.grace < 1:
+        raise UsageError("--confirm needs 2 seeds or more, or 0 for no confirmation; --grace needs 1 second or more")
     if find_spec("optuna") is None:
         raise Failure('sweep needs a missing package (optuna): pip install "cifar-lit[sweep]"')
     from cifar_lit.cli.quiet import quieten

@@ -1,309 +1,244 @@
-"""Run the trials of an Optuna study: each is a training in a process, resumed if its worker is lost."""
+"""The trials of a sweep: an Optuna study whose objective is a training in a process of its own.
+
+Optuna records an interrupted trial as failed and enqueues its settings again. The new attempt resumes the training in
+the folder of the first one.
+"""
 
 from __future__ import annotations
 
-import os
+import math
 import re
-import secrets
-import shutil
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
-from optuna.storages import RDBStorage
+import yaml
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.engine import URL
 
-from cifar_lit.bench.process import as_error, ask_to_stop, child_environment, kill_group, started
+from cifar_lit.bench.process import as_error, ask_to_stop, kill_group, started
+from cifar_lit.cli.several import find_run
 from cifar_lit.errors import Failure
-from cifar_lit.files import DISK_FULL, lock_file, open_inside
-from cifar_lit.runs.run_folder import CHECKPOINTS, display_path, is_finished, read_curves, read_metrics
-from cifar_lit.sweep.check import SETTINGS, write_settings
-from cifar_lit.sweep.database import GRACE, HEARTBEAT
-from cifar_lit.text import natural_key
-from cifar_lit.threads import VARIABLE, free_cores
-from cifar_lit.training.orderly_stop import Interrupted
+from cifar_lit.files import check_database, open_inside, write_text
+from cifar_lit.runs.config_file import nested
+from cifar_lit.runs.run_folder import display_path, is_finished, read_curves, read_metrics
+from cifar_lit.sweep.file import SweepFile
+from cifar_lit.text import printable, say
 
 POLL = 0.5  # seconds
-MAX_KILLS = 3  # times that a trial's process may be killed
-FULL = "|".join(map(os.strerror, DISK_FULL))
 SAME = 3  # failures in a row, at the start, that end the sweep
-HOST = socket.gethostname()
-LOCK_FILE = ".worker"
+MAX_RETRIES = 20  # of an interrupted trial
 
 
-@dataclass
-class Control:
-    """State of one command: signals received, outcomes of its trials, and its end by the time budget.
+class NotTrained(Exception):
+    """A training has no results. Without a message, it was interrupted."""
+
+
+def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str, Any]]) -> optuna.Study:
+    """Create or load a study. Raise an error of any type if its rows are not those of a sweep.
 
     Args:
-        seconds: the time budget.
-        start: begin of the time budget, in seconds of `time.monotonic`. Earlier commands have used a part of it.
+        grace: seconds without a heartbeat after which a trial is enqueued again.
+        grid: trials to enqueue.
+    """
+    is_file = url.get_backend_name() == "sqlite"
+    if is_file:
+        check_database(Path(str(url.database)).resolve())
+    storage = RDBStorage(
+        url.render_as_string(hide_password=False),
+        {"connect_args": {"timeout" if is_file else "connect_timeout": 30}, "pool_pre_ping": True},
+        heartbeat_interval=max(1, grace // 6),
+        grace_period=grace,
+        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
+    )
+    directions = [*file.objectives.values()]
+    try:
+        study, is_new = optuna.create_study(storage=storage, study_name=file.name, directions=directions), True
+    except optuna.exceptions.DuplicatedStudyError:
+        study, is_new = optuna.load_study(storage=storage, study_name=file.name), False
+    trials = study.get_trials()
+    # A continued sweep draws other values. Of two commands that begin at the same moment, one has no seed.
+    seed = (1_000_003 * file.seed + len(trials)) % (1 << 32) if is_new or trials else None
+    tpe = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+    study.sampler = tpe if file.sampler == "tpe" else optuna.samplers.RandomSampler(seed)
+    study.pruner = optuna.pruners.MedianPruner() if file.pruner == "median" else optuna.pruners.NopPruner()
+    if [direction.name.lower() for direction in study.directions] != directions:
+        raise ValueError("its objectives have other directions")
+    for trial in trials:
+        if trial.state == TrialState.COMPLETE:
+            file.suggest(trial)
+            if len(trial.values) != len(directions) or not all(map(math.isfinite, trial.values)):
+                raise ValueError(f"trial {trial.number} is complete without finite values")
+        if trial.state == TrialState.RUNNING:  # its worker may have been killed before the first heartbeat
+            study_id = storage.get_study_id_from_name(file.name)
+            storage.record_heartbeat(storage.get_trial_id_from_study_id_trial_number(study_id, trial.number))
+    for parameters in grid:
+        study.enqueue_trial(dict(parameters), skip_if_exists=True)
+    return study
+
+
+class Trials:
+    """The trials of a study. A trial has the number of its first attempt.
+
+    Args:
+        count: number of trials, which may be infinite.
+        words: flags of `fit` for all trials.
+        workers: further flags for each worker.
     """
 
-    seconds: float
-    start: float
-    signals: list[int] = field(default_factory=list)
-    outcomes: list[str] = field(default_factory=list)  # error of each finished trial, without digits
-    lock: Any = field(default_factory=threading.Lock)  # protects the outcomes and the console
-    failed: bool = False
-
-    @property
-    def used(self) -> float:
-        """Return the used seconds of the time budget."""
-        return time.monotonic() - self.start
+    def __init__(
+        self, file: SweepFile, study: optuna.Study, folder: Path, count: float, words: Sequence[str], workers: Any
+    ) -> None:
+        self.file, self.study, self.folder, self.count, self.words = file, study, folder, count, words
+        self.jobs, self.free = len(workers), SimpleQueue[Sequence[str]]()
+        for flags in workers:
+            self.free.put(flags)
+        self.signals: list[int] = []  # received by this command
+        self.fault: Exception | None = None  # ends this command
+        self.errors: list[str] = []  # of the trials that this command has finished
+        self.start = time.monotonic() - study.user_attrs.get("seconds", 0)
 
     @property
     def stopping(self) -> bool:
-        """Return whether the trials have to stop."""
-        return bool(self.signals) or self.failed or self.used >= self.seconds
+        """Whether the trainings have to stop."""
+        return bool(self.signals or self.fault) or time.monotonic() - self.start >= self.file.seconds
 
+    def latest(self) -> list[FrozenTrial]:
+        """Return the last attempt of each trial."""
+        return [*{first_number(trial): trial for trial in self.study.get_trials(deepcopy=False)}.values()]
 
-@dataclass
-class Job:
-    """The trials of one study.
+    def missing(self) -> float:
+        """Return the number of trials that nobody has begun."""
+        waiting = [trial.state == TrialState.WAITING for trial in self.latest()]
+        return sum(waiting) if self.file.sampler == "grid" else self.count - waiting.count(False)
 
-    Args:
-        study: the study. Each worker loads it again, because a study has one sampler.
-        storage: database of the study.
-        folder: the folders of the trials are this path, a dash and the number.
-        count: number of trials, which may be infinite.
-        settings: returns the settings of a trial from the sweep file, by dotted name.
-        flags: returns the flags of `fit` for a trial, without its folder and devices.
-        objectives: names of the metrics.
-        report: called with each finished trial.
-        workers: further arguments of `fit` for each worker.
-        control: state of the command.
-    """
-
-    study: optuna.Study
-    storage: RDBStorage
-    folder: Path
-    count: float
-    settings: Callable[[Trial], Mapping[str, Any]]
-    flags: Callable[[Trial], Sequence[str]]
-    objectives: Sequence[str]
-    report: Callable[[FrozenTrial], None]
-    workers: Sequence[Sequence[str]]
-    control: Control
-
-    def trials(self) -> list[FrozenTrial]:
-        """Return the trials, without any that two workers began beyond the number of trials."""
-        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.number < self.count]
-
-    def folder_of(self, number: int) -> Path:
-        """Return the folder of a trial."""
-        return self.folder.with_name(f"{self.folder.name}-{number:03}")
-
-
-def run_job(job: Job) -> None:
-    """Run all trials of a job, some of them perhaps by other commands. Raise Interrupted after a stop signal."""
-    control, count = job.control, len(job.workers)
-    environment = child_environment()
-    if count > 1:
-        environment.setdefault(VARIABLE, str(max(1, free_cores() // count)))
-    with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(Worker(job, words, environment).work) for words in job.workers]
-        try:
-            running = True
-            while running and not any(future.done() and future.exception() for future in futures):
-                running = bool(wait(futures, HEARTBEAT, FIRST_EXCEPTION).not_done)
-                job.study.set_user_attr("seconds", max(control.used, job.study.user_attrs.get("seconds", 0)))
-        finally:
-            control.failed = any(not future.done() for future in futures)
-    for future in futures:
-        future.result()
-    if control.signals:
-        raise Interrupted(control.signals[0])
-
-
-class Worker:
-    """Runs one trial after the other, on the devices given by `words`."""
-
-    def __init__(self, job: Job, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.job, self.words, self.environment, self.control = job, words, environment, job.control
-        self.study = optuna.load_study(study_name=job.study.study_name, storage=job.storage, pruner=job.study.pruner)
-        self.first_seen: dict[Any, float] = {}  # when this worker saw a running trial without a worker
-
-    def work(self) -> None:
-        """Run trials until all are finished or the command stops."""
-        while not self.control.stopping:
-            self._take_over()
-            trials = self.job.trials()
-            states = {trial.state for trial in trials}
-            if len(trials) >= self.job.count and TrialState.WAITING not in states:
-                if TrialState.RUNNING not in states:
-                    return
+    def run(self, grace: int) -> None:
+        """Run the trials, some of them perhaps by other commands. grace: seconds without a heartbeat of a lost one."""
+        notes = [f"waiting for trials of other workers; one without a heartbeat for {grace} s is resumed"]
+        while not self.stopping:
+            if (missing := self.missing()) > 0:
+                limit = None if missing == math.inf else int(missing)
+                self.study.optimize(self._run, limit, n_jobs=self.jobs, catch=(Exception,), callbacks=[self._after])
+            elif any(trial.state == TrialState.RUNNING for trial in self.latest()):
+                while notes:
+                    say(notes.pop())
                 time.sleep(POLL)
-                continue
-            trial = self.study.ask()
-            if trial.number < self.job.count:
-                self._attempt(trial)
-            else:  # another worker asked at the same time; the trial is for a sweep that is extended
-                self._give_back(trial._trial_id)
-
-    # ---- Trials of lost workers. A trial is RUNNING while a worker has it, and otherwise WAITING until it is finished.
-
-    def _take_over(self) -> None:
-        """Give back the trials of lost workers: they sent no heartbeat, or ended on this machine."""
-        stale = self.job.storage._get_stale_trial_ids(self.study._study_id)
-        for trial in self.job.trials():
-            if trial.state != TrialState.RUNNING:
-                continue
-            host = trial.user_attrs.get("worker", "").partition(" ")[0]
-            is_lost = trial._trial_id in stale or (host == HOST and self._is_free(trial.number))
-            if not host:  # killed before its first heartbeat; clocks of other machines may differ
-                now = time.monotonic()
-                is_lost |= now - self.first_seen.setdefault((trial.number, trial.datetime_start), now) > GRACE
-            if is_lost:
-                self._give_back(trial._trial_id)
-
-    def _is_free(self, number: int) -> bool:
-        """Return whether the worker of a trial and its training have ended, by the lock of a file in its folder."""
-        with suppress(OSError), open_inside(self.job.folder_of(number) / LOCK_FILE, "r+b") as file:
-            lock_file(file)
-            return True
-        return False
-
-    def _give_back(self, trial_id: int) -> None:
-        """Let another worker continue a trial. Without a worker and with a heartbeat, it is not given back again."""
-        with suppress(UpdateFinishedTrialError):
-            self.job.storage.set_trial_user_attr(trial_id, "worker", "")
-            self.job.storage.record_heartbeat(trial_id)
-            self.job.storage.set_trial_state_values(trial_id, TrialState.WAITING)
-
-    def _has(self, trial: Trial, name: str) -> bool:
-        """Return whether this worker still has a trial, and send a heartbeat."""
-        frozen = self.job.storage.get_trial(trial._trial_id)
-        if frozen.state != TrialState.RUNNING or frozen.user_attrs.get("worker") != name:
-            return False
-        self.job.storage.record_heartbeat(trial._trial_id)
-        return True
-
-    # ---- One trial.
-
-    def _attempt(self, trial: Trial) -> None:
-        """Begin or continue a trial, and record its result unless it was interrupted."""
-        self.job.storage.record_heartbeat(trial._trial_id)
-        folder = self.job.folder_of(trial.number)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open_inside(folder / LOCK_FILE, "ab") as file:  # the training inherits the open file, and thus the lock
-            try:
-                lock_file(file)
-            except (BlockingIOError, PermissionError):  # the training of a lost worker is writing its checkpoint
-                self._give_back(trial._trial_id)
-                time.sleep(POLL)
+                optuna.storages.fail_stale_trials(self.study)
+            else:
                 return
-            except OSError:  # a file system without locks: heartbeats have to do
-                pass
-            name = f"{HOST} {secrets.token_hex(8)}"
-            trial.set_user_attr("worker", name)
-            config = write_settings(folder / SETTINGS, self.job.settings(trial))
-            words = [*self.job.flags(trial), "--config", config, *self.words, f"--logs={folder}"]
-            run = run_in(folder)
-            state: int | str = 0  # unchanged if a worker was lost after the training, before it recorded the result
-            if run is None or not is_finished(run, needs_test=False):
-                is_resumable = run and any((run / checkpoint).is_file() for checkpoint in CHECKPOINTS)
-                words += [f"--resume={run}"] if is_resumable else []
-                state = self._train(words, trial, name, file.fileno())
-            if self._has(trial, name):
-                self._record(trial, state, folder)
+        if self.fault:
+            raise self.fault
 
-    def _train(self, words: Sequence[str], trial: Trial, name: str, lock: int) -> int | str:
-        """Train in a process. Return its exit code, or "pruned" or "stopped" if this worker ended it.
+    def _run(self, trial: Trial) -> list[float]:
+        """Run an attempt of a trial on the devices of a free worker."""
+        flags = self.free.get()
+        try:
+            return self._values(trial, flags)
+        except Exception as error:
+            if isinstance(error, NotTrained):
+                trial.set_user_attr("error", str(error))
+            elif not isinstance(error, optuna.TrialPruned):
+                self.fault = error
+            raise
+        finally:
+            self.free.put(flags)
 
-        The learning curve is read from its run folder while it trains. lock: an open file that the process inherits.
-        """
-        folder = self.job.folder_of(trial.number)
+    def _after(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Enqueue an interrupted trial again, or print the line of a finished one."""
+        study.set_user_attr("seconds", max(time.monotonic() - self.start, study.user_attrs.get("seconds", 0)))
+        error = trial.user_attrs.get("error", "")
+        if trial.state == TrialState.FAIL and not error:
+            RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES)(study, trial)
+        else:
+            finished = sum(each.state.is_finished() for each in self.latest())
+            results = f"failed: {error}" if error else "pruned" if trial.state == TrialState.PRUNED else ""
+            for name, value in zip(self.file.objectives, trial.values or (), strict=False):
+                results = f"{results} {name} {text(value)}".strip()
+            parameters = " · ".join(f"{name} {text(value)}" for name, value in trial.params.items())
+            of = "" if self.count == math.inf else f" of {self.count}"
+            say(f"trial {first_number(trial)} ({finished}{of}): {parameters} → {results}")
+            self.errors.append(re.sub(r"\d+", "", error))
+        if error and len(self.errors) == SAME and len({*self.errors}) == 1:
+            self.fault = Failure(f"the first {SAME} trials failed: {error}")
+        if self.stopping or self.missing() <= 0:
+            study.stop()
+
+    def _values(self, trial: Trial, flags: Sequence[str]) -> list[float]:
+        """Begin or resume the training of a trial; return its values."""
+        number = first_number(self.study.get_trials(deepcopy=False)[trial.number])
+        folder = self.folder / f"trial-{number:03}"
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = nested({**self.file.settings, **self.file.suggest(trial)}, {})
+        write_text(folder / "settings.yaml", yaml.safe_dump(settings))  # a file is not trusted, and flags are
+        run = find_run(folder, {})
+        if run is None or not is_finished(run, needs_test=False):
+            resume = [f"--resume={run}"] if run else []
+            words = [*self.words, f"--config={folder / 'settings.yaml'}", *flags, f"--logs={folder}", *resume]
+            self._train(trial, words, folder)
+            run = find_run(folder, {})
+        trial.set_user_attr("run", display_path(run) if run else "")
+        values: list[Any] = []
+        for name in self.file.objectives:
+            values.append(value_of(run, name) if run else None)
+            if values[-1] is None:
+                raise NotTrained(f"the run has no {name}")
+        return values
+
+    def _train(self, trial: Trial, words: Sequence[str], folder: Path) -> None:
+        """Train in a process; raise TrialPruned or NotTrained if it does not finish."""
         command = [sys.executable, "-m", "cifar_lit.sweep", "fit", *words]
-        settings: dict[str, Any] = {"stdin": subprocess.PIPE, "env": self.environment}
-        if os.name == "posix":  # Windows releases the lock with the worker, which ends its training
-            settings["pass_fds"] = [lock]
-        reported = set(self.job.storage.get_trial(trial._trial_id).intermediate_values)
-        ending, next_beat = "", 0.0
+        ending: Exception | None = None
         with (
             open_inside(folder / "output.txt", "a", encoding="utf-8") as out,
             open_inside(folder / "errors.txt", "w", encoding="utf-8") as errors,
-            started(command, stdout=out, stderr=errors, **settings) as process,
+            started(command, stdin=subprocess.PIPE, stdout=out, stderr=errors) as process,
         ):
-            while True:
+            while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(POLL)
-                    break
-                if time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + HEARTBEAT
-                    is_lost = not self._has(trial, name)
-                if not ending:
-                    if is_lost or self.control.stopping:
-                        ending = "stopped"
-                    elif len(self.job.objectives) == 1 and self._is_hopeless(trial, reported, folder):
-                        ending = "pruned"
-                    if ending:
-                        ask_to_stop(process)
-                if len(self.control.signals) > 1:
+                if len(self.signals) > 1:
                     kill_group(process)
-        return ending if ending and process.returncode else process.returncode
-
-    def _is_hopeless(self, trial: Trial, reported: set[int], folder: Path) -> bool:
-        """Report new points of the learning curve, and return whether the pruner ends the trial."""
-        (objective,) = self.job.objectives
-        run = run_in(folder)
-        for row in read_curves(run) if run else ():
-            epoch = int(row.get("epoch", 0)) + 1
-            if objective in row and epoch not in reported:
-                reported.add(epoch)
-                with suppress(UpdateFinishedTrialError):  # another worker has taken it over and finished it
-                    trial.report(row[objective], epoch)
-                if trial.should_prune():
-                    return True
-        return False
-
-    def _record(self, trial: Trial, state: int | str, folder: Path) -> None:
-        """Record the result of a trial, or give it back if it was stopped or killed."""
-        run = run_in(folder)
-        code = state if isinstance(state, int) else 0
-        is_killed = code < 0 or code >= 128
-        kills = trial.user_attrs.get("kills", 0) + is_killed
-        trial.set_user_attr("kills", kills)
-        error = ""
-        values = [value_of(run, name) if run else None for name in self.job.objectives] if state == 0 else []
-        if is_killed:
-            error = f"its process was killed {kills} times (exit code {code})"
-        elif code:
-            error = str(as_error(code, (folder / "errors.txt").read_text("utf-8", errors="replace"), "the training"))
-        elif None in values:
-            error = f"the run has no {self.job.objectives[values.index(None)]}"
-        if error and (shutil.disk_usage(folder).free < 1 << 20 or re.search("disk is full|" + FULL, error)):
-            self._give_back(trial._trial_id)
-            raise Failure(f"the disk of {display_path(folder)} is full: free some space, then repeat the command")
-        if state == "stopped" or (is_killed and kills < MAX_KILLS):
-            self._give_back(trial._trial_id)
+                elif ending is None and (ending := self._reason_to_stop(trial, folder)):
+                    ask_to_stop(process)
+        code = process.returncode
+        if code == 0:
             return
-        if run:
-            trial.set_user_attr("run", display_path(run))
-        trial.set_user_attr("error", error)
-        outcome = TrialState.PRUNED if state == "pruned" else TrialState.FAIL if error else TrialState.COMPLETE
-        self.study.tell(trial, [value for value in values if value is not None and not error] or None, outcome)
-        with self.control.lock:
-            self.job.report(self.job.storage.get_trial(trial._trial_id))
-            self.control.outcomes.append(re.sub(r"\d+", "", error))
-            if len(self.control.outcomes) == SAME and error and len({*self.control.outcomes}) == 1:
-                raise Failure(f"the first {SAME} trials failed: {error}")
+        if ending:
+            raise ending
+        error = as_error(code, (folder / "errors.txt").read_text("utf-8", errors="replace"), "the training")
+        if "disk is full" in str(error):
+            raise error
+        # A killed process is resumed, and also one whose run is still held by the training of a killed command.
+        raise NotTrained(error) if 0 < code < 128 and " is writing " not in str(error) else NotTrained
+
+    def _reason_to_stop(self, trial: Trial, folder: Path) -> Exception | None:
+        """Report new points of the learning curve. Return the exception of a trial that has to stop."""
+        frozen = self.study.get_trials(deepcopy=False)[trial.number]
+        if self.stopping or frozen.state != TrialState.RUNNING:
+            return NotTrained()
+        run, objective = find_run(folder, {}), next(iter(self.file.objectives))
+        for row in read_curves(run) if run and self.file.pruner != "none" else ():
+            epoch = int(row.get("epoch", 0)) + 1
+            if objective in row and epoch not in frozen.intermediate_values:
+                trial.report(row[objective], epoch)
+                if trial.should_prune():
+                    return optuna.TrialPruned()
+        return None
 
 
-def run_in(folder: Path) -> Path | None:
-    """Return the newest run in a trial's folder."""
-    runs = (config.parent for config in folder.glob("*/config.yaml"))
-    return max(runs, key=lambda run: natural_key(run.name), default=None)
+def first_number(trial: FrozenTrial) -> int:
+    """Return the number of a trial's first attempt; raise ValueError if the database has an invalid one."""
+    number = RetryHeartbeatStaleTrialCallback.retried_trial_number(trial)
+    if number is not None and number not in range(trial.number):
+        raise ValueError(f"trial {trial.number} repeats no earlier one")
+    return trial.number if number is None else int(number)
 
 
 def value_of(run: Path, name: str) -> float | None:
@@ -313,3 +248,8 @@ def value_of(run: Path, name: str) -> float | None:
         value = value.get(part) if isinstance(value, dict) else None
     curve = [row[name] for row in read_curves(run) if name in row]
     return float(value) if isinstance(value, int | float) else next(reversed(curve), None)
+
+
+def text(value: Any) -> str:
+    """Return a short text of a parameter or a metric."""
+    return f"{value:.4g}" if isinstance(value, float) else printable(str("" if value is None else value))
