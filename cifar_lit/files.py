@@ -11,7 +11,6 @@ import os
 import secrets
 import sqlite3
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -182,21 +181,6 @@ def check_database(path: Path) -> None:
     except (OSError, sqlite3.Error) as error:
         fault = getattr(error, "strerror", None) or error
         raise Failure(f"the database {path} is not read: {fault}. Move it away.") from None
-
-
-def lock_file(file: IO[Any]) -> None:
-    """Lock an open file until it is closed; except on Windows, also by the child processes that inherit it.
-
-    Raise BlockingIOError, or PermissionError on Windows, if another process has locked it.
-    """
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _replace(path: Path, target: Path) -> None:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from cifar_lit import files
 from cifar_lit.bench.process import ask_to_stop, kill_group, started
-from cifar_lit.files import lock_file, write_text
+from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import is_file_name
 
@@ -126,15 +126,6 @@ def test_on_windows_a_file_that_a_virus_scanner_reads_is_replaced_a_moment_later
         write_text(Path("a.txt"), "one")
     assert (len(calls), Path("a.txt").exists()) == (min(attempts, 4), attempts > 3)
     assert not list(Path().glob("a.txt?*"))  # no partial file
-
-
-def test_a_lock_holds_until_the_file_is_closed() -> None:
-    with Path("lock").open("ab") as first, Path("lock").open("ab") as second:
-        lock_file(first)
-        with pytest.raises(BlockingIOError):
-            lock_file(second)
-        first.close()
-        lock_file(second)
 
 
 REFUSED = ["a:b", "why?", "a*", 'a"', "a<b", "a|b", "a\\b", "a/b", "..", "x.", "x ", "CON", "nul.x", "Lpt1"]
