@@ -143,7 +143,12 @@ class SweepFile:
             trial = FixedTrial(dict(zip(spaces, values, strict=True)))
             self.suggest(trial)
             combinations[str(trial.params)] = trial.params  # equal ones differ in settings that a condition leaves out
+<<<<<<< HEAD
         return random.Random(self.seed).sample([*combinations.values()], len(combinations))
+=======
+        count = int(min(self.trials, len(combinations)))
+        return random.Random(self.seed).sample([*combinations.values()], len(combinations))[:count]
+>>>>>>> w-sweep
 
     def check(self, words: list[str]) -> Any:
         """Return the settings of the starting recipe with flags; raise UsageError for invalid settings."""

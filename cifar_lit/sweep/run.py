@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
-import math
 import shlex
 import signal
 import sys
@@ -65,7 +64,11 @@ def run_sweep(options: argparse.Namespace, typed: list[str], argv: list[str]) ->
     check_links(folder)
     url = database_url(options.storage, folder)
     grid = file.grid() if file.sampler == "grid" else []
+<<<<<<< HEAD
     count = min(file.trials, len(grid) or math.inf)
+=======
+    count = len(grid) or file.trials
+>>>>>>> w-sweep
     try:
         if options.storage is None:
             folder.mkdir(parents=True, exist_ok=True)

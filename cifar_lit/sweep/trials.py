@@ -116,7 +116,12 @@ class Trials:
 
     def missing(self) -> float:
         """Return the number of trials that nobody has begun."""
+<<<<<<< HEAD
         return self.count - sum(trial.state != TrialState.WAITING for trial in self.latest())
+=======
+        waiting = [trial.state == TrialState.WAITING for trial in self.latest()]
+        return sum(waiting) if self.file.sampler == "grid" else self.count - waiting.count(False)
+>>>>>>> w-sweep
 
     def run(self, grace: int) -> None:
         """Run the trials, some of them perhaps by other commands. grace: seconds without a heartbeat of a lost one."""
@@ -161,7 +166,12 @@ class Trials:
             for name, value in zip(self.file.objectives, trial.values or (), strict=False):
                 results = f"{results} {name} {text(value)}".strip()
             parameters = " · ".join(f"{name} {text(value)}" for name, value in trial.params.items())
+<<<<<<< HEAD
             say(f"trial {first_number(trial)} ({finished} of {self.count:g}): {parameters} → {results}")
+=======
+            of = "" if self.count == math.inf else f" of {self.count}"
+            say(f"trial {first_number(trial)} ({finished}{of}): {parameters} → {results}")
+>>>>>>> w-sweep
             self.errors.append(re.sub(r"\d+", "", error))
         if error and len(self.errors) == SAME and len({*self.errors}) == 1:
             self.fault = Failure(f"the first {SAME} trials failed: {error}")

@@ -98,10 +98,6 @@ def trials(name: str = "lr") -> list[Any]:
     return optuna.load_study(study_name=name, storage=f"sqlite:///lightning_logs/{name}/sweep.db").trials
 
 
-def states() -> list[str]:
-    return [trial.state.name for trial in trials()]
-
-
 def rows() -> list[dict[str, str]]:
     with (FOLDER / "trials.csv").open(newline="") as file:
         return list(csv.DictReader(file))
@@ -178,7 +174,7 @@ def test_a_bad_trial_is_pruned_and_its_process_ends_in_order(fake: list[list[str
             break
     answer = sweep(EPOCH="0.7")
     assert answer.code == 0, answer.err
-    assert states() == ["COMPLETE"] * 5 + ["PRUNED"]
+    assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 5 + ["PRUNED"]
     assert (FOLDER / "trial-005/small-1/stopped").is_file() and "pruned" in answer.out
     assert not (FOLDER / "trial-005/small-1/metrics.json").exists()
 
@@ -187,7 +183,7 @@ def test_a_failed_trial_is_recorded_with_its_line_and_three_equal_ones_end_the_s
     write(trials=6, sampler="random")
     answer = sweep(FAKE="fail above")
     assert answer.code == 0, answer.err
-    assert {*states()} == {"COMPLETE", "FAIL"} and len(fake) == 6
+    assert {trial.state.name for trial in trials()} == {"COMPLETE", "FAIL"} and len(fake) == 6
     assert {row["error"] for row in rows() if row["state"] == "fail"} == {"the loss is not finite"}
     write("broken.yaml", trials=6, sampler="random")
     answer = run_command("sweep", "broken.yaml", "--confirm", "0", FAKE="fail")
@@ -226,7 +222,9 @@ def test_ctrl_c_ends_with_the_command_that_continues(fake: list[list[str]]) -> N
         answer = sweep(EPOCH="20")
     assert answer.code == 130
     assert answer.err.endswith("Resume with:\n  cifar-lit sweep lr.yaml --grace 2 --confirm=0\n")
-    assert states() == ["FAIL", "WAITING"] and (FOLDER / "trial-000/small-1/stopped").is_file()
+    assert [trial.state.name for trial in trials()] == ["FAIL", "WAITING"] and (
+        FOLDER / "trial-000/small-1/stopped"
+    ).is_file()
     assert sweep().code == 0
     assert [row["state"] for row in rows()] == ["complete"] * 2 and len(fake) == 3
     assert any(word.startswith("--resume=") and word.endswith("trial-000/small-1") for word in fake[1])
@@ -276,7 +274,6 @@ def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list
         ({"objective": ["val/accuracy", "train_seconds"], "pruner": "median"}, "pruner: none"),
         ({"sampler": "grid"}, "sampler grid: use choice, or range with a step"),
         ({"time": "soon"}, "time must be a duration"),
-        ({"trials": 0}, "trials must be a whole number"),
         ({"name": "../up"}, "cannot name a folder"),
         ({"search": {"model.net": {"choice": ["lenet", "os.system"]}}}, "os.system would run code"),
         ({"search": {"data.dataset": {"choice": ["shapes", "os.system"]}}}, "os.system would run code"),
@@ -344,7 +341,6 @@ def test_a_database_that_never_answers_is_refused(statement: str, fake: list[lis
         "UPDATE trial_params SET distribution_json = '{'",
         "UPDATE trial_params SET param_value = 'many'",
         "UPDATE trial_params SET param_value = 50 WHERE param_name = 'model.lr'",
-        "UPDATE trials SET datetime_start = 'yesterday'",
         "UPDATE trial_values SET value = 9e999",
         "DELETE FROM trial_values",
         "UPDATE study_user_attributes SET value_json = '3' WHERE key = 'sweep'",
@@ -369,7 +365,6 @@ def test_rows_of_a_database_that_no_sweep_writes_are_refused(statement: str, fak
     ("words", "code", "line"),
     [
         (("--workers", "0"), 2, "--workers 0 is not a valid"),
-        (("--workers", "0,1"), 2, "--workers 0,1"),
         (("--recipe", "small.yaml"), 2, "takes its recipe from the file"),
         (("--lr", "0.1"), 2, "--model.lr is searched"),
         (("--epoch", "1"), 2, "there is no flag --epoch. Did you mean --epochs?"),
@@ -395,7 +390,7 @@ def test_an_unreachable_database_is_named_without_its_password() -> None:
     pytest.importorskip("psycopg")
     write()
     answer = sweep("--storage", "postgresql://me:secret@127.0.0.1:1/sweeps")
-    assert_refused(answer, 1, "the database at 127.0.0.1")
+    assert_refused(answer, 1, "me:***@127.0.0.1")
     assert "secret" not in answer.err
 
 
