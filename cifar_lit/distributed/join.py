@@ -7,28 +7,38 @@ reads these old addresses cannot connect (github.com/pytorch/pytorch/issues/1357
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import socket
 import time
+import uuid
 from collections.abc import MutableMapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cifar_lit.distributed.rank_info import COORDINATOR, RankInfo, by_torchrun
-from cifar_lit.distributed.rank_watch import FAILED, JOIN_FACTOR, STOPPED, Fault, RankWatch, keys_of
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.distributed.rank_watch import FAILED, JOIN_FACTOR, STOPPED, Coordinator, Fault, RankWatch, Worker
+from cifar_lit.errors import Failure
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 MEET_SECONDS = 300.0  # some machines start late
-LOSS_SECONDS = 6.0  # time for the watch to identify a lost rank after an error caused by the loss
-UNBOUNDED = timedelta(days=7)  # a scheduler may suspend all ranks during a call of the store
+POLL_SECONDS = 0.02
+LOSS_SECONDS = 5.0  # time for the watch to identify a lost rank after an error caused by the loss
+TORCHRUN_LOSS_SECONDS = 0.5  # time for the watch to identify a lost rank if torchrun noticed the loss first
 
 _watch: RankWatch | None = None
-_stores: dict[int, TCPStore] = {}  # by port; the first rank serves them until its process ends
+_stores: list[Any] = []  # keeps torch's store alive until the process ends
+
+
+def free_port() -> int:
+    """Return an unused port of this machine."""
+    with socket.create_server(("", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def choose_interface(address: str) -> None:
@@ -43,92 +53,67 @@ def choose_interface(address: str) -> None:
 
 
 def meet_anew(environment: MutableMapping[str, str]) -> None:
-    """Give this attempt of torchrun its own store; do nothing under other launchers.
+    """Give this attempt of torchrun its own rendezvous port; do nothing under other launchers.
 
-    torchrun's restart count does not identify an attempt on several nodes, as each node counts its own restarts. Rank 0
-    publishes its count and the port of its store in the agent's store. The store of an earlier attempt is gone, or has
-    seen a process of the same rank. Raise Failure if rank 0 does not arrive in time.
+    Raise Failure if some processes do not arrive in time.
     """
     world = int(environment.get("WORLD_SIZE", "1"))
     if not by_torchrun(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world == 1:
         return
     from torch.distributed import TCPStore
 
-    address, rank, store = environment["MASTER_ADDR"], int(environment["RANK"]), None
-    agent = TCPStore(address, int(environment["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
-    restarts = int(environment["TORCHELASTIC_RESTART_COUNT"])
-    deadline = time.monotonic() + MEET_SECONDS
-    if rank == 0:
-        restarts = max(restarts, agent.add("cifar_lit/attempts", 1) - 1)
-        store = serve(RankInfo(0, world, address))
-        agent.set("cifar_lit/meeting", f"{store.port} {restarts}")
-    while store is None or (rank > 0 and store.add(f"cifar_lit/joined/{rank}", 1) > 1):
-        if time.monotonic() > deadline:
-            raise Failure(f"rank {rank} waited {MEET_SECONDS:.0f} s for rank 0: see what it printed")
-        time.sleep(0.02)
-        with suppress(RuntimeError):
-            port, restarts = map(int, agent.get("cifar_lit/meeting").split())
-            store = connect(address, port, 1.0)
-    environment["MASTER_PORT"], environment["TORCHELASTIC_RESTART_COUNT"] = str(store.port), str(restarts)
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
+    rank, restarts = int(environment["RANK"]), int(environment["TORCHELASTIC_RESTART_COUNT"])
+    agreed = agree_on_port(store, rank, world, restarts, MEET_SECONDS)
+    environment["MASTER_PORT"], environment["TORCHELASTIC_RESTART_COUNT"] = map(str, agreed)
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
-def serve(info: RankInfo) -> TCPStore:
-    """Return the store of a run, which this process serves. Raise UsageError if another process uses MASTER_PORT."""
-    from torch.distributed import TCPStore
+def agree_on_port(store: Store, rank: int, world: int, restarts: int, limit: float) -> tuple[int, int]:
+    """Return a port, unused on the machine of rank 0, and the number of restarts of this attempt, equal on all ranks.
 
-    address, port = info.address or "127.0.0.1", info.port or 0
-    try:
-        socket.create_server(("", port)).close()
-    except OSError:
-        raise UsageError(
-            f"MASTER_PORT {port} is in use by another process on this machine: "
-            "choose another port, the same for all machines"
-        ) from None
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=UNBOUNDED, multi_tenant=True)
-    for key in keys_of(info.world):
-        store.set(key, "")
-    _stores[store.port] = store
-    return store
+    torchrun's count does not identify an attempt on several nodes, as each node counts its own restarts. The highest
+    count is used, and at least one if an earlier attempt got this far. Every other rank publishes a random token, waits
+    until rank 0 acknowledges the token, and confirms. After all confirmations, rank 0 publishes the result. Keys of an
+    earlier attempt never contain a new token. Raise Failure after `limit` seconds.
+    """
+    token = uuid.uuid4().hex
+    deadline = time.monotonic() + limit
 
+    def read(key: str, default: Any) -> Any:
+        return json.loads(store.get(f"cifar_lit/{key}")) if store.check([f"cifar_lit/{key}"]) else default
 
-def connect(address: str, port: int, seconds: float) -> TCPStore:
-    """Return the store that the first rank serves; raise RuntimeError if there is none within these seconds."""
-    from torch.distributed import TCPStore
+    def write(key: str, value: Any) -> None:
+        store.set(f"cifar_lit/{key}", json.dumps(value))
 
-    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    store.set_timeout(UNBOUNDED)
-    _stores[port] = store
-    return store
+    def wait() -> None:
+        if time.monotonic() > deadline:
+            raise Failure(f"process {os.getpid()} waited {limit:.0f} s for the other ranks: see what they printed")
+        time.sleep(POLL_SECONDS)
 
-
-def store_of(info: RankInfo, limit: float) -> TCPStore:
-    """Return the store of a run. Raise UsageError if MASTER_PORT is in use, Failure if rank 0 is unreachable."""
-    port = info.port or int(os.environ.get(COORDINATOR, "0"))
-    if port in _stores:  # `meet_anew` has opened it
-        return _stores[port]
-    if info.rank == 0:
-        return serve(info)
-    address, timeout = info.address or "127.0.0.1", JOIN_FACTOR * limit
-    try:
-        return connect(address, port, timeout)
-    except RuntimeError:  # torch's DistError
-        raise Failure(
-            f"cannot reach rank 0 of {info.world} at {address}, port {port}, within {timeout:.0f} s. Start it within "
-            "that time. Check that MASTER_ADDR is its address, and that no firewall blocks the port."
-        ) from None
-
-
-def start_watch(info: RankInfo, limit: float) -> RankWatch:
-    """Return the running watch of this process, connected to the store of the run. Raises the errors of `store_of`."""
-    global _watch
-    _watch = RankWatch(info, limit, store_of(info, limit))
-    _watch.start()
-    return _watch
+    if rank > 0:
+        write(f"hello/{rank}", [token, restarts])
+        while token not in (answer := read("answer", {"acknowledged": []}))["acknowledged"]:
+            wait()
+        write(f"confirmed/{rank}", answer["token"])
+        while (agreed := read("agreed", {"token": ""}))["token"] != answer["token"]:
+            wait()
+        return agreed["port"], agreed["restarts"]
+    others = range(1, world)
+    hellos = None
+    while any(read(f"confirmed/{other}", "") != token for other in others):
+        if hellos != (hellos := [read(f"hello/{other}", ["", 0]) for other in others]):
+            write("answer", {"token": token, "acknowledged": [hello for hello, _ in hellos]})
+        wait()
+    counts = [restarts, *(read(f"hello/{other}", None)[1] for other in others), int(read("agreed", None) is not None)]
+    port = free_port()
+    write("agreed", {"token": token, "port": port, "restarts": max(counts)})
+    return port, max(counts)
 
 
 def join(info: RankInfo, limit: float) -> RankWatch | None:
-    """Start and return this process's watch; None for a single process.
+    """Start and return this process's watch, connected to the first rank; None for a single process.
 
     Args:
         info: rank of this process.
@@ -139,18 +124,21 @@ def join(info: RankInfo, limit: float) -> RankWatch | None:
         UsageError: MASTER_PORT is in use.
         Failure: the first rank is unreachable.
     """
+    global _watch
     if info.world == 1:
         return None
     from lightning.pytorch.strategies.launchers import subprocess_script
 
     if info.address is not None:
         choose_interface(info.address)
-    watch = start_watch(info, limit)
-    # For Lightning's process group, and for the ranks that this process's Trainer starts.
-    os.environ["MASTER_PORT"] = os.environ[COORDINATOR] = str(watch.store.port)
+    _watch = _coordinator(info, limit) if info.rank == 0 else _worker(info, limit)
+    os.environ["MASTER_PORT"] = str(_watch.store_port)  # for Lightning's process group
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_forget)
     # Lightning's observer kills this process without a message, up to 5 s after one of its child ranks has failed.
-    subprocess_script._launch_process_observer = watch.adopt  # type: ignore[assignment]
-    return watch
+    subprocess_script._launch_process_observer = _watch.adopt  # type: ignore[assignment]
+    _watch.start()
+    return _watch
 
 
 def leave(line: str, code: int, lost: bool = False) -> str:
@@ -165,11 +153,12 @@ def leave(line: str, code: int, lost: bool = False) -> str:
     watch, _watch = _watch, None
     if watch is None:
         return line
-    if lost:
-        watch.limit = min(watch.limit, 3 * watch.heartbeat_seconds)
-        watch.fault_known.wait(LOSS_SECONDS)
+    if code >= 128 and watch.info.parent is not None:  # torchrun stops all ranks after losing one
+        is_known = watch.fault_known.wait(TORCHRUN_LOSS_SECONDS)
+        lost = is_known and watch.fault is not None and watch.fault.kind != STOPPED
+    lost_rank = lost and watch.fault_known.wait(LOSS_SECONDS)
     watch.main_thread_ends.set()
-    if lost and watch.fault is not None:
+    if lost_rank and watch.fault is not None:
         line = watch.line_about(watch.fault)
         watch.end_children()
         return line
@@ -182,3 +171,51 @@ def leave(line: str, code: int, lost: bool = False) -> str:
     fault = watch.fail(Fault(watch.info.rank, STOPPED if code >= 128 else FAILED, what, code))
     # An error that all ranks share is printed once.
     return line if fault.rank == watch.info.rank or fault.what != what else ""
+
+
+def _forget() -> None:
+    """Drop the watch in a forked child, such as a data-loading worker."""
+    global _watch
+    watch, _watch = _watch, None
+    if watch is not None:
+        watch.close_in_fork()
+
+
+def _coordinator(info: RankInfo, limit: float) -> Coordinator:
+    from torch.distributed import TCPStore
+
+    # A secret can only be passed to child processes.
+    watch = Coordinator(info, limit, secrets.token_hex(16) if info.address is None else "")
+    address = info.address or "127.0.0.1"
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    watch.store_port = store.port
+    _stores.append(store)
+    os.environ[COORDINATOR] = json.dumps([address, watch.port, watch.token])
+    return watch
+
+
+def _worker(info: RankInfo, limit: float) -> Worker:
+    if COORDINATOR in os.environ:
+        address, port, token = json.loads(os.environ[COORDINATOR])
+    else:
+        address, port, token = info.address, info.port, ""
+    timeout, watch = JOIN_FACTOR * limit, None
+    deadline = time.monotonic() + timeout
+    while watch is None:
+        try:
+            watch = Worker(info, limit, socket.create_connection((address, port), timeout=2), token)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise Failure(
+                    f"cannot reach rank 0 of {info.world} at {address}, port {port}, within {timeout:.0f} s "
+                    f"({error.strerror or error}). Start it within that time. Check that MASTER_ADDR is its address, "
+                    "and that no firewall blocks the port."
+                ) from None
+            time.sleep(0.2)
+    if not watch.is_welcome():
+        raise Failure(
+            f"another program answers at {address}, port {port}, instead of rank 0 of this run. "
+            "Choose another MASTER_PORT, the same for all machines."
+        )
+    os.environ[COORDINATOR] = json.dumps([address, port, token])  # for the ranks that this process's Trainer starts
+    return watch

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cifar_lit.errors import UsageError
 
-COORDINATOR = "CIFAR_LIT_COORDINATOR"  # port of the first rank's store, for the ranks that a Trainer starts
+COORDINATOR = "CIFAR_LIT_COORDINATOR"  # address, port and token of the first rank's watch, for child processes
 
 
 class RankInfo(NamedTuple):
@@ -24,6 +24,7 @@ class RankInfo(NamedTuple):
     address: str | None = None
     port: int | None = None
     per_node: int = 1  # ranks that the first process of each machine starts, itself included
+    parent: int | None = None  # process id of the torchrun agent that started this process
 
 
 def rank_info(devices: int, nodes: int) -> RankInfo:
@@ -37,8 +38,9 @@ def rank_info(devices: int, nodes: int) -> RankInfo:
     for name in ("TorchElastic", "SLURM", "LSF", "MPI"):
         kind = getattr(environments, f"{name}Environment")
         if kind.detect():
-            cluster = kind()
-            return RankInfo(cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port)
+            cluster, parent = kind(), os.getppid() if name == "TorchElastic" else None
+            address, port = cluster.main_address, cluster.main_port
+            return RankInfo(cluster.global_rank(), cluster.world_size(), address, port, parent=parent)
     own = environments.LightningEnvironment()
     rank, world = own.node_rank() * devices + own.local_rank(), devices * nodes
     started_by_user = "LOCAL_RANK" in os.environ and COORDINATOR not in os.environ

@@ -3,15 +3,16 @@
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-from stress.forked import free_port
 
 from cifar_lit.distributed import join
-from cifar_lit.distributed.join import GLOO_INTERFACE, choose_interface
+from cifar_lit.distributed.join import GLOO_INTERFACE, agree_on_port, choose_interface, free_port
 from cifar_lit.distributed.rank_info import COORDINATOR, RankInfo, advice, by_slurm, is_first_process, rank_info
+from cifar_lit.distributed.rank_watch import Coordinator
 from cifar_lit.errors import Failure, UsageError
 
 NAMES = (
@@ -40,7 +41,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"LOCAL_RANK": "1", **MEET}, 2, 1, RankInfo(1, 2, "10.0.0.1", 29500)),
         ({"NODE_RANK": "1", "LOCAL_RANK": "1", COORDINATOR: "x", **MEET}, 2, 3,
          RankInfo(3, 6, "10.0.0.1", 29500, per_node=2)),
-        (TORCHRUN, 2, 2, RankInfo(3, 4, "a", 1)),
+        (TORCHRUN, 2, 2, RankInfo(3, 4, "a", 1, parent=os.getppid())),
         ({"LOCAL_RANK": "1"}, 2, 1, "--devices 2 with LOCAL_RANK needs MASTER_ADDR, MASTER_PORT in the environment"),
         ({"MASTER_ADDR": "a"}, 1, 2,
          "--nodes 2 needs MASTER_PORT, NODE_RANK in the environment of each machine. Start it with"),
@@ -83,23 +84,42 @@ def test_slurm_is_not_the_launcher_in_an_interactive_shell_or_under_torchrun() -
 # ---- rendezvous
 
 
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    """Start the coordinator of rank 0 at the port of MASTER_PORT."""
+    coordinator = Coordinator(RankInfo(0, 2, "127.0.0.1", free_port()), 5.0, "")
+    coordinator.store_port = 4321
+    coordinator.start()
+    yield coordinator
+    coordinator.close()
+    coordinator.join()
+    coordinator.close_in_fork()
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_other_ranks_connect_to_the_store_that_rank_0_serves(address: str) -> None:
+def test_other_ranks_connect_to_rank_0_and_receive_the_port_of_its_store(
+    coordinator: Coordinator, address: str
+) -> None:
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("IPv6 is disabled")
-    store = join.store_of(RankInfo(0, 2, address, free_port()), 5.0)
-    store.set("a", "b")
-    other = join.connect(address, store.port, 5.0)
-    assert other.get("a") == b"b"
-    with pytest.raises(UsageError, match=f"MASTER_PORT {store.port} is in use by another process on this machine"):
-        join.serve(RankInfo(0, 2, address, store.port))
+    watch = join._worker(RankInfo(1, 2, address, coordinator.port), 5.0)
+    assert watch.store_port == 4321 and COORDINATOR in os.environ  # inherited by child ranks
+    watch.finish()
+    watch.close_in_fork()
 
 
-def test_an_error_names_the_port_that_has_no_rank_0() -> None:
-    port = free_port()
-    line = f"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, within 1 s. Start it within"
+def test_an_error_names_the_port_that_is_in_use_or_has_no_rank_0(coordinator: Coordinator) -> None:
+    line = f"MASTER_PORT {coordinator.port} is in use by another process on this machine"
+    with pytest.raises(UsageError, match=line):
+        Coordinator(coordinator.info, 1.0, "")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = f"another program answers at 127.0.0.1, port {port}, .* Choose another MASTER_PORT"
+        with pytest.raises(Failure, match=line):
+            join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.4)
+    line = f"cannot reach rank 0 of 2 at 127.0.0.1, port {port}, within 1 s .*refused.* Start it with"
     with pytest.raises(Failure, match=line):
-        join.store_of(RankInfo(1, 2, "127.0.0.1", port), 0.2)
+        join._worker(RankInfo(1, 2, "127.0.0.1", port), 0.2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's network interfaces")
@@ -114,15 +134,16 @@ def test_gloo_uses_the_interface_that_leads_to_rank_0_unless_the_user_sets_one(m
 
 
 def test_restarted_ranks_agree_on_a_port_and_a_restart_count_despite_values_of_earlier_attempts() -> None:
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torchrun = {**TORCHRUN, "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
-    for counts, restarts in (((0, 0, 0), "0"), ((0, 0, 0), "1"), ((0, 2, 1), "2")):
-        ranks = [
-            {**torchrun, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(count)}
-            for rank, count in enumerate(counts)
-        ]
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(join.meet_anew, reversed(ranks)))  # the others first find the port of the earlier attempt
-        assert {rank["TORCHELASTIC_RESTART_COUNT"] for rank in ranks} == {restarts}
-        assert len({rank["MASTER_PORT"] for rank in ranks} - {str(agent.port)}) == 1
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        for counts, restarts in (((0, 0, 0), 0), ((0, 0, 0), 1), ((0, 2, 1), 2)):
+            results = pool.map(lambda rank, count: agree_on_port(store, rank, 3, count, 20.0), (2, 0, 1), counts)
+            assert [count for _, count in set(results)] == [restarts]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_restarted_ranks_wait_only_until_a_timeout_for_a_missing_rank(rank: int) -> None:
+    store = dist.HashStore()
+    store.set("cifar_lit/hello/1", '["an earlier process", 0]')
+    with pytest.raises(Failure, match=r"waited 0 s for the other ranks"):
+        agree_on_port(store, rank, 2, 0, 0.1)

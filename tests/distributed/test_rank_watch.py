@@ -4,19 +4,21 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rank_process import LIMIT, TIMEOUT, Rank, start_ranks
-from torch.distributed import HashStore
+from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank, start_ranks
 
 from cifar_lit.cli.fit import RankProgress
+from cifar_lit.distributed import rank_watch
 from cifar_lit.distributed.rank_info import RankInfo
-from cifar_lit.distributed.rank_watch import Fault, RankWatch, Row
+from cifar_lit.distributed.rank_watch import Coordinator, Fault, RankWatch, Worker
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals")
 
@@ -38,38 +40,31 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
 two_idle_ranks = pytest.mark.parametrize("ranks", [(2, "")], indirect=True)
 
 
-@pytest.mark.parametrize(
-    ("lost", "number", "reason"),
-    [
-        (0, signal.SIGKILL, "is gone: it was killed"),
-        (1, signal.SIGKILL, "has sent no heartbeat for 2 s: it is dead or frozen, or its machine is unreachable"),
-        (0, signal.SIGSTOP, "has sent no heartbeat for 2 s: it is dead or frozen, or its machine is unreachable"),
-        (1, signal.SIGSTOP, "has sent no heartbeat for 2 s: it is dead or frozen, or its machine is unreachable"),
-    ],
-)
-def test_a_killed_or_frozen_rank_ends_the_others_and_the_lowest_remaining_rank_names_it(
-    ranks: list[Rank], lost: int, number: int, reason: str
-) -> None:
-    os.kill(ranks[lost].pid, number)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_ends_the_others_and_the_lowest_remaining_rank_names_it(ranks: list[Rank], lost: int) -> None:
+    ranks[lost].process.kill()
     name = f"rank {lost} (process {ranks[lost].pid} on {socket.gethostname()})"
-    line = f"cifar-lit: {name} {reason}. The run was ended. Resume with:\n"
+    line = f"cifar-lit: {name} is gone: it crashed, or was killed. The run was ended. Resume with:\n"
     assert ranks[1 - lost].wait() == (1, f"{line}  cifar-lit train --resume a-run\n")
     assert "released" in ranks[2].read()
     assert ranks[2].wait() == (1, "")
 
 
-def test_a_frozen_rank_that_continues_ends_too(ranks: list[Rank]) -> None:
-    os.kill(ranks[1].pid, signal.SIGSTOP)
-    ranks[0].wait()
-    os.kill(ranks[1].pid, signal.SIGCONT)
-    assert ranks[1].wait()[0] == 1
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Rank], frozen: int) -> None:
+    os.kill(ranks[frozen].pid, signal.SIGSTOP)
+    code, line = ranks[1 - frozen].wait()
+    assert code == 1 and f"rank {frozen} (process {ranks[frozen].pid} on" in line
+    assert "has sent no heartbeat for 2 s: it is frozen, or its machine is unreachable" in line
+    assert ranks[2].wait() == (1, "")
+    assert ranks[frozen].wait()[0] == -signal.SIGKILL
 
 
 def test_a_run_that_is_suspended_and_continued_as_a_whole_loses_no_rank(ranks: list[Rank]) -> None:
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in ranks:
-            os.kill(rank.pid, number)
-        time.sleep(LIMIT + 2.5 if number == signal.SIGSTOP else 2 * LIMIT)
+            os.killpg(rank.pid, number)  # with its watchdog, which kills a rank that is stopped alone after LIMIT + 2 s
+        time.sleep(LIMIT + 2.5 if number == signal.SIGSTOP else LIMIT / 2)
     assert [rank.wait() for rank in ranks if rank.process.poll() is not None] == []
 
 
@@ -85,6 +80,9 @@ def test_the_error_of_failing_ranks_is_printed_once(ranks: list[Rank], both: boo
 
 @two_idle_ranks
 def test_the_line_about_a_lost_rank_replaces_the_error_it_causes(ranks: list[Rank]) -> None:
+    ranks[1].write("fork")  # an orphaned child, such as a data worker, does not hide the loss
+    ranks[1].write("members")
+    ranks[1].read()
     ranks[1].process.kill()
     ranks[0].write("lost")
     code, line = ranks[0].wait()
@@ -92,70 +90,81 @@ def test_the_line_about_a_lost_rank_replaces_the_error_it_causes(ranks: list[Ran
     assert "rank 1 (process" in line and "no more paper" not in line
 
 
-@two_idle_ranks
-@pytest.mark.parametrize("first_to_end", [0, 1])
-def test_either_rank_may_finish_before_the_other(ranks: list[Rank], first_to_end: int) -> None:
-    ranks[first_to_end].write("finish")
-    time.sleep(2 * LIMIT)  # the first rank waits for the other, because it serves the store
-    ranks[1 - first_to_end].write("finish")
-    assert [rank.wait() for rank in ranks] == [(0, "")] * 2
+AGENT = """
+import sys, rank_process
+for rank in rank_process.start_ranks(2, "hang", "--parent"):
+    print(rank.process.stderr.fileno(), flush=True)
+sys.stdin.read()
+"""
 
 
-@two_idle_ranks
-def test_a_rank_whose_main_thread_hangs_is_named(ranks: list[Rank]) -> None:
-    ranks[0].write("move")
-    code, line = ranks[0].wait()
-    assert code == 1 and f"rank 1 (process {ranks[1].pid} on" in line
-    assert "has kept the others waiting for 3 s: it hangs in a file system, a driver or a deadlock" in line
-    assert ranks[1].wait() == (1, "")
+def test_ranks_end_with_their_torchrun_and_one_reports_it() -> None:
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).parent}"}
+    with subprocess.Popen([sys.executable, "-c", AGENT], stdin=-1, stdout=-1, text=True, env=environment) as torchrun:
+        assert torchrun.stdout is not None
+        paths = [f"/proc/{torchrun.pid}/fd/{torchrun.stdout.readline().strip()}" for _ in range(2)]
+        pipes = [os.open(path, os.O_RDONLY) for path in paths]
+        torchrun.kill()
+    errors = ""
+    for pipe in pipes:
+        with os.fdopen(pipe) as stderr:
+            errors += stderr.read()  # until the rank ends
+    assert errors.count("has lost the torchrun that started it") == 1
 
 
-# ---- in this process, with simulated clocks and tables
+# ---- in this process, step by step, with simulated clocks
 
 
-class Table:
-    """The watch of rank 0 of three ranks, and the positions of the ranks that have connected."""
+class Pair:
+    """The watches of two connected ranks, advanced by hand."""
 
     def __init__(self) -> None:
-        self.watch = RankWatch(RankInfo(0, 3), 2.0, HashStore())
-        self.rows: dict[int, Row] = {}
+        self.first = Coordinator(RankInfo(0, 2, per_node=1), 1.0, "token")
+        connection = socket.create_connection(("127.0.0.1", self.first.port), 5)
+        self.second = Worker(RankInfo(1, 2), 1.0, connection, self.first.token)
+        while 0 not in self.second.members or 1 not in self.second.members:
+            assert self.look() == (None, None)
 
-    def look(self, seconds: float, *positions: int) -> Fault | None:
-        """Return the fault after these seconds, in which all connected ranks have sent heartbeats."""
-        self.watch.now += seconds
-        self.watch.answered = self.watch.now
-        before, beats = self.rows, int(10 * self.watch.now)
-        self.rows = {rank: Row(beats, [position], "host", rank, False) for rank, position in enumerate(positions)}
-        return self.watch.look(before, self.rows)
-
-
-def test_a_rank_is_stuck_only_if_it_stays_behind_the_others_without_progress() -> None:
-    table = Table()
-    for positions in ((0, 0, 0), (1, 0, 0), (1, 1, 1), (3, 2, 3), (4, 3, 4), (4, 4, 4)):
-        for _ in range(1 if len(set(positions)) > 1 else 4):
-            assert table.look(2.0, *positions) is None
-    faults = [table.look(2.0, 5, 4, 5) for _ in range(2)]
-    assert faults[0] is None and faults[1] is not None and faults[1].rank == 1
+    def look(self, seconds: float = 0.0) -> tuple[Fault | None, Fault | None]:
+        """Advance both clocks by `seconds`, exchange heartbeats, and return the fault that each rank sees."""
+        for watch in (self.first, self.second):
+            watch.now += seconds
+            watch._last_heartbeat = -1.0
+        second = self.second._look() or self.second._look()
+        return self.first._look() or self.first._look(), second
 
 
-def test_ranks_that_never_connect_are_named() -> None:
-    table = Table()
-    assert table.look(0.0, 1) is None and table.look(9.0, 1) is None
-    assert table.look(2.0, 1) == Fault(1, "lost", "did not connect within 10 s")
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    for watch in (pair.first, pair.second):
+        watch.close_in_fork()
 
 
-KILLED = "was killed by SIGKILL, perhaps because memory ran out"
-
-
-@pytest.mark.parametrize(("command", "reason"), [("kill -9 $$", KILLED), ("exit 3", "ended with exit code 3")])
-def test_the_parent_reports_a_rank_that_dies_before_it_joins(command: str, reason: str) -> None:
-    table = Table()
-    table.watch.adopt([subprocess.Popen(["sh", "-c", command])])
+def wait_for_fault(watch: RankWatch) -> Fault:
     deadline = time.monotonic() + TIMEOUT
-    while (fault := table.look(0.1, 1)) is None:
+    while (fault := watch._look()) is None:
         assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert fault == Fault(1, "lost", reason)
+    return fault
+
+
+def test_a_rank_that_slept_does_not_report_the_others_as_silent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monotonic = time.monotonic
+    monkeypatch.setattr(rank_watch.time, "monotonic", lambda: monotonic() + 1000)
+    assert (pair.first._look(), pair.second._look()) == (None, None)
+
+
+def test_a_rank_is_stuck_only_if_it_stays_behind_the_others_without_progress(pair: Pair) -> None:
+    for first, second in ((0, 0), (1, 0), (1, 1), (2, 1), (2, 2)):
+        pair.first.position, pair.second.position = [1, 0, first, 0], [1, 0, second, 0]
+        for _ in range(1 if first != second else 4):
+            assert pair.look(0.7) == (None, None)
+    pair.first.position = [1, 0, 2, 1]
+    faults = [pair.look(0.7)[0] for _ in range(4)]
+    assert faults[0] is None
+    reason = "has kept the others waiting for 2 s: it hangs in a file system, a driver or a deadlock"
+    assert faults[-1] == Fault(1, "stuck", reason)
 
 
 def test_the_position_of_a_rank_grows_with_each_step_validation_and_stage() -> None:
@@ -176,3 +185,52 @@ def test_the_position_of_a_rank_grows_with_each_step_validation_and_stage() -> N
     move("setup", "test")
     move("on_test_epoch_start")
     assert positions == sorted(positions) and len({tuple(position) for position in positions}) == len(positions)
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_either_rank_may_finish_before_the_other(pair: Pair, first_to_end: int) -> None:
+    watches = (pair.first, pair.second)
+    watches[first_to_end].finish()
+    for connection in watches[first_to_end].connections.values():
+        connection.socket.close()
+    assert [watches[1 - first_to_end]._look() for _ in range(3)] == [None] * 3
+
+
+KILLED = "was killed by SIGKILL, perhaps because memory ran out"
+
+
+@pytest.mark.parametrize(("command", "reason"), [("kill -9 $$", KILLED), ("exit 3", "ended with exit code 3")])
+def test_the_parent_reports_a_rank_that_dies_before_it_joins(pair: Pair, command: str, reason: str) -> None:
+    pair.second.adopt([subprocess.Popen(["sh", "-c", command])])
+    fault = wait_for_fault(pair.second)
+    assert fault == Fault(2, "gone", reason)
+    pair.second._settle(fault)
+    assert wait_for_fault(pair.first) == fault
+
+
+def test_ranks_that_never_connect_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = Coordinator(RankInfo(0, 3, per_node=1), 10.0, "token")
+    for seconds in (14.0, 2.0):
+        assert capsys.readouterr().err == ""
+        alone.now += seconds
+        assert alone._look() is None
+    assert capsys.readouterr().err == "waiting for rank 1, 2 of 3\n"
+    alone.now += 50.0
+    assert wait_for_fault(alone) == Fault(1, "silent", "did not connect within 50 s")
+    alone.close_in_fork()
+
+
+WRONG = b'{"token": "wrong", "rank": 1, "name": "", "machine": ""}\n'
+SECOND_RANK_1 = WRONG.replace(b"wrong", b"token")
+
+
+@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", WRONG, SECOND_RANK_1, b"half"])
+def test_a_stranger_on_the_port_is_rejected_and_ends_nothing(pair: Pair, text: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", pair.first.port), 5) as stranger:
+        stranger.sendall(text)
+        for _ in range(3):
+            assert pair.look() == (None, None)
+        if text.endswith(b"\n"):
+            assert stranger.recv(1) == b""
+    assert pair.look() == (None, None)
+    assert sorted(pair.first.members) == [0, 1]

@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,6 +23,8 @@ from pathlib import Path
 import torch
 from stress.fault_hooks import PHASES, PIPE
 from stress.network_namespaces import enter
+
+from cifar_lit.distributed.join import free_port
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 120.0  # seconds after which a command counts as frozen
@@ -40,12 +41,6 @@ def clean_environment() -> dict[str, str]:
     ours = {name for name in os.environ if name.startswith("CIFAR_LIT_")} - {"CIFAR_LIT_CACHE"}
     inherited = {name: value for name, value in os.environ.items() if name not in (*LAUNCHER, *ours)}
     return {**inherited, "OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    """Return an unused port of this machine."""
-    with socket.create_server(("", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def warm() -> None:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 from stress.compare_runs import differences, run_in
 from stress.fault_hooks import HOLD
-from stress.forked import NAMESPACE, SMALL_TRAINING, Forked, free_port, size
+from stress.forked import NAMESPACE, SMALL_TRAINING, Forked, size
 from stress.network_namespaces import TwoMachines, two_machines, why_not
 
+from cifar_lit.distributed.join import free_port
 from cifar_lit.distributed.rank_watch import JOIN_FACTOR
 
 RANK_TIMEOUT = 6.0
