@@ -33,7 +33,7 @@ def test_each_part_is_placed_once_and_stays_there(monkeypatch: pytest.MonkeyPatc
     parts = SplitImages("shapes", SourceSettings(image_size=8, count=10))
     placement = Placement(parts)
     first = placement.placed("train", CPU)
-    monkeypatch.setattr("cifar_lit.data.placement.free_memory", lambda device: 0)
+    monkeypatch.setattr("cifar_lit.data.preprocessing.free_memory", lambda device: 0)
     assert placement.placed("train", CPU) is first and first[1] == "device"
     images, place = placement.placed("test", CPU)
     assert place == "host" and images is parts.test_images

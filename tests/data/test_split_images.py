@@ -51,7 +51,7 @@ def test_a_given_validation_set_replaces_the_random_one(capsys: pytest.CaptureFi
         ({"sed": 3}, r"data\.split has no setting 'sed'\. Did you mean seed\?"),
         ({"fold": 0.5}, r"data\.split\.fold must be a whole number, not 0\.5"),
         ({"share": "half"}, r"data\.split\.share must be a number, not 'half'"),
-        ({"group": 3}, r"data\.split\.group must be the name of a column, not 3"),
+        ({"group": 3}, r"data\.split\.group must be text, not 3"),
         ("seed", r"data\.split must hold settings by name, not 'seed'"),
     ],
 )
