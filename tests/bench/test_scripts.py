@@ -26,6 +26,8 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.features import capture as captured
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--accelerator cpu --dataset shapes --data.count 90 --json f.json"
 
 
