@@ -20,14 +20,13 @@ from cifar_lit.runs.run_folder import PREVIOUS
 from cifar_lit.training.checkpoint import load_weights, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier, check_features
 from cifar_lit.training.metrics import Score
-from cifar_lit.types import Settings
 
 
 @dataclass(frozen=True)
 class Results:
     """Results of one run. A score is None if those images were not evaluated."""
 
-    metrics: Settings  # contents of metrics.json
+    metrics: dict[str, Any]  # contents of metrics.json
     val: Score | None
     test: Score | None
 

@@ -20,19 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"models", "data", "training"},
     "inference": {"runs", "models", "data.decode", "data.formats", "data.image_set", "data.walk"},
 }
-TOP_LEVEL = {
-    "errors",
-    "files",
-    "hardware",
-    "hooks",
-    "plugins",
-    "settings",
-    "signals",
-    "stats",
-    "text",
-    "threads",
-    "types",
-}
+TOP_LEVEL = {"errors", "files", "hardware", "hooks", "plugins", "settings", "signals", "stats", "text", "threads"}
 NO_LIGHTNING = {*TOP_LEVEL, "models", "inference"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))

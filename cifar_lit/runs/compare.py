@@ -20,7 +20,6 @@ from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import LOCK, changes_text, display_path, read_curves, read_metrics, read_rows
 from cifar_lit.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.text import natural_key, printable
-from cifar_lit.types import Settings
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison
@@ -36,12 +35,12 @@ class RunRecord:
 
     path: Path
     name: str  # path relative to the working folder
-    settings: Settings = field(default_factory=dict)  # config.yaml by dotted name, without `PLACES`
-    metrics: Settings = field(default_factory=dict)  # metrics.json
+    settings: dict[str, Any] = field(default_factory=dict)  # config.yaml by dotted name, without `PLACES`
+    metrics: dict[str, Any] = field(default_factory=dict)  # metrics.json
     note: str = ""  # why results are missing, and settings that changed when it was resumed
 
     @property
-    def test(self) -> Settings:
+    def test(self) -> dict[str, Any]:
         """The test results in metrics.json; empty without a test."""
         test = self.metrics.get("test")
         return test if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float) else {}
@@ -58,7 +57,7 @@ class RunRecord:
         return None if seed is False else seed
 
     @property
-    def figures(self) -> Settings:
+    def figures(self) -> dict[str, Any]:
         """The values to compare by name (None if unknown), then all other scores on the test and validation images.
 
         `low` and `high` are the limits of the 95 % interval of the test accuracy.
@@ -145,9 +144,9 @@ def _read_run(path: Path) -> RunRecord:
     return replace(record, note=note)
 
 
-def _flattened(settings: Mapping[str, Any], prefix: str = "") -> Settings:
+def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings by dotted name. Lists are values."""
-    flat: Settings = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         is_nested = isinstance(value, Mapping) and value
         flat |= _flattened(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
@@ -174,7 +173,7 @@ def _setting_text(run: RunRecord, name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
 
 
-def groups(runs: Sequence[RunRecord]) -> list[Settings]:
+def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Group the tested runs that have the same recipe, data and settings, except for the seed and the threads.
 
     Returns:
@@ -358,7 +357,7 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
     panels = 2 if any(seconds_per_epoch) else 1
     columns = min(len(appearance), 1 + panels)
     height = 2 * ROW + 0.22 * -(-len(appearance) // columns) + 0.2
-    lines: Settings = {}
+    lines: dict[str, Any] = {}
     with style.context("default"):
         figure = Figure(figsize=(SIDE * panels, height), dpi=150, layout="constrained")
         grid = figure.subplots(2, panels, sharex="col", sharey="row", squeeze=False)

@@ -19,7 +19,6 @@ from torch.utils.tensorboard.summary import hparams
 
 from cifar_lit.files import atomic_write, find_os_error, open_inside, write_failure
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
-from cifar_lit.types import Settings
 
 # First columns of every metrics.csv. Other names are appended.
 COLUMNS = (
@@ -35,9 +34,9 @@ COMPARED = (
 GROUPS = ("trainer", "model", "data")  # a mapping under any other name holds the settings of a feature
 
 
-def logged_settings(settings: Mapping[str, Any]) -> Settings:
+def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for TensorBoard's hparams tab from the whole configuration, with those of all features."""
-    values: Settings = {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
+    values: dict[str, Any] = {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
     for group in GROUPS:
         for name, value in settings.get(group, {}).items():
             is_nested = name in ("optimizer_options", "schedule_options", "augment")
@@ -89,7 +88,7 @@ class CurveFile(Logger):
         with _writing(self._run):
             self._write({**metrics, "step": step})
 
-    def _write(self, row: Settings) -> None:
+    def _write(self, row: dict[str, Any]) -> None:
         path = self._run.path / "metrics.csv"
         if row.keys() <= set(self._columns):
             with open_inside(path, "r+", newline="", encoding="utf-8") as file:  # "a" would recreate a deleted file
@@ -98,10 +97,10 @@ class CurveFile(Logger):
         else:
             self._rewrite(row)
 
-    def _rewrite(self, *new_rows: Settings) -> None:
+    def _rewrite(self, *new_rows: dict[str, Any]) -> None:
         """Write the header, the earlier rows and new rows."""
         path = self._run.path / "metrics.csv"
-        rows: list[Settings] = read_rows(path) if self._columns or self._resumed_step is not None else []
+        rows: list[dict[str, Any]] = read_rows(path) if self._columns or self._resumed_step is not None else []
         if not self._columns and self._resumed_step is not None:
             rows = [old for old in rows if _step_of(old) <= self._resumed_step]
             rows = [old for old in rows if not any(name.startswith("test/") for name in old)]
@@ -143,8 +142,8 @@ class TensorBoardCurves(TensorBoardLogger):
         resumed_step: TensorBoard ignores earlier events after this step.
     """
 
-    def __init__(self, run: RunFolder, settings: Settings | None, resumed_step: int | None = None) -> None:
-        purge: Settings = {} if resumed_step is None else {"purge_step": resumed_step + 1}
+    def __init__(self, run: RunFolder, settings: dict[str, Any] | None, resumed_step: int | None = None) -> None:
+        purge: dict[str, Any] = {} if resumed_step is None else {"purge_step": resumed_step + 1}
         super().__init__(run.logs, name="", version="", default_hp_metric=False, **purge)
         self._run, self._settings = run, settings
 

@@ -34,7 +34,6 @@ from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_
 from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics
 from cifar_lit.stats import wilson_interval
 from cifar_lit.text import note, printable_lines
-from cifar_lit.types import Settings
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -262,7 +261,7 @@ def _most_confused(matrix: Tensor, classes: Sequence[str], limit: int = 10) -> l
     return confused
 
 
-def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) -> list[Settings]:
+def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) -> list[dict[str, Any]]:
     """Return what each class needs, the least accurate first, at most `MAX_TABLE_CLASSES`. trained: training images."""
     accuracy = float(matrix.diag().sum() / matrix.sum())
     rows = []

@@ -25,20 +25,19 @@ from cifar_lit.runs.run import Run
 from cifar_lit.stats import wilson_interval
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
-from cifar_lit.types import Settings
 
 Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 
 
 def run_metrics(
     run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, temperature: float | None
-) -> Settings:
+) -> dict[str, Any]:
     """Return the contents of metrics.json. temperature: from the model card."""
     trainer, settings = model.trainer, run.settings
     clock = run.clock if run.trains else None
     speed = round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None
     device_type = trainer.strategy.root_device.type
-    metrics: Settings = {
+    metrics: dict[str, Any] = {
         "recipe": settings.get("recipe"),
         "net": model.hparams["net"],
         "dataset": data.dataset,
@@ -62,7 +61,7 @@ def run_metrics(
     if test:
         per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
         interval = accuracy_interval(test)
-        scores: Settings = {**test.values, "images": test.images, "interval": interval, "per_class": per_class}
+        scores: dict[str, Any] = {**test.values, "images": test.images, "interval": interval, "per_class": per_class}
         if views := model.views_score:
             scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
         if model.predictions is not None:
@@ -139,6 +138,6 @@ def log_pictures(
         board.save()
 
 
-def write_report(run: Path, metrics: Settings, predictions: Predictions, data: ImageData) -> None:
+def write_report(run: Path, metrics: dict[str, Any], predictions: Predictions, data: ImageData) -> None:
     """Write report.html without the pass over the training images. `cifar-lit report` adds its findings."""
     write_text(run / "report.html", render(run, metrics, data, prediction_table(predictions)))

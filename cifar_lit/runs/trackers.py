@@ -21,7 +21,6 @@ from cifar_lit.errors import Failure, UsageError, check_choice, first_line
 from cifar_lit.files import check_database, write_text
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_json
 from cifar_lit.text import note, say
-from cifar_lit.types import Settings
 
 # Defaults of the trackers' variables. By MLflow's own, the training waits for minutes if the server is gone.
 VARIABLES = {
@@ -35,7 +34,7 @@ VARIABLES = {
 class _Wandb(WandbLogger):
     """Online after a login or if WANDB_MODE says so, else offline in the run folder."""
 
-    def __init__(self, run: Path, run_id: str | None, settings: Settings) -> None:
+    def __init__(self, run: Path, run_id: str | None, settings: dict[str, Any]) -> None:
         import wandb
 
         with chdir(Path(wandb.__file__).parent):  # it would read wandb/settings in the working folder
@@ -55,7 +54,7 @@ class _Wandb(WandbLogger):
 class _MLflow(MLFlowLogger):
     """On the server or in the database of MLFLOW_TRACKING_URI, else in a file beside the runs."""
 
-    def __init__(self, run: Path, run_id: str | None, settings: Settings) -> None:
+    def __init__(self, run: Path, run_id: str | None, settings: dict[str, Any]) -> None:
         logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)  # it warns of a new experiment
         uri, database = os.environ.get("MLFLOW_TRACKING_URI"), run.parent.absolute() / "mlflow.db"
         if not uri:
@@ -67,7 +66,7 @@ class _MLflow(MLFlowLogger):
         self.place = uri if uri.startswith("http") else f"open with `mlflow ui --backend-store-uri {shlex.quote(uri)}`"
 
 
-TRACKERS: Settings = {"wandb": _Wandb, "mlflow": _MLflow}
+TRACKERS: dict[str, Any] = {"wandb": _Wandb, "mlflow": _MLflow}
 
 
 class TrackerLogger(Logger):
@@ -75,7 +74,7 @@ class TrackerLogger(Logger):
 
     name, version = "", ""  # required by Lightning
 
-    def __init__(self, tracker: str, run: RunFolder, settings: Settings) -> None:
+    def __init__(self, tracker: str, run: RunFolder, settings: dict[str, Any]) -> None:
         super().__init__()
         self._key, self._run, self._settings = tracker, run, settings
         self._tracker: Any = None  # stays None in all but the first process
