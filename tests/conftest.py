@@ -25,6 +25,7 @@ import pytest
 from browser import browser, open_page
 from contract.command_line import RECIPE, SMALL, Training, run_command
 
+from cifar_lit.data.progress import note_once
 from cifar_lit.signals import HANGUP
 
 __all__ = ["browser", "open_page"]
@@ -48,6 +49,12 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stress-json", metavar="DIR", help="write the counts of the stress tests to files in DIR")
+
+
+@pytest.fixture(autouse=True)
+def _forget_notes() -> None:
+    """Let a test print notes that earlier tests of this process have printed."""
+    note_once.cache_clear()
 
 
 @pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.stress)])

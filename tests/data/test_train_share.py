@@ -63,6 +63,6 @@ def test_an_invalid_share_is_refused(share: float) -> None:
 
 def test_fewer_images_than_a_batch_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     for share, batch in ((1.0, 512), (0.5, 8), (0.5, 32)):
-        ImageData("shapes", image_size=8, count=60, val_size=0, batch_size=batch, split=Split(share=share)).setup("fit")
+        ImageData("shapes", image_size=8, count=40, val_size=0, batch_size=batch, split=Split(share=share)).setup("fit")
     line = "{} training images are less than a batch of {}: lower --batch-size\n"
-    assert capsys.readouterr().err == line.format(60, 512) + line.format(30, 32)
+    assert capsys.readouterr().err == line.format(40, 512) + line.format(20, 32)
