@@ -286,7 +286,7 @@ PICTURES = {
 def main() -> None:
     """Draw the pictures that are named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
+    parser.add_argument("names", nargs="*", choices=list(PICTURES), metavar="NAME", help="default: all")
     names = parser.parse_args().names or list(PICTURES)
     plt.style.use(STYLE)
     os.environ |= {"COLUMNS": "96", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
