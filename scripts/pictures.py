@@ -286,8 +286,11 @@ PICTURES = {
 def main() -> None:
     """Draw the pictures that are named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=list(PICTURES), metavar="NAME", help="default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all, {', '.join(PICTURES)}")
     names = parser.parse_args().names or list(PICTURES)
+    for name in names:
+        if name not in PICTURES:
+            parser.error(f"there is no picture {name!r}: choose from {', '.join(PICTURES)}")
     plt.style.use(STYLE)
     os.environ |= {"COLUMNS": "96", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     with TemporaryDirectory() as folder:
