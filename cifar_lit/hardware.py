@@ -10,14 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
 
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import note
-
-psutil: Any = None
-with suppress(ImportError):  # a system that psutil does not support
-    import psutil  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +31,7 @@ NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200
 # CUDA 13 cannot compile for older GPUs (Maxwell, Pascal, Volta). PyTorch 2.14 had the last builds for CUDA 12.
 OLDEST_CAPABILITY = (7, 5)
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
+Devices = int | str | list[int]  # a value of --devices
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,21 @@ class Machine:
 
     def __str__(self) -> str:
         if self.gpus:
-            return f"GPUs {', '.join(f'{number} {name}' for number, (name, _) in enumerate(self.gpus))}"
-        return "an Apple GPU (mps)" if self.mps else f"no GPU, only a CPU with {self.threads} threads"
+            names = [f"{number} {name}" for number, (name, _) in enumerate(self.gpus)]
+            return f"GPUs {', '.join(names)}"
+        if self.mps:
+            return "an Apple GPU (mps)"
+        return f"no GPU, only a CPU with {self.threads} threads"
 
     @property
     def devices(self) -> list[str]:
         """Names of all devices, as torch uses them."""
-        return ["cpu", *(f"cuda:{number}" for number in range(len(self.gpus))), *(["mps"] if self.mps else [])]
+        names = ["cpu"]
+        for number in range(len(self.gpus)):
+            names.append(f"cuda:{number}")
+        if self.mps:
+            names.append("mps")
+        return names
 
     def kind(self, accelerator: str) -> str:
         """Resolve an accelerator to gpu (CUDA or ROCm), mps or cpu; return an unavailable accelerator unchanged."""
@@ -77,12 +84,16 @@ class Machine:
             return "gpu"
         if accelerator in ("auto", "gpu", "mps") and self.mps:
             return "mps"
-        return "cpu" if accelerator == "auto" else accelerator
+        if accelerator == "auto":
+            return "cpu"
+        return accelerator
 
 
 def core_count() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def limit_busy_waiting(sleep_at_once: bool = False) -> None:
@@ -94,42 +105,65 @@ def limit_busy_waiting(sleep_at_once: bool = False) -> None:
         sleep_at_once: do not spin at all, even if an earlier call set a limit.
     """
     current = {name: os.environ[name] for name in SPIN_SETTINGS if name in os.environ}
-    if current in ({}, SPIN_LIMITS):
-        os.environ.update(dict.fromkeys(SPIN_LIMITS, "0") if sleep_at_once else SPIN_LIMITS)
+    if current not in ({}, SPIN_LIMITS):
+        return
+    os.environ.update(SPIN_LIMITS)
+    if sleep_at_once:
+        os.environ.update(dict.fromkeys(SPIN_LIMITS, "0"))
 
 
 def detect_machine() -> Machine:
     """Return the devices of this machine."""
-    import platform
-
     import torch
 
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    instructions = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus: list[_Gpu] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `unusable` says the same in one line
-        gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
-    unusable = "" if torch.version.hip else lacks_code(gpus, torch.cuda.get_arch_list(), torch.__version__)
-    gpus = [] if unusable else gpus
+        if torch.cuda.is_available():
+            gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    is_rocm = bool(torch.version.hip)
+    unusable = ""
+    if not is_rocm:
+        unusable = lacks_code(gpus, torch.cuda.get_arch_list(), torch.__version__)
+    if unusable:
+        gpus = []
     # `torch.cuda.is_bf16_supported` looks at one GPU only. ROCm GPUs have no compute capability; they support bfloat16.
-    oldest = min((9 if torch.version.hip else gpu.major for gpu in gpus), default=0)
+    oldest = min((gpu.major for gpu in gpus), default=0)
+    lacks_cores = any(NO_TENSOR_CORES.search(gpu.name) for gpu in gpus)
     return Machine(
-        cpu=next(names, "") or platform.processor() or platform.machine(),  # processor() starts a process
+        cpu=_cpu_name(),
         threads=core_count(),
-        bf16=any(supported is not None and supported() for supported in instructions),
+        bf16=torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),  # no public names
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
-        gpu_bf16=oldest >= 8,
-        gpu_fp16=oldest >= 7 and not any(NO_TENSOR_CORES.search(gpu.name) for gpu in gpus),
+        gpu_bf16=bool(gpus) and (is_rocm or oldest >= 8),
+        gpu_fp16=bool(gpus) and (is_rocm or oldest >= 7) and not lacks_cores,
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
         unusable=unusable,
     )
 
 
-def lacks_code(gpus: Sequence[Any], codes: Sequence[str], version: str) -> str:
+def _cpu_name() -> str:
+    import platform
+
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        match = re.search(r"^model name\s*:\s*(.+?)\s*$", info.read_text(encoding="utf-8"), re.MULTILINE)
+        if match:
+            return match[1]
+    return platform.processor() or platform.machine()  # processor() starts a process
+
+
+class _Gpu(Protocol):
+    """What is used of `torch.cuda.get_device_properties`."""
+
+    name: str
+    total_memory: int
+    major: int
+    minor: int
+
+
+def lacks_code(gpus: Sequence[_Gpu], codes: Sequence[str], version: str) -> str:
     """Return why GPUs are not used: torch has no code for one of them. Empty if all of them can be used.
 
     Args:
@@ -137,14 +171,21 @@ def lacks_code(gpus: Sequence[Any], codes: Sequence[str], version: str) -> str:
         codes: `torch.cuda.get_arch_list()`; empty if unknown.
         version: torch's.
     """
-    usable = [str(number) for number, gpu in enumerate(gpus) if not codes or _runs(codes, (gpu.major, gpu.minor))]
-    old = next((gpu for number, gpu in enumerate(gpus) if str(number) not in usable), None)
-    if old is None:
+    usable = []
+    unusable = []
+    for number, gpu in enumerate(gpus):
+        if not codes or _runs(codes, (gpu.major, gpu.minor)):
+            usable.append(str(number))
+        else:
+            unusable.append(gpu)
+    if not unusable:
         return ""
+    old = unusable[0]
     remedy = "install a newer torch and torchvision"
     if (old.major, old.minor) < OLDEST_CAPABILITY:
         remedy = "install torch 2.14 and its torchvision for CUDA 12.6, see pytorch.org/get-started/previous-versions"
-    remedy += f", or use the others: CUDA_VISIBLE_DEVICES={','.join(usable)}" if usable else ""
+    if usable:
+        remedy += f", or use the others: CUDA_VISIBLE_DEVICES={','.join(usable)}"
     return f"{old.name} (sm_{old.major}{old.minor}) is not used: torch {version} has no code for it; {remedy}"
 
 
@@ -155,9 +196,14 @@ def _runs(codes: Sequence[str], capability: tuple[int, int]) -> bool:
     A suffix restricts code to its own version (sm_90a) or its major version (compute_100f).
     """
     for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(codes)):
-        built = (int(major), int(minor))
-        latest = (built[0], 9) if kind == "sm" or suffix == "f" else (99, 9)
-        if built <= capability <= (built if suffix == "a" else latest):
+        built = latest = (int(major), int(minor))
+        if kind == "sm" or suffix == "f":
+            latest = (int(major), 9)
+        elif suffix == "":
+            latest = (99, 9)
+        if suffix == "a":
+            latest = built
+        if built <= capability <= latest:
             return True
     return False
 
@@ -179,20 +225,26 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
     if name == "cpu":
         return name  # without initialising CUDA
     machine = machine or detect_machine()
-    match = re.fullmatch(rf"({'|'.join(DEVICE_NAMES)})(?::(\d+))?", name)
-    if match and not (match[1] in ("auto", "cpu") and match[2]):
-        kind, number = machine.kind(match[1]), int(match[2] or 0)
-        if kind == "gpu" and number < len(machine.gpus):
-            return f"cuda:{number}" if match[2] else "cuda"
-        if kind == "cpu" or (kind == "mps" and machine.mps and not number):
-            note(*filter(None, [machine.unusable]))
-            return kind
-    hint = "" if match else nearest(name, DEVICE_NAMES)
-    fault = f"this machine has no device {name!r}: it has {', '.join(machine.devices)}."
-    raise UsageError(f"{fault}{hint} {machine.unusable or 'auto selects the fastest'}.")
+    accelerator, _, number = name.partition(":")
+    kind = machine.kind(accelerator)
+    if number and accelerator in ("auto", "cpu"):
+        kind = "none"  # only GPUs are numbered
+    if kind == "gpu" and machine.gpus and not number:
+        return "cuda"
+    if kind == "gpu" and f"cuda:{number}" in machine.devices:
+        return f"cuda:{number}"
+    if kind == "cpu" or (kind == "mps" and machine.mps and number in ("", "0")):
+        if machine.unusable:
+            note(machine.unusable)
+        return kind
+    hint = ""
+    if accelerator not in DEVICE_NAMES:
+        hint = nearest(name, DEVICE_NAMES)
+    advice = machine.unusable or "auto selects the fastest"
+    raise UsageError(f"this machine has no device {name!r}: it has {', '.join(machine.devices)}.{hint} {advice}.")
 
 
-def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[str, Any]:
+def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> tuple[str, int | str | list[int]]:
     """Return accelerator and devices for the Trainer, checked against the machine.
 
     Args:
@@ -204,26 +256,42 @@ def choose_devices(machine: Machine, accelerator: str, devices: Any) -> tuple[st
         UsageError: for invalid values, and if the machine lacks a device.
     """
     if accelerator not in ACCELERATORS:
-        hint = " Select one of several GPUs with --devices, such as --devices 0," if ":" in accelerator else ""
-        raise UsageError(f"there is no accelerator {accelerator!r}.{nearest(accelerator, ACCELERATORS)}{hint}")
+        hint = nearest(accelerator, ACCELERATORS)
+        if ":" in accelerator:
+            hint += " Select one of several GPUs with --devices, such as --devices 0,"
+        raise UsageError(f"there is no accelerator {accelerator!r}.{hint}")
     kind = machine.kind(accelerator)
-    if (kind in ("gpu", "cuda") and not machine.gpus) or (kind == "mps" and not machine.mps):
-        if machine.unusable and kind != "mps":
+    if kind in ("gpu", "cuda") and not machine.gpus:
+        if machine.unusable:
             raise UsageError(f"{machine.unusable}, or use --accelerator cpu")
-        build = "" if machine.cuda_build else ", and this torch is a build for CPUs only"
-        reason = ", not Apple's" if kind == "mps" else build
-        raise UsageError(f"this machine has {machine}{reason}: leave --accelerator out, or use --accelerator cpu")
+        build = ""
+        if not machine.cuda_build:
+            build = ", and this torch is a build for CPUs only"
+        raise UsageError(f"this machine has {machine}{build}: leave --accelerator out, or use --accelerator cpu")
+    if kind == "mps" and not machine.mps:
+        raise UsageError(f"this machine has {machine}, not Apple's: leave --accelerator out, or use --accelerator cpu")
     parsed = parse_devices(devices)
-    count = len(machine.gpus)
     if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
         fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"
         raise UsageError(f"{fault}. Use a number: --devices 2 runs two processes")
-    if kind == "gpu" and parsed != "auto" and (max(parsed) >= count if isinstance(parsed, list) else parsed > count):
-        raise UsageError(f"--devices {devices}: this machine has {machine}. Use --devices {count}, or leave it out")
-    return "cpu" if machine.unusable and kind == "cpu" else accelerator, parsed  # the Trainer would choose the GPU
+    if kind == "gpu" and _needed_gpus(parsed) > len(machine.gpus):
+        fault = f"--devices {devices}: this machine has {machine}"
+        raise UsageError(f"{fault}. Use --devices {len(machine.gpus)}, or leave it out")
+    if machine.unusable and kind == "cpu":
+        accelerator = "cpu"  # for auto, the Trainer would choose the GPU
+    return accelerator, parsed
 
 
-def parse_devices(devices: Any) -> Any:
+def _needed_gpus(devices: int | str | list[int]) -> int:
+    """Return how many GPUs a machine must have for a parsed value of --devices."""
+    if isinstance(devices, list):
+        return max(devices) + 1
+    if isinstance(devices, str):  # auto
+        return 1
+    return devices
+
+
+def parse_devices(devices: Devices) -> int | str | list[int]:
     """Return a number, a list of ids, or "auto", from a value of --devices; raise UsageError for another value."""
     text = str(devices).replace(" ", "")
     if text == "auto":
@@ -233,24 +301,30 @@ def parse_devices(devices: Any) -> Any:
     ids = [int(part) for part in re.findall(r"\d+", text)]
     if re.fullmatch(r"\[\d+(,\d+)*,?\]|\d+,(\d+,)*\d*", text) and len(set(ids)) == len(ids):
         return ids
+    hint = ""
     kind = text.partition(":")[0]
-    hint = f" Did you mean --accelerator {kind}?" if kind in ACCELERATORS else ""
+    if kind in ACCELERATORS:
+        hint = f" Did you mean --accelerator {kind}?"
     raise UsageError(f"--devices {devices} is not a valid device list: use a number (2), ids (0,1) or auto.{hint}")
 
 
-def is_one_device(devices: Any) -> bool:
+def is_one_device(devices: Devices) -> bool:
     """Return whether a value of --devices is one device on every machine: 1, or a single id."""
     parsed = parse_devices(devices)
-    return len(parsed) == 1 if isinstance(parsed, list) else parsed == 1
+    if isinstance(parsed, list):
+        return len(parsed) == 1
+    return parsed == 1
 
 
-def count_devices(machine: Machine, accelerator: str, devices: Any) -> int:
+def count_devices(machine: Machine, accelerator: str, devices: Devices) -> int:
     """Return the number of devices for settings returned by `choose_devices`."""
     if isinstance(devices, list):
         return len(devices)
     if devices not in ("auto", -1):
         return int(devices)
-    return len(machine.gpus) if machine.kind(accelerator) == "gpu" else 1
+    if machine.kind(accelerator) == "gpu":
+        return len(machine.gpus)
+    return 1
 
 
 # ---- precision
@@ -260,7 +334,9 @@ def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
     """Return the default precision, which is the fastest that trains as well as float32, and the reason for it."""
     kind = machine.kind(accelerator)
     if kind == "gpu" and machine.gpus:
-        where = "this GPU" if len(machine.gpus) == 1 else "every GPU here"
+        where = "this GPU"
+        if len(machine.gpus) > 1:
+            where = "every GPU here"
         if machine.gpu_bf16:
             return "bf16-mixed", f"bfloat16 is fast on {where}"
         if machine.gpu_fp16:
@@ -347,14 +423,11 @@ def free_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         import torch
 
-        mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return int(mem_get_info(device)[0]) if mem_get_info else None
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return int(psutil.virtual_memory().available) if psutil else None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*sizes, *_free_in_cgroups()], default=None)
+        module = torch.get_device_module(device)
+        if not hasattr(module, "mem_get_info"):
+            return None
+        return int(module.mem_get_info(device)[0])
+    return min([psutil.virtual_memory().available, *_free_in_cgroups()])
 
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -365,12 +438,12 @@ def _free_in_cgroups() -> Iterator[int]:
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controller, path = line.split(":", 2)
-            names = (
-                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controller else ("memory.max", "memory.current")
-            )
+            limit_file, used_file = "memory.max", "memory.current"
+            if controller:  # version 1
+                limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
             folder = CGROUPS / controller / path.strip("/")
             for group in (folder, *folder.parents):
-                with suppress(OSError, ValueError, TypeError):  # no limit, or another controller
-                    limit, used = (int((group / name).read_text()) for name in names)
+                with suppress(OSError, ValueError):  # no limit, or another controller
+                    limit, used = int((group / limit_file).read_text()), int((group / used_file).read_text())
                     cached = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
                     yield limit - used + sum(map(int, cached))

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from contract.command_line import RECIPE, SMALL, metrics_of, run_command
@@ -352,7 +353,8 @@ def test_the_memory_limits_of_containers_and_jobs_count(
         Path("groups", name).parent.mkdir(parents=True, exist_ok=True)
         Path("groups", name).write_text(text)
     read = Path.read_text
-    own: dict[Path, Any] = {Path("/proc/self/cgroup"): line, Path("/proc/meminfo"): "MemAvailable: 900 kB\n"}
+    own: dict[Path, Any] = {Path("/proc/self/cgroup"): line}
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 1024))
     monkeypatch.setattr(hardware, "CGROUPS", Path("groups").absolute())
     monkeypatch.setattr(Path, "read_text", lambda path, *args, **more: own.get(path) or read(path, *args, **more))
     assert hardware.free_memory(torch.device("cpu")) == (900 * 1024 if free is None else free)
