@@ -42,9 +42,13 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     for choice in sorted(choices):
         options.setdefault(_letters(choice), choice)
     plain = _letters(word)
-    longer = [option for option in options if len(plain) > 2 and option.startswith(plain)]
-    close = [min(longer, key=len)] if longer else get_close_matches(plain, options, n=1, cutoff=0.5)
-    return f" Did you mean {options[close[0]]}?" if close else ""
+    close = get_close_matches(plain, options, n=1, cutoff=0.5)
+    longer = [option for option in options if option.startswith(plain)]
+    if longer and len(plain) > 2:
+        close = [min(longer, key=len)]
+    if not close:
+        return ""
+    return f" Did you mean {options[close[0]]}?"
 
 
 def _letters(name: str) -> str:
@@ -67,5 +71,7 @@ def check_packages(what: str, packages: Iterable[str], extra: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text, or its class name if there is none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    return text.splitlines()[0].strip()

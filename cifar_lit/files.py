@@ -16,19 +16,14 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
 
 from cifar_lit.errors import Failure, UsageError
 
 PART = ".cifar-lit-part"  # suffix of temporary files, unique to this program, so that leftovers can be removed
 MAX_TEXT = 8 << 20  # bytes; metrics.json with 100,000 classes has 5 MiB
 MAX_DATABASE = 256 << 20  # bytes; a sweep of 1,000 trials and 100 epochs has 10 MiB
-# Views, triggers (MLflow has one) and functions that make a large text from a small one.
-CODE = "type = 'view' OR (type = 'trigger' AND tbl_name != 'secrets') OR " + " OR ".join(
-    f"sql LIKE '%{word}%'" for word in ("virtual", "blob(", "hex(", "printf(", "format(", "replace(")
-)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-REPLACE_ATTEMPTS = 20 if os.name == "nt" else 1  # in 2 s
+REPLACE_SECONDS = 2.0 if os.name == "nt" else 0.0  # how long to wait for a file that is in use
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
@@ -49,7 +44,9 @@ def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
         error: the error of the write.
         resumable: whether the run has a checkpoint; assumed if its folder is missing (ENOENT).
     """
-    remedy = "free some space" if error.errno in DISK_FULL else "fix that"
+    remedy = "fix that"
+    if error.errno in DISK_FULL:
+        remedy = "free some space"
     advice = f"Nothing was saved yet: {remedy}, then start again."
     if resumable or error.errno == errno.ENOENT:
         advice = f"What was saved is intact: {remedy}, then use --resume."
@@ -131,11 +128,13 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a symlink or no regular file", str(path))
 
 
-def open_inside(path: Path, mode: str, **settings: Any) -> IO[Any]:
-    """Open a file of a run's or a sweep's folder, perhaps a stranger's. Raise OSError like `check_regular`."""
-    check_regular(path)  # Windows has no O_NOFOLLOW
-    no_follow = getattr(os, "O_NOFOLLOW", 0)
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags | no_follow, 0o666), **settings)
+def without_links(path: str, flags: int) -> int:
+    """Open a file of a run's or a sweep's folder, perhaps a stranger's: an `opener` for `open` and `Path.open`.
+
+    Raise OSError like `check_regular`.
+    """
+    check_regular(Path(path))  # Windows has no O_NOFOLLOW
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def file_size(path: str | Path, most: int | None = None) -> int:
@@ -151,7 +150,9 @@ def file_size(path: str | Path, most: int | None = None) -> int:
     if status.st_size == 0:
         raise OSError(errno.EINVAL, "the file is empty", str(path))
     if most is not None and status.st_size > most:
-        limit = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
+        limit = f"{most >> 10} KiB"
+        if most >= 1 << 20:
+            limit = f"{most >> 20} MiB"
         raise OSError(errno.EFBIG, f"it is larger than {limit}", str(path))
     return status.st_size
 
@@ -168,6 +169,14 @@ def read_text(path: Path, most: int = MAX_TEXT) -> str:
     return read_bytes(path, most).decode()
 
 
+# Views, triggers (MLflow has one) and functions that make a large text from a small one.
+CODE = """
+    SELECT count(*) FROM sqlite_master WHERE type = 'view' OR (type = 'trigger' AND tbl_name != 'secrets')
+    OR sql LIKE '%virtual%' OR sql LIKE '%blob(%' OR sql LIKE '%hex(%' OR sql LIKE '%printf(%'
+    OR sql LIKE '%format(%' OR sql LIKE '%replace(%'
+"""
+
+
 def check_database(path: Path) -> None:
     """Raise Failure unless an SQLite file is missing or has plain tables only: a view or a trigger may never end."""
     if not os.path.lexists(path):
@@ -177,7 +186,8 @@ def check_database(path: Path) -> None:
         if path.stat().st_size:  # SQLite creates an empty file before its first table
             file_size(path, MAX_DATABASE)
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as database:
-            if database.execute(f"SELECT count(*) FROM sqlite_master WHERE {CODE}").fetchone()[0]:
+            (count,) = database.execute(CODE).fetchone()
+            if count:
                 raise sqlite3.DatabaseError("it has views, triggers or functions")
     except (OSError, sqlite3.Error) as error:
         fault = getattr(error, "strerror", None) or error
@@ -186,12 +196,15 @@ def check_database(path: Path) -> None:
 
 def _replace(path: Path, target: Path) -> None:
     """Rename a file over another one. On Windows, wait for a virus scanner that reads one of them."""
-    for _ in range(REPLACE_ATTEMPTS - 1):
-        with suppress(PermissionError):
+    end = time.monotonic() + REPLACE_SECONDS
+    while True:
+        try:
             path.replace(target)
             return
+        except PermissionError:
+            if time.monotonic() >= end:
+                raise
         time.sleep(0.1)
-    path.replace(target)
 
 
 def _new_name(path: Path) -> Path:
@@ -212,6 +225,8 @@ def _keep(path: Path, previous: Path) -> None:
 
 def as_on_disk(path: str, folder: str = "") -> str:
     """Return a path below a folder whose accents have the Unicode form of the disk; the same path without a file."""
-    forms = (path, unicodedata.normalize("NFC", path), unicodedata.normalize("NFD", path))
-    places = [os.path.join(folder, form) for form in forms]  # noqa: PTH118
-    return next((place for place in places if os.path.lexists(place)), places[0])
+    for form in (path, unicodedata.normalize("NFC", path), unicodedata.normalize("NFD", path)):
+        place = os.path.join(folder, form)  # noqa: PTH118
+        if os.path.lexists(place):
+            return place
+    return os.path.join(folder, path)  # noqa: PTH118

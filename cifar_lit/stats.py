@@ -30,13 +30,18 @@ def t_quantile(freedom: int, confidence: float = 0.95) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2
-        term, total = math.cos(angle) if odd else 1.0, 0.0
+        term = math.cos(angle) ** odd
+        total = 0.0
         for power in range(2 + odd, freedom + 1, 2):
             total += term
             term *= math.cos(angle) ** 2 * (power - 1) / power
         within = math.sin(angle) * total
-        within = 2 / math.pi * (angle + within) if odd else within
-        low, high = (angle, high) if within < confidence else (low, angle)
+        if odd:
+            within = 2 / math.pi * (angle + within)
+        if within < confidence:
+            low = angle
+        else:
+            high = angle
     return math.tan(high) * math.sqrt(freedom)
 
 
@@ -51,12 +56,14 @@ def mean_interval(values: Sequence[float], limits: tuple[float, float] = ANY) ->
         `n`, `mean`, `std` (of the sample), `low` and `high`. `std` is None for a single value. `low` and `high` are
         None for fewer than `MIN_VALUES` and for equal values, whose spread is unknown.
     """
-    std = statistics.stdev(values) if len(values) > 1 else None
     mean = statistics.fmean(values)
-    low = high = None
-    if std is not None and _has_spread(values):
-        half = t_quantile(len(values) - 1) * std / math.sqrt(len(values))
-        low, high = max(mean - half, limits[0]), min(mean + half, limits[1])
+    std = low = high = None
+    if len(values) > 1:
+        std = statistics.stdev(values)
+        if _has_spread(values):
+            half = t_quantile(len(values) - 1) * std / math.sqrt(len(values))
+            low = max(mean - half, limits[0])
+            high = min(mean + half, limits[1])
     return {"n": len(values), "mean": mean, "std": std, "low": low, "high": high}
 
 
@@ -85,7 +92,9 @@ def verdict(differences: Sequence[float]) -> str:
     gaps = [high - low for low, high in pairwise(sorted(differences)) if high - low >= SAME]
     variance = statistics.variance(differences) + min(gaps) ** 2 / 12
     half = t_quantile(len(differences) - 1) * math.sqrt(variance / len(differences))
-    return "significant" if abs(statistics.fmean(differences)) > half else "not significant"
+    if abs(statistics.fmean(differences)) > half:
+        return "significant"
+    return "not significant"
 
 
 def image_interval(differences: Sequence[float]) -> tuple[float, float] | None:
@@ -158,4 +167,7 @@ def mcnemar(first: int, second: int) -> McNemar:
         if term < 1e-17 * total:
             break
     exact = min(1.0, 2 * total * probability)
-    return McNemar(first, second, exact, exact - (probability / 2 if first == second else probability))
+    observed = probability  # of this split, on either side
+    if first == second:
+        observed = probability / 2
+    return McNemar(first, second, exact, exact - observed)

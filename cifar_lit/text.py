@@ -10,7 +10,6 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterable
-from typing import Any
 
 MAX_NAME = 300  # characters of a class or a net
 # Invisible characters that `str.isprintable` accepts: fillers and variation selectors, except those of emoji.
@@ -42,14 +41,20 @@ def printable(text: str) -> str:
     """Return text on one line, with escapes for control, invisible and direction-changing characters."""
     if text.isascii() and text.isprintable():
         return text
-    letters = enumerate(text)
-    return "".join(char if _is_visible(text, i) else char.encode("unicode_escape").decode() for i, char in letters)
+    shown = []
+    for index, letter in enumerate(text):
+        if _is_visible(text, index):
+            shown.append(letter)
+        else:
+            shown.append(letter.encode("unicode_escape").decode())
+    return "".join(shown)
 
 
-def printable_lines(value: Any) -> Any:
+def printable_lines(value: object) -> object:
     """Return a value for a page: text with `printable` lines. Other values, and HTML of our own, stay as they are."""
-    is_text = type(value) is str  # not Markup
-    return "\n".join(map(printable, value.split("\n"))) if is_text else value
+    if type(value) is not str:  # also Markup
+        return value
+    return "\n".join(map(printable, value.split("\n")))
 
 
 def _is_visible(text: str, index: int) -> bool:
@@ -61,8 +66,13 @@ def _is_visible(text: str, index: int) -> bool:
 
 def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
     """Return a sort key that orders numbers within names by value. Only equal names have equal keys."""
-    parts = re.split(r"([0-9]+)", name)
-    return [(int(part), "") if index % 2 else (-1, part.casefold()) for index, part in enumerate(parts)], name
+    key = []
+    for part in re.split(r"([0-9]+)", name):
+        if part.isascii() and part.isdigit():
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part.casefold()))
+    return key, name
 
 
 def csv_cell(value: object) -> object:
@@ -87,7 +97,9 @@ def duration_seconds(text: str) -> float | None:
 
 def duration_text(seconds: float) -> str:
     """Return a rounded duration, such as "85 s" or "14 min"."""
-    return f"{max(1, seconds):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if seconds < 120:
+        return f"{max(1, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min"
 
 
 def say(*lines: str) -> None:
@@ -113,16 +125,20 @@ def accept_any_encoding() -> None:
 
 def nfc(text: str) -> str:
     """Return text in Unicode's composed form. macOS writes names with separate accents."""
-    return text if text.isascii() else unicodedata.normalize("NFC", text)
+    return unicodedata.normalize("NFC", text)
 
 
 def listed(names: Iterable[str]) -> str:
     """Return the first three names, and the number of further names."""
     texts = list(names)
-    more = f" and {len(texts) - 3:,} more" if len(texts) > 3 else ""
-    return ", ".join(texts[:3]) + more
+    shown = ", ".join(texts[:3])
+    if len(texts) > 3:
+        shown += f" and {len(texts) - 3:,} more"
+    return shown
 
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless the number is 1."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}s"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import combinations, compress, cycle, product
+from itertools import combinations, cycle, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cifar_lit.data.formats import TABLES
 from cifar_lit.data.table import read_table
@@ -20,6 +21,10 @@ from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import LOCK, changes_text, display_path, read_curves, read_metrics, read_rows
 from cifar_lit.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.text import natural_key, printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison
@@ -43,7 +48,9 @@ class RunRecord:
     def test(self) -> dict[str, Any]:
         """The test results in metrics.json; empty without a test."""
         test = self.metrics.get("test")
-        return test if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float) else {}
+        if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float):
+            return test
+        return {}
 
     @property
     def recipe(self) -> str:
@@ -51,10 +58,12 @@ class RunRecord:
         return str(self.metrics.get("recipe") or self.settings.get("recipe") or "–")
 
     @property
-    def seed(self) -> Any:
+    def seed(self) -> object:
         """The seed; None if it is unknown or the run has none (`seed_everything: false`)."""
-        seed = self.settings.get(SEED, self.metrics.get("seed"))
-        return None if seed is False else seed
+        seed: object = self.settings.get(SEED, self.metrics.get("seed"))
+        if seed is False:
+            return None
+        return seed
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -63,9 +72,9 @@ class RunRecord:
         `low` and `high` are the limits of the 95 % interval of the test accuracy.
         """
         test, val = self.test, self.metrics.get("val") or {}
-        images = test.get("images")
-        low, high = wilson_interval(round(test["accuracy"] * images), images) if images else (None, None)
-        figures = {"accuracy": test.get("accuracy"), "low": low, "high": high, "loss": test.get("loss")}
+        figures = {"accuracy": test.get("accuracy"), "low": None, "high": None, "loss": test.get("loss")}
+        if images := test.get("images"):
+            figures["low"], figures["high"] = wilson_interval(round(test["accuracy"] * images), images)
         figures["val_accuracy"] = val.get("accuracy")
         for name in ("train_seconds", "images_per_second", "parameters", "epochs"):
             figures[name] = self.metrics.get(name)
@@ -85,23 +94,34 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     runs: dict[Path, Path] = {}
     for name in names:
         path = Path(name).expanduser()
-        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207
+        matches = [path]
+        if not path.exists():
+            matches = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207
+        if not matches:
+            raise UsageError(f"there is no {name}: name run folders, a pattern of them, or a folder of logs")
         folders = _sorted_folders(matches)
         if not folders:
-            problem = f"{name} is a file" if matches else f"there is no {name}"
-            raise UsageError(f"{problem}: name run folders, a pattern of them, or a folder of logs")
+            raise UsageError(f"{name} is a file: name run folders, a pattern of them, or a folder of logs")
         for folder in folders:
-            inner: list[Path] = []
-            with suppress(OSError):  # `read_run` reports a folder that cannot be read
-                inner = [] if _is_run(folder) else list(filter(_is_run, _sorted_folders(folder.iterdir())))
-            for run in inner or [folder]:
+            for run in _runs_in(folder) or [folder]:
                 runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
 
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder; none if it is a run itself or cannot be read, which `read_run` reports."""
+    try:
+        if _is_run(folder):
+            return []
+        return [inner for inner in _sorted_folders(folder.iterdir()) if _is_run(inner)]
+    except OSError:
+        return []
+
+
 def _sorted_folders(paths: Iterable[Path]) -> list[Path]:
     """Return the folders among paths, laptop-2 before laptop-10."""
-    return sorted(filter(Path.is_dir, paths), key=lambda folder: natural_key(folder.name))
+    folders = [path for path in paths if path.is_dir()]
+    return sorted(folders, key=lambda folder: natural_key(folder.name))
 
 
 def _is_run(path: Path) -> bool:
@@ -120,36 +140,49 @@ def read_run(path: Path) -> RunRecord:
 
 
 def _read_run(path: Path) -> RunRecord:
-    config_file = path / "config.yaml"
-    try:
-        config = plain_values(config_file) if config_file.is_file() else None  # reading a pipe would block
-    except UsageError:
-        config = None
-    settings = _flattened(config) if isinstance(config, dict) else {}
-    settings = {name: value for name, value in settings.items() if name not in PLACES}
+    settings: dict[str, Any] = {}
+    config = path / "config.yaml"
+    with suppress(UsageError):  # it is damaged
+        if config.is_file():  # reading a pipe would block
+            settings = _flattened(plain_values(config))
+    for name in PLACES:
+        settings.pop(name, None)
     record = RunRecord(path, display_path(path), settings, read_metrics(path))
     if record.metrics:
-        note = "its config.yaml is missing or damaged" if not settings else "" if record.test else "no test"
-        note = "; ".join(filter(None, (note, changes_text(record.metrics))))
-    elif (path / "metrics.json").exists():
-        note = "damaged: metrics.json cannot be read"
-    elif (path / "folds.json").is_file():
-        note = "a cross-validation: compare its runs"
-    elif (path / "predictions.csv").is_file():
-        note = "predictions only"
-    elif not settings:
-        note = "broken: neither config.yaml nor metrics.json"
-    else:  # a killed process leaves its lock file
-        note = "still running, or killed" if (path / LOCK).exists() else "did not end"
-    return replace(record, note=note)
+        notes = [_note_of_finished(record), changes_text(record.metrics)]
+        return replace(record, note="; ".join(filter(None, notes)))
+    return replace(record, note=_note_of_unfinished(record))
 
 
-def _flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name. Lists are values."""
+def _note_of_finished(run: RunRecord) -> str:
+    if not run.settings:
+        return "its config.yaml is missing or damaged"
+    if not run.test:
+        return "no test"
+    return ""
+
+
+def _note_of_unfinished(run: RunRecord) -> str:
+    if (run.path / "metrics.json").exists():
+        return "damaged: metrics.json cannot be read"
+    if (run.path / "folds.json").is_file():
+        return "a cross-validation: compare its runs"
+    if (run.path / "predictions.csv").is_file():
+        return "predictions only"
+    if not run.settings:
+        return "broken: neither config.yaml nor metrics.json"
+    if (run.path / LOCK).exists():  # a killed process leaves it
+        return "still running, or killed"
+    return "did not end"
+
+
+def _flattened(settings: object, prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name; empty if they are no mapping. Lists and empty mappings are values."""
+    if not isinstance(settings, Mapping):
+        return {}
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        is_nested = isinstance(value, Mapping) and value
-        flat |= _flattened(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
+        flat |= _flattened(value, f"{prefix}{name}.") or {f"{prefix}{name}": value}
     return flat
 
 
@@ -161,16 +194,22 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
 
     Runs without any settings are not compared.
     """
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    texts = {name: [_setting_text(run, name) for run in runs] for name in names}
-    has_settings = [bool(run.settings) for run in runs]
-    return {name: values for name, values in texts.items() if len(set(compress(values, has_settings))) > 1}
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys(run.settings)
+    texts = {}
+    for name in names:
+        if len({_setting_text(run, name) for run in runs if run.settings}) > 1:
+            texts[name] = [_setting_text(run, name) for run in runs]
+    return texts
 
 
 def _setting_text(run: RunRecord, name: str) -> str:
     """Return the value of a setting as text, strings without quotes and other values as JSON."""
     value = run.settings.get(name, "–")
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -184,33 +223,58 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe", "threads")]
-    keys = [(run.recipe, *(_setting_text(run, name) for name in names)) for run in tested]
-    data = list(map(_data_text, tested))
-    by_data = {pair for pair in zip(keys, data, strict=True) if pair[1]}
-    if len(by_data) > len({key for key, _ in by_data}):
-        numbers = {text: str(number) for number, text in enumerate(dict.fromkeys(filter(None, data)), 1)}
-        names.append("data")
-        keys = [(*key, numbers.get(text, "–")) for key, text in zip(keys, data, strict=True)]
     members: dict[tuple[str, ...], list[RunRecord]] = {}
-    for key, run in zip(keys, tested, strict=True):
+    for run in tested:
+        key = (run.recipe, *(_setting_text(run, name) for name in names))
         members.setdefault(key, []).append(run)
-    summaries = []
-    for (recipe, *texts), group in members.items():
-        # Runs that repeat a seed say nothing about the spread over seeds. Runs without a seed are independent.
-        firsts = {str(run.name if run.seed is None else run.seed): run for run in reversed(group)}.values()
-        seconds = [run.metrics["train_seconds"] for run in firsts if run.metrics.get("train_seconds")]
-        summaries.append(
-            {
-                "recipe": recipe,
-                "settings": dict(zip(names, texts, strict=True)),
-                "runs": [run.name for run in group],
-                "seeds": [run.seed for run in group],
-                "accuracies": [run.test["accuracy"] for run in group],
-                "accuracy": mean_interval([run.test["accuracy"] for run in firsts], SHARE),
-                "train_seconds": mean_interval(seconds) if seconds else None,
-            }
-        )
-    return summaries
+    if any(_data_count(group) > 1 for group in members.values()):
+        names.append("data")
+        members = _split_by_data(members, _data_numbers(tested))
+    return [_summary(names, key, group) for key, group in members.items()]
+
+
+def _data_count(runs: Sequence[RunRecord]) -> int:
+    return len({_data_text(run) for run in runs} - {""})
+
+
+def _data_numbers(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """Return a number for each data set of runs, in the order of their first use, and – for an unknown one."""
+    numbers = {"": "–"}
+    for run in runs:
+        numbers.setdefault(_data_text(run), str(len(numbers)))
+    return numbers
+
+
+def _split_by_data(
+    members: Mapping[tuple[str, ...], Sequence[RunRecord]], numbers: Mapping[str, str]
+) -> dict[tuple[str, ...], list[RunRecord]]:
+    split: dict[tuple[str, ...], list[RunRecord]] = {}
+    for key, group in members.items():
+        for run in group:
+            split.setdefault((*key, numbers[_data_text(run)]), []).append(run)
+    return split
+
+
+def _summary(names: Sequence[str], key: Sequence[str], group: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the entry of a group in the result of `groups`. key: its recipe, then its settings."""
+    # Runs that repeat a seed say nothing about the spread over seeds. Runs without a seed are independent.
+    firsts: dict[str, RunRecord] = {}
+    for run in group:
+        if run.seed is None:
+            firsts[run.name] = run
+        else:
+            firsts.setdefault(str(run.seed), run)
+    accuracies = [run.test["accuracy"] for run in firsts.values()]
+    seconds = [run.metrics["train_seconds"] for run in firsts.values() if run.metrics.get("train_seconds")]
+    return {
+        "recipe": key[0],
+        "settings": dict(zip(names, key[1:], strict=True)),
+        "runs": [run.name for run in group],
+        "seeds": [run.seed for run in group],
+        "accuracies": [run.test["accuracy"] for run in group],
+        "accuracy": mean_interval(accuracies, SHARE),
+        "train_seconds": mean_interval(seconds) if seconds else None,
+    }
 
 
 @dataclass(frozen=True)
@@ -223,8 +287,12 @@ class Hits:
 
 def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
     """Return the hits by name of each run with complete predictions."""
-    tested = [(run, run.test["fingerprint"]) for run in runs if run.test.get("fingerprint")]
-    return {run.name: Hits(fingerprint, correct) for run, fingerprint in tested if (correct := _hits(run))}
+    found = {}
+    for run in runs:
+        fingerprint = run.test.get("fingerprint")
+        if fingerprint and (correct := _hits(run)):
+            found[run.name] = Hits(fingerprint, correct)
+    return found
 
 
 def _hits(run: RunRecord) -> list[bool] | None:
@@ -234,8 +302,10 @@ def _hits(run: RunRecord) -> list[bool] | None:
         rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in table)
     except (KeyError, ValueError):
         return None
-    complete = rows and len(rows) == run.test.get("images") and [index for index, _, _ in rows] == [*range(len(rows))]
-    return [label == predicted for _, label, predicted in rows] if complete else None
+    indices = [index for index, _, _ in rows]
+    if len(rows) != run.test.get("images") or indices != [*range(len(rows))]:
+        return None
+    return [label == predicted for _, label, predicted in rows]
 
 
 def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
@@ -253,10 +323,9 @@ def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tup
     if len(tested) < 2:
         return [], []
     messages = []
-    if missing := [run.name for run in tested if run.name not in hits]:
-        messages.append(
-            f"not compared image by image, because predictions.csv is missing or incomplete: {', '.join(missing)}"
-        )
+    missing = ", ".join(run.name for run in tested if run.name not in hits)
+    if missing:
+        messages.append(f"not compared image by image, because predictions.csv is missing or incomplete: {missing}")
     by_images: dict[str, list[RunRecord]] = {}
     for run in tested:
         if run.name in hits:
@@ -287,41 +356,65 @@ def data_differences(runs: Sequence[RunRecord]) -> list[str]:
     for run in runs:
         if data := _data_text(run):
             by_data.setdefault(data, run)
-    each, what = [*by_data.values()], "used different data"
-    return [f"{each[0].name} and {run.name} {what}: {_data_difference(each[0], run)}" for run in each[1:]]
+    lines = []
+    different = list(by_data.values())
+    for run in different[1:]:
+        first = different[0]
+        lines.append(f"{first.name} and {run.name} used different data: {_data_difference(first, run)}")
+    return lines
 
 
 def _data_text(run: RunRecord) -> str:
     """Return the `data` entry of metrics.json as text; empty if it is missing."""
     data = run.metrics.get("data")
-    return json.dumps(data, sort_keys=True) if isinstance(data, dict) else ""
+    if not isinstance(data, dict):
+        return ""
+    return json.dumps(data, sort_keys=True)
 
 
 def _data_difference(first: RunRecord, second: RunRecord) -> str:
     """Return what differs. The labels and the split of different images cannot be compared."""
     data, other = first.metrics["data"], second.metrics["data"]
+    differ = {name for name in ("images", "labels", "split", "classes") if data.get(name) != other.get(name)}
     counts = f"{data.get('train')} and {other.get('train')} training images"
-    changed = _changed_labels(first, second)
-    labels = "labels" if changed is None else f"labels of {changed} images"
-    names = {"images": f"images ({counts})"} if data.get("images") != other.get("images") else {}
-    names = names or {"labels": labels, "split": f"split ({counts})", "classes": "classes"}
-    texts = [text for name, text in names.items() if data.get(name) != other.get(name)]
+    texts = []
+    if "images" in differ:
+        texts.append(f"images ({counts})")
+    else:
+        if "labels" in differ:
+            texts.append(_changed_labels(first, second))
+        if "split" in differ:
+            texts.append(f"split ({counts})")
+        if "classes" in differ:
+            texts.append("classes")
     tests = {run.test["fingerprint"] for run in (first, second) if run.test.get("fingerprint")}
-    return ", ".join([*texts, *(["test set"] if len(tests) > 1 else [])])
+    if len(tests) > 1:
+        texts.append("test set")
+    return ", ".join(texts)
 
 
-def _changed_labels(first: RunRecord, second: RunRecord) -> int | None:
-    """Return how many images have other labels in the table of the second run; None if the tables do not say so."""
-    roots = [Path(str(run.settings.get("data.root"))).expanduser() for run in (first, second)]
-    if not all(root.suffix.lower() in TABLES and root.is_file() for root in roots):
-        return None
+def _changed_labels(first: RunRecord, second: RunRecord) -> str:
+    """Return `labels`, with the number of images that have other labels if the tables of both runs tell it."""
     try:
-        for root in roots:  # a file that the configuration of someone else may name
-            file_size(root, MAX_LABELS)
-        table, other = ({root.absolute().parent / row.path: row.label for row in read_table(root)} for root in roots)
+        table, other = _labels(first), _labels(second)
     except (UsageError, OSError):
-        return None
-    return sum(other.get(path, label) != label for path, label in table.items()) or None
+        return "labels"
+    changed = 0
+    for path, label in table.items():
+        if other.get(path, label) != label:
+            changed += 1
+    if not changed:
+        return "labels"
+    return f"labels of {changed} images"
+
+
+def _labels(run: RunRecord) -> dict[Path, str]:
+    """Return the labels in the table of a run; empty without a table. Raise UsageError or OSError for an invalid one."""
+    root = Path(str(run.settings.get("data.root"))).expanduser()
+    if root.suffix.lower() not in TABLES or not root.is_file():
+        return {}
+    file_size(root, MAX_LABELS)  # a file that the configuration of someone else may name
+    return {root.absolute().parent / row.path: row.label for row in read_table(root)}
 
 
 # ---- Plot the curves.
@@ -333,10 +426,35 @@ STYLES = ("-", "--", ":", "-.")  # line styles; each is used with all colours be
 SIDE, ROW = 4.6, 3.1  # inches of one panel
 
 
-def epochs_done(row: Mapping[str, float], ends: Mapping[float, float]) -> float:
-    """Return the epochs completed at a row of the curves. ends: the last step of each epoch."""
-    begin, end = ends.get(row["epoch"] - 1, 0.0), ends[row["epoch"]]
-    return row["epoch"] + (row.get("step", end) - begin) / max(end - begin, 1.0)
+@dataclass(frozen=True)
+class Curves:
+    """The curves of a run.
+
+    Args:
+        rows: of metrics.csv, with an `epoch` each.
+        label: the run's name or that of its group, which all of its runs share.
+        seconds: of an epoch on average; 0 if unknown.
+    """
+
+    rows: list[dict[str, float]]
+    label: str
+    seconds: float
+
+    def points(self, column: str) -> tuple[list[float], list[float]]:
+        """Return the epochs completed at each row that has a value, and the values."""
+        ends = {row["epoch"]: row.get("step", 0.0) for row in self.rows}
+        epochs, values = [], []
+        for row in self.rows:
+            if column in row:
+                begin, end = ends.get(row["epoch"] - 1, 0.0), ends[row["epoch"]]
+                epochs.append(row["epoch"] + (row.get("step", end) - begin) / max(end - begin, 1.0))
+                values.append(row[column])
+        return epochs, values
+
+
+def _curves_of(run: RunRecord, label: str) -> Curves:
+    rows = [row for row in read_curves(run.path) if "epoch" in row]
+    return Curves(rows, label, (run.metrics.get("train_seconds") or 0) / (run.metrics.get("epochs") or 1))
 
 
 def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
@@ -347,40 +465,62 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
     """
     from matplotlib import style
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    curves = [[row for row in read_curves(run.path) if "epoch" in row] for run in runs]
-    parts = [part for part in ("val", "train") if any(f"{part}/accuracy" in row for rows in curves for row in rows)]
-    if not parts:
+    curves = [_curves_of(run, label) for run, label in zip(runs, labels, strict=True)]
+    if any(curve.points("val/accuracy")[0] for curve in curves):
+        accuracy, title = "val/accuracy", "validation accuracy"
+    elif any(curve.points("train/accuracy")[0] for curve in curves):
+        accuracy, title = "train/accuracy", "training accuracy"
+    else:
         raise ValueError("none of these runs has a curve yet")
-    seconds_per_epoch = [(run.metrics.get("train_seconds") or 0) / (run.metrics.get("epochs") or 1) for run in runs]
     appearance = dict(zip(dict.fromkeys(labels), cycle(product(STYLES, COLOURS)), strict=False))
-    panels = 2 if any(seconds_per_epoch) else 1
+    panels = 1
+    if any(curve.seconds for curve in curves):
+        panels = 2
     columns = min(len(appearance), 1 + panels)
-    height = 2 * ROW + 0.22 * -(-len(appearance) // columns) + 0.2
-    lines: dict[str, Any] = {}
+    legend_rows = math.ceil(len(appearance) / columns)
     with style.context("default"):
-        figure = Figure(figsize=(SIDE * panels, height), dpi=150, layout="constrained")
+        size = (SIDE * panels, 2 * ROW + 0.22 * legend_rows + 0.2)
+        figure = Figure(figsize=size, dpi=150, layout="constrained")
         grid = figure.subplots(2, panels, sharex="col", sharey="row", squeeze=False)
-        for axes_row, name, scale in zip(grid, (f"{parts[0]}/accuracy", "train/loss"), (100.0, 1.0), strict=True):
-            for rows, label, seconds in zip(curves, labels, seconds_per_epoch, strict=True):
-                ends = {row["epoch"]: row.get("step", 0.0) for row in rows}
-                points = [(epochs_done(row, ends), scale * row[name]) for row in rows if name in row]
-                for axes, unit in zip(axes_row, (1.0, seconds), strict=False):
-                    if unit and points:
-                        x, y = [unit * epoch for epoch, _ in points], [value for _, value in points]
-                        marker = "o" if len(points) == 1 else None
-                        linestyle, colour = appearance[label]
-                        drawn = axes.plot(x, y, ls=linestyle, color=colour, lw=1.4, marker=marker, markersize=4)
-                        lines.setdefault(label, drawn[0])
+        lines: dict[str, Line2D] = {}
+        for curve in curves:
+            lines |= _draw_curve(grid[0], curve, accuracy, appearance[curve.label])
+            lines |= _draw_curve(grid[1], curve, "train/loss", appearance[curve.label])
         for axes in grid.flat:
             axes.grid(color="#e6e6e6", linewidth=0.8)
             axes.set_axisbelow(True)
             axes.set_xlim(left=0)
             axes.spines[["top", "right"]].set_visible(False)
-        grid[0][0].set_ylabel({"val": "validation accuracy, %", "train": "training accuracy, %"}[parts[0]])
+        for axes in grid[0]:
+            axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
+        grid[0][0].set_ylabel(f"{title}, %")
         grid[1][0].set_ylabel("training loss")
-        for axes, text in zip(grid[1], ("epochs", "training time, s (at each run's mean epoch)"), strict=False):
-            axes.set_xlabel(text)
+        grid[1][0].set_xlabel("epochs")
+        if panels == 2:
+            grid[1][1].set_xlabel("training time, s (at each run's mean epoch)")
         names = [printable(label).replace("$", r"\$") for label in lines]  # matplotlib parses formulas between dollars
         figure.legend(list(lines.values()), names, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
         figure.savefig(file, format="png")
+
+
+def _draw_curve(row: Sequence[Axes], curve: Curves, column: str, appearance: tuple[str, str]) -> dict[str, Line2D]:
+    """Draw a curve over epochs, and in the second panel over seconds if they are known. Return its line by label.
+
+    Args:
+        row: a row of panels.
+        curve: the curves of a run.
+        column: the value to draw.
+        appearance: line style and colour.
+    """
+    epochs, values = curve.points(column)
+    if not epochs:
+        return {}
+    look: dict[str, Any] = {"linestyle": appearance[0], "color": appearance[1], "linewidth": 1.4, "markersize": 4}
+    if len(epochs) == 1:
+        look["marker"] = "o"
+    (line,) = row[0].plot(epochs, values, **look)
+    if curve.seconds:
+        row[1].plot([curve.seconds * epoch for epoch in epochs], values, **look)
+    return {curve.label: line}

@@ -6,7 +6,6 @@ import csv
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from math import inf
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -17,7 +16,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # typ
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.files import atomic_write, find_os_error, open_inside, write_failure
+from cifar_lit.files import atomic_write, find_os_error, without_links, write_failure
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
 
 # First columns of every metrics.csv. Other names are appended.
@@ -39,15 +38,26 @@ def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
     for group in GROUPS:
         for name, value in settings.get(group, {}).items():
-            is_nested = name in ("optimizer_options", "schedule_options", "augment")
-            values |= (value or {}) if is_nested else {name: value}
+            if name in ("optimizer_options", "schedule_options", "augment"):
+                values |= value or {}
+            else:
+                values[name] = value
     shown = {name: values[name] for name in COMPARED if values.get(name) is not None}
-    for feature, value in settings.items():
-        if feature not in GROUPS and isinstance(value, dict):
-            given = {f"{feature}.{name}": each for name, each in value.items() if each is not None}
-            shown |= {name: str(each) if isinstance(each, dict) else each for name, each in given.items()}
-            if not given:
-                shown[feature] = True
+    for feature, options in settings.items():
+        if feature not in GROUPS and isinstance(options, dict):
+            shown |= _feature_settings(feature, options)
+    return shown
+
+
+def _feature_settings(feature: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, dict):
+            value = str(value)
+        if value is not None:
+            shown[f"{feature}.{name}"] = value
+    if not shown:
+        return {feature: True}
     return shown
 
 
@@ -91,7 +101,8 @@ class CurveFile(Logger):
     def _write(self, row: dict[str, Any]) -> None:
         path = self._run.path / "metrics.csv"
         if row.keys() <= set(self._columns):
-            with open_inside(path, "r+", newline="", encoding="utf-8") as file:  # "a" would recreate a deleted file
+            # Mode "a" would recreate a deleted file.
+            with open(path, "r+", newline="", encoding="utf-8", opener=without_links) as file:
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self._columns).writerow(row)
         else:
@@ -100,12 +111,16 @@ class CurveFile(Logger):
     def _rewrite(self, *new_rows: dict[str, Any]) -> None:
         """Write the header, the earlier rows and new rows."""
         path = self._run.path / "metrics.csv"
-        rows: list[dict[str, Any]] = read_rows(path) if self._columns or self._resumed_step is not None else []
-        if not self._columns and self._resumed_step is not None:
-            rows = [old for old in rows if _step_of(old) <= self._resumed_step]
-            rows = [old for old in rows if not any(name.startswith("test/") for name in old)]
+        rows: list[dict[str, Any]] = []
+        if self._columns:
+            rows = list(read_rows(path))
+        elif self._resumed_step is not None:
+            rows = [row for row in read_rows(path) if _is_before(row, self._resumed_step)]
         rows += new_rows
-        self._columns = list(dict.fromkeys([*COLUMNS, *self._columns, *(name for row in rows for name in row)]))
+        columns = dict.fromkeys([*COLUMNS, *self._columns])
+        for row in rows:
+            columns |= dict.fromkeys(row)
+        self._columns = list(columns)
         # Atomic: a kill while the file is rewritten must not lose the earlier curves.
         with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._columns)
@@ -116,12 +131,14 @@ class CurveFile(Logger):
         """Do nothing: settings are in config.yaml."""
 
 
-def _step_of(row: Mapping[str, str]) -> float:
-    """Return the step of a row; infinity if it is damaged."""
+def _is_before(row: Mapping[str, str], step: int) -> bool:
+    """Return whether a row is kept when a training resumes from a step: it is no test's, undamaged and not later."""
+    if any(name.startswith("test/") for name in row):
+        return False
     try:
-        return float(row.get("step", 0))
+        return float(row.get("step", 0)) <= step
     except ValueError:
-        return inf
+        return False
 
 
 def _put_main_settings_first(experiment: Summary) -> None:
@@ -143,7 +160,9 @@ class TensorBoardCurves(TensorBoardLogger):
     """
 
     def __init__(self, run: RunFolder, settings: dict[str, Any] | None, resumed_step: int | None = None) -> None:
-        purge: dict[str, Any] = {} if resumed_step is None else {"purge_step": resumed_step + 1}
+        purge: dict[str, Any] = {}  # tensorboard takes None for step 0
+        if resumed_step is not None:
+            purge["purge_step"] = resumed_step + 1
         super().__init__(run.logs, name="", version="", default_hp_metric=False, **purge)
         self._run, self._settings = run, settings
 
@@ -156,16 +175,18 @@ class TensorBoardCurves(TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars, except the epoch."""
         scores = [name.partition("/")[2] for name in metrics if name.startswith(("val/", "test/"))]
+        scalars = dict(metrics)
+        scalars.pop("epoch", None)
         with _writing(self._run):
             if scores and self._settings is not None:
                 # The settings and the names of the scores must be written before the first score.
-                names = [f"{part}/{score}" for part in ("test", "val") for score in scores]
+                names = [f"test/{score}" for score in scores] + [f"val/{score}" for score in scores]
                 experiment, *session = hparams(self._settings, dict.fromkeys(names, 0))
                 _put_main_settings_first(experiment)
                 for summary in (experiment, *session):
                     self.experiment._get_file_writer().add_summary(summary)
                 self._settings = None
-            super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
+            super().log_metrics(scalars, step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: settings are in config.yaml, and are written for the hparams tab with the first scores."""

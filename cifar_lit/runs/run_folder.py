@@ -69,12 +69,15 @@ class RunFolder:
     @property
     def path(self) -> Path:
         """The folder. The first process creates it on first access. In other processes it is `logs` before `follow`."""
-        if self._path is None and self._first:
-            path = self._claim()
-            self._hold(path)
-            if self._job:
-                write_text(path / JOB, self._job)
-        return self._path or self.logs
+        if self._path is not None:
+            return self._path
+        if not self._first:
+            return self.logs
+        path = self._claim()
+        self._hold(path)
+        if self._job:
+            write_text(path / JOB, self._job)
+        return path
 
     @property
     def resumable(self) -> bool:
@@ -91,8 +94,10 @@ class RunFolder:
         pattern = re.compile(re.escape(self.name) + r"-(\d+)")
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            matches = (pattern.fullmatch(path.name) for path in self.logs.iterdir())
-            number = 1 + max((int(match[1]) for match in matches if match), default=0)
+            number = 1
+            for other in self.logs.iterdir():
+                if match := pattern.fullmatch(other.name):
+                    number = max(number, int(match[1]) + 1)
             while True:
                 path = self.logs / f"{self.name}-{number}"
                 try:
@@ -158,14 +163,19 @@ def _lease(run: Path) -> SoftFileLease:
 def owner_of(run: Path) -> str | None:
     """Return the process that holds the lease of a run folder, alive or killed: `process 41 on node-7`, or None."""
     owner = _lease(run).owner
-    host = owner.hostname.partition("?")[0] if owner else ""  # filelock appends the container's id
-    return f"process {owner.pid} on {host}" if owner and re.fullmatch(r"[\w.-]+", host) else None
+    if owner is None:
+        return None
+    host = owner.hostname.partition("?")[0]  # filelock appends the container's id
+    if not re.fullmatch(r"[\w.-]+", host):
+        return None
+    return f"process {owner.pid} on {host}"
 
 
 def display_path(path: Path) -> str:
     """Return a path as the user would type it: relative if it is below the working folder, always with slashes."""
-    absolute, here = path.absolute(), Path.cwd()
-    return (absolute.relative_to(here) if absolute.is_relative_to(here) else path).as_posix()
+    if path.absolute().is_relative_to(Path.cwd()):
+        path = path.absolute().relative_to(Path.cwd())
+    return path.as_posix()
 
 
 # ---- Find the run to resume.
@@ -174,7 +184,9 @@ def display_path(path: Path) -> str:
 def run_of(checkpoint: Path) -> Path | None:
     """Return the run folder that contains a checkpoint, or None."""
     folder = checkpoint.resolve().parent
-    return folder.parent if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file() else None
+    if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
+        return folder.parent
+    return None
 
 
 def find_resumable(logs: Path, name: str | None, needs_test: bool | None = None, first: bool = True) -> Path:
@@ -192,28 +204,41 @@ def find_resumable(logs: Path, name: str | None, needs_test: bool | None = None,
         Failure: the run folder is not safe to write to, see `check_files`.
     """
     if name is None:
-        trained = [folder.parent for folder in logs.glob("*/checkpoints") if (folder.parent / "config.yaml").is_file()]
-        runs = sorted(trained, key=_started, reverse=True)
-        if not runs:
-            raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
-        path = runs[0]
-        if needs_test is not None:
-            unfinished = (run for run in runs if not is_finished(run, needs_test) and _newest_checkpoint(run).is_file())
-            path = next(unfinished, runs[0])
-        if path != runs[0] and first:
-            state = "is finished" if is_finished(runs[0], bool(needs_test)) else "has no checkpoint"
-            note(f"resuming {display_path(path)}: the newest run, {display_path(runs[0])}, {state}")
+        path = _newest_run(logs, needs_test, first)
     else:
         path = Path(name).expanduser()
-    checkpoint = _newest_checkpoint(path) if path.is_dir() else path
+    checkpoint, run = path, run_of(path)
+    if path.is_dir():
+        checkpoint, run = _newest_checkpoint(path), path
     if not checkpoint.is_file():
         raise UsageError(
             f"nothing to resume: there is no checkpoint {display_path(checkpoint)}. "
             "Name another run, or start one without --resume."
         )
-    if run := path if path.is_dir() else run_of(path):
+    if run is not None:
         check_files(run)
     return checkpoint
+
+
+def _newest_run(logs: Path, needs_test: bool | None, first: bool) -> Path:
+    """Return the run that `find_resumable` chooses without a name."""
+    trained = [folder.parent for folder in logs.glob("*/checkpoints") if (folder.parent / "config.yaml").is_file()]
+    if not trained:
+        raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
+    trained.sort(key=_started, reverse=True)
+    newest = trained[0]
+    if needs_test is None:
+        return newest
+    for run in trained:
+        if is_finished(run, needs_test) or not _newest_checkpoint(run).is_file():
+            continue
+        if run != newest and first:
+            state = "has no checkpoint"
+            if is_finished(newest, needs_test):
+                state = "is finished"
+            note(f"resuming {display_path(run)}: the newest run, {display_path(newest)}, {state}")
+        return run
+    return newest
 
 
 def check_files(run: Path) -> None:
@@ -241,7 +266,8 @@ def check_links(folder: Path) -> None:
     for parent, folders, files in os.walk(top):
         if len(Path(parent).parts) - len(Path(top).parts) > MAX_DEPTH:
             raise Failure(f"{display_path(folder)} has folders nested deeper than {MAX_DEPTH} levels: move them away")
-        for path in (Path(parent, name) for name in (*folders, *files)):
+        for name in (*folders, *files):
+            path = Path(parent, name)
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(top):
                 link = display_path(folder / path.relative_to(top))
                 raise Failure(
@@ -259,16 +285,19 @@ def stamp_start(run: Path) -> None:
     """Make this run the newest one in its folder, even if the clock was set back."""
     with suppress(OSError, OverflowError):  # a run was deleted meanwhile, or the file system cannot store this time
         config = run / "config.yaml"
-        others = (other.parent for other in run.parent.glob("*/config.yaml") if other != config)
-        latest = max(map(_started, others), default=0)
+        others = [_started(other.parent) for other in run.parent.glob("*/config.yaml") if other != config]
+        latest = max(others, default=0)
         if latest >= _started(run):
-            os.utime(config, ns=(latest + 2 * 10**9,) * 2)  # some file systems only store even seconds
+            later = latest + 2 * 10**9  # some file systems only store even seconds
+            os.utime(config, ns=(later, later))
 
 
 def _newest_checkpoint(run: Path) -> Path:
     """Return the checkpoint to resume from; the path of last.ckpt if there is none."""
-    paths = [run / name for name in CHECKPOINTS]
-    return next((path for path in paths if path.is_file()), paths[0])
+    for name in CHECKPOINTS:
+        if (run / name).is_file():
+            return run / name
+    return run / CHECKPOINTS[0]
 
 
 def newest_run_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> Path | None:
@@ -279,7 +308,9 @@ def newest_run_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> 
         with suppress(OSError):  # deleted meanwhile
             if job and belongs(job) and (read_metrics(run) or _newest_checkpoint(run).is_file()):
                 runs.append((_started(run), run))
-    return max(runs)[1] if runs else None
+    if not runs:
+        return None
+    return max(runs)[1]
 
 
 def is_finished(run: Path, needs_test: bool) -> bool:
@@ -303,12 +334,15 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
 def weights_file(path: str | Path) -> Path:
     """Return the `model.safetensors` of a run folder, or the file itself; raise UsageError if there is none."""
     file = Path(path).expanduser()
-    file = file / "model.safetensors" if file.is_dir() else file
+    if file.is_dir():
+        file = file / "model.safetensors"
     if not file.exists():
         raise UsageError(f"there is no {file}: name the folder of a finished run, or a model.safetensors")
     if file.suffix == ".ckpt":
+        remedy = "the folder of a finished run"
         run = file.parent.parent
-        remedy = display_path(run) if (run / "model.safetensors").is_file() else "the folder of a finished run"
+        if (run / "model.safetensors").is_file():
+            remedy = display_path(run)
         raise UsageError(f"{file} is a checkpoint: name {remedy} instead")
     return file
 
@@ -316,45 +350,57 @@ def weights_file(path: str | Path) -> Path:
 def read_metrics(run: Path) -> dict[str, Any]:
     """Return the contents of a run's metrics.json; empty if it is missing or its values have wrong types or ranges."""
     metrics = read_json(run / "metrics.json")
-    return metrics if _is_valid(metrics) else {}
-
-
-def _is_valid(metrics: Mapping[str, Any]) -> bool:
-    """Return whether all values that are computed with or formatted have the expected type and range."""
     try:
-        test, val = (metrics.get(part) or {} for part in ("test", "val"))
-        tta_scores = [part["tta"] for part in (test, val) if part.get("tta")]
-        optional = [test.get("loss"), val.get("loss"), test.get("images"), *map(metrics.get, FIGURES)]
-        numbers = [number for number in optional if number is not None]
-        accuracies = [part["accuracy"] for part in (test, val) if part.get("accuracy") is not None]
-        accuracies += [score["accuracy"] for score in tta_scores]
-        texts = [test.get("fingerprint") or "", *(score["views"] for score in tta_scores)]
+        for part in ("test", "val"):
+            _check_scores(metrics.get(part) or {})
+        for name in FIGURES:
+            _check_number(metrics.get(name))
         changes_in(metrics.get("changes"))
-        return (
-            all(isinstance(number, int | float) for number in numbers)
-            and all(0 <= accuracy <= 1 for accuracy in accuracies)
-            and isinstance(images := test.get("images", 0), int)
-            and images >= 0
-            and all(isinstance(text, str) for text in texts)
-        )
-    except (AttributeError, KeyError, TypeError):
-        return False
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
+    return metrics
+
+
+def _check_scores(scores: dict[str, Any]) -> None:
+    """Raise an error unless all scores that are computed with or formatted have the expected type and range."""
+    _check_number(scores.get("loss"))
+    _check_number(scores.get("accuracy"), 1.0)
+    if not isinstance(scores.get("images", 0), int) or scores.get("images", 0) < 0:
+        raise TypeError("a number of images is expected")
+    if not isinstance(scores.get("fingerprint") or "", str):
+        raise TypeError("text is expected")
+    if tta := scores.get("tta"):
+        _check_number(tta["accuracy"], 1.0)
+        if not isinstance(tta["views"], str):
+            raise TypeError("text is expected")
+
+
+def _check_number(value: object, most: float | None = None) -> None:
+    """Raise an error unless a value is None or a number, and with `most` in 0 … most."""
+    if value is None:
+        return
+    if not isinstance(value, int | float):
+        raise TypeError("a number is expected")
+    if most is not None and not 0 <= value <= most:
+        raise ValueError("a number is out of range")
 
 
 def changes_in(changes: Any) -> list[dict[str, Any]]:
     """Return the changes of a resumed run, see `runs.run.Run`; raise TypeError or KeyError for other values."""
-    for change in changes or []:
+    if changes is None:
+        return []
+    for change in changes:
         if not isinstance(change["step"], int) or not isinstance(change["settings"], dict):
             raise TypeError("a change has a step and settings")
-    return list(changes or [])
+    return list(changes)
 
 
 def changes_text(metrics: Mapping[str, Any]) -> str:
     """Return the settings that changed when a run was resumed, such as `from step 60: trainer.devices 2`, or ''."""
     lines = []
     for change in changes_in(metrics.get("changes")):
-        settings = ", ".join(f"{name} {value}" for name, value in change["settings"].items())
-        lines.append(f"from step {change['step']}: {settings or 'as at the start'}")
+        settings = [f"{name} {value}" for name, value in change["settings"].items()]
+        lines.append(f"from step {change['step']}: {', '.join(settings) or 'as at the start'}")
     return "; ".join(lines)
 
 
@@ -362,16 +408,22 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if it cannot be read or one of its numbers is out of range."""
     try:
         content = json.loads(read_text(file))
-        return content if isinstance(content, dict) and _is_bounded(content) else {}
+        if isinstance(content, dict) and _is_bounded(content):
+            return content
     except (OSError, ValueError, RecursionError):
-        return {}
+        pass
+    return {}
 
 
-def _is_bounded(value: Any) -> bool:
+def _is_bounded(value: object) -> bool:
     """Return whether all numbers in a JSON value are below `MAX_FIGURE`; false for NaN."""
-    if isinstance(value, dict | list):
-        return all(map(_is_bounded, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, int | float) or abs(value) < MAX_FIGURE
+    if isinstance(value, dict):
+        return all(map(_is_bounded, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_bounded, value))
+    if isinstance(value, int | float):
+        return abs(value) < MAX_FIGURE
+    return True
 
 
 def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
@@ -379,21 +431,25 @@ def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[st
 
     A line with fewer cells than the header is skipped: it is still being written, or was cut short by a kill or a full
     disk.
-    columns: names of the columns to return, all by default.
+
+    Args:
+        file: the file.
+        columns: names of the columns to return, all by default.
     """
-    rows, cells = [], 0
+    rows: list[dict[str, str]] = []
+    cells = 0
     try:
         file_size(file, MAX_TABLE)
         with file.open(encoding="utf-8", newline="") as lines:
             reader = csv.reader(line for line in lines if len(line) <= MAX_LINE)
             header = next(reader, [])
-            wanted = [(place, name) for place, name in enumerate(header) if name]
-            if columns is not None:
-                wanted = [(place, name) for place, name in wanted if name in columns]
             for values in reader:
                 if len(values) < len(header):  # also an empty line
                     continue
-                row = {name: values[place] for place, name in wanted if values[place]}
+                row = {}
+                for name, value in zip(header, values, strict=False):
+                    if name and value and (columns is None or name in columns):
+                        row[name] = value
                 rows.append(row)
                 cells += 1 + len(row)
                 if cells > MAX_CELLS:
@@ -407,7 +463,10 @@ def read_curves(run: Path) -> list[dict[str, float]]:
     """Return the rows of a run's metrics.csv. Rows with text and values that are NaN or out of range are left out."""
     rows = []
     for row in read_rows(run / "metrics.csv"):
+        values = {}
         with suppress(ValueError):
-            values = {name: float(value) for name, value in row.items()}
-            rows.append({name: value for name, value in values.items() if abs(value) < MAX_FIGURE})
+            for name, text in row.items():
+                if abs(float(text)) < MAX_FIGURE:
+                    values[name] = float(text)
+            rows.append(values)
     return rows

@@ -289,7 +289,7 @@ def test_curves_have_a_line_per_run_and_a_legend_entry_per_label(monkeypatch: py
     plot_curves(runs, ["one"] * 5 + ["other"] * 5, Path("b.png"))
     assert [len(axes.get_lines()) for axes in figures[0].axes] == [10] * 4
     lines = figures[0].axes[0].get_lines()
-    assert (list(lines[0].get_xdata()), list(lines[0].get_ydata())) == ([1, 2], [45, 50])
+    assert (list(lines[0].get_xdata()), list(lines[0].get_ydata())) == ([1, 2], [0.45, 0.5])
     assert [text.get_text() for text in figures[1].legends[0].get_texts()] == ["one", "other"]
 
     run = RunRecord(Path("b"), "b")

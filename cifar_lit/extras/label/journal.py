@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cifar_lit.errors import Failure
-from cifar_lit.files import open_inside, read_bytes
+from cifar_lit.files import read_bytes, without_links
 from cifar_lit.text import csv_cell, is_name
 
 JOURNAL = "review.jsonl"
@@ -48,7 +48,7 @@ class Journal:
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
         self._path = path
         try:
-            self._file = open_inside(path, "a+b", buffering=0)
+            self._file = open(path, "a+b", buffering=0, opener=without_links)  # noqa: SIM115
             data = read_bytes(path, MAX_BYTES) if path.stat().st_size else b""
             self._made, self.classes = _replay(path, data, classes)
             if data and not data.endswith(b"\n"):  # an editor may leave out the last newline

@@ -27,7 +27,7 @@ from cifar_lit.bench.process import as_error, ask_to_stop, kill_group, started
 from cifar_lit.cli.several import find_run
 from cifar_lit.errors import Failure
 from cifar_lit.extras.sweep.file import SweepFile
-from cifar_lit.files import check_database, open_inside, write_text
+from cifar_lit.files import check_database, without_links, write_text
 from cifar_lit.runs.config_file import nested
 from cifar_lit.runs.run_folder import display_path, is_finished, read_curves, read_metrics
 from cifar_lit.text import printable, say
@@ -196,8 +196,8 @@ class Trials:
         command = [sys.executable, "-m", "cifar_lit.extras.sweep", "fit", *words]
         ending: Exception | None = None
         with (
-            open_inside(folder / "output.txt", "a", encoding="utf-8") as out,
-            open_inside(folder / "errors.txt", "w", encoding="utf-8") as errors,
+            open(folder / "output.txt", "ab", opener=without_links) as out,
+            open(folder / "errors.txt", "wb", opener=without_links) as errors,
             started(command, stdin=subprocess.PIPE, stdout=out, stderr=errors) as process,
         ):
             while process.poll() is None:
