@@ -409,7 +409,7 @@ def _changed_labels(first: RunRecord, second: RunRecord) -> str:
 
 
 def _labels(run: RunRecord) -> dict[Path, str]:
-    """Return the labels in the table of a run; empty without a table. Raise UsageError or OSError for an invalid one."""
+    """Return the labels in the table of a run; empty without one. Raise UsageError or OSError for an invalid table."""
     root = Path(str(run.settings.get("data.root"))).expanduser()
     if root.suffix.lower() not in TABLES or not root.is_file():
         return {}

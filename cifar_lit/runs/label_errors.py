@@ -67,11 +67,13 @@ def find_nearest(train: Tensor, test: Tensor, advance: Callable[[int], None]) ->
     """
     mean = train.mean(0)
     columns = F.normalize(train - mean, dim=1).T
-    nearest = []
+    cosines, rows = [], []
     for part in test.split(AT_ONCE):
-        nearest.append((F.normalize(part - mean, dim=1) @ columns).max(1))
+        best = (F.normalize(part - mean, dim=1) @ columns).max(1)
+        cosines.append(best.values)
+        rows.append(best.indices)
         advance(len(part))
-    return torch.cat([cosines for cosines, _ in nearest]).cpu(), torch.cat([rows for _, rows in nearest]).cpu()
+    return torch.cat(cosines).cpu(), torch.cat(rows).cpu()
 
 
 def suspect_labels(
@@ -95,9 +97,11 @@ def suspect_labels(
     pictures = []
     for row in ranked[:GALLERY_SIZE].tolist():
         label, predicted = images.classes[images.labels[row]], images.classes[suggested[row]]
-        alt = f"{what} image {images.name(row)}: label {label} {own[row]:.2f}, predicted {predicted} {best[row]:.2f}"
-        mark = " · held out" if row in held_out else ""
-        lines = (f"label {label} {own[row]:.3f}", f"predicted {predicted} {best[row]:.3f}", f"{images.name(row)}{mark}")
+        name = images.name(row)
+        alt = f"{what} image {name}: label {label} {own[row]:.2f}, predicted {predicted} {best[row]:.2f}"
+        if row in held_out:
+            name = f"{name} · held out"
+        lines = (f"label {label} {own[row]:.3f}", f"predicted {predicted} {best[row]:.3f}", name)
         pictures.append(Picture(data_uri(images.images[row]), alt, lines))
     return Suspects(len(images), pictures, len(ranked), int(confident.sum()))
 
@@ -124,7 +128,9 @@ def rank_suspects(labels: Tensor, probabilities: Tensor, margins: Tensor | None 
     own = probabilities.gather(1, labels[:, None])[:, 0]
     thresholds = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
     best, suggested = probabilities.max(1)
-    is_rejected = best > own if margins is None else (best > own) | (margins < 0)
+    is_rejected = best > own
+    if margins is not None:
+        is_rejected |= margins < 0
     rejected = is_rejected.nonzero()[:, 0]
     rows = rejected[trust(labels, probabilities, margins)[rejected].argsort(stable=True)]
     confident = (best >= thresholds[suggested])[rows]  # NaN, the threshold of a class without images, compares as false
@@ -163,8 +169,9 @@ def read_array(file: Path, shape: tuple[int, ...]) -> Tensor | None:
         values = np.lib.format.open_memmap(file, mode="r")
     except Exception:  # a damaged header raises OSError, ValueError, OverflowError, TokenError and others
         return None
-    is_valid = values.dtype.kind == "f" and values.shape == shape
-    return torch.from_numpy(values.astype(np.float32)) if is_valid else None
+    if values.dtype.kind != "f" or values.shape != shape:
+        return None
+    return torch.from_numpy(values.astype(np.float32))
 
 
 def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:
@@ -182,13 +189,18 @@ def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tens
     for test_row in cosines.masked_fill(is_identical, -2.0).argsort(descending=True, stable=True)[:count].tolist():
         train_row = int(rows[test_row])
         image, other = test.images[test_row].float(), train.images[train_row].float()
-        difference = min(float((image - view).square().mean().sqrt()) for view in (other, other.flip(1)))
+        difference = min(_difference(image, other), _difference(image, other.flip(1)))
         if difference > MAX_DIFFERENCE * float(image.std()):
             continue
         caption = (f"cosine {float(cosines[test_row]):.4f}", f"difference {difference:.1f}")
         pairs.append(Pair(_labelled("Test", test, test_row), _labelled("Training", train, train_row), caption))
     conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
     return pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting
+
+
+def _difference(image: Tensor, other: Tensor) -> float:
+    """Return the root of the mean squared difference of two images."""
+    return float((image - other).square().mean().sqrt())
 
 
 def _digest(image: Tensor) -> bytes:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -75,21 +74,26 @@ def write_predictions(
     Returns:
         The number of rows.
     """
-    columns = ("indices", "labels", "probabilities")
-    indices, labels, probabilities = (torch.cat([batch[name] for batch in batches]) for name in columns)
+    indices = torch.cat([batch["indices"] for batch in batches])
+    labels = torch.cat([batch["labels"] for batch in batches])
+    probabilities = torch.cat([batch["probabilities"] for batch in batches])
     order = indices.argsort(stable=True)
     names = [csv_cell(name) for name in classes]
     header = ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names)]
+    if files:
+        header.append("path")
     digits = ",".join(["%.6f"] * len(classes))
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*header, "path"] if files else header)
+        writer.writerow(header)
         for rows in order.split(ROWS_AT_ONCE):
             part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
-            for index, label, predicted, values in zip(*(column.tolist() for column in part), strict=True):
+            for index, label, predicted, values in zip(*map(Tensor.tolist, part), strict=True):
                 cells = (digits % tuple(values)).split(",")
-                name = [csv_cell(files[index])] if files else []
-                writer.writerow([index, names[label], names[predicted], cells[predicted], *cells, *name])
+                row = [index, names[label], names[predicted], cells[predicted], *cells]
+                if files:
+                    row.append(csv_cell(files[index]))
+                writer.writerow(row)
     array = probabilities[order].float().contiguous().numpy()
     with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as file:
         # np.save uses `tofile`, whose error on a full disk has no errno.
@@ -104,22 +108,22 @@ def read_predictions(path: Path, classes: Sequence[str], count: int) -> Predicti
     Each index must occur once. Probabilities must be in 0 … 1, or NaN for all images (a diverged net).
     """
     number: dict[object, int] = {csv_cell(name): index for index, name in enumerate(classes)}
+    indices, labels, predicted, values = [], [], [], []
     try:
-        rows = [
-            (int(row["index"]), number[row["label"]], number[row["predicted"]], float(row["probability"]))
-            for row in read_rows(path, ("index", "label", "predicted", "probability"))
-        ]
+        for row in read_rows(path, ("index", "label", "predicted", "probability")):
+            indices.append(int(row["index"]))
+            labels.append(number[row["label"]])
+            predicted.append(number[row["predicted"]])
+            values.append(float(row["probability"]))
     except (ValueError, KeyError):
         return None
-    if not rows:
+    if not indices or len(set(indices)) < len(indices) or min(indices) < 0 or max(indices) >= count:
         return None
-    *integers, values = zip(*rows, strict=True)
-    is_index = all(0 <= index < count for index in integers[0]) and len(set(integers[0])) == len(rows)
-    is_probability = all(0 <= value <= 1 for value in values) or all(map(math.isnan, values))
-    if not (is_index and is_probability):
+    probability = torch.tensor(values, dtype=torch.float64)
+    is_valid = (probability >= 0) & (probability <= 1)
+    if not (is_valid.all() or probability.isnan().all()):
         return None
-    indices, labels, predicted = map(torch.tensor, integers)
-    return PredictionTable(indices, labels, predicted, torch.tensor(values, dtype=torch.float64))
+    return PredictionTable(torch.tensor(indices), torch.tensor(labels), torch.tensor(predicted), probability)
 
 
 def fingerprint(images: Tensor, labels: Tensor) -> str:
@@ -141,6 +145,7 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
 #     error                        why the file could not be read
 
 TOP = 3  # default number of classes in a row
+Value = int | float | str | bool | None
 
 
 @dataclass(frozen=True)
@@ -154,14 +159,20 @@ class Row:
     unknown: bool | None = None
     error: str | None = None
 
-    def values(self, top: int) -> dict[str, Any]:
+    def values(self, top: int) -> dict[str, Value]:
         """Return the values by column, with `top` classes and six digits."""
-        values: dict[str, Any] = {"index": self.index}
-        for rank, (name, probability) in enumerate([*self.top, *[(None, None)] * top][:top], 1):
-            values["label" if rank == 1 else f"class_{rank}"] = name
-            values["probability" if rank == 1 else f"probability_{rank}"] = probability
-        values |= {"path": self.path, "novelty": self.novelty, "unknown": self.unknown, "error": self.error}
-        return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
+        values: dict[str, Value] = {"index": self.index, "label": None, "probability": None}
+        for rank in range(2, top + 1):
+            values |= {f"class_{rank}": None, f"probability_{rank}": None}
+        for rank, (name, probability) in enumerate(self.top[:top], 1):
+            if rank == 1:
+                values |= {"label": name, "probability": round(probability, 6)}
+            else:
+                values |= {f"class_{rank}": name, f"probability_{rank}": round(probability, 6)}
+        novelty = self.novelty
+        if novelty is not None:
+            novelty = round(novelty, 6)
+        return {**values, "path": self.path, "novelty": novelty, "unknown": self.unknown, "error": self.error}
 
 
 class CsvRows:
@@ -174,10 +185,17 @@ class CsvRows:
     def write(self, rows: Iterable[Row]) -> None:
         """Write rows."""
         for row in rows:
-            values = {**row.values(self._top), "unknown": {True: "yes", False: "no", None: None}[row.unknown]}
-            self._writer.writerow(
-                f"{value:.6f}" if isinstance(value, float) else csv_cell(value) for value in values.values()
-            )
+            self._writer.writerow(map(_cell, row.values(self._top).values()))
+
+
+def _cell(value: Value) -> object:
+    if value is True:
+        return "yes"
+    if value is False:
+        return "no"
+    if isinstance(value, float):
+        return f"{value:.6f}"
+    return csv_cell(value)
 
 
 class JsonRows:
@@ -188,5 +206,5 @@ class JsonRows:
 
     def write(self, rows: Iterable[Row]) -> None:
         """Write rows."""
-        # ASCII, as a path may contain invalid Unicode.
-        self._file.writelines(json.dumps(row.values(self._top)) + "\n" for row in rows)
+        for row in rows:
+            self._file.write(json.dumps(row.values(self._top)) + "\n")  # ASCII, as a path may contain invalid Unicode

@@ -71,14 +71,16 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     metrics = read_metrics(run)
     train, held_out, rows = _train_images(data)
     margins = read_array(run / "margins.npy", (len(data.train_images),))
-    margins = margins if margins is None else margins[rows]
+    if margins is not None:
+        margins = margins[rows]
     test = data.test_images
+    predictions = None
     tested_on = (metrics.get("test") or {}).get("fingerprint")
-    same_images = tested_on == fingerprint(test.images, test.labels)
-    predictions = read_predictions(run / "predictions.csv", data.classes, len(test)) if same_images else None
-    if tested_on and not same_images:
+    if tested_on == fingerprint(test.images, test.labels):
+        predictions = read_predictions(run / "predictions.csv", data.classes, len(test))
+    elif tested_on:
         note("the run was tested on other images: evaluating these test images now")
-        metrics = {**metrics, "test": None}
+        metrics["test"] = None
 
     def embed_all(images: ImageSet, what: str) -> tuple[Tensor, Tensor]:
         with progress(f"computing embeddings of the {what}", len(images)) as advance:
@@ -115,10 +117,11 @@ def _train_images(data: ImageData) -> tuple[ImageSet, set[int], Tensor]:
     elif train.names:
         test_names = set(data.test_images.names or ())
         keep = torch.tensor([name not in test_names for name in train.names])
+    rows = keep.nonzero()[:, 0]
     if not keep.all():
-        names = [train.name(row) for row in keep.nonzero()[:, 0].tolist()]
-        train = ImageSet(train.images[keep], train.labels[keep], train.classes, names=names)
-    return train, set(is_held_out[keep].nonzero()[:, 0].tolist()), keep.nonzero()[:, 0]
+        names = [train.name(row) for row in rows.tolist()]
+        train = ImageSet(train.images[rows], train.labels[rows], train.classes, names=names)
+    return train, set(is_held_out[rows].nonzero()[:, 0].tolist()), rows
 
 
 def render(
@@ -144,28 +147,21 @@ def render(
     matrix_uri = None
     if len(classes) > MAX_TABLE_CLASSES:
         matrix_uri = data_uri(confusion_matrix(matrix, classes).permute(1, 2, 0), largest=4096)
-    config, config_text = run / "config.yaml", ""
+    config_text = ""
     with suppress(OSError, UnicodeDecodeError):
-        config_text = read_text(config)
-    reproduce = {
-        "Train and test again": ("train --config", [config]),
-        "Test again": ("test --ckpt_path", [run / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]),
-        "Search for label errors and duplicates": ("report", [run]),
-    }
-    commands = []
-    for title, (command, paths) in reproduce.items():
-        if path := next(filter(Path.exists, paths), None):
-            commands.append((title, f"cifar-lit {command} {shlex.quote(display_path(path))}"))
+        config_text = read_text(run / "config.yaml")
     correct = int(predictions.hits.sum())
     needs = _class_needs(matrix, classes, data.class_counts.tolist())
-    points = curve_of(run, metrics)
+    curve = None
+    if points := curve_of(run, metrics):
+        curve = draw(points)
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
                        finalize=printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
         title=run.absolute().name,
         config=config_text,
-        commands=commands,
-        search=f"cifar-lit report {shlex.quote(display_path(run))}",
+        commands=_commands(run),
+        search=f"cifar-lit report {_quoted(run)}",
         metrics=metrics,
         classes=classes,
         findings=findings,
@@ -174,14 +170,14 @@ def render(
         interval=wilson_interval(correct, len(predictions.labels)),
         summary=_summary(metrics),
         charts=_charts(read_curves(run)),
-        smoothing=_label_smoothing(config),
+        smoothing=_label_smoothing(run / "config.yaml"),
         matrix=matrix.tolist(),
         matrix_uri=matrix_uri,
         predicted_counts=matrix.sum(0).tolist(),
         confused=_most_confused(matrix, classes),
         needs=needs,
         wide=WIDE,
-        curve=draw(points) if points else None,
+        curve=curve,
         bins=bins,
         error=error,
         calibration=(metrics.get("test") or {}).get("calibration"),
@@ -195,13 +191,29 @@ def render(
     )
 
 
+def _commands(run: Path) -> list[tuple[str, str]]:
+    """Return title and text of the commands that repeat the run."""
+    commands = []
+    if (run / "config.yaml").exists():
+        commands.append(("Train and test again", f"cifar-lit train --config {_quoted(run / 'config.yaml')}"))
+    for checkpoint in (run / "checkpoints/best.ckpt", run / "checkpoints/last.ckpt"):
+        if checkpoint.exists():
+            commands.append(("Test again", f"cifar-lit test --ckpt_path {_quoted(checkpoint)}"))
+            break
+    commands.append(("Search for label errors and duplicates", f"cifar-lit report {_quoted(run)}"))
+    return commands
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(display_path(path))
+
+
 def _label_smoothing(config: Path) -> float:
     """Return the label smoothing in a config.yaml; 0 if the file is missing or cannot be read."""
     try:
-        value = plain_values(config)["model"]["label_smoothing"] if config.is_file() else 0.0
-    except (UsageError, KeyError, TypeError):
+        return float(plain_values(config)["model"]["label_smoothing"])
+    except (UsageError, OSError, KeyError, TypeError, ValueError):
         return 0.0
-    return value if isinstance(value, int | float) else 0.0
 
 
 def _title(name: str) -> str:
@@ -210,12 +222,14 @@ def _title(name: str) -> str:
 
 def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (label, text) of the facts in metrics.json, and of the scores on the test and validation images."""
-    metrics = {**metrics, "images_per_second": metrics.get("images_per_second") or None}  # a last layer takes no steps
-    if metrics.get("accelerator") is not None:
-        metrics = {**metrics, "accelerator": f"{metrics.get('devices', 1)} × {metrics['accelerator']}"}
-    facts = [
-        (label, form.format(metrics[name])) for name, (label, form) in FACTS.items() if metrics.get(name) is not None
-    ]
+    facts = []
+    for name, (label, form) in FACTS.items():
+        value = metrics.get(name)
+        if value is None or (name == "images_per_second" and value == 0):  # a last layer takes no steps
+            continue
+        if name == "accelerator":
+            value = f"{metrics.get('devices', 1)} × {value}"
+        facts.append((label, form.format(value)))
     if changes := changes_text(metrics):
         facts.append(("changed when resumed", changes))
     for part in ("test", "val"):
@@ -240,12 +254,15 @@ def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
                 logged.setdefault(metric, {}).setdefault(part, []).append((row["step"], value))
     charts: list[tuple[str, str]] = []
     for name, lines in logged.items():
-        if len(charts) < MAX_CHARTS and any(len(points) > 1 for points in lines.values()):
-            ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
-            ends = (f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items())
-            title = _title(name)
-            label = f"{title.capitalize()} over training steps: {', '.join(ends)}"
-            charts.append((title, line_chart(f"chart-{len(charts)}", ordered, label)))
+        if len(charts) == MAX_CHARTS:
+            break
+        if max(map(len, lines.values()), default=0) < 2:
+            continue
+        ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
+        ends = [f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items()]
+        title = _title(name)
+        label = f"{title.capitalize()} over training steps: {', '.join(ends)}"
+        charts.append((title, line_chart(f"chart-{len(charts)}", ordered, label)))
     return charts
 
 
@@ -263,16 +280,25 @@ def _most_confused(matrix: Tensor, classes: Sequence[str], limit: int = 10) -> l
 
 def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) -> list[dict[str, Any]]:
     """Return what each class needs, the least accurate first, at most `MAX_TABLE_CLASSES`. trained: training images."""
-    accuracy = float(matrix.diag().sum() / matrix.sum())
-    rows = []
-    for name, images, counts, correct in zip(
+    mean = float(matrix.diag().sum() / matrix.sum())
+    rows: list[dict[str, Any]] = []
+    untested: list[dict[str, Any]] = []
+    for name, images, tested, correct in zip(
         classes, trained, matrix.sum(1).tolist(), matrix.diag().tolist(), strict=True
     ):
-        low, high = wilson_interval(correct, counts) if counts else (0.0, 1.0)
-        needs = "training images" if high < accuracy else "test images" if high - low > 2 * WIDE else ""
-        row = {"name": name, "trained": images, "tested": counts, "accuracy": correct / counts if counts else None}
-        rows.append(row | {"low": low, "high": high, "needs": needs, "gain": None})
-    return sorted(rows, key=lambda row: (row["accuracy"] is None, row["accuracy"]))[:MAX_TABLE_CLASSES]
+        row = {"name": name, "trained": images, "tested": tested, "accuracy": None, "low": 0.0, "high": 1.0}
+        if not tested:
+            untested.append({**row, "needs": "test images"})
+            continue
+        low, high = wilson_interval(correct, tested)
+        needs = ""
+        if high < mean:
+            needs = "training images"
+        elif high - low > 2 * WIDE:
+            needs = "test images"
+        rows.append({**row, "accuracy": correct / tested, "low": low, "high": high, "needs": needs})
+    rows.sort(key=lambda row: float(row["accuracy"]))
+    return [*rows, *untested][:MAX_TABLE_CLASSES]
 
 
 def captions(
@@ -280,19 +306,22 @@ def captions(
 ) -> list[tuple[str, ...]]:
     """Return the caption lines of the images in these rows of a table. images: those of the table, to show names."""
     lines: list[tuple[str, ...]] = []
-    columns = (table.indices, table.labels, table.predicted, table.probability)
-    for index, label, predicted, probability in zip(*(column[rows].tolist() for column in columns), strict=True):
-        names = [f"true {classes[label]}", f"predicted {classes[predicted]}"]
+    columns = [column[rows].tolist() for column in table]
+    for index, label, predicted, probability in zip(*columns, strict=True):
+        line = [f"true {classes[label]}", f"predicted {classes[predicted]}"]
         if predicted == label:
-            names = [classes[label]]
-        places = [f"{probability:.4f}", images.name(index)] if images else [f"{probability:.4f} · #{index}"]
-        lines.append((*names, *places))
+            line = [classes[label]]
+        if images:
+            line += [f"{probability:.4f}", images.name(index)]
+        else:
+            line.append(f"{probability:.4f} · #{index}")
+        lines.append(tuple(line))
     return lines
 
 
 def _pictures(data: ImageData, table: PredictionTable, rows: Tensor) -> list[Picture]:
     lines = captions(table, rows, data.classes, data.test_images)
-    return [
-        Picture(data_uri(image), f"Test image: {', '.join(line)}", line)
-        for image, line in zip(data.test_images.images[table.indices[rows]], lines, strict=True)
-    ]
+    pictures = []
+    for image, line in zip(data.test_images.images[table.indices[rows]], lines, strict=True):
+        pictures.append(Picture(data_uri(image), f"Test image: {', '.join(line)}", line))
+    return pictures

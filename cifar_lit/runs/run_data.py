@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,23 +44,39 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
         allow_choices({"root": data_dir})
     if dataset:
         allow_imports([dataset])  # typed by the user
-        settings: Any = {"dataset": dataset, "val_size": 0}  # the split is unknown
-        channels, height, width = card.input_shape
-        if dataset in ("shapes", "folder"):
-            settings |= {"image_size": [height, width], "channels": channels}
-        if dataset == "folder":
-            settings["resize"] = card.resize
-        if dataset == "shapes":
-            settings["num_classes"] = len(card.classes)
+        settings = _settings_for(dataset, card)
     else:
-        config = plain_values(run / "config.yaml") if (run / "config.yaml").is_file() else None
-        settings = config.get("data") if isinstance(config, dict) else None
-    if not isinstance(settings, dict) or not settings:
+        settings = _recorded_settings(run / "config.yaml")
+    if not settings:
         return {}
-    settings = {**settings, **({"root": data_dir} if data_dir else {})}
+    if data_dir:
+        settings["root"] = data_dir
     if settings.get("dataset") == "folder" and card.levels:
         settings["levels"] = list(card.levels)
     return settings
+
+
+def _settings_for(dataset: str, card: ModelCard) -> dict[str, Any]:
+    """Return the settings with which a data set fits a net."""
+    settings: dict[str, Any] = {"dataset": dataset, "val_size": 0}  # the split is unknown
+    channels, height, width = card.input_shape
+    if dataset in ("shapes", "folder"):
+        settings |= {"image_size": [height, width], "channels": channels}
+    if dataset == "folder":
+        settings["resize"] = card.resize
+    if dataset == "shapes":
+        settings["num_classes"] = len(card.classes)
+    return settings
+
+
+def _recorded_settings(config: Path) -> dict[str, Any]:
+    """Return the data settings in a config.yaml; empty if it is missing or has none."""
+    if not config.is_file():
+        return {}
+    values = plain_values(config)
+    if not isinstance(values, dict) or not isinstance(values.get("data"), dict):
+        return {}
+    return dict(values["data"])
 
 
 def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None) -> ImageData:
@@ -89,28 +105,36 @@ def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
 
     The parser does not get the groups of settings, because it would import a class named in them.
     """
-    nested = {name: of(settings[name]) for name, of in NESTED.items() if name in settings}
+    plain = dict(settings)
+    nested = {}
+    for group, of in NESTED.items():
+        if group in plain:
+            nested[group] = of(plain.pop(group))
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False, skip=set(NESTED))
     try:
-        plain = parser.parse_object({name: value for name, value in settings.items() if name not in NESTED})
-        return {**plain.as_dict(), **nested}
+        return {**parser.parse_object(plain).as_dict(), **nested}
     except (ArgumentError, TypeError, ValueError) as error:  # TypeError: a name is not a string
         raise Failure(
             f"{name}/config.yaml has data settings of another version ({first_line(error)}): add --dataset"
         ) from None
 
 
-def _check_fit(card: ModelCard, classes: tuple[str, ...], shape: list[int]) -> None:
+def _check_fit(card: ModelCard, classes: Sequence[str], shape: list[int]) -> None:
     remedy = "give the folder of its own data with --data-dir"
     if [*map(nfc, classes)] != [*map(nfc, card.classes)]:
-        data_classes, net_classes = (
-            f"{len(names)}: {', '.join(names[:3])}{', …' * (len(names) > 3)}" for names in (classes, card.classes)
-        )
+        data_classes, net_classes = _names_text(classes), _names_text(card.classes)
         raise Failure(f"the data has other classes ({data_classes}) than the net ({net_classes}): {remedy}")
     if shape != card.input_shape:
-        data_shape, net_shape = ("×".join(map(str, sides)) for sides in (shape, card.input_shape))
+        data_shape, net_shape = "×".join(map(str, shape)), "×".join(map(str, card.input_shape))
         raise Failure(f"the images are {data_shape}, but the net takes {net_shape}: {remedy}")
+
+
+def _names_text(classes: Sequence[str]) -> str:
+    text = f"{len(classes)}: {', '.join(classes[:3])}"
+    if len(classes) > 3:
+        text += ", …"
+    return text
 
 
 class RunImages(NamedTuple):
@@ -146,12 +170,13 @@ class RunData:
             UsageError, Failure: the images are missing or do not fit the net.
         """
         self._check_at_hand()
-        where = f" {self.settings.root}" if self.settings.root else ""
         if self.settings.split.folds:  # a fold of the training images is the test set
             from cifar_lit.data.datamodule import ImageData  # imports Lightning
 
             data = ImageData(**_parsed(ImageData, self.values, self.dataset))
-            source, rows = data.train_images, data.split[0] if train else data.parts.fold_rows
+            source, rows = data.train_images, data.parts.fold_rows
+            if train:
+                rows = data.split[0]
         else:
             source = load_images(self.dataset, self.settings, train)
             rows = torch.arange(len(source))
@@ -159,8 +184,11 @@ class RunData:
                 rows = rows[~torch.isin(rows, torch.tensor(source.val_rows))]
         _check_fit(self.card, source.classes, source.input_shape)
         places = spread_rows(rows, count or len(rows))
-        which = "training" if train else "test"
-        what = f"{len(places):,} {which} images of {self.dataset}{where if self.dataset == 'folder' else ''}"
+        what = f"{len(places):,} test images of {self.dataset}"
+        if train:
+            what = f"{len(places):,} training images of {self.dataset}"
+        if self.dataset == "folder":
+            what = f"{what} {self.settings.root or ''}".rstrip()
         return RunImages(source.take(places).permute(0, 3, 1, 2).contiguous(), source.labels[places], what)
 
     def parts(self) -> Iterator[Tensor]:
@@ -171,9 +199,11 @@ class RunData:
             yield from map(images.take, torch.arange(len(images)).split(4096))
 
     def _check_at_hand(self) -> None:
-        where = f" in {self.settings.root}" if self.settings.root else ""
         check_allowed(self.dataset)
         if not at_hand(self.dataset, self.settings):
+            where = ""
+            if self.settings.root:
+                where = f" in {self.settings.root}"
             raise Failure(f"the images of {self.dataset} are missing{where}: give their folder with --data-dir")
         check_choices({"data": self.values})
 
@@ -188,7 +218,10 @@ class RunData:
             if self.data_dir is not None:
                 raise
             channels, height, width = self.card.input_shape
-            size, colours = [max(MIN_SIZE, height), max(MIN_SIZE, width)], 3 if channels == 3 else 1
+            size = [max(MIN_SIZE, height), max(MIN_SIZE, width)]
+            colours = 1
+            if channels == 3:
+                colours = 3
             drawn = shapes(False, image_size=size, channels=colours, count=count or 1000).images[:, :height, :width]
             images = drawn.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous()
             return RunImages(images, None, f"{len(images):,} generated images without labels ({error})")

@@ -371,8 +371,8 @@ def _check_scores(scores: dict[str, Any]) -> None:
         raise TypeError("text is expected")
     if tta := scores.get("tta"):
         _check_number(tta["accuracy"], 1.0)
-        if not isinstance(tta["views"], str):
-            raise TypeError("text is expected")
+        if tta["accuracy"] is None or not isinstance(tta["views"], str):
+            raise TypeError("an accuracy and the name of the views are expected")
 
 
 def _check_number(value: object, most: float | None = None) -> None:
