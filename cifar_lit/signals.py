@@ -21,7 +21,10 @@ STOP_SIGNALS: tuple[int, ...] = tuple(filter(None, (signal.SIGINT, signal.SIGTER
 
 def stop_signals() -> list[int]:
     """Return the signals to handle: STOP_SIGNALS, without a SIGHUP that is ignored, as nohup sets it."""
-    return [number for number in STOP_SIGNALS if number != HANGUP or signal.getsignal(number) is not signal.SIG_IGN]
+    numbers = list(STOP_SIGNALS)
+    if HANGUP and signal.getsignal(HANGUP) is signal.SIG_IGN:
+        numbers.remove(HANGUP)
+    return numbers
 
 
 def ignore_stop_signals(*, but: Container[int] = ()) -> None:

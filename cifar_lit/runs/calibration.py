@@ -34,4 +34,8 @@ def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
 def expected_calibration_error(bins: Sequence[Bin]) -> float:
     """Return Σ (images of a bin / images) · |accuracy − confidence|, in 0 … 1."""
     images = sum(part.images for part in bins)
-    return sum(part.images / images * abs(part.accuracy - part.confidence) for part in bins if part.images)
+    error = 0.0
+    for part in bins:
+        if part.images:
+            error += part.images / images * abs(part.accuracy - part.confidence)
+    return error

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.model_file import MAX_TEMPERATURE, READ_AT_ONCE, ModelCard, build_loaded_net
 
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
 MAX_DESCRIBED = 10_000  # validation images used to fit the temperature and the scores
 MIN_HELD_OUT = 20  # images; 5 % of fewer is less than one
 BISECTIONS = 20  # relative error of the temperature: 6e-6
@@ -32,21 +35,28 @@ MAX_RATE = 0.5
 FALSE_ALARMS = 0.05  # default rate
 
 
-def model_card(model: Any, data: Any) -> ModelCard:
-    """Return the metadata of model.safetensors for an ImageClassifier and its ImageData."""
-    h, (mean, std) = model.hparams, data.statistics
-    options = dict(h["net_options"] or {})
-    shape, classes = h["input_shape"], list(data.classes)
-    # Set in the recipe. A run with enough validation images fits its own.
-    temperature = None if len(data.split[1]) >= MIN_HELD_OUT else h["temperature"]
-    levels = data.train_images.levels
-    return ModelCard(
-        h["net"], h["width"], shape, classes, mean, std, options, temperature=temperature,
-        resize=data.settings.resize, levels=None if levels is None else list(levels),
-    )  # fmt: skip
+def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
+    """Return the metadata of model.safetensors for a net and its data."""
+    h = model.hparams
+    mean, std = data.statistics
+    card = ModelCard(
+        net=h["net"],
+        width=h["width"],
+        input_shape=h["input_shape"],
+        classes=list(data.classes),
+        mean=mean,
+        std=std,
+        options=dict(h["net_options"] or {}),
+        resize=data.settings.resize,
+    )
+    if data.train_images.levels is not None:
+        card = replace(card, levels=list(data.train_images.levels))
+    if len(data.split[1]) < MIN_HELD_OUT:  # else the run fits its own
+        card = replace(card, temperature=h["temperature"])
+    return card
 
 
-def describe_model(model: Any, data: Any) -> ModelCard:
+def describe_model(model: ImageClassifier, data: ImageData) -> ModelCard:
     """Return the card of a trained net, with temperature and scores for `--reject` fitted on its validation images.
 
     With fewer than `MIN_HELD_OUT`, the temperature is `model.temperature`. The scores then come from the test images,
@@ -54,7 +64,9 @@ def describe_model(model: Any, data: Any) -> ModelCard:
     """
     card, images = model_card(model, data), data.train_images
     if len(data.split[1]) < MIN_HELD_OUT:
-        return replace(card, reject=reject_scores(model.predictions["novelty"]) if model.predictions else None)
+        if model.predictions:
+            card = replace(card, reject=reject_scores(model.predictions["novelty"]))
+        return card
     val = spread_rows(data.split[1], MAX_DESCRIBED)
     # Fitted in float32, the precision in which the net will be used.
     net = build_loaded_net(card, model.net.state_dict()).on(data.device)
@@ -88,7 +100,10 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float | None:
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         slope = ((logits / math.exp(middle)).softmax(1) * logits).sum(1).mean() - targets.mean()
-        low, high = (middle, high) if slope > 0 else (low, middle)
+        if slope > 0:
+            low = middle
+        else:
+            high = middle
     return round(math.exp((low + high) / 2), 6)
 
 
@@ -103,8 +118,8 @@ def novelty(logits: Tensor) -> Tensor:
 def reject_scores(held_out: Tensor) -> list[float] | None:
     """Return the scores that `STORED_RATES` of new images are expected to exceed.
 
-    The k-th highest of N scores is exceeded by k / (N + 1) of new images on average. A rate below that of the highest
-    score is extrapolated.
+    A new image exceeds the k-th highest of N held-out scores with probability k / (N + 1). Rates below 1 / (N + 1) are
+    extrapolated.
 
     Args:
         held_out: scores (N,) of images that the net was not trained on. The false-alarm rate of a threshold from

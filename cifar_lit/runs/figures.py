@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from base64 import b64encode
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -23,6 +24,11 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from cifar_lit.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from cifar_lit.data.datamodule import ImageData
 
 own_style = style.context("default")  # ignores the user's matplotlibrc
 
@@ -50,12 +56,12 @@ def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], la
     figure, axes = new_chart()
     for part, points in lines.items():
         steps, values = zip(*points, strict=True)
-        appearance = {"color": PART_COLOURS.get(part, INK), "label": PART_NAMES.get(part, _tick(part))}
+        (line,) = axes.plot(steps, values, color=PART_COLOURS.get(part, INK), linewidth=1.6, markersize=3, zorder=3)
+        line.set_label(PART_NAMES.get(part, _tick(part)))
         if len(points) == 1:
-            axes.plot(steps, values, linestyle="none", marker="D", markersize=6, zorder=4, **appearance)
-        else:
-            marker = "o" if len(points) < 30 else None
-            axes.plot(steps, values, linewidth=1.6, marker=marker, markersize=3, zorder=3, **appearance)
+            line.set(linestyle="none", marker="D", markersize=6, zorder=4)
+        elif len(points) < 30:
+            line.set_marker("o")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if len(lines) > 1:
@@ -86,7 +92,7 @@ def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
     return as_svg(figure, name, label)
 
 
-def new_chart(ink: str = INK, rule: str = RULE) -> tuple[Figure, Any]:
+def new_chart(ink: str = INK, rule: str = RULE) -> tuple[Figure, Axes]:
     """Return an empty chart of the page, and its axes."""
     figure = Figure(figsize=SIZE, layout="constrained", facecolor="none")
     axes = figure.subplots(subplot_kw={"facecolor": "none"})
@@ -130,26 +136,33 @@ def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
     An image of at most half of `largest` is a lossless PNG, a larger one a JPEG.
     """
     file, picture = BytesIO(), _picture(image)
-    kind = "png" if max(picture.size) <= largest // 2 else "jpeg"
+    kind = "jpeg"
+    if max(picture.size) <= largest // 2:
+        kind = "png"
     picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
     picture.save(file, kind, quality=85, optimize=True)
     return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
 
 
 def _picture(image: Tensor) -> Image.Image:
-    return Image.fromarray(image.cpu().numpy().squeeze(2) if image.shape[2] == 1 else image.cpu().numpy())
+    array = image.cpu().numpy()
+    if array.shape[2] == 1:
+        array = array.squeeze(2)
+    return Image.fromarray(array)
 
 
 def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6) -> Tensor:
     """Return a grid of images, uint8 (N, H, W, C), with up to three caption lines each: uint8 (3, height, width)."""
     cell, pitch, height = THUMBNAIL_PIXELS, THUMBNAIL_PIXELS + 24, THUMBNAIL_PIXELS + 48
-    sheet = Image.new("RGB", (columns * pitch, max(1, -(-len(images) // columns)) * height), "white")
+    rows = max(1, math.ceil(len(images) / columns))
+    sheet = Image.new("RGB", (columns * pitch, rows * height), "white")
     draw = ImageDraw.Draw(sheet)
     font = _font()
     for index, (image, lines) in enumerate(zip(images, captions, strict=True)):
         top, left = index // columns * height, index % columns * pitch + 12
-        is_small = max(image.shape[:2]) < cell
-        method = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS  # shows single pixels
+        method = Image.Resampling.LANCZOS
+        if max(image.shape[:2]) < cell:
+            method = Image.Resampling.NEAREST  # shows single pixels
         sheet.paste(ImageOps.pad(_picture(image), (cell, cell), method, "white"), (left, top))
         text = "\n".join(_short(line, 20) for line in lines)
         draw.multiline_text(
@@ -175,7 +188,7 @@ def captioned(image: Tensor, lines: Sequence[str]) -> Tensor:
     return pil_to_tensor(sheet)
 
 
-def augmented_sample(data: Any, count: int, epoch: int = 0) -> Tensor:
+def augmented_sample(data: ImageData, count: int, epoch: int = 0) -> Tensor:
     """Return the first `count` training images of an epoch as augmented by `data`: uint8 (count, C, H, W)."""
     loader = data.train_loader
     (batch,) = loader.maker(epoch)([(loader.epoch_rows(epoch)[:count], 1.0)])
@@ -201,7 +214,8 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     Darker cells hold a larger fraction of their row.
     """
     count = len(classes)
-    side, size = min(11.0, 3.0 + 0.55 * count), max(4.0, min(10.0, 600.0 / (8 + count)))
+    side = min(11.0, 3.0 + 0.55 * count)  # inches
+    size = max(4.0, min(10.0, 600.0 / (8 + count)))  # points of the text
     figure = Figure(figsize=(side, side), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     # The square root makes rare confusions visible.
@@ -209,7 +223,9 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if count <= MAX_COUNTED:
         for (label, predicted), images in np.ndenumerate(matrix.numpy()):
-            colour = "white" if shares[label, predicted] > 0.6 else "black"
+            colour = "black"
+            if shares[label, predicted] > 0.6:
+                colour = "white"
             axes.text(predicted, label, images, ha="center", va="center", fontsize=max(6, size), color=colour)
     names = [_tick(name) for name in classes]
     axes.set_xticks(range(count), names, rotation=90, fontsize=size)
@@ -230,7 +246,9 @@ def _pixels(figure: Figure) -> Tensor:
 def _short(name: str, limit: int = 18) -> str:
     """Return a printable name, shortened to `limit` characters."""
     plain = printable(name)
-    return plain if len(plain) <= limit else plain[: limit - 1] + "…"
+    if len(plain) > limit:
+        plain = plain[: limit - 1] + "…"
+    return plain
 
 
 def _tick(name: str) -> str:

@@ -18,33 +18,45 @@ FILE, PICTURE = "learning-curve.json", "learning-curve.png"
 def read_points(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the points of metrics.json files, by ascending images. Runs on other images than the last are left out."""
 
-    def identity(metrics: Mapping[str, Any]) -> list[object]:
-        return [metrics["test"]["fingerprint"], *(metrics["data"][name] for name in ("images", "labels"))]
-
     points = {}
     for metrics in runs:
         with suppress(KeyError, TypeError, ValueError):  # without a test, of another version, or damaged
             test, images = metrics["test"], int(metrics["data"]["train"])
-            per_class = {str(name): float(value) for name, value in test["per_class"].items() if value is not None}
-            if identity(metrics) == identity(runs[-1]) and images > 0 and test["images"] > 0:
-                low, high = map(float, test["interval"])
-                row = {"accuracy": test["accuracy"], "interval": [low, high], "per_class": per_class}
-                points[images] = {"images": images, "tested": test["images"], **row}
+            if _identity(metrics) != _identity(runs[-1]) or images <= 0 or test["images"] <= 0:
+                continue
+            low, high = map(float, test["interval"])
+            per_class = {}
+            for name, value in test["per_class"].items():
+                if value is not None:
+                    per_class[str(name)] = float(value)
+            row = {"accuracy": test["accuracy"], "interval": [low, high], "per_class": per_class}
+            points[images] = {"images": images, "tested": test["images"], **row}
     return [points[images] for images in sorted(points)]
+
+
+def _identity(metrics: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what two trainings of a curve have in common: the test images, all images and their labels."""
+    return metrics["test"]["fingerprint"], metrics["data"]["images"], metrics["data"]["labels"]
 
 
 def curve_of(run: Path, metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the points of the learning curve that ends with this run; empty if there is none."""
+    if not (run.parent / FILE).is_file():
+        return []
     others = [path.parent for path in run.parent.glob("*/metrics.json") if path.parent != run]
-    points = read_points([*map(read_metrics, others), metrics]) if (run.parent / FILE).is_file() else []
-    # The last of four trainings. Two shares of few groups may have the same images.
-    return points if len(others) > 2 and points and points[-1]["images"] == metrics["data"]["train"] else []
+    points = read_points([*map(read_metrics, others), metrics])
+    is_last = points and points[-1]["images"] == metrics["data"]["train"]  # two shares of few groups may be equal
+    if len(others) < 3 or not is_last:
+        return []
+    return points
 
 
 @own_style
 def draw(points: Sequence[Mapping[str, Any]], png: Path | None = None) -> str:
     """Return the measured points with their intervals as `<svg>`, or write them to a PNG file."""
-    first, ink, rule = ("#0072B2", "#000000", "#e6e6e6") if png else (FIRST, INK, RULE)
+    first, ink, rule = FIRST, INK, RULE
+    if png:
+        first, ink, rule = "#0072B2", "#000000", "#e6e6e6"
     figure, axes = new_chart(ink, rule)
     sizes = [point["images"] for point in points]
     for point in points:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -100,7 +100,9 @@ class LoadedNet(nn.Module):
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return calibrated probabilities of logits, float32 (B, classes)."""
         logits = logits.float()
-        return (logits if self.card.temperature is None else logits / self.card.temperature).softmax(1)
+        if self.card.temperature is not None:
+            logits = logits / self.card.temperature
+        return logits.softmax(1)
 
 
 def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor]) -> LoadedNet:
@@ -161,7 +163,7 @@ def load_model_file(path: str | Path) -> LoadedNet:
         if length > min(MAX_HEADER, max(size - 8, 0)):
             raise InvalidFileError(f"its header claims {length:,} bytes")
         with safe_open(file, framework="pt") as opened:
-            metadata: dict[str, Any] = opened.metadata() or {}
+            metadata: dict[str, str] = opened.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise InvalidFileError(f"it holds no {FORMAT!r} model")
             card = ModelCard(**card_values(metadata["card"]))
@@ -174,8 +176,9 @@ def load_model_file(path: str | Path) -> LoadedNet:
         if metadata.get(CHECKSUM) != checksum(metadata["card"], weights):
             raise InvalidFileError("its checksum differs: the file was changed")
         net = build_loaded_net(card, weights)
-        if not all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values()):
-            raise InvalidFileError("its weights are not finite numbers: the training diverged")
+        for tensor in net.state_dict().values():
+            if not tensor.isfinite().all():
+                raise InvalidFileError("its weights are not finite numbers: the training diverged")
     except Failure:
         raise
     except (KeyError, TypeError):  # the card has missing or additional values
@@ -246,40 +249,51 @@ def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: Model
         raise
     except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # meaningless settings
         raise InvalidFileError(f"its net cannot be built: {first_line(error)[:200]}") from None
-    if claims.keys() != expected.keys() or not all(_fits(tensor, *claims[name]) for name, tensor in expected.items()):
+    if claims.keys() != expected.keys():
         raise InvalidFileError(f"its weights do not fit its net {card.net}")
+    for name, tensor in expected.items():
+        if not _fits(tensor, *claims[name]):
+            raise InvalidFileError(f"its weights do not fit its net {card.net}")
 
 
 def _fits(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> bool:
-    has_dtype = dtype in _FLOATS if tensor.is_floating_point() else _EXACT.get(tensor.dtype) == dtype
-    return has_dtype and tuple(tensor.shape) == shape
+    if tuple(tensor.shape) != shape:
+        return False
+    if tensor.is_floating_point():
+        return dtype in _FLOATS
+    return _EXACT.get(tensor.dtype) == dtype
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # false for NaN and huge integers
+def _is_number(value: object) -> bool:
+    # False for NaN and huge integers, and for bool.
+    return type(value) in (int, float) and abs(cast("float", value)) <= sys.float_info.max
 
 
-def _are_numbers(value: Any) -> bool:
+def _are_numbers(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_number, value))
 
 
-def _is_shape(value: Any) -> bool:
-    is_triple = isinstance(value, list) and len(value) == 3 and all(type(side) is int and side > 0 for side in value)
-    return is_triple and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
+def _are_integers(value: object, count: int) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and len(value) == count and all(type(each) is int for each in value)
 
 
-def _are_levels(value: Any) -> bool:
-    is_pair = isinstance(value, list) and len(value) == 2 and all(type(level) is int for level in value)
-    return is_pair and -(1 << 31) <= value[0] < value[1] < 1 << 31
+def _is_shape(value: object) -> bool:
+    return _are_integers(value, 3) and min(value) > 0 and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
+def _are_levels(value: object) -> bool:
+    return _are_integers(value, 2) and -(1 << 31) <= value[0] < value[1] < 1 << 31
+
+
+def _is_plain(value: object, depth: int = 0) -> bool:
     """Return whether a setting is None, a bool, a finite number, a short text, or a short list or object of these."""
-    if isinstance(value, list | dict):
-        inner = list(value.values()) if isinstance(value, dict) else value
-        return depth < 3 and len(inner) <= 1000 and all(_is_plain(one, depth + 1) for one in inner)
-    is_short_text = isinstance(value, str) and len(value) <= MAX_NAME
-    return value is None or isinstance(value, bool) or _is_number(value) or is_short_text
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return depth < 3 and len(value) <= 1000 and all(_is_plain(each, depth + 1) for each in value)
+    if isinstance(value, str):
+        return len(value) <= MAX_NAME
+    return value is None or isinstance(value, bool) or _is_number(value)
 
 
 _CHECKS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,47 +34,66 @@ def run_metrics(
 ) -> dict[str, Any]:
     """Return the contents of metrics.json. temperature: from the model card."""
     trainer, settings = model.trainer, run.settings
-    clock = run.clock if run.trains else None
-    speed = round(clock.images / clock.training_seconds, 1) if clock and clock.training_seconds else None
-    device_type = trainer.strategy.root_device.type
+    accelerator = trainer.strategy.root_device.type
+    if accelerator == "cuda":
+        accelerator = "gpu"
     metrics: dict[str, Any] = {
         "recipe": settings.get("recipe"),
         "net": model.hparams["net"],
         "dataset": data.dataset,
         "seed": settings.get("seed_everything"),
-        "epochs": trainer.current_epoch if clock else None,
-        "accelerator": "gpu" if device_type == "cuda" else device_type,
+        "epochs": None,
+        "accelerator": accelerator,
         "devices": trainer.world_size,
         "threads": torch.get_num_threads(),
         "precision": str(trainer.precision),
         "batch_size": data.batch_size,
-        "data": data_record(data) if clock else None,
+        "data": None,
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
-        "train_seconds": round(clock.seconds, 3) if clock else None,
-        "images_per_second": speed,
-        "test_seconds": None if run.clock.test_seconds is None else round(run.clock.test_seconds, 3),
-        "val": {**val.values, "interval": accuracy_interval(val)} if val else None,
+        "train_seconds": None,
+        "images_per_second": None,
+        "test_seconds": None,
+        "val": None,
         "test": None,
         "changes": run.changes,
         "versions": versions(),
     }
+    clock = run.clock
+    if run.trains:
+        metrics["epochs"] = trainer.current_epoch
+        metrics["data"] = data_record(data)
+        metrics["train_seconds"] = round(clock.seconds, 3)
+        if clock.training_seconds:
+            metrics["images_per_second"] = round(clock.images / clock.training_seconds, 1)
+    if clock.test_seconds is not None:
+        metrics["test_seconds"] = round(clock.test_seconds, 3)
+    if val:
+        metrics["val"] = {**val.values, "interval": accuracy_interval(val)}
     if test:
-        per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
-        interval = accuracy_interval(test)
-        scores: dict[str, Any] = {**test.values, "images": test.images, "interval": interval, "per_class": per_class}
-        if views := model.views_score:
-            scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
-        if model.predictions is not None:
-            scores["calibration"] = calibration_of(model.predictions, temperature)
-        metrics["test"] = {**scores, "fingerprint": fingerprint(data.test_images.images, data.test_images.labels)}
+        metrics["test"] = _test_scores(model, data, test, temperature)
     return metrics
+
+
+def _test_scores(model: ImageClassifier, data: ImageData, test: Score, temperature: float | None) -> dict[str, Any]:
+    per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
+    scores: dict[str, Any] = {**test.values, "images": test.images}
+    scores |= {"interval": accuracy_interval(test), "per_class": per_class}
+    if views := model.views_score:
+        scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
+    if model.predictions is not None:
+        scores["calibration"] = calibration_of(model.predictions, temperature)
+    scores["fingerprint"] = fingerprint(data.test_images.images, data.test_images.labels)
+    return scores
 
 
 def accuracy_interval(score: Score) -> list[float] | None:
     """Return Wilson's 95 % interval of the accuracy; None without images."""
-    correct = sum(row[label] for label, row in enumerate(score.confusion))
-    images = sum(map(sum, score.confusion))
-    return [round(bound, 6) for bound in wilson_interval(correct, images)] if images else None
+    counts = torch.tensor(score.confusion)
+    correct, images = int(counts.diag().sum()), int(counts.sum())
+    if not images:
+        return None
+    low, high = wilson_interval(correct, images)
+    return [round(low, 6), round(high, 6)]
 
 
 def calibration_of(predictions: Predictions, temperature: float | None) -> dict[str, float | None]:
@@ -85,8 +104,10 @@ def calibration_of(predictions: Predictions, temperature: float | None) -> dict[
         return round(expected_calibration_error(reliability(table.probability, table.hits)), 6)
 
     probabilities = predictions["probabilities"]
-    after = None if temperature is None else error(tempered(probabilities, temperature))
-    return {"error": error(probabilities), "temperature": temperature, "tempered_error": after}
+    tempered_error = None
+    if temperature is not None:
+        tempered_error = error(tempered(probabilities, temperature))
+    return {"error": error(probabilities), "temperature": temperature, "tempered_error": tempered_error}
 
 
 def versions() -> dict[str, str]:
@@ -98,10 +119,12 @@ def versions() -> dict[str, str]:
 def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:
     """Write metrics.json, which marks the run as finished. NaN and infinity, from a diverged net, become null."""
 
-    def without_nan(value: Any) -> Any:
+    def without_nan(value: object) -> object:
         if isinstance(value, dict):
             return {name: without_nan(inner) for name, inner in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value
 
     write_text(run / "metrics.json", json.dumps(without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
 
@@ -119,23 +142,27 @@ def log_pictures(
     predictions: those of the test, or of the validation if there was no test. None draws no galleries.
     """
     pictures: dict[str, Tensor] = {}
-    for stage, score in (("val", val), ("test", test)):
-        if score is None or not score.images:
-            continue
-        matrix = torch.tensor(score.confusion)
-        pictures[f"{stage}/confusion_matrix"] = confusion_matrix(matrix, data.classes)
-        if predictions is not None and (stage == "test" or test is None):
-            table = prediction_table(predictions)
-            images = (data.test_images if stage == "test" else data.train_images).images
-            galleries = {"confident_mistakes": table.confident_mistakes, "doubtful_hits": table.doubtful_hits}
-            for name, choose in galleries.items():
-                rows = choose(GALLERY_SIZE)
-                picture = gallery(images[table.indices[rows]], captions(table, rows, data.classes))
-                pictures[f"{stage}/{name}"] = picture
+    if val and val.images:
+        pictures["val/confusion_matrix"] = confusion_matrix(torch.tensor(val.confusion), data.classes)
+        if predictions is not None and test is None:
+            pictures |= _galleries("val", predictions, data.train_images.images, data.classes)
+    if test and test.images:
+        pictures["test/confusion_matrix"] = confusion_matrix(torch.tensor(test.confusion), data.classes)
+        if predictions is not None:
+            pictures |= _galleries("test", predictions, data.test_images.images, data.classes)
     for board in run.boards:
         for tag, picture in pictures.items():
             board.log_images(tag, picture, step)
         board.save()
+
+
+def _galleries(stage: str, predictions: Predictions, images: Tensor, classes: Sequence[str]) -> dict[str, Tensor]:
+    table = prediction_table(predictions)
+    mistakes, doubtful = table.confident_mistakes(GALLERY_SIZE), table.doubtful_hits(GALLERY_SIZE)
+    return {
+        f"{stage}/confident_mistakes": gallery(images[table.indices[mistakes]], captions(table, mistakes, classes)),
+        f"{stage}/doubtful_hits": gallery(images[table.indices[doubtful]], captions(table, doubtful, classes)),
+    }
 
 
 def write_report(run: Path, metrics: dict[str, Any], predictions: Predictions, data: ImageData) -> None:

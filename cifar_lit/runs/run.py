@@ -61,19 +61,28 @@ class Run(Callback):
 
     def callbacks(self, validates: bool, bar: bool, lines: bool = True) -> list[Callback]:
         """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show one. lines: print epochs."""
-        callbacks: list[Callback] = [NoSignalHandlers(), self, *([LiveBar()] if bar else []), self.clock]
-        if self.trains:
-            callbacks += [*([EpochLines(self.clock)] if lines else []), RandomState(), DivergenceWarning()]
-            callbacks += [self.best, self.last] if validates else [self.last]
-            if interval := self.settings.get("checkpoint_every"):
-                callbacks.append(regular_checkpoint(interval))
-            callbacks.append(OrderlyStop(self.last))
+        callbacks: list[Callback] = [NoSignalHandlers(), self]
+        if bar:
+            callbacks.append(LiveBar())
+        callbacks.append(self.clock)
+        if not self.trains:
+            return callbacks
+        if lines:
+            callbacks.append(EpochLines(self.clock))
+        callbacks += [RandomState(), DivergenceWarning()]
+        if validates:
+            callbacks.append(self.best)
+        callbacks.append(self.last)
+        if interval := self.settings.get("checkpoint_every"):
+            callbacks.append(regular_checkpoint(interval))
+        callbacks.append(OrderlyStop(self.last))
         return callbacks
 
     def loggers(self, resumed_step: int | None) -> list[Logger]:
         """Return metrics.csv and those of the setting `logger` for a training, TensorBoard for `test`, else none."""
+        if self.command == "test":
+            self.boards = [TensorBoardCurves(self.folder, None)]
         if not self.trains:
-            self.boards = [TensorBoardCurves(self.folder, None)] if self.command == "test" else []
             return [*self.boards]
         names = logger_names(self.settings["logger"])
         if "tensorboard" in names:
@@ -90,9 +99,14 @@ class Run(Callback):
         """Claim the folder. Raise Failure if processes would start from different checkpoints."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        resumed = "/".join(Path(self.notes.get("resume", "")).parts[-3:])
-        start = " of step ".join(filter(None, (resumed, self.notes.get("step")))) or "the beginning"
-        path, first_start = trainer.strategy.broadcast((str(self.folder.path) if trainer.is_global_zero else "", start))
+        start = "the beginning"
+        if "resume" in self.notes:
+            resumed = "/".join(Path(self.notes["resume"]).parts[-3:])
+            start = f"{resumed} of step {self.notes['step']}"
+        path = ""
+        if trainer.is_global_zero:
+            path = str(self.folder.path)
+        path, first_start = trainer.strategy.broadcast((path, start))
         if start != first_start:  # a network file system may show changes late or only on some nodes
             raise Failure(
                 f"process {trainer.global_rank} would start from {start}, the first process from {first_start}: "
@@ -124,7 +138,9 @@ class Run(Callback):
             self.changes = changes_in(json.loads(state_dict["changes"]))
         except (KeyError, TypeError, ValueError, RecursionError):
             raise Failure("the checkpoint's record of changed settings is damaged: use another checkpoint") from None
-        before = self.changes[-1]["settings"] if self.changes else {}
+        before = {}
+        if self.changes:
+            before = self.changes[-1]["settings"]
         if self.changed != before:
             self.changes.append({"step": int(self.notes["step"]), "settings": self.changed})
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cifar_lit.runs.compare import Hits
 from cifar_lit.stats import MIN_VALUES, Z95, image_interval, mean_interval, t_quantile, verdict
 
@@ -53,12 +55,14 @@ def seed_pairs(groups: Sequence[Mapping[str, Any]], hits: Mapping[str, Hits]) ->
     """
     pairs = []
     for first, second in combinations(range(len(groups)), 2):
-        one, other = (_runs_by_seed(groups[number]) for number in (first, second))
-        if len(shared := [seed for seed in one if seed in other]) > 1:
-            differences = [one[seed][1] - other[seed][1] for seed in shared]
-            names = [[runs[seed][0] for seed in shared] for runs in (one, other)]
-            over_seeds = mean_interval(differences) | {"verdict": verdict(differences)}
-            pairs.append(SeedPairs(first, second, over_seeds, _over_images(names[0], names[1], hits)))
+        one, other = _runs_by_seed(groups[first]), _runs_by_seed(groups[second])
+        shared = [seed for seed in one if seed in other]
+        if len(shared) < 2:
+            continue
+        differences = [one[seed][1] - other[seed][1] for seed in shared]
+        over_seeds = mean_interval(differences) | {"verdict": verdict(differences)}
+        over_images = _over_images([one[seed][0] for seed in shared], [other[seed][0] for seed in shared], hits)
+        pairs.append(SeedPairs(first, second, over_seeds, over_images))
     return pairs
 
 
@@ -73,9 +77,13 @@ def _runs_by_seed(group: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
 
 def _over_images(first: Sequence[str], second: Sequence[str], hits: Mapping[str, Hits]) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean difference in correct predictions between these runs."""
-    tests = [(hits[name].fingerprint, len(hits[name].correct)) for name in (*first, *second) if name in hits]
-    if len(tests) < len(first) + len(second) or len({*tests}) > 1:
+    tests = set()
+    for name in (*first, *second):
+        if name not in hits:
+            return None
+        tests.add((hits[name].fingerprint, len(hits[name].correct)))
+    if len(tests) > 1:
         return None
-    by_image = [zip(*(hits[name].correct for name in side), strict=True) for side in (first, second)]
-    differences = [(sum(one) - sum(other)) / len(first) for one, other in zip(*by_image, strict=True)]
-    return image_interval(differences)
+    right = np.array([hits[name].correct for name in first], dtype=float).sum(0)
+    other = np.array([hits[name].correct for name in second], dtype=float).sum(0)
+    return image_interval(((right - other) / len(first)).tolist())

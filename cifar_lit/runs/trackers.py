@@ -13,7 +13,7 @@ import shlex
 from contextlib import chdir
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
@@ -39,7 +39,9 @@ class _Wandb(WandbLogger):
 
         with chdir(Path(wandb.__file__).parent):  # it would read wandb/settings in the working folder
             wandb.setup()
-        mode = None if wandb.login(prompt=False, verify=False) or "WANDB_MODE" in os.environ else "offline"
+        mode: Literal["offline"] | None = None
+        if not wandb.login(prompt=False, verify=False) and "WANDB_MODE" not in os.environ:
+            mode = "offline"
         folder = Path(os.environ.get("WANDB_DIR") or run).absolute()  # for W&B's process, which keeps that folder
         super().__init__(run.name, folder, id=run_id, mode=mode, config=settings)
         files = Path(self.experiment.settings.sync_dir)
@@ -63,10 +65,12 @@ class _MLflow(MLFlowLogger):
         super().__init__(os.environ["MLFLOW_EXPERIMENT_NAME"], run.name, uri, run_id=run_id)
         if not run_id:
             self.log_hyperparams(settings)
-        self.place = uri if uri.startswith("http") else f"open with `mlflow ui --backend-store-uri {shlex.quote(uri)}`"
+        self.place = uri
+        if not uri.startswith("http"):
+            self.place = f"open with `mlflow ui --backend-store-uri {shlex.quote(uri)}`"
 
 
-TRACKERS: dict[str, Any] = {"wandb": _Wandb, "mlflow": _MLflow}
+TRACKERS: dict[str, type[_Wandb | _MLflow]] = {"wandb": _Wandb, "mlflow": _MLflow}
 
 
 class TrackerLogger(Logger):
@@ -77,14 +81,16 @@ class TrackerLogger(Logger):
     def __init__(self, tracker: str, run: RunFolder, settings: dict[str, Any]) -> None:
         super().__init__()
         self._key, self._run, self._settings = tracker, run, settings
-        self._tracker: Any = None  # stays None in all but the first process
+        self._tracker: _Wandb | _MLflow | None = None  # stays None in all but the first process
 
     def start(self) -> None:
         """Start or continue the tracked run. Raise Failure on errors."""
         ids = read_json(self._run.path / "trackers.json")  # anyone may have written it
-        earlier = re.fullmatch("[0-9a-z]{8,32}", str(ids.get(self._key)))
+        run_id = ids.get(self._key)
+        if not re.fullmatch("[0-9a-z]{8,32}", str(run_id)):
+            run_id = None
         try:
-            self._tracker = TRACKERS[self._key](self._run.path, earlier and earlier[0], self._settings)
+            self._tracker = TRACKERS[self._key](self._run.path, run_id, self._settings)
             write_text(self._run.path / "trackers.json", json.dumps({**ids, self._key: self._tracker.version}) + "\n")
         except Exception as error:  # their classes differ by package
             reason = _public(first_line(error))
@@ -93,9 +99,12 @@ class TrackerLogger(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Log values."""
-        self._try("log_metrics", {name: x for name, x in metrics.items() if name not in ("epoch", "step")}, step)
+        values = dict(metrics)
+        values.pop("epoch", None)
+        values.pop("step", None)
+        self._try("log_metrics", values, step)
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """Do nothing: `start` logs the configuration."""
 
     def finalize(self, status: str) -> None:
@@ -103,7 +112,7 @@ class TrackerLogger(Logger):
         if status != "success":
             self._try("finalize", status)
 
-    def _try(self, method: str, *args: Any) -> None:
+    def _try(self, method: str, *args: object) -> None:
         """Call a method of the tracker. After an error, print a warning and call none any more."""
         try:
             if self._tracker:
@@ -120,8 +129,8 @@ def logger_names(setting: str) -> list[str]:
         check_choice("--logger", name, ("tensorboard", "csv", *TRACKERS))
         if name in TRACKERS and find_spec(name) is None:
             raise UsageError(f'--logger {name} needs a package: pip install "cifar-lit[{name}]"')
-    for name, value in VARIABLES.items() if TRACKERS.keys() & names else ():
-        os.environ.setdefault(name, value)
+    if TRACKERS.keys() & names:
+        os.environ.update({**VARIABLES, **os.environ})
     return names
 
 
