@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from cifar_lit.bench.process import train, without_places
-from cifar_lit.bench.progress import Progress
+from cifar_lit.bench.process import without_places
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.quiet import catch_signals
-from cifar_lit.errors import UsageError
+from cifar_lit.cli.several import train_in_processes
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine, detect_machine
+from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.text import counted, note
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -21,7 +25,6 @@ WHAT = (
     "batch size. Every training runs in a new process. The table has seconds, images/s, speed-up over the first row, "
     "test accuracy. Other flags are passed to the trainings, such as --recipe (default: quickstart) or --epochs 1."
 )
-EPOCH = re.compile(r"epoch +(\d+)/(\d+) ")  # the line printed after each epoch
 Metrics = dict[str, Any]  # metrics.json of a run
 
 
@@ -45,36 +48,34 @@ def each_device(machine: Machine) -> dict[str, list[str]]:
 
 def each_count(text: str) -> dict[str, list[str]]:
     """Return the flags that select each number of devices in `text`, such as "1,2"; raise UsageError if invalid."""
-    counts = [int(word) if word.isdecimal() else 0 for word in text.split(",")]
-    if min(counts) < 1 or len(set(counts)) < len(counts):
+    words = text.split(",")
+    if not all(re.fullmatch(r"[1-9]\d*", word) for word in words) or len(set(words)) < len(words):
         raise UsageError(f"--devices {text}: give different numbers of devices, such as --devices 1,2")
-    return {counted(count, "device"): ["--devices", str(count)] for count in counts}
+    return {counted(int(word), "device"): ["--devices", word] for word in words}
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measure and report, also if interrupted; raise a training's UsageError or Failure with its last line."""
+    """Measure and report, also if interrupted; raise SystemExit if a training fails, which has printed the reason."""
     names = {flag.partition("=")[0] for flag in settings.flags}
     if settings.runs < 1:
         raise UsageError(f"--runs must be at least 1, not {settings.runs}")
+    if "--logs" in names:
+        raise UsageError("run folders are deleted after the measurement: leave --logs out")
     if not settings.devices and names & {"--accelerator", "--trainer.accelerator", "--trainer.devices"}:
         raise UsageError("without --devices 1,2 the CPU and each GPU are measured: leave --accelerator out")
     if not names & {"--recipe", "--config"}:
         settings.flags = ["--recipe", "quickstart", *settings.flags]
     machine = detect_machine()
-    setups = each_count(settings.devices) if settings.devices else each_device(machine)
+    setups = each_device(machine)
+    if settings.devices:
+        setups = each_count(settings.devices)
     runs: dict[str, list[Metrics]] = {setup: [] for setup in setups}
-    progress = Progress(len(setups) * settings.runs, "training")
-    note(f"{progress.total} trainings, one after the other; the remaining time is shown after the first epoch")
+    note(f"{len(setups) * settings.runs} trainings, one after the other")
     catch_signals()
     try:
         # Alternate between the setups, so that other load on the machine affects all of them.
-        for done, (number, setup) in enumerate(product(range(settings.runs), setups)):
-
-            def on_line(line: str, done: int = done) -> None:
-                if epoch := EPOCH.match(line):
-                    progress.advance(done + int(epoch[1]) / int(epoch[2]), line.split(" · ")[0])
-
-            metrics = train([*settings.flags, *setups[setup], "--seed", str(settings.seed + number)], on_line)
+        for number, setup in product(range(settings.runs), setups):
+            metrics = train([*settings.flags, *setups[setup], "--seed", str(settings.seed + number)])
             runs[setup].append(metrics)
             seconds, accuracy = metrics["train_seconds"], metrics["test"]["accuracy"]
             note(f"{setup}, run {number + 1} of {settings.runs}: {seconds:.1f} s, {accuracy:.4f}")
@@ -84,16 +85,26 @@ def run(settings: argparse.Namespace) -> None:
     report(settings, machine, runs)
 
 
+def train(words: Sequence[str]) -> Metrics:
+    """Train in a process and a temporary folder; return its metrics.json."""
+    with TemporaryDirectory() as logs:
+        train_in_processes([*words, "--logs", logs])
+        runs = [path.parent for path in Path(logs).glob("*/metrics.json")]
+        if len(runs) != 1:
+            raise Failure(f"the training left {len(runs)} results, not 1: leave out flags that shorten or repeat it")
+        return read_metrics(runs[0])
+
+
 def report(settings: argparse.Namespace, machine: Machine, setups: dict[str, list[Metrics]]) -> None:
     """Publish the finished runs of each setup, if there are any."""
     runs = {setup: trained for setup, trained in setups.items() if trained}
     if not runs:
         return
-    first, last = (list(runs.values())[index][0] for index in (0, -1))
+    each = list(runs.values())
+    first, last = each[0][0], each[-1][0]
     shared = {name: first[name] for name in ("recipe", "net", "dataset", "batch_size", "epochs")}
     precisions = ", ".join(f"{setup} in {trained[0]['precision']}" for setup, trained in runs.items())
-    count, epochs = len(next(iter(runs.values()))), shared["epochs"]
-    lines = [f"{counted(count, 'run')} of {counted(epochs, 'epoch')} each: {precisions}"]
+    lines = [f"{counted(len(each[0]), 'run')} of {counted(first['epochs'], 'epoch')} each: {precisions}"]
     if last["accelerator"] == "cpu" and last["devices"] > 1:
         lines.append(
             f"All processes share the {machine.threads} cores that a single process already uses: no speed-up."

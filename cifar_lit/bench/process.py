@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,39 +49,13 @@ def ask_to_stop(process: subprocess.Popen[str], number: int = signal.SIGTERM) ->
     process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", number))
 
 
-def train(argv: Sequence[str], on_line: Callable[[str], None]) -> dict[str, Any]:
-    """Run `cifar-lit train` in a process and a temporary folder; return its metrics.json.
-
-    Args:
-        on_line: callback for each printed line.
-
-    Raises:
-        UsageError, Failure: the error of the training.
-    """
-    if any(word.partition("=")[0] == "--logs" for word in argv):
-        raise UsageError("run folders are deleted after the measurement: leave --logs out")
-    with (
-        tempfile.TemporaryDirectory() as logs,
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-    ):
-        command = [sys.executable, "-m", "cifar_lit", "train", *argv, "--logs", logs]
-        with started(command, stdout=subprocess.PIPE, stderr=errors) as process:
-            assert process.stdout is not None
-            for text in process.stdout:
-                on_line(text)
-        if process.returncode:
-            errors.seek(0)
-            raise as_error(process.returncode, errors.read(), "the training")
-        metrics = [*Path(logs).glob("*/metrics.json")]
-        if len(metrics) != 1:
-            raise Failure(f"the training left {len(metrics)} results, not 1: leave out flags that shorten or repeat it")
-        return dict(json.loads(metrics[0].read_text()))
-
-
 def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:
     """Return the error of a failed cifar-lit command, with the last line of stderr as text."""
-    line = (stderr.strip().splitlines() or [f"{what} ended with exit code {code}"])[-1]
-    return (UsageError if code == 2 else Failure)(line.removeprefix("cifar-lit: "))
+    lines = [f"{what} ended with exit code {code}", *stderr.strip().splitlines()]
+    line = lines[-1].removeprefix("cifar-lit: ")
+    if code == 2:
+        return UsageError(line)
+    return Failure(line)
 
 
 def child_environment() -> dict[str, str]:
@@ -95,5 +67,11 @@ def child_environment() -> dict[str, str]:
 
 def without_places(argv: Sequence[str]) -> list[str]:
     """Return the flags without `PLACES` and their values."""
-    values = {index + 1 for index, word in enumerate(argv) if word in PLACES}
-    return [word for index, word in enumerate(argv) if index not in values and word.partition("=")[0] not in PLACES]
+    others = []
+    words = iter(argv)
+    for word in words:
+        if word in PLACES:
+            next(words, None)
+        elif word.partition("=")[0] not in PLACES:
+            others.append(word)
+    return others

@@ -42,7 +42,8 @@ def run(settings: argparse.Namespace) -> None:
     if settings.runs < 1 or settings.seed0 < 0:
         raise UsageError(f"--runs must be at least 1 and --seed0 at least 0, not {settings.runs} and {settings.seed0}")
     flags = [*settings.flags, f"--seeds={settings.seed0}-{settings.seed0 + settings.runs - 1}"]
-    flags += [f"--json={settings.json}"] if settings.json else []
+    if settings.json:
+        flags.append(f"--json={settings.json}")
     # Each data set is decoded once, for all trainings of this process.
     SOURCES.update({name: replace(source, load=cache(source.load)) for name, source in SOURCES.items()})
     catch_signals()

@@ -34,8 +34,9 @@ def peak_memory() -> dict[str, int | None]:
     else:
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 1024  # bytes
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if sys.platform != "darwin":
+            most *= 1024  # bytes
     on_device = 0
     if torch.cuda.is_initialized():
         on_device = torch.cuda.max_memory_allocated()
@@ -54,7 +55,9 @@ class Record:
 
     def __init__(self, command: Command, folder: Path, others: dict[str, Any]) -> None:
         self._command, self._folder, self._entries = command, folder, others
-        self._name = recipe_path(command.recipe).stem if command.recipe else "custom"
+        self._name = "custom"
+        if command.recipe:
+            self._name = recipe_path(command.recipe).stem
         self._measured = read_json(folder / MEASURED)
         self._trained = 0
 
@@ -74,7 +77,9 @@ class Record:
         """Write the file with these runs."""
         if not self._command.json:
             return
-        entries = [{**figures_of_run(read_metrics(run)), **self._measured.get(run.name, UNMEASURED)} for run in runs]
+        entries = []
+        for run in runs:
+            entries.append({**figures_of_run(read_metrics(run)), **self._measured.get(run.name, UNMEASURED)})
         accuracy = mean_interval([entry["accuracy"] for entry in entries], SHARE)
         self._entries[self._name] = {"accuracy": accuracy, "runs": entries}
         flags = without_places(self._command.flags)

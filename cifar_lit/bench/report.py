@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from rich.table import Column, Table
+from rich.table import Table
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.errors import Failure
@@ -39,36 +39,54 @@ NOT_FIGURES = ("json", "plot", "root", "threads", "names", "line")  # settings l
 def spread(values: Iterable[float]) -> Spread:
     """Return the spread of at least one value, with five significant digits."""
     listed = sorted(values)
-    quartiles = statistics.quantiles(listed, n=4, method="inclusive") if len(listed) >= FEW else None
-    low, median, high = quartiles or (listed[0], statistics.median(listed), listed[-1])
-    median, low, high = (float(f"{value:.5g}") for value in (median, low, high))
-    return {"n": len(listed), "median": median, "low": low, "high": high}
+    low, high = listed[0], listed[-1]
+    if len(listed) >= FEW:
+        low, _, high = statistics.quantiles(listed, n=4, method="inclusive")
+    return {
+        "n": len(listed),
+        "median": _rounded(statistics.median(listed)),
+        "low": _rounded(low),
+        "high": _rounded(high),
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def number_text(value: float) -> str:
     """Return a number with at least four significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def spread_text(value: float | Spread, unit: str = "") -> str:
     """Return a median with its spread, as in `4,335 images/s (4,301 … 4,370, n = 9)`, or a single number."""
     if not isinstance(value, dict):
         return f"{number_text(value)} {unit}".strip()
-    around = f"{number_text(value['low'])} … {number_text(value['high'])}, " if value["n"] > 1 else ""
-    return f"{number_text(value['median'])} {unit}".strip() + f" ({around}n = {value['n']})"
+    median = f"{number_text(value['median'])} {unit}".strip()
+    if value["n"] == 1:
+        return f"{median} (n = 1)"
+    return f"{median} ({number_text(value['low'])} … {number_text(value['high'])}, n = {value['n']})"
 
 
 def environment() -> dict[str, Any]:
     """Return date, cpu, bf16 (hardware support), threads (of torch), gpu (None without) and versions."""
     machine = detect_machine()
-    names = sorted({name for name, _ in machine.gpus})
-    gpu = ", ".join(names) if names else "Apple GPU" if machine.mps else None
+    gpu = None
+    if machine.gpus:
+        gpu = ", ".join(sorted({name for name, _ in machine.gpus}))
+    elif machine.mps:
+        gpu = "Apple GPU"
+    if len(machine.gpus) > 1:
+        gpu = f"{len(machine.gpus)} × {gpu}"
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpu": exact_cpu(machine.cpu),
         "bf16": machine.bf16,
         "threads": torch.get_num_threads(),
-        "gpu": f"{len(machine.gpus)} × {gpu}" if len(machine.gpus) > 1 else gpu,
+        "gpu": gpu,
         "versions": versions(),
     }
 
@@ -79,16 +97,19 @@ def exact_cpu(name: str) -> str:
     if re.search(r"\d", name.partition("@")[0]) or not info.is_file():
         return name
     numbers = re.findall(r"^(?:cpu )?(family|model)\s*: (\d+)$", info.read_text(encoding="utf-8"), re.MULTILINE)[:2]
-    return f"{name} ({', '.join(map(' '.join, numbers))})" if numbers else name
+    if not numbers:
+        return name
+    return f"{name} ({', '.join(map(' '.join, numbers))})"
 
 
 def machine_text(environment: Mapping[str, Any], accelerator: str | None = None) -> str:
     """Return the GPU, or the CPU with its threads if there is no GPU or `accelerator` is "cpu"."""
     if environment.get("gpu") and accelerator != "cpu":
         return str(environment["gpu"])
-    threads = environment["threads"]
-    bf16 = " with bf16" if environment.get("bf16") else ""  # several times as fast as without
-    return f"{environment['cpu']}{bf16}, {counted(threads, 'thread')}"
+    cpu = environment["cpu"]
+    if environment.get("bf16"):  # several times as fast as without
+        cpu = f"{cpu} with bf16"
+    return f"{cpu}, {counted(environment['threads'], 'thread')}"
 
 
 def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = (), **more: Any) -> dict[str, Any]:
@@ -121,14 +142,18 @@ def print_table(
     environment: Mapping[str, Any], title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
 ) -> None:
     """Print a table with a title, and below it lines and the environment."""
-    first, *others = columns
-    table = Table(first, *(Column(name, justify="right") for name in others))
+    table = Table(columns[0])
+    for name in columns[1:]:
+        table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*row)
-    where, gpu = machine_text(environment, "cpu"), environment["gpu"]
-    versions = (f"{name} {number}" for name, number in environment["versions"].items())
-    footer = " · ".join([where, *([gpu] if gpu else []), environment["date"], *versions])
-    for part in (title, table, *lines, footer):
+    footer = [machine_text(environment, "cpu")]
+    if environment["gpu"]:
+        footer.append(environment["gpu"])
+    footer.append(environment["date"])
+    for name, number in environment["versions"].items():
+        footer.append(f"{name} {number}")
+    for part in (title, table, *lines, " · ".join(footer)):
         for_tables().print(part)
 
 

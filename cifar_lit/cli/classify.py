@@ -6,7 +6,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,8 +112,10 @@ def _settings(argv: list[str]) -> Namespace:
 
 
 def _may_be_run(path: str) -> bool:
-    files = [os.path.join(path, name) for name in ("config.yaml", "model.safetensors")]  # noqa: PTH118
-    return path.endswith(".safetensors") or any(map(os.path.exists, files))  # Path raises errors for impossible names
+    if path.endswith(".safetensors"):
+        return True
+    # Path raises errors for impossible names.
+    return os.path.exists(f"{path}/config.yaml") or os.path.exists(f"{path}/model.safetensors")  # noqa: PTH110
 
 
 def _sorted_argv(argv: list[str]) -> list[str]:
@@ -129,14 +131,22 @@ def _sorted_argv(argv: list[str]) -> list[str]:
         if arg == "--":
             break
         if arg in _ROW_FILES:
-            arg += f"={remaining.popleft()}" if remaining and remaining[0].lower().endswith(_ROW_FILES[arg]) else "=-"
+            target = "-"
+            if remaining and remaining[0].lower().endswith(_ROW_FILES[arg]):
+                target = remaining.popleft()
+            flags.append(f"{arg}={target}")
         elif arg == "--explain":
-            arg += f"={EXPLAINED}"
+            flags.append(f"--explain={EXPLAINED}")
         elif arg in _VALUED and remaining:
-            arg += f"={remaining.popleft()}"
-        (flags if arg.startswith("-") and arg != "-" else paths).append(arg)
+            flags.append(f"{arg}={remaining.popleft()}")
+        elif arg.startswith("-") and arg != "-":
+            flags.append(arg)
+        else:
+            paths.append(arg)
     paths += remaining
-    return [*flags, *(["--"] if any(path.startswith("-") for path in paths) else []), *paths]
+    if any(path.startswith("-") for path in paths):
+        flags.append("--")
+    return flags + paths
 
 
 def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
@@ -167,32 +177,37 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
     with ExitStack() as stack:
         if settings.explain is not None:  # fail before anything is written: not every net has activation maps
             activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
-        targets = [each for each in ((settings.csv, CsvRows), (settings.jsonl, JsonRows)) if each[0] is not None]
-        writers = [stack.enter_context(_row_file(target, kind, top, len(files))) for target, kind in targets]
-        if not targets:
+        writers: list[Write] = []
+        if settings.csv is not None:
+            writers.append(stack.enter_context(_row_file(settings.csv, CsvRows, top, len(files))))
+        if settings.jsonl is not None:
+            writers.append(stack.enter_context(_row_file(settings.jsonl, JsonRows, top, len(files))))
+        on_stdout = not writers or "-" in (settings.csv, settings.jsonl)
+        if not writers:
             writers.append(_class_table([file.path for file in files], classifier.classes, top))
-        # A progress bar would mix with rows on the same terminal.
-        quiet = sys.stdout.isatty() and (not targets or "-" in (settings.csv, settings.jsonl))
-        bar = nullcontext(None) if quiet else progress("classifying", len(files), min_seconds=5.0)
-        advance = stack.enter_context(bar)
+        advance = None
+        if not (on_stdout and sys.stdout.isatty()):  # a progress bar would mix with rows on the same terminal
+            advance = stack.enter_context(progress("classifying", len(files), min_seconds=5.0))
         for rows, images in classify_files(classifier, files, top):
             for write in writers:
                 write(rows)
-            if settings.explain is not None and len(images):
-                readable = (row for row in rows if row.error is None)
+            readable = [row for row in rows if row.error is None]
+            if settings.explain is not None and readable:
                 maps = activation_maps(classifier.net, images)
                 for row, image, activation in zip(readable, images, maps, strict=True):
                     stem = Path(row.path or "").stem.encode(errors="ignore")[:MAX_STEM].decode(errors="ignore")
                     name = f"{row.index:05}-{stem}.png"
                     save_picture(draw_explanation(row, image, activation), Path(settings.explain) / name)
             sheet_rows += rows[: MAX_PICTURES - len(sheet_rows)]
-            failed += sum(row.error is not None for row in rows)
+            failed += len(rows) - len(readable)
             if advance:
                 advance(len(rows))
     if settings.sheet is not None:
         save_picture(contact_sheet(sheet_rows, classifier.preparation.levels), Path(settings.sheet))
-        part = f"the first {len(sheet_rows):,} of " if len(sheet_rows) < len(files) else ""
-        note(f"{part}{len(files):,} files in {display_path(Path(settings.sheet))}")
+        shown = f"{len(files):,} files"
+        if len(sheet_rows) < len(files):
+            shown = f"the first {len(sheet_rows):,} of {shown}"
+        note(f"{shown} in {display_path(Path(settings.sheet))}")
     if settings.explain is not None:
         note(f"{len(files) - failed:,} images in {display_path(Path(settings.explain))}/")
     return failed
@@ -223,19 +238,28 @@ def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Writ
     console = Console(highlight=False, soft_wrap=True)
 
     def print_cells(cells: list[Text], remark: str = "", style: str = "") -> None:
-        cells += [Text() for _ in widths[len(cells) :]]
+        while len(cells) < len(widths):
+            cells.append(Text())
         for cell, width in zip(cells, widths, strict=True):
             cell.truncate(width, pad=True)
         console.print(Text("  ").join([*cells, Text(printable(remark), style)]))
 
     def write(rows: Sequence[Row]) -> None:
         for row in rows:
-            cells = [Text(f"{set_cell_size(printable(name), class_width)} {value:.3f}") for name, value in row.top]
-            for best in cells[:1]:
-                best.stylize("bold")
-            remark = row.error or ("unknown" if row.unknown else "")
-            print_cells([Text(printable(row.path or "")), *cells], remark, "red" if row.error else "yellow")
+            cells = [Text(printable(row.path or ""))]
+            for name, value in row.top:
+                cells.append(Text(f"{set_cell_size(printable(name), class_width)} {value:.3f}"))
+            if row.error:
+                print_cells(cells, row.error, "red")
+                continue
+            cells[1].stylize("bold")
+            if row.unknown:
+                print_cells(cells, "unknown", "yellow")
+            else:
+                print_cells(cells)
 
-    names = ["file", "class", "second", "third", *(f"{rank}th" for rank in range(4, top + 1))][: top + 1]
+    names = ["file", "class", "second", "third"][: top + 1]
+    for rank in range(4, top + 1):
+        names.append(f"{rank}th")
     print_cells([Text(name, "bold") for name in names])
     return write

@@ -46,6 +46,7 @@ UNEQUAL = ("balanced_accuracy", "macro_f1")  # shown if the classes have differe
 HIDDEN = (
     "low", "high", "parameters", "images_per_second", "epochs", "val_balanced_accuracy", "val_macro_f1", "val_top5",
 )  # fmt: skip
+LISTED = {*HIDDEN, *(name for name, _, _ in COLUMNS)}
 MAX_FURTHER = 50  # further columns
 Pairs = list[tuple[str, str, McNemar]]
 
@@ -105,8 +106,9 @@ def compare(words: list[str]) -> None:
         say("The test compares these trained nets, not their recipes: for those, compare means over several seeds.")
     if len(tests) > 1:
         say(f"Of {len(tests)} pairs of equally good runs, {0.05 * len(tests):.1f} would have p < 0.05 by chance.")
-    files = filter(None, (settings.plot, settings.csv, settings.json))
-    say(*reasons, *(f"wrote {display_path(Path(file).expanduser())}" for file in files))
+    say(*reasons)
+    for file in filter(None, (settings.plot, settings.csv, settings.json)):
+        say(f"wrote {display_path(Path(file).expanduser())}")
 
 
 # ---- console
@@ -116,25 +118,30 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
     """Print a table. left: number of left-aligned columns."""
     table = Table(title=title, title_justify="left", title_style="")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left or column == "note" else "right", overflow="fold")
+        is_text = number < left or column == "note"
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     for_tables().print(table)
 
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
-    figures = [
-        run.figures | {"interval": limits_text(run.figures, ".2f", 0.01), "size": _size(run.figures)} for run in runs
-    ]
-    listed = {*(name for name, _, _ in COLUMNS), *HIDDEN}
-    further = [*dict.fromkeys(name for row in figures for name in row if name not in listed)][:MAX_FURTHER]
-    scored = [row for row in figures if row["low"]]
-    unequal = any(abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5 for row in scored)
+    figures = []
+    further: dict[str, None] = {}  # names of other scores
+    has_unequal = False  # whether classes of unequal size give another balanced accuracy
+    for run in runs:
+        row = run.figures
+        further |= dict.fromkeys(row)
+        if row["low"] and abs(row.get("balanced_accuracy", row["accuracy"]) - row["accuracy"]) > 5e-5:
+            has_unequal = True
+        figures.append(row | {"interval": limits_text(row, ".2f", 0.01), "size": _size(row)})
+    columns = list(COLUMNS)
+    for name in [name for name in further if name not in LISTED][:MAX_FURTHER]:
+        columns.append((name, name.replace("_", " "), ".4f"))
     cells: dict[str, list[str]] = {"run": [run.name for run in runs]}
-    for name, title, form in (*COLUMNS, *((name, name.replace("_", " "), ".4f") for name in further)):
-        kind = int | float if form else str
-        values = [f"{row[name]:{form}}" if isinstance(row.get(name), kind) else "" for row in figures]
-        if name == "accuracy" or (any(values) and (unequal or name not in UNEQUAL)):
+    for name, title, form in columns:
+        values = [_figure(row.get(name), form) for row in figures]
+        if name == "accuracy" or (any(values) and (has_unequal or name not in UNEQUAL)):
             cells[title] = values
     if any(run.note for run in runs):
         cells["note"] = [run.note for run in runs]
@@ -142,12 +149,23 @@ def _show_figures(runs: Sequence[RunRecord]) -> None:
     _table(title, list(cells), list(zip(*cells.values(), strict=True)))
 
 
+def _figure(value: object, form: str) -> str:
+    """Return a number in a format, or a text without one; empty for other values."""
+    if form and isinstance(value, int | float):
+        return f"{value:{form}}"
+    if not form and isinstance(value, str):
+        return value
+    return ""
+
+
 def _size(figures: dict[str, Any]) -> str:
     """Return the number of parameters in thousands or millions."""
     count = figures["parameters"]
     if not count:
         return ""
-    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} k"
+    if count >= 1e6:
+        return f"{count / 1e6:,.1f} M"
+    return f"{count / 1e3:,.1f} k"
 
 
 def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
@@ -155,10 +173,13 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
     rows = []
     for group in sorted(grouped, key=lambda group: -group["accuracy"]["mean"]):
         accuracy, seconds = group["accuracy"], group["train_seconds"]
-        deviation = "" if accuracy["std"] is None else f" ± {100 * accuracy['std']:.2f}"
-        figures = [str(accuracy["n"]), f"{100 * accuracy['mean']:.2f}%{deviation}", limits_text(accuracy, ".2f", 0.01)]
-        time = f"{seconds['mean']:,.1f}" if seconds else ""
-        rows.append([group["recipe"], *group["settings"].values(), *figures, time])
+        mean, time = f"{100 * accuracy['mean']:.2f}%", ""
+        if accuracy["std"] is not None:
+            mean += f" ± {100 * accuracy['std']:.2f}"
+        if seconds:
+            time = f"{seconds['mean']:,.1f}"
+        figures = [str(accuracy["n"]), mean, limits_text(accuracy, ".2f", 0.01), time]
+        rows.append([group["recipe"], *group["settings"].values(), *figures])
     columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
     title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
     _table(title, columns, rows, 1 + len(names))
@@ -167,21 +188,22 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
 def repeat_line(group: dict[str, Any]) -> str:
     """Return how many runs of a group repeat a seed; empty if none does."""
     runs, seeds = len(group["runs"]), group["accuracy"]["n"]
+    if seeds == runs:
+        return ""
     repeats = f"{_label(group)}: {runs - seeds} of {runs} runs repeat a seed"
-    return f"{repeats}, and only the first run of each seed counts (n = {seeds})" if seeds < runs else ""
+    return f"{repeats}, and only the first run of each seed counts (n = {seeds})"
 
 
 def seed_pair_lines(grouped: Sequence[dict[str, Any]], pair: SeedPairs, difference: float) -> list[str]:
     """Return the difference between two groups in words. difference: the difference to be found, as a fraction."""
-    names = [_label(grouped[side]) for side in (pair.first, pair.second)]
     seeds = pair.over_seeds
     mean = f"{100 * seeds['mean']:+.2f} points over {seeds['n']} equal seeds"
-    lines = [f"{names[0]} minus {names[1]}: {mean}, {seeds['verdict']}"]
+    lines = [f"{_label(grouped[pair.first])} minus {_label(grouped[pair.second])}: {mean}, {seeds['verdict']}"]
     if limits := limits_text(seeds, "+.2f", 0.01):
         lines.append(f"  over seeds, on these test images: 95 % interval {limits}")
     if pair.over_images:
-        low, high = (100 * limit for limit in pair.over_images)
-        lines.append(f"  over test images, for these trained nets: 95 % interval {low:+.2f} … {high:+.2f}")
+        low, high = pair.over_images
+        lines.append(f"  over test images, for these trained nets: 95 % interval {100 * low:+.2f} … {100 * high:+.2f}")
     if seeds["std"] > SAME:
         count = pair.seeds_for(difference)
         lines.append(f"  finding a difference of {100 * difference:g} points takes about {count} seeds (80 % power)")
@@ -190,8 +212,14 @@ def seed_pair_lines(grouped: Sequence[dict[str, Any]], pair: SeedPairs, differen
 
 def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
     """Return the result of McNemar's test of two runs in words."""
-    p = f"p = {test.mid:.3f}" if test.mid >= 0.001 else f"p = {test.mid:.1e}" if test.mid > 1e-300 else "p < 1e-300"
-    better, worse = (first, second) if test.first >= test.second else (second, first)
+    p = "p < 1e-300"
+    if test.mid >= 0.001:
+        p = f"p = {test.mid:.3f}"
+    elif test.mid > 1e-300:
+        p = f"p = {test.mid:.1e}"
+    better, worse = first, second
+    if test.second > test.first:
+        better, worse = second, first
     counts = f"  {max(test[:2])} images are correct only in {better}, {min(test[:2])} only in {worse}."
     if test.mid < 0.05:
         return f"{better} is significantly better than {worse} ({p}):", counts
@@ -203,8 +231,10 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
 
 def _label(group: dict[str, Any]) -> str:
     """Return the recipe of a group and the settings in which it differs from others."""
-    settings = (f"{name.rpartition('.')[2]} {value}" for name, value in group["settings"].items())
-    return " · ".join([group["recipe"], *settings])
+    words = [group["recipe"]]
+    for name, value in group["settings"].items():
+        words.append(f"{name.rpartition('.')[2]} {value}")
+    return " · ".join(words)
 
 
 def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]]) -> None:
@@ -212,7 +242,9 @@ def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]
     labels = {run.name: run.name for run in runs}
     for group in grouped:
         label, count = _label(group), group["accuracy"]["n"]
-        labels |= dict.fromkeys(group["runs"], f"{label} (n = {count})" if count > 1 else label)
+        if count > 1:
+            label = f"{label} (n = {count})"
+        labels |= dict.fromkeys(group["runs"], label)
     try:
         with writing(Path(name).expanduser(), "Choose another place with --plot.") as partial:
             plot_curves(runs, list(labels.values()), partial)
@@ -234,10 +266,16 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
     for index, run in enumerate(runs):
         settings = {name: values[index] for name, values in differences.items()}
         rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures, "note": run.note})
-    names = [*dict.fromkeys(name for row in rows for name in row if name != "note"), "note"]
-    table: list[list[object]] = [list(names), *([row.get(name) for name in names] for row in rows)]
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    del names["note"]
+    columns = [*names, "note"]
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([csv_cell(value) for value in row] for row in table)
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(map(csv_cell, columns))
+    for row in rows:
+        writer.writerow(csv_cell(row.get(name)) for name in columns)
     return out.getvalue()
 
 

@@ -31,9 +31,11 @@ def explain_error(error: BaseException) -> tuple[str, int]:
     if isinstance(error, Exception):  # the text of an interruption is our own and has two lines
         line = printable(line)
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-    if rank != "0" and line:
-        line = "" if is_lost_peer(error) or code >= 128 else f"[rank {rank}] {line}"
-    return line, code
+    if rank == "0" or not line:
+        return line, code
+    if is_lost_peer(error) or code >= 128:  # the first process says it
+        return "", code
+    return f"[rank {rank}] {line}", code
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
@@ -43,10 +45,14 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "\ncifar-lit: stopped", 130
     if not isinstance(error, Exception):  # such as Interrupted
-        hint = getattr(error, "resume", None)
-        return "cifar-lit: stopped" + (f". Resume with:\n  {hint}" if hint else ""), getattr(error, "exit_code", 1)
+        line = "cifar-lit: stopped"
+        if hint := getattr(error, "resume", None):
+            line += f". Resume with:\n  {hint}"
+        return line, getattr(error, "exit_code", 1)
     if kind == "NotFiniteLoss":
-        target = "a checkpoint" if "weight" in text else "the weights"
+        target = "the weights"
+        if "weight" in text:
+            target = "a checkpoint"
         remedy = "start again with a lower --lr, or resume with --precision 32-true"
         text += f"; stopped before it reached {target}. Checkpoints are intact: {remedy}"
     elif is_out_of_memory(error):
@@ -54,7 +60,9 @@ def _explain(error: BaseException) -> tuple[str, int]:
             "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch, or choose a smaller --net"
         )
     elif (full := find_os_error(error)) and full.errno in DISK_FULL:
-        remedy = "resume with --resume" if getattr(error, "resume", None) else "start again"
+        remedy = "start again"
+        if getattr(error, "resume", None):
+            remedy = "resume with --resume"
         text = f"the disk is full ({full.filename or 'while writing'}): free some space, then {remedy}"
     elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return "cifar-lit: a file name is too long for the file system: check the path", 2
@@ -71,7 +79,9 @@ def _explain(error: BaseException) -> tuple[str, int]:
     elif text.startswith("Symlink loop"):  # pathlib
         return "cifar-lit: a path contains a symbolic link to itself: give the real path", 2
     elif is_lost_peer(error):
-        remedy = "torchrun restarts all processes" if starts_again(os.environ) else "Resume with --resume"
+        remedy = "Resume with --resume"
+        if starts_again(os.environ):
+            remedy = "torchrun restarts all processes"
         text = f"another process of this run ended early: see its message for the reason. {remedy}."
     elif kind != "MisconfigurationException" and _while_restoring(error):
         text = f"the checkpoint is damaged or does not fit this run ({kind}: {text}): use another one"
@@ -94,12 +104,15 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def _while_restoring(error: BaseException) -> bool:
     """Return whether Lightning was restoring a checkpoint when the error was raised."""
-    files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
-    return any(file.endswith("checkpoint_connector.py") for file in files)
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.endswith("checkpoint_connector.py"):
+            return True
+    return False
 
 
 # ---- errors of the parser
 
+SHORT_OF = {long: short for short, long in SHORT.items()}
 UNTRUSTED = "a configuration file names {}, whose code would run: leave it out, or give --trust if you trust the file"
 _PRECISIONS = {  # names used by other programs
     **dict.fromkeys(("fp16", "float16", "half", "amp", "mixed", "mixed16", "mixed_float16"), "16-mixed"),
@@ -153,8 +166,12 @@ def parsed(parser: ArgumentParser, argv: list[str], further: Iterable[str] = ())
 
 def long_flags(parser: ArgumentParser) -> list[str]:
     """Return every long flag of a parser, without dashes."""
-    options = (option for action in parser._actions for option in action.option_strings)
-    return [option.removeprefix("--") for option in options if option.startswith("--")]
+    flags = []
+    for action in parser._actions:
+        for option in action.option_strings:
+            if option.startswith("--"):
+                flags.append(option.removeprefix("--"))
+    return flags
 
 
 def explain_parser_error(message: str, keys: Iterable[str]) -> str:
@@ -168,15 +185,24 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
         return "write --help alone, with two dashes and without a value"
     if match := re.match(r"the following arguments are required: (.+)", message):
         flags = set(keys)
-        names = [f"--{name}" if name in flags else name.upper() for name in match[1].split(", ")]
+        names = []
+        for name in match[1].split(", "):
+            if name in flags:
+                names.append(f"--{name}")
+            else:
+                names.append(name.upper())
         return f"{' and '.join(names)} must be given, see --help"
     if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
         return f"no setting is called {match[1]}.{_setting_hint(match[1], keys)}"
     if match := re.match(r'Parser key "(data|data.augment|model|trainer)":\s*Unable to load config \'(.*)\'', message):
-        hint = _flag_hint(match[1], keys).replace("?", f" {match[2]}?") if match[1] in SYNONYMS else ""
+        hint = ""
+        if match[1] in SYNONYMS:
+            hint = _flag_hint(match[1], keys).replace("?", f" {match[2]}?")
         return f"--{match[1]} takes a YAML file, and there is no file {match[2]}.{hint}"
     if match := re.match(r"Linked \"(.+?)\" must be|argument \S+ --> (\S+):", message):
-        source = "--seed" if match[1] == "data.seed" else "the data"
+        source = "the data"
+        if match[1] == "data.seed":
+            source = "--seed"
         return f"{match[1] or match[2]} is set from {source}: leave it out"
     if match := re.match(r"argument (--[^\s/:]+).*expected (?:one|at least one) argument", message):
         return f"{match[1]} needs a value"
@@ -190,18 +216,22 @@ def _flag_hint(flag: str, keys: Iterable[str]) -> str:
     flags = set(keys)
     word = flag.lstrip("-")
     setting, _, value = _known_as(word, flags).partition(" ")
-    short = next((name for name, long in SHORT.items() if long == setting), setting)
-    if name := next((name for name in (short, setting) if name in flags), None):
-        return f" Did you mean --{name}{value and f' {value}'}?"
+    for name in (SHORT_OF.get(setting), setting):
+        if name in flags:
+            return f" Did you mean --{f'{name} {value}'.strip()}?"
+    if len(word) < 2:
+        return ""
     # The dashes are left out: they would make any two flags similar.
-    return nearest(word, flags).replace("mean ", "mean --") if len(word) > 1 else ""
+    return nearest(word, flags).replace("mean ", "mean --")
 
 
 def _setting_hint(key: str, keys: Iterable[str]) -> str:
     """Return `" Did you mean X?"` for an unknown YAML key, or an empty string. Short flags are not valid keys."""
     settings = [name for name in keys if name in ("recipe", "logs") or name not in (*SHORT, *OWN)]
     setting = SHORT.get(_dashed(key.rpartition(".")[2])) or _known_as(key, settings).partition(" ")[0]
-    return f" Did you mean {setting}?" if setting in settings else nearest(key, settings)
+    if setting in settings:
+        return f" Did you mean {setting}?"
+    return nearest(key, settings)
 
 
 def _known_as(name: str, settings: Iterable[str]) -> str:
@@ -209,8 +239,10 @@ def _known_as(name: str, settings: Iterable[str]) -> str:
     group, _, last = name.rpartition(".")
     if group in ("", "trainer", "model", "data") and (setting := SYNONYMS.get(_dashed(last))):
         return setting
-    same_name = [setting for setting in settings if "." in setting and setting.rpartition(".")[2] == last]
-    return same_name[0] if len(same_name) == 1 else ""
+    same_name = [setting for setting in settings if setting.endswith(f".{last}")]
+    if len(same_name) == 1:
+        return same_name[0]
+    return ""
 
 
 def _dashed(name: str) -> str:
@@ -218,16 +250,19 @@ def _dashed(name: str) -> str:
 
 
 def _wrong_value(key: str, message: str) -> str:
-    short = next((f"--{short}" for short, long in SHORT.items() if long == key), None)
-    name = f"{short} ({key})" if short else key
-    typed = re.search(r"(?:Given value|Got value): (.*)", message)
-    value = typed[1].strip() if typed else "that"
+    name = key
+    if key in SHORT_OF:
+        name = f"--{SHORT_OF[key]} ({key})"
+    value = "that"
+    if typed := re.search(r"(?:Given value|Got value): (.*)", message):
+        value = typed[1].strip()
     if key in FEATURES:
         return _wrong_feature(key, value, message)
     if match := re.search(r"dot import path string: (\S+)", message):
-        groups = ("callbacks", "loggers", "profilers", "strategies")
-        modules = (sys.modules.get(f"lightning.pytorch.{group}") for group in groups)
-        names = {word for module in modules for word in getattr(module, "__all__", ())}
+        names: set[str] = set()
+        for group in ("callbacks", "loggers", "profilers", "strategies"):
+            module = sys.modules.get(f"lightning.pytorch.{group}")
+            names.update(getattr(module, "__all__", ()))
         return f"{name}: no class is called {match[1]}; give its import path.{nearest(match[1], names)}"
     if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
         return f"{name}: {match[1]} has no {match[2]!r}.{nearest(match[2], dir(sys.modules.get(match[1])))}"
@@ -241,13 +276,19 @@ def _wrong_value(key: str, message: str) -> str:
         return f"{name} must be {match[2].replace('v', '')}, not {match[1]}"
     literals = " ".join(re.findall(r"Literal\[(.*?)\]", message))
     choices = list(dict.fromkeys(re.findall(r"'([^']+)'", literals)))
-    kinds = [_TYPES[kind] for kind in re.findall(r"Expected (?:a )?<class '(\w+)'>", message) if kind in _TYPES]
+    types = re.findall(r"Expected (?:a )?<class '(\w+)'>", message)
     if choices:
-        choices = ["true", "false", *choices] if _TYPES["bool"] in kinds else choices
+        if "bool" in types:
+            choices = ["true", "false", *choices]
         return f"{name} must be one of {', '.join(choices)}, not {value}.{nearest(value, choices)}"
-    if "list[" in message:
-        kinds.append("a list of them" if kinds else "a list")
-    return f"{name} must be {' or '.join(dict.fromkeys(kinds))}, not {value}" if kinds else f"invalid {name}: {value}"
+    kinds = [_TYPES[kind] for kind in types if kind in _TYPES]
+    if "list[" in message and kinds:
+        kinds.append("a list of them")
+    elif "list[" in message:
+        kinds.append("a list")
+    if not kinds:
+        return f"invalid {name}: {value}"
+    return f"{name} must be {' or '.join(dict.fromkeys(kinds))}, not {value}"
 
 
 def _wrong_feature(feature: str, value: str, message: str) -> str:
@@ -255,11 +296,14 @@ def _wrong_feature(feature: str, value: str, message: str) -> str:
     listed = ", ".join(f"--{setting}" for setting in settings)
     if match := re.search(r"Option '(.+?)' is not accepted", message):
         hint = nearest(f"{feature}.{match[1]}", settings).replace("mean ", "mean --")
-        has = f" It has {listed}." if settings and not hint else ""
-        return f"{feature} has no setting {match[1]}.{hint}{has}"
+        if settings and not hint:
+            hint = f" It has {listed}."
+        return f"{feature} has no setting {match[1]}.{hint}"
     if match := re.search(r"the following arguments are required: (\w+)", message):
         return f"{feature} needs a {match[1]}: give --{feature}.{match[1]}"
     if match := re.search(r'Parser key "(\w+)":(.*)', message.partition("\n")[2], re.DOTALL):
         return _wrong_value(f"{feature}.{match[1]}", match[2])
-    own = f"; its settings are {listed}" if settings else ""
-    return f"--{feature} takes true or false, not {value}{own}"
+    fault = f"--{feature} takes true or false, not {value}"
+    if settings:
+        fault += f"; its settings are {listed}"
+    return fault

@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -96,20 +97,22 @@ class RankProgress(Callback):
         self._watch = watch
         self._stage = 0
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin a stage."""
         self._stage += 1
         self._watch.position = [self._stage, trainer.current_epoch, 0, 0]
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
+    ) -> None:
         """Begin a step, which averages the gradients of the ranks."""
         self._watch.position = [self._stage, trainer.current_epoch, batch_idx + 1, 0]
 
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin an evaluation: each rank computes its own images."""
         self._watch.position = [*self._watch.position[:3], 1]
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to gather the predictions of the ranks."""
         self._watch.position = [*self._watch.position[:3], 2]
 
@@ -125,7 +128,7 @@ class TrainingCLI(LightningCLI):
     def __init__(self, command: Command) -> None:
         self.command = command
         set_save_dir(command)
-        self.name = "fit" if command.name == "train" else command.name
+        self.name = command.name.replace("train", "fit")
         self.first = is_first_process(os.environ)
         self.checkpoint = self._resumed_checkpoint()
         base = self._base_settings()
@@ -159,10 +162,11 @@ class TrainingCLI(LightningCLI):
             return None
         if self.name != "fit":
             raise UsageError(f"--resume is for trainings; `{self.name}` takes --ckpt_path PATH")
-        selected = None if self.first else os.environ.get(RESUMED_CHECKPOINT)
         needs_test = command.name == "train"
-        resume = command.resume or None
-        checkpoint = Path(selected) if selected else find_resumable(logs_of(command), resume, needs_test, self.first)
+        if not self.first and RESUMED_CHECKPOINT in os.environ:
+            checkpoint = Path(os.environ[RESUMED_CHECKPOINT])
+        else:
+            checkpoint = find_resumable(logs_of(command), command.resume or None, needs_test, self.first)
         run = run_of(checkpoint)
         if run is None:
             raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
@@ -185,10 +189,13 @@ class TrainingCLI(LightningCLI):
     def _check_no_more_epochs(self, run: Path, needs_test: bool) -> None:
         """Raise UsageError if a finished run is to have more epochs. The message has the command that trains it on."""
         epochs = self.command.value("trainer.max_epochs") or ""
-        more = int(epochs) - (read_metrics(run).get("epochs") or 0) if epochs.isdecimal() else 0
-        if more <= 0 or not is_finished(run, needs_test):
+        if not epochs.isdecimal() or not is_finished(run, needs_test):
             return
-        config, weights = (shlex.quote(display_path(run / name)) for name in ("config.yaml", "model.safetensors"))
+        more = int(epochs) - (read_metrics(run).get("epochs") or 0)
+        if more <= 0:
+            return
+        config = shlex.quote(display_path(run / "config.yaml"))
+        weights = shlex.quote(display_path(run / "model.safetensors"))
         start = program(sys.argv[0], self.command.name)
         command = f"{start} --config {config} --weights {weights} --finetune.head_views 0 --epochs {more}"
         name, count = display_path(run), counted(more, "more epoch")
@@ -207,8 +214,12 @@ class TrainingCLI(LightningCLI):
         if command.configs or command.asks_only:
             return None
         machine = hardware.detect_machine()
-        on_gpu = command.value("trainer.accelerator") != "cpu" and machine.gpus
-        command.recipe = DEFAULT_RECIPES["gpu" if on_gpu else "bf16" if machine.bf16 else "cpu"]
+        if machine.gpus and command.value("trainer.accelerator") != "cpu":
+            command.recipe = DEFAULT_RECIPES["gpu"]
+        elif machine.bf16:
+            command.recipe = DEFAULT_RECIPES["bf16"]
+        else:
+            command.recipe = DEFAULT_RECIPES["cpu"]
         return recipe_path(command.recipe)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
@@ -243,7 +254,7 @@ class TrainingCLI(LightningCLI):
         parser.link_arguments("data", "model.input_shape", lambda data: self._input_shape(data), **once_loaded)
         parser.link_arguments("data", "model.num_classes", lambda data: data.class_count, **once_loaded)
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:  # type: ignore[override]
         """Parse our command line, without argparse's usage text on errors."""
         flags = long_flags(self._subcommand_parsers[self.name])
         self.config = parsed(parser, args, {*flags, *SHORT, *OWN, *nested_settings()})
@@ -253,7 +264,7 @@ class TrainingCLI(LightningCLI):
         """Do nothing: settings of a checkpoint must not override flags."""
 
     @property
-    def settings(self) -> Any:
+    def settings(self) -> Namespace:
         """Return the settings of the subcommand."""
         return self.config[self.name]
 
@@ -289,9 +300,10 @@ class TrainingCLI(LightningCLI):
         self.notes: dict[str, str] = {}
         typed = self.command.value("threads") is not None
         if self.name == "fit" or typed:
-            # SLURM may give each process cores of its own.
-            alone = hardware.core_count() <= int(os.environ.get("SLURM_CPUS_PER_TASK", "0"))
-            choice = choose_threads(self.settings.threads, typed, 1 if alone else devices)
+            processes = devices
+            if hardware.core_count() <= int(os.environ.get("SLURM_CPUS_PER_TASK", "0")):
+                processes = 1  # SLURM gives each process cores of its own
+            choice = choose_threads(self.settings.threads, typed, processes)
             self.settings.threads, self.notes["threads"] = choice
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
@@ -307,16 +319,18 @@ class TrainingCLI(LightningCLI):
         if self.name != "fit":
             self.evaluated = read_checkpoint(Path(self.settings.ckpt_path).expanduser())
             self.data_state = self.evaluated.get("ImageData", {})
-        run = run_of(self.checkpoint) if self.checkpoint else None
+        run = None
+        if self.checkpoint:
+            run = run_of(self.checkpoint)
         logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
         self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
         if self.checkpoint and run:
             trained, given = plain_values(run / "config.yaml") or {}, yaml.safe_load(self._config_text())
+            given["logs"] = trained.get("logs")  # a resumed run stays in its folder
             may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
-            for group, kind in (("model", ImageClassifier), ("data", ImageData)):
-                may_change += [f"{group}.{name}" for name in kind.may_change]
+            may_change += [f"model.{name}" for name in ImageClassifier.may_change]
+            may_change += [f"data.{name}" for name in ImageData.may_change]
             self.changes = changed_settings(by_name(trained), by_name(given), may_change)
-            self.changes.pop("logs", None)  # A resumed run stays in its folder.
             self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
             self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})
             self.notes |= {"resume": display_path(self.checkpoint), "step": str(self.step)}
@@ -336,48 +350,41 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-        auto, trainer = self.command.auto, self.settings.trainer
-        features = self._features()
-        for feature in features if self.name == "fit" and not self.checkpoint else ():
-            if hasattr(feature, "prepare"):
-                feature.prepare(self.model)  # a failure leaves no run folder
-        validates = len(self.datamodule.split[1]) > 0
-        if self.name == "fit" and not validates and (monitor := self.model.hparams["monitor"]) != "accuracy":
-            raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")
         configured = self.config_init[self.name].trainer
-        devices = hardware.count_devices(self.machine, trainer.accelerator, trainer.devices) * trainer.num_nodes
-        callbacks = configured.callbacks or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        loggers = configured.logger if isinstance(configured.logger, list) else [configured.logger]
+        features = self._features()
+        callbacks = as_list(configured.callbacks)
         if self.name == "fit":
-            evaluated = [f"val/{name}" for name in self.model.evaluation.names] if validates else []
-            check_monitors(callbacks, [*evaluated, "train/loss", "train/accuracy"])
-        if auto and self.name != "fit":
-            flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
-            raise UsageError(f"{flags} can only be used with a new training: leave {flags} out")
-        if auto:
-            if devices > 1:
-                line = "--auto-batch and --auto-lr need one device: search with --devices 1, then set the values"
-                raise UsageError(line)
-            factor = search(auto, self.model, self.datamodule, partial(self._search_trainer, [*callbacks, *features]))
-            self._record_search(features, factor)
+            self._check_scores(callbacks)
+        validates = len(self.datamodule.split[1]) > 0
+        devices = (
+            hardware.count_devices(self.machine, configured.accelerator, configured.devices) * configured.num_nodes
+        )
+        if self.command.auto:
+            self._search([*callbacks, *features], devices)
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run = self._make_run()
-        bar = bool(configured.enable_progress_bar is not False and sys.stdout.isatty())
+        bar = configured.enable_progress_bar is not False and sys.stdout.isatty()
         lines = not self.command.brief
-        card: list[Callback] = [SlowdownWarning()] if self.run.trains else []
+        callbacks += self.run.callbacks(validates, bar, lines)
+        # Loggers may fail at the start, and the card is printed, before a feature works, such as finetune.
         if self.run.trains and lines:
-            card.insert(0, StartCard(self.run))
-        watched = [RankProgress(self.watch)] if self.watch else []
-        ours = [] if configured.logger is False else self.run.loggers(self.step)
+            callbacks.append(StartCard(self.run))
+        if self.run.trains:
+            callbacks.append(SlowdownWarning())
+        callbacks += features
+        if self.watch:
+            callbacks.append(RankProgress(self.watch))
+        loggers = [logger for logger in as_list(configured.logger) if isinstance(logger, Logger)]
+        if configured.logger is not False:
+            loggers = self.run.loggers(self.step) + loggers
+        if not validates:
+            kwargs["limit_val_batches"] = 0
         trainer = super().instantiate_trainer(
-            # Loggers may fail at the start, and the card is printed, before a feature works, such as finetune.
-            callbacks=[*callbacks, *self.run.callbacks(validates, bar, lines), *card, *features, *watched],
-            logger=[*ours, *(logger for logger in loggers if isinstance(logger, Logger))],
-            plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(trainer.accelerator), devices)],
+            callbacks=callbacks,
+            logger=loggers,
+            plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(configured.accelerator), devices)],
             enable_progress_bar=bar,
             profiler=configured.profiler or NoProfiler(),
-            **({} if validates else {"limit_val_batches": 0}),
             **kwargs,
         )
         if self.watch and isinstance(configured.strategy, str):  # the watch finds a lost rank sooner
@@ -386,10 +393,37 @@ class TrainingCLI(LightningCLI):
 
     def _features(self) -> list[Callback]:
         """Return the callbacks of the features that the settings name. Only a fit has any."""
+        features: list[Callback] = []
         if self.name != "fit":
-            return []
-        given = (self.config_init[self.name][name] for name in FEATURES)
-        return [feature for feature in given if feature is not None]
+            return features
+        for name in FEATURES:
+            feature = self.config_init[self.name][name]
+            if feature is None:
+                continue
+            features.append(feature)
+            if hasattr(feature, "prepare") and not self.checkpoint:
+                feature.prepare(self.model)  # a failure leaves no run folder
+        return features
+
+    def _check_scores(self, callbacks: list[Callback]) -> None:
+        """Raise UsageError if the model or a callback monitors a score that the training does not compute."""
+        scores = ["train/loss", "train/accuracy"]
+        if len(self.datamodule.split[1]):
+            scores = [f"val/{name}" for name in self.model.evaluation.names] + scores
+        elif (monitor := self.model.hparams["monitor"]) != "accuracy":
+            raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")
+        check_monitors(callbacks, scores)
+
+    def _search(self, callbacks: list[Callback], devices: int) -> None:
+        """Search batch size and learning rate as --auto-batch and --auto-lr ask."""
+        auto = self.command.auto
+        if self.name != "fit":
+            flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
+            raise UsageError(f"{flags} can only be used with a new training: leave {flags} out")
+        if devices > 1:
+            raise UsageError("--auto-batch and --auto-lr need one device: search with --devices 1, then set the values")
+        factor = search(auto, self.model, self.datamodule, partial(self._search_trainer, callbacks))
+        self._record_search(callbacks, factor)
 
     def _record_search(self, features: list[Callback], factor: float) -> None:
         """Record what a search found in config.yaml, as if it had been typed, and scale the rates of features alike."""
@@ -406,9 +440,12 @@ class TrainingCLI(LightningCLI):
 
     def _search_trainer(self, callbacks: list[Callback], test: Callback, **settings: Any) -> pl.Trainer:
         """Return a Trainer for a search before the training, with the callbacks that may change its steps."""
-        own = [deepcopy(each) for each in callbacks if not type(each).__module__.startswith("lightning.")]
-        if getattr(test, "at_full_size", False):
-            own = [each for each in own if not hasattr(each, "side")]
+        own = []
+        for each in callbacks:
+            is_lightnings = type(each).__module__.startswith("lightning.")
+            changes_size = hasattr(each, "side") and getattr(test, "at_full_size", False)
+            if not is_lightnings and not changes_size:
+                own.append(deepcopy(each))
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
         ends = {"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "fast_dev_run": False}
         changed = {"limit_train_batches": 1.0, "profiler": NoProfiler(), "strategy": "auto", "plugins": None}
@@ -437,7 +474,10 @@ class TrainingCLI(LightningCLI):
                 result = fit(*parts, self.checkpoint or self.settings.ckpt_path)
             else:
                 load_weights(self.model, self.settings.ckpt_path, self.evaluated)
-                result = predict(*parts) if subcommand == "predict" else evaluate(*parts)
+                if subcommand == "predict":
+                    result = predict(*parts)
+                else:
+                    result = evaluate(*parts)
             if self.trainer.is_global_zero and not self.command.brief:
                 self._print(result)
         except BaseException as error:
@@ -478,7 +518,9 @@ def set_save_dir(command: Command) -> None:
 
 def nested_settings() -> list[str]:
     """Return the settings that the parser does not list: those of features, optimizers and schedules."""
-    nested = [setting for name in FEATURES for setting in feature_settings(name)]
+    nested: list[str] = []
+    for name in FEATURES:
+        nested += feature_settings(name)
     for kind in OPTIMIZERS.values():
         nested += [f"model.optimizer_options.{field.name}" for field in fields(kind)]
     nested += [f"model.schedule_options.{field.name}" for field in fields(ScheduleSettings)]
@@ -495,13 +537,18 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
     if not all(type(each).__module__.startswith("lightning.") for each in callbacks):
         return
     logs_rates = any(isinstance(each, LearningRateMonitor) for each in callbacks)
-    keys = [each.state_key for each in callbacks if type(each).state_dict is not Callback.state_dict]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UsageError(f"a checkpoint cannot tell two callbacks {key} apart: remove one, or change its monitor")
+    keys: set[str] = set()
     for callback in callbacks:
+        if type(callback).state_dict is not Callback.state_dict:
+            key = callback.state_key
+            if key in keys:
+                line = f"a checkpoint cannot tell two callbacks {key} apart: remove one, or change its monitor"
+                raise UsageError(line)
+            keys.add(key)
         monitor = getattr(callback, "monitor", None)
-        logged = [*names, "epoch", "step"] if isinstance(callback, ModelCheckpoint) else names
+        logged = list(names)
+        if isinstance(callback, ModelCheckpoint):
+            logged += ["epoch", "step"]
         if monitor is None or monitor in logged or (logs_rates and monitor.startswith("lr")):
             continue
         if getattr(callback, "strict", True):
@@ -509,7 +556,16 @@ def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
             raise UsageError(f"{line} Logged values: {', '.join(names)}.")
 
 
-def check_settings(settings: Any) -> None:
+def as_list(value: object) -> list[Any]:
+    """Return a setting that may be one value, several or none as a new list."""
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return list(value)
+    return [value]
+
+
+def check_settings(settings: Namespace) -> None:
     """Raise UsageError for settings that have the right types but are invalid, before data are loaded."""
     if settings.checkpoint_every is not None:
         regular_checkpoint(settings.checkpoint_every)
@@ -538,7 +594,7 @@ def check_settings(settings: Any) -> None:
     check_choice("model.monitor", model["monitor"], value_names(TOP + 1, model["metrics"] or {}))
 
 
-def adjust_to_features(settings: Any) -> None:
+def adjust_to_features(settings: Namespace) -> None:
     """Let the features set what the settings leave open, such as the image size of pretrained weights."""
     for name in FEATURES:
         adjust = getattr(feature_class(name), "adjust_settings", None)
@@ -551,19 +607,20 @@ def program(script: str, command: str) -> str:
     path = Path(script)
     if path.suffix == ".py" and path.name != "__main__.py":
         return f"python {shlex.quote(script)}"
-    return f"{'python -m cifar_lit' if path.suffix else path.name} {command}"
+    if path.suffix:
+        return f"python -m cifar_lit {command}"
+    return f"{path.name} {command}"
 
 
 def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a config.yaml by dotted name. A feature is one setting, whatever it holds."""
     named: dict[str, Any] = {}
     for name, value in settings.items():
-        if name in ("trainer", "model", "data") and isinstance(value, dict):
-            named |= {f"{name}.{key}": each for key, each in value.items()}
+        if name in ("trainer", "model", "data", "data.augment", "data.split") and isinstance(value, dict):
+            named |= by_name({f"{name}.{key}": each for key, each in value.items()})
         else:
             named[name] = value
-    augment = named.pop("data.augment", None) or {}
-    return named | {f"data.augment.{name}": value for name, value in augment.items()}
+    return named
 
 
 def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -23,6 +23,9 @@ from cifar_lit.text import counted, say
 from cifar_lit.train import Results
 from cifar_lit.training.metrics import Score
 
+if TYPE_CHECKING:
+    from cifar_lit.training.classifier import ImageClassifier
+
 MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer lists are left out
 
 
@@ -32,7 +35,7 @@ class StartCard(Callback):
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Print the card."""
         if not trainer.is_global_zero:
             return
@@ -46,7 +49,7 @@ class StartCard(Callback):
         for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
 
 
-def start_rows(run: Run, trainer: pl.Trainer, model: Any, data: ImageData) -> dict[str, str]:
+def start_rows(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> dict[str, str]:
     """Return the rows of the start card by name."""
     train, val = (len(part) for part in data.split)
     channels, height, width = data.input_shape

@@ -47,8 +47,12 @@ def train_seeds(command: Command, others: dict[str, Any] | None = None) -> None:
         return earlier < set(seeds) or (earlier == set(seeds) and ("runs" not in content or repeats))
 
     with group_folder(command, "seeds", FILE, continues) as (path, record):
-        trainings = {f"seed {seed} ({number} of {len(seeds)})": {SETTING: seed} for number, seed in enumerate(seeds, 1)}
-        measured = Record(command, path, {} if others is None else others)
+        trainings = {}
+        for number, seed in enumerate(seeds, 1):
+            trainings[f"seed {seed} ({number} of {len(seeds)})"] = {SETTING: seed}
+        if others is None:
+            others = {}
+        measured = Record(command, path, others)
         runs = train_each(command, trainings, path, measured.add)
         record["json"] = command.json
         finish(path, record, {display_path(run): read_metrics(run) for run in runs})
@@ -60,11 +64,11 @@ def read_seeds(text: str) -> list[int]:
     seeds: dict[int, None] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
-        if match is None or (last := int(match[2] or match[1])) < (first := int(match[1])) or last - first >= MOST:
+        if match:
+            first, last = int(match[1]), int(match[2] or match[1])
+            seeds |= dict.fromkeys(range(first, min(last, first + MOST) + 1))
+        if not match or last < first or len(seeds) > MOST:
             raise UsageError(f"--seeds must be seeds such as 0-4 or 1,2,3, at most {MOST} of them, not {text[:80]!r}")
-        seeds |= dict.fromkeys(range(first, last + 1))
-        if len(seeds) > MOST:
-            raise UsageError(f"--seeds must be at most {MOST} seeds, not {text[:80]!r}")
     if len(seeds) < 2 and "-" not in text:
         raise UsageError(f"--seeds {text} is one seed: name several, such as 0-4, or use --seed {text}")
     return [*seeds]
@@ -72,31 +76,45 @@ def read_seeds(text: str) -> list[int]:
 
 def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:
     """Write seeds.json and print the results. runs: metrics.json by run folder."""
-    if len({str([metrics.get("data"), metrics["test"].get("fingerprint")]) for metrics in runs.values()}) > 1:
+    data = {str([metrics.get("data"), metrics["test"].get("fingerprint")]) for metrics in runs.values()}
+    if len(data) > 1:
         reason = "the images have changed between its trainings"
         raise Failure(f"{display_path(path)} has no mean, because {reason}: remove the folder, and start again")
     rows = {run: results(metrics) for run, metrics in runs.items()}
     spreads = {}
     for name in RESULTS:
-        values = [row[name] for row in rows.values() if name in row]
-        if len(values) == len(rows):  # a diverged net has no loss
-            spreads[name] = mean_interval(values, SHARE if name.startswith("accuracy") else ANY)
+        limits = ANY
+        if name.startswith("accuracy"):
+            limits = SHARE
+        if all(name in row for row in rows.values()):  # a diverged net has no loss
+            spreads[name] = mean_interval([row[name] for row in rows.values()], limits)
     write_text(path / FILE, json.dumps({**record, "runs": [*runs], **spreads}, indent=2) + "\n")
     titled = {f"{run} (seed {runs[run]['seed']})": row for run, row in rows.items()}
     show_runs("test results of each seed", "run", titled, [*spreads], spreads)
-    for name in (name for name in RESULTS[1::-1] if name in spreads):
-        spread = spreads[name]
-        deviation = f" ± {spread['std']:.4f}" if spread["n"] > 1 else ""
-        limits = limits_text(spread)
-        interval = f" · 95 % interval of the mean {limits}" if limits else ""
-        say(f"test {name} {spread['mean']:.4f}{deviation} · n = {spread['n']}{interval}")
+    for name in ("accuracy with TTA", "accuracy"):
+        if name in spreads:
+            say(f"test {name} {_spread_text(spreads[name])}")
     folder = display_path(path)
     say(f"results {folder}", "", "next:", f"  cifar-lit compare {shlex.quote(folder)} OTHER-SEEDS-FOLDER")
+
+
+def _spread_text(spread: Mapping[str, Any]) -> str:
+    text = f"{spread['mean']:.4f}"
+    if spread["n"] > 1:
+        text += f" ± {spread['std']:.4f}"
+    text += f" · n = {spread['n']}"
+    if limits := limits_text(spread):
+        text += f" · 95 % interval of the mean {limits}"
+    return text
 
 
 def results(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the results of a run that seeds differ in, from the content of metrics.json."""
     test = metrics["test"]
-    tta = test.get("tta", {}).get("accuracy")
-    values = (test["accuracy"], tta, test["loss"], metrics["train_seconds"])
-    return {name: value for name, value in zip(RESULTS, values, strict=True) if value is not None}
+    found = {"accuracy": test["accuracy"]}
+    if "tta" in test:
+        found["accuracy with TTA"] = test["tta"]["accuracy"]
+    if test["loss"] is not None:
+        found["loss"] = test["loss"]
+    found["train seconds"] = metrics["train_seconds"]
+    return found

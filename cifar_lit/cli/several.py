@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from cifar_lit.bench.process import ask_to_stop, started
 from cifar_lit.cli.console import for_tables
@@ -30,7 +30,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import read_text, write_text
 from cifar_lit.hardware import is_one_device
 from cifar_lit.runs.compare import read_run
-from cifar_lit.runs.run_folder import CHECKPOINTS, RunFolder, display_path, is_finished, read_json, read_metrics
+from cifar_lit.runs.run_folder import RunFolder, display_path, is_finished, newest_checkpoint, read_json, read_metrics
 from cifar_lit.signals import STOP_SIGNALS, stop_signals
 from cifar_lit.text import say
 from cifar_lit.training.orderly_stop import Interrupted
@@ -83,28 +83,46 @@ def train_each(
     runs = []
     for title, settings in trainings.items():
         run = find_run(logs, settings)
-        done = run is not None and is_finished(run, needs_test=True)
-        flags = [f"--{name}={value}" for name, value in settings.items()]
-        if not done and is_one_device(command.value("trainer.devices") or "1"):
-            place = str(logs) if logs else command.logs
-            resume = str(run) if run else None
-            alone = replace(command, several={}, flags=[*command.flags, *flags], logs=place, resume=resume, brief=True)
-            with nullcontext() if sys.stdout.isatty() else redirect_stdout(StringIO()):  # a terminal shows the bar
-                cli = TrainingCLI(alone)
-            run = None if cli.model.predictions is None else cli.run.folder.path
-            after(cli)
-            del cli
-            gc.collect()  # net and Trainer refer to each other and would keep device memory
-        elif not done:
-            train_in_processes([*command.words, *flags, f"--logs={logs}", *([f"--resume={run}"] if run else [])])
-            run = find_run(logs, settings)
+        state = " is finished"
+        if run is None or not is_finished(run, needs_test=True):
+            state = ""
+            flags = [f"--{name}={value}" for name, value in settings.items()]
+            if is_one_device(command.value("trainer.devices") or "1"):
+                run = _train_here(replace(command, flags=[*command.flags, *flags]), logs, run, after)
+            else:
+                if run is not None:
+                    flags.append(f"--resume={run}")
+                train_in_processes([*command.words, *flags, f"--logs={logs}"])
+                run = find_run(logs, settings)
         if run is None or not is_finished(run, needs_test=True):
             raise Failure("a training ended without a test: leave out flags that shorten the training")
-        state = " is finished" if done else ""
         accuracy = read_metrics(run)["test"]["accuracy"]
         say(f"{title}: test accuracy {accuracy:.4f} · {display_path(run)}{state}")
         runs.append(run)
     return runs
+
+
+def _train_here(
+    command: Command, logs: Path | None, resumed: Path | None, after: Callable[[TrainingCLI], None]
+) -> Path | None:
+    """Train and test in this process; return the run folder, None without a test."""
+    command = replace(command, several={}, brief=True)
+    if logs is not None:
+        command.logs = str(logs)
+    if resumed is not None:
+        command.resume = str(resumed)
+    output: AbstractContextManager[object] = nullcontext()  # a terminal shows the bar
+    if not sys.stdout.isatty():
+        output = redirect_stdout(StringIO())
+    with output:
+        cli = TrainingCLI(command)
+    run = None
+    if cli.model.predictions is not None:
+        run = cli.run.folder.path
+    after(cli)
+    del cli
+    gc.collect()  # net and Trainer refer to each other and would keep device memory
+    return run
 
 
 @contextmanager
@@ -121,21 +139,31 @@ def group_folder(
         file: name of the JSON file with record and results.
         continues: whether to continue the trainings of a folder, by the content of its `file`.
     """
-    recipe = [recipe_path(command.recipe)] if command.recipe else []
-    texts = [read_text(path.expanduser()) for path in (*recipe, *map(Path, command.configs))]
-    record = {"command": command.words, "settings": sha256("\0".join(texts).encode()).hexdigest()}
-    name, logs = "-".join([*(path.stem for path in recipe), suffix]), logs_of(command)
-    contents = {path.parent: read_json(path) for path in logs.glob(f"*/{file}")}
-    earlier = (path for path, content in contents.items() if record.items() <= content.items() and continues(content))
-    folder = RunFolder(logs, name, next(earlier, None))
+    name, logs = suffix, logs_of(command)
+    files = [Path(config).expanduser() for config in command.configs]
+    if command.recipe:
+        files.insert(0, recipe_path(command.recipe))
+        name = f"{files[0].stem}-{suffix}"
+    texts = "\0".join(read_text(path) for path in files)
+    record = {"command": command.words, "settings": sha256(texts.encode()).hexdigest()}
+    earlier = None
+    for path in logs.glob(f"*/{file}"):
+        content = read_json(path)
+        if record.items() <= content.items() and continues(content):
+            earlier = path.parent
+            break
+    folder = RunFolder(logs, name, earlier)
     record |= command.several
     try:
         write_text(folder.path / file, json.dumps(record) + "\n")
         yield folder.path, record
     except Interrupted as interruption:
-        flags = [f"--{name}={value}" if value else f"--{name}" for name, value in command.several.items()]
-        flags += [f"--json={command.json}"] if command.json else []
-        interruption.resume = f"{program(sys.argv[0], 'train')} {shlex.join([*command.words, *flags])}"
+        words = list(command.words)
+        for name, value in command.several.items():
+            words.append(f"--{name}={value}".removesuffix("="))
+        if command.json:
+            words.append(f"--json={command.json}")
+        interruption.resume = f"{program(sys.argv[0], 'train')} {shlex.join(words)}"
         raise
     finally:
         folder.release()
@@ -159,8 +187,9 @@ def show_runs(
         names: the results to print.
         spreads: `stats.mean_interval` of results.
     """
-    columns = (Column(TITLES.get(name, name.replace("_", " ")), justify="right") for name in names)
-    table = Table(kind, *columns, title=title, title_justify="left", title_style="")
+    table = Table(kind, title=title, title_justify="left", title_style="")
+    for name in names:
+        table.add_column(TITLES.get(name, name.replace("_", " ")), justify="right")
     for run, values in runs.items():
         table.add_row(run, *(_cell(values.get(name)) for name in names))
     for statistic in ("mean", "std"):
@@ -169,15 +198,27 @@ def show_runs(
 
 
 def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return str(value)
 
 
 def find_run(logs: Path | None, settings: Mapping[str, Any]) -> Path | None:
     """Return a finished run with these settings, else one that can be resumed, or None."""
-    configs = logs.glob("*/config.yaml") if logs else ()
-    runs = [run.path for config in configs if settings.items() <= (run := read_run(config.parent)).settings.items()]
-    resumable = [run for run in runs if any((run / name).is_file() for name in CHECKPOINTS)]
-    return next((run for run in runs if is_finished(run, needs_test=True)), next(iter(resumable), None))
+    if logs is None:
+        return None
+    resumable = None
+    for config in logs.glob("*/config.yaml"):
+        run = config.parent
+        if not settings.items() <= read_run(run).settings.items():
+            continue
+        if is_finished(run, needs_test=True):
+            return run
+        if resumable is None and newest_checkpoint(run).is_file():
+            resumable = run
+    return resumable
 
 
 def train_in_processes(words: Sequence[str]) -> None:

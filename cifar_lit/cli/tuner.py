@@ -13,7 +13,7 @@ from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -26,6 +26,9 @@ from cifar_lit.hardware import free_memory
 from cifar_lit.text import say
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.finite import NotFiniteLoss
+
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
 
 SIZES = [2**power for power in range(4, 13)]  # above 4,096, images/s no longer rises and accuracy falls
 RATES = ("bias_lr", "head_lr")  # options of optimizers that are scaled like the learning rate
@@ -71,11 +74,11 @@ class MemoryTest(Callback):
             self._saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int) -> None:
         """Begin to record."""
         self.free, self._saved = USABLE * (free_memory(pl_module.device) or 4 << 30), {}
 
-    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: ImageClassifier) -> None:
         """Sum the bytes, without those of weights."""
         weights = {weight.untyped_storage().data_ptr() for weight in pl_module.parameters()}
         saved = (storage.nbytes() for place, storage in (self._saved or {}).items() if place not in weights)
@@ -101,7 +104,7 @@ class RangeTest(Callback):
     def __init__(self, factors: list[float]) -> None:
         self.factors, self.losses = factors, list[float]()
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: ImageClassifier) -> None:
         """Choose the batches whose loss is recorded, augmented as in the first epoch."""
         self._rates = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
         loader = trainer.datamodule.train_loader  # type: ignore[attr-defined]
@@ -109,12 +112,14 @@ class RangeTest(Callback):
         batches = islice(replace(loader, batch_size=size, workers=0), -(-PROBE_IMAGES // size))
         self._probe = [trainer.strategy.batch_to_device(batch) for batch in batches]
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: ImageClassifier, optimizer: Any) -> None:
         """Set the rates. Steps with such a hook are not captured."""
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * self.factors[len(self.losses)]
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         """Record the loss, unless gradients are accumulated. End the fit if the loss is NaN or has blown up."""
         if trainer.global_step == len(self.losses):
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,6 +13,10 @@ from torch import Tensor
 from cifar_lit.data.loaders import Order, epoch_order
 from cifar_lit.errors import UsageError
 from cifar_lit.text import counted
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
 
 _CYCLES = 0  # number of this random stream; `data.order` has 1, `data.augment` 2 and 3
 
@@ -44,14 +48,14 @@ class Balanced(Callback):
     def __init__(self) -> None:
         self._counts = torch.empty(0)
 
-    def check(self, model: Any, data: Any) -> None:
+    def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError for data without an order that can be replaced."""
         if not hasattr(data, "class_counts"):
             raise UsageError("balanced needs ImageData, whose order it sets: train on ImageData, or leave balanced out")
         if not data.shuffle:
             raise UsageError("balanced draws a new order every epoch: leave data.shuffle at true")
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Count the training images of each class."""
         if stage != "fit":
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
 import torch
@@ -11,6 +11,11 @@ from torch import Tensor
 
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.text import counted
+
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
 
 KINDS = ("balanced", "effective")
 BETA = 0.999  # value of Cui et al. for ImageNet and iNaturalist
@@ -50,19 +55,19 @@ class ClassWeights(Callback):
         self._counts = torch.empty(0)
         self.weights = torch.empty(0)
 
-    def check(self, model: Any, data: Any) -> None:
+    def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError if the datamodule cannot count its classes."""
         if not hasattr(data, "class_counts"):
             raise UsageError(
                 "class_weights needs class_counts of the datamodule: define it, or leave class_weights out"
             )
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Count the training images of each class."""
         self._counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
         self.weights = torch.tensor(class_weights(self._counts, self._kind), device=pl_module.device)
 
-    def loss(self, losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
+    def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Return the weighted losses (B,) of a batch."""
         targets = getattr(batch, "targets", None)
         if targets is None:

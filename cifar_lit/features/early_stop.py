@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping
 
 from cifar_lit.errors import UsageError
+
+if TYPE_CHECKING:
+    from cifar_lit.training.classifier import ImageClassifier
 
 
 @final
@@ -29,7 +32,7 @@ class EarlyStop(EarlyStopping):
         self.depends_on_length = patience < 1
         super().__init__("val/accuracy")
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Monitor the model's score."""
         if stage != "fit":
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
 import numpy as np
@@ -19,6 +19,11 @@ from torch import Tensor
 
 from cifar_lit.errors import UsageError
 from cifar_lit.files import atomic_write
+
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
 
 # A margin is rounded to this unit. Sums of integers do not depend on the order of steps and devices.
 UNIT = 2.0**-20
@@ -35,14 +40,14 @@ class Margins(Callback):
         sums: int64 (2, N) on the device of the net: sum of the margins in units, and number of steps, of each image.
     """
 
-    def check(self, model: Any, data: Any) -> None:
+    def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError if the images have no rows or are mixed."""
         if not hasattr(data, "train_images"):
             raise UsageError("margins needs the row of each image: train on ImageData, or leave margins out")
         if data.augment.mixes:
             raise UsageError("margins needs one label per image: remove mixup and cutmix, or leave margins out")
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Start without margins."""
         if stage != "fit":
             return
@@ -56,7 +61,7 @@ class Margins(Callback):
         """The tensors that `loss` writes to."""
         return (self.sums,)
 
-    def loss(self, losses: Tensor, logits: Tensor, batch: Any) -> Tensor:
+    def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Add the margins of a training batch with logits (B, classes); return its losses (B,)."""
         if batch.loss_weight:
             logits, labels = logits.detach().float(), batch.labels[:, None]
@@ -81,7 +86,7 @@ class Margins(Callback):
         if self._trainer.is_global_zero:
             self.sums.copy_(saved)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Write the mean margins to the folder that contains the folder of the checkpoints.
 
         A fit that resumes after its last step has no `on_train_end`.

@@ -7,7 +7,7 @@ Touvron et al., Fixing the train-test resolution discrepancy, 2019).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -16,6 +16,10 @@ from torch import nn
 from cifar_lit.errors import UsageError
 from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.models.registry import net_spec
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
 
 LEAST_SIDE = 4  # pixels
 
@@ -63,7 +67,7 @@ class Resolutions(Callback):
         self._sides = sides
         self._full_side = 0
 
-    def check(self, model: Any, data: Any) -> None:
+    def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError for sizes that do not fit the images, or that the net refuses."""
         channels, height, width = data.input_shape
         check_resolutions(self._sides, height, width)
@@ -78,7 +82,7 @@ class Resolutions(Callback):
                 options=h["net_options"],
             )  # fmt: skip
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Raise UsageError for a datamodule that has no sizes."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         if stage == "fit" and not hasattr(data, "side"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +20,10 @@ from cifar_lit.data.batch import Batch
 from cifar_lit.data.loaders import FitLength, Pass, TrainLoader, shuffled
 from cifar_lit.errors import UsageError
 from cifar_lit.hooks import methods
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
 
 
 def first_hard_batch(start: float, length: FitLength) -> tuple[int, int]:
@@ -137,7 +141,7 @@ class SkipEasy(Callback):
         self._loader: HardRoundsLoader | None = None
         self._restored: dict[str, Any] = {}
 
-    def check(self, model: Any, data: Any) -> None:
+    def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError if there is no loss or no order of the images."""
         if not hasattr(model, "loss_hooks"):
             raise UsageError("skip_easy needs the loss of each image: train an ImageClassifier, or leave skip_easy out")
@@ -146,7 +150,7 @@ class SkipEasy(Callback):
         if methods(data.trainer, "order") or not data.shuffle:
             raise UsageError("skip_easy sets the order of images: leave balanced out and data.shuffle at true")
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Forget the state of an earlier fit."""
         if stage != "fit":
             return

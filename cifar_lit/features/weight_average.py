@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -10,6 +10,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from cifar_lit.errors import UsageError
 from cifar_lit.models.state import with_versions
+
+if TYPE_CHECKING:
+    from cifar_lit.training.classifier import ImageClassifier
 
 
 @final
@@ -39,7 +42,7 @@ class WeightAverage(EMAWeightAveraging):
         if self._average_model is not None and pl_module.dtype == torch.float64:
             self._average_model.module.double()
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
         """Save average and current weights."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint["state_dict"] = with_versions(pl_module, checkpoint["state_dict"])
@@ -49,7 +52,7 @@ class WeightAverage(EMAWeightAveraging):
         super().on_train_end(trainer, pl_module)
         self._average_model = None
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
         """Restore average and current weights when a fit is resumed."""
         if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
             self.on_fit_start(trainer, pl_module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
 import torch
@@ -17,10 +17,15 @@ from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.schedules import Schedule
 
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
+
 WHITENING_IMAGES = 5_000  # airbench's value (K. Jordan, 2024)
 
 
-def images_to_whiten(data: Any) -> Tensor:
+def images_to_whiten(data: ImageData) -> Tensor:
     """Return normalised training images of a datamodule: float32 (B, C, H, W), at most 1 GB."""
     return data.plain_images(min(WHITENING_IMAGES, max(1, MAX_FLOATS // math.prod(data.input_shape))))
 
@@ -41,15 +46,15 @@ class Whitening(Callback):
         if bias_epochs is not None and not bias_epochs > 0:
             raise UsageError(f"whitening.bias_epochs must be above 0, or null, not {bias_epochs:g}")
         self.bias_epochs = bias_epochs
-        self._schedule: Any = None  # schedule of the bias, until it ends
+        self._schedule: Schedule | None = None  # schedule of the bias, until it ends
         self._end = math.inf  # steps, or epochs, of the schedule
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Shorten the schedule of the bias."""
         if not isinstance(pl_module.net, WhitenedNet):
             return
         pl_module.net.is_prepared = True
-        self._reset(pl_module)
+        self._reset(pl_module.net)
         if self.bias_epochs is None:
             return
         configs = trainer.lr_scheduler_configs
@@ -58,9 +63,9 @@ class Whitening(Callback):
         schedule = configs[0].scheduler
         self._end = self.shorten(schedule, configs[0].interval, trainer)
         if not trainer.gradient_clip_val and trainer.world_size == 1:
-            self._schedule = schedule
+            self._schedule = schedule  # type: ignore[assignment]
 
-    def shorten(self, schedule: Any, interval: str, trainer: pl.Trainer) -> float:
+    def shorten(self, schedule: object, interval: str, trainer: pl.Trainer) -> float:
         """Let the rate of the bias fall to 0 early; return the steps (or epochs) of the schedule after which it is 0.
 
         Raise UsageError for a schedule of another package, or a net without such a bias.
@@ -81,7 +86,7 @@ class Whitening(Callback):
             return math.inf
         return self.bias_epochs
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Initialise the layer here, so that the training time includes it, as in airbench."""
         net = pl_module.net
         if not isinstance(net, WhitenedNet) or bool(net.whitened):
@@ -91,21 +96,25 @@ class Whitening(Callback):
             if hasattr(data, "plain_images"):
                 images = images_to_whiten(data)
             else:
-                batches: Any = islice(trainer.train_dataloader, 8)  # type: ignore[arg-type]
+                batches = islice(trainer.train_dataloader, 8)  # type: ignore[arg-type]
                 images = torch.cat([images for images, _ in batches])[:WHITENING_IMAGES]
             net.initialise(images.to(net.whiten.weight))
         broadcast_from_first(trainer, net.whiten.weight)
         net.whitened.fill_(True)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
+    ) -> None:
         """Skip the bias after its schedule has ended."""
         if self._schedule is not None and self._schedule.last_epoch >= self._end:
-            pl_module.net.bias_is_final, self._schedule = True, None
+            pl_module.net.bias_is_final = True  # type: ignore[assignment]
+            self._schedule = None
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Compute the gradient of the bias again."""
         if isinstance(pl_module.net, WhitenedNet):
-            self._reset(pl_module)
+            self._reset(pl_module.net)
 
-    def _reset(self, pl_module: Any) -> None:
-        pl_module.net.bias_is_final, self._schedule = False, None
+    def _reset(self, net: WhitenedNet) -> None:
+        net.bias_is_final = False
+        self._schedule = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -51,8 +53,10 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
     for path in paths:
         if path == "-":
             data = stdin.read()
-            lines = data.split(b"\0" if b"\0" in data else b"\n")
-            names = [os.fsdecode(line) for line in lines if line]
+            end = b"\n"
+            if b"\0" in data:
+                end = b"\0"
+            names = [os.fsdecode(line) for line in data.split(end) if line]
         elif PATTERN.search(path) and not os.path.lexists(path):
             names = sorted(_matches(path), key=natural_key)
             if not names:
@@ -70,16 +74,28 @@ def _matches(pattern: str) -> set[str]:
     """Return the paths that match a pattern. A pattern with ** matches files only, and visits each folder once."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" not in parts:
-        named = {part for part in parts if not PATTERN.search(part)}  # a folder is not skipped if the pattern names it
-        found = glob.glob(pattern)  # noqa: PTH207
-        return {path for path in found if not any(map(is_skipped, {*Path(path).parts} - named))}
+        found = set()
+        for path in glob.glob(pattern):  # noqa: PTH207
+            if not any(
+                map(is_skipped, {*Path(path).parts}.difference(parts))
+            ):  # a folder that the pattern names counts
+                found.add(path)
+        return found
     place = parts.index("**")
-    below = "/".join(part for part in parts[place + 1 :] if part) or "*"
+    below = "/".join(filter(None, parts[place + 1 :])) or "*"
+    tops = ["./"]
+    if place:
+        tops = glob.glob("/".join([*parts[:place], ""]))  # noqa: PTH207
     matches: set[str] = set()
-    for top in glob.glob("/".join([*parts[:place], ""])) if place else ["./"]:  # noqa: PTH207
-        folders = [top, *(f"{entry.path}/" for entry in walk(top, lambda error: None) if is_folder(entry))]
-        folders = folders if place else [path.removeprefix("./") for path in folders]
-        matches |= {match for folder in folders for match in _matches(glob.escape(folder) + below)}
+    for top in tops:
+        folders = [top]
+        for entry in walk(top, lambda error: None):
+            if is_folder(entry):
+                folders.append(f"{entry.path}/")
+        for folder in folders:
+            if not place:
+                folder = folder.removeprefix("./")
+            matches |= _matches(glob.escape(folder) + below)
     return {match for match in matches if not os.path.isdir(match)}  # noqa: PTH112
 
 
@@ -128,7 +144,9 @@ def classify_files(
     """
     size, channels, *_ = classifier.preparation
     chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
-    paths = [[file.path for file in chunk if file.error is None] for chunk in chunks]
+    paths = []
+    for chunk in chunks:
+        paths.append([file.path for file in chunk if file.error is None])
     decoded = decode_chunks(paths, classifier.preparation, all_cores=len(files) >= POOL_FROM)
     indices = count()
     try:
@@ -139,13 +157,11 @@ def classify_files(
             reasons = map(errors.get, count())  # a reason for each decoded file, None if it is readable
             rows = []
             for file in chunk:
-                if error := file.error or next(reasons):
-                    rows.append(Row(next(indices), (), path=file.path, error=error))
-                else:
+                row = Row(next(indices), (), path=file.path, error=file.error or next(reasons))
+                if row.error is None:
                     best = next(predictions)
-                    rows.append(
-                        Row(next(indices), best.top, path=file.path, novelty=best.novelty, unknown=best.unknown)
-                    )
+                    row = replace(row, top=best.top, novelty=best.novelty, unknown=best.unknown)
+                rows.append(row)
             yield rows, images
     except BrokenProcessPool as error:
         raise Failure("a decoding process was killed, probably for lack of memory: lower --max-pixels") from error
@@ -166,9 +182,12 @@ def contact_sheet(rows: Sequence[Row], levels: Levels | None = None) -> Image.Im
     the net's input. levels: those of 16-bit images, see `Preparation`.
     """
     columns = max(min(COLUMNS, len(rows)), 1)
-    lines = 3 if any(row.unknown for row in rows) else 2
+    lines = 2
+    if any(row.unknown for row in rows):
+        lines = 3
     width, height = SIDE + GAP, SIDE + lines * LINE_HEIGHT + GAP
-    sheet = Image.new("RGB", (columns * width + GAP, -(-len(rows) // columns) * height + GAP), "white")
+    lines_of_images = math.ceil(len(rows) / columns)
+    sheet = Image.new("RGB", (columns * width + GAP, lines_of_images * height + GAP), "white")
     for index, row in enumerate(rows):
         left, top = GAP + index % columns * width, GAP + index // columns * height
         sheet.paste(_thumbnail(row, levels), (left, top))
@@ -184,7 +203,8 @@ def draw_caption(image: Image.Image, row: Row, left: int, top: int, width: int) 
     else:
         label, probability = row.top[0]
         lines.append((f"{label} {probability:.2f}", BLACK))
-        lines += [("unknown", RED)] if row.unknown else []
+    if row.unknown:
+        lines.append(("unknown", RED))
     for number, (text, colour) in enumerate(lines):
         position = left, top + number * LINE_HEIGHT
         ImageDraw.Draw(image).text(position, _shortened(text, width), fill=colour, font=_font())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ def logits_and_embeddings(
     logits, embeddings = [], []
     last: list[Tensor] = []
 
-    def keep_input(module: nn.Module, inputs: Any) -> None:
+    def keep_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         last[:] = [inputs[0]]
 
     with ExitStack() as hooks:
@@ -43,7 +42,9 @@ def logits_and_embeddings(
             images = take(part).permute(0, 3, 1, 2)
             for batch in images.split(batch_size_of(images)):
                 logits.append(classifier(batch))
-                maps = last[0].float()
-                embeddings.append((maps.mean((2, 3)) if maps.ndim == 4 else maps.flatten(1)).cpu())
+                features = last[0].float()
+                if features.ndim == 4:
+                    features = features.mean((2, 3))
+                embeddings.append(features.flatten(1).cpu())
             advance(len(part))
     return torch.cat(logits), torch.cat(embeddings)

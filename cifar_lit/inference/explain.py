@@ -12,7 +12,6 @@ the middle of the image, where most objects are: 0.48).
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,14 +51,16 @@ def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
 def _maps_at_once(net: LoadedNet, images: Tensor) -> Tensor:
     features: list[Tensor] = []
 
-    def keep_features(module: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+    def keep_features(module: nn.Module, inputs: object, output: object) -> Tensor | None:
         if not isinstance(output, Tensor) or output.ndim != 4 or min(output.shape[2:]) < MIN_MAP_SIDE:
             return None
         (height, width), (whole_height, whole_width) = output.shape[2:], images.shape[2:]
         sides = height * whole_width, width * whole_height
         if max(sides) > MAX_DISTORTION * min(sides):  # probably (B, H, W, C) instead of (B, C, H, W)
             return None
-        features[:] = [output if output.requires_grad else output.detach().requires_grad_()]
+        if not output.requires_grad:
+            output = output.detach().requires_grad_()
+        features[:] = [output]
         return features[0].clone()  # the next layer may change it in place
 
     with torch.enable_grad(), ExitStack() as hooks:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from timeit import timeit
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,10 @@ def default_path(model: Path, to: str, quantize: str | None) -> Path:
     """Return the default path of the exported file, beside the model.safetensors."""
     if to == "safetensors":
         raise UsageError(f"{model} is already a safetensors file: name the copy with --out FILE")
-    return model.with_name(model.stem + (f".{quantize}" if quantize else "") + FORMATS[to].suffix)
+    suffix = FORMATS[to].suffix
+    if quantize:
+        suffix = f".{quantize}{suffix}"
+    return model.with_name(model.stem + suffix)
 
 
 class Check(NamedTuple):
@@ -144,18 +147,24 @@ def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> C
     The first images also run in batches of other sizes, and must give the same probabilities.
     """
     size = max(8, batch_size_of(images))
-    expected, answers = (torch.cat([run(batch) for batch in images.split(size)]) for run in (net, file))
-    pairs = [(answers, expected)]
+    expected = torch.cat([net(batch) for batch in images.split(size)])
+    answers = torch.cat([file(batch) for batch in images.split(size)])
+    difference = _difference(answers, expected)
     for batch in (*CHECKED_BATCHES, size):
         rows = torch.arange(batch) % len(images)
-        pairs.append((file(images[rows]), expected[rows]))
-    valid = all(first.shape == second.shape and bool(first.isfinite().all()) for first, second in pairs)
-    difference = max(float((first - second).abs().max()) for first, second in pairs) if valid else math.inf
+        difference = max(difference, _difference(file(images[rows]), expected[rows]))
     before, after = expected.argmax(1), answers.argmax(1)
     accuracy = None
     if labels is not None:
         accuracy = int((before == labels).sum()) / len(labels), int((after == labels).sum()) / len(labels)
     return Check(len(images), difference, int((before == after).sum()), accuracy)
+
+
+def _difference(answers: Tensor, expected: Tensor) -> float:
+    """Return the largest difference; infinity if the shapes differ or an answer is not finite."""
+    if answers.shape != expected.shape or not answers.isfinite().all():
+        return math.inf
+    return float((answers - expected).abs().max())
 
 
 def refuse_disagreement(result: Check, int8: bool) -> None:
@@ -166,7 +175,9 @@ def refuse_disagreement(result: Check, int8: bool) -> None:
             f"{MAX_DIFFERENCE:g}, so it was not kept: use another --to, or another version of torch or onnxruntime"
         )
     agreement = result.agreeing / result.images
-    loss = result.accuracy[0] - result.accuracy[1] if result.accuracy else 0.0
+    loss = 0.0
+    if result.accuracy:
+        loss = result.accuracy[0] - result.accuracy[1]
     if int8 and (result.difference == math.inf or agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS):
         raise Failure(
             f"int8 changes this net too much: {agreement:.1%} of the predictions agree (at least {MIN_AGREEMENT:.0%} "
@@ -187,7 +198,9 @@ class Probabilities(nn.Module):
     def __init__(self, net: LoadedNet, reject: float | None = None) -> None:
         super().__init__()
         self.net = net
-        self.highest = None if reject is None else threshold(net.card.reject or (), reject)
+        self.highest: float | None = None
+        if reject is not None:
+            self.highest = threshold(net.card.reject or (), reject)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the outputs for images."""
@@ -196,7 +209,9 @@ class Probabilities(nn.Module):
     def outputs(self, logits: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the outputs for logits (B, classes)."""
         probabilities = self.net.probabilities(logits)
-        return probabilities if self.highest is None else (probabilities, novelty(logits) > self.highest)
+        if self.highest is None:
+            return probabilities
+        return probabilities, novelty(logits) > self.highest
 
 
 def runner_of(net: LoadedNet) -> Runner:
@@ -249,7 +264,8 @@ def open_program(path: Path) -> Runner:
 def write_onnx(net: LoadedNet, path: Path, options: Options) -> None:
     """Write an ONNX file, in 8 bits if there are calibration images."""
     model = onnx_model(net, options.reject)
-    model = quantised(model, options.calibration) if options.calibration else model
+    if options.calibration:
+        model = quantised(model, options.calibration)
     path.write_bytes(model.SerializeToString())
 
 
@@ -257,7 +273,7 @@ def open_onnx(path: Path) -> Runner:
     """Return a runner of an ONNX file in onnxruntime on the CPU, with as many threads as torch."""
     import onnxruntime
 
-    options: Any = onnxruntime.SessionOptions()
+    options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -292,9 +308,11 @@ FORMATS = {
 }
 
 
-def first(outputs: Any) -> Tensor:
+def first(outputs: Tensor | Sequence[Tensor]) -> Tensor:
     """Return the probabilities, which are the only or the first output."""
-    return outputs if isinstance(outputs, Tensor) else outputs[0]
+    if isinstance(outputs, Tensor):
+        return outputs
+    return outputs[0]
 
 
 def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
@@ -302,20 +320,24 @@ def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
     channels, height, width = net.card.input_shape
     levels = net.card.levels
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
-    return {
+    preparation = f"upright by EXIF, transparent parts white, {RESIZES[net.card.resize]} (bicubic, antialiased)"
+    if levels:
+        preparation += f", 16-bit values from {levels[0]} to {levels[1]} scaled to 0 … 255"
+    entries = {
         "format": FORMAT,
         "net": net.card.net,
         "classes": json.dumps(net.card.classes, ensure_ascii=False),
         "image_size": json.dumps([height, width]),
         "channels": str(channels),
         "resize": net.card.resize,
-        "preparation": f"upright by EXIF, transparent parts white, {RESIZES[net.card.resize]} (bicubic, antialiased)"
-        + (f", 16-bit values from {levels[0]} to {levels[1]} scaled to 0 … 255" if levels else ""),
+        "preparation": preparation,
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
         "card": json.dumps(asdict(net.card), ensure_ascii=False),
-        **({} if reject is None else {"reject": f"{reject:g}", "output 2": "unknown: bool (batch,)"}),
     }
+    if reject is not None:
+        entries |= {"reject": f"{reject:g}", "output 2": "unknown: bool (batch,)"}
+    return entries
 
 
 @contextmanager
@@ -347,11 +369,14 @@ def traced(net: LoadedNet, reject: float | None = None) -> ExportedProgram:
 def onnx_model(net: LoadedNet, reject: float | None = None) -> ModelProto:
     """Return a net as an ONNX model with metadata. Raise Failure if ONNX cannot express it, or it exceeds 2 GiB."""
     program = traced(net, reject)
+    outputs = ["probabilities"]
+    if reject is not None:
+        outputs.append("unknown")
     try:
         with silenced():
             exported = torch.onnx.export(
                 program, (), dynamo=True, opset_version=OPSET, verbose=False,
-                input_names=["images"], output_names=["probabilities", "unknown"][: 1 + (reject is not None)],
+                input_names=["images"], output_names=outputs,
             )  # fmt: skip
         assert exported is not None
         model: ModelProto = exported.model_proto
@@ -398,10 +423,11 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     with TemporaryDirectory() as folder:
-        plain, prepared, ready, ranges = (str(Path(folder) / name) for name in ("plain", "prepared", "ready", "ranges"))
+        plain, prepared, ready = f"{folder}/plain", f"{folder}/prepared", f"{folder}/ready"
         Path(plain).write_bytes(model.SerializeToString())
-        cache = {"calibration_cache_path": ranges}  # not in old versions of onnxruntime
-        cache = cache if cache.keys() <= signature(quantize_static).parameters.keys() else {}
+        cache = {}
+        if "calibration_cache_path" in signature(quantize_static).parameters:  # not in old versions of onnxruntime
+            cache["calibration_cache_path"] = f"{folder}/ranges"
 
         batches = ({"images": batch.contiguous().numpy()} for batch in images.images.split(CALIBRATION_BATCH))
         reader = SimpleNamespace(get_next=lambda: next(batches, None))

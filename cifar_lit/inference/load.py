@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +18,9 @@ from cifar_lit.runs.card import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import read_metrics
 from cifar_lit.text import printable
+
+Picture = str | Path | Image.Image | np.ndarray | Tensor
+Pictures = Picture | Sequence[Picture]
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,21 @@ class Classifier:
         self.card, self.classes = net.card, net.classes
         channels, height, width = net.card.input_shape
         self.reject: float | None = FALSE_ALARMS  # default rate of `predict`; None marks no image
-        levels = None if net.card.levels is None else (net.card.levels[0], net.card.levels[1])
+        levels = None
+        if net.card.levels is not None:
+            levels = (net.card.levels[0], net.card.levels[1])
         self.preparation = Preparation((height, width), channels, net.card.resize, levels)
 
     def __repr__(self) -> str:
         """Return net, classes, image size and test accuracy in one line."""
-        names = ", ".join([*self.classes[:3], *(["…"] if len(self.classes) > 3 else [])])
+        names = ", ".join(self.classes[:3])
+        if len(self.classes) > 3:
+            names += ", …"
         size = "×".join(map(str, self.card.input_shape))
-        accuracy = "" if self.accuracy is None else f", test accuracy {self.accuracy:.4f}"
-        return printable(f"Classifier({self.card.net}, {len(self.classes)} classes ({names}), images {size}{accuracy})")
+        text = f"{self.card.net}, {len(self.classes)} classes ({names}), images {size}"
+        if self.accuracy is not None:
+            text += f", test accuracy {self.accuracy:.4f}"
+        return printable(f"Classifier({text})")
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return float32 logits (B, classes), on the CPU, for uint8 images (B, C, H, W) of the net's size."""
@@ -64,7 +71,7 @@ class Classifier:
             return torch.zeros(0, len(self.classes))
         return self.net.logits(images)
 
-    def predict(self, images: Any, top: int = 3, reject: float | None = None) -> list[Prediction]:
+    def predict(self, images: Pictures, top: int = 3, reject: float | None = None) -> list[Prediction]:
         """Return a prediction for each image, in order; a list of one for a single image.
 
         Args:
@@ -85,40 +92,55 @@ class Classifier:
 
     def predict_batch(self, images: Tensor, top: int = 3, reject: float | None = None) -> list[Prediction]:
         """Return the result of `predict` for uint8 images (B, C, H, W) of the net's size."""
-        rate = self.reject if reject is None else check_rate(reject)
+        rate = self.reject
+        if reject is not None:
+            rate = check_rate(reject)
         logits = self(images)
         if not logits.isfinite().all():
             raise Failure("the net's logits are not finite, because its weights are too large: use another model")
-        highest = None if rate is None or self.card.reject is None else threshold(self.card.reject, rate)
+        highest = None
+        if rate is not None and self.card.reject is not None:
+            highest = threshold(self.card.reject, rate)
         best_values, order = self.net.probabilities(logits).topk(min(top, len(self.classes)), dim=1)
         predictions = []
         for values, labels, score in zip(best_values.tolist(), order.tolist(), novelty(logits).tolist(), strict=True):
             best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
-            unknown = None if highest is None else score > highest
+            unknown = None
+            if highest is not None:
+                unknown = score > highest
             predictions.append(Prediction(*best[0], best, score, unknown))
         return predictions
 
-    def prepare(self, images: Any) -> Tensor:
+    def prepare(self, images: Pictures) -> Tensor:
         """Return images, of any type that `predict` accepts, as uint8 (N, C, H, W) of the net's size."""
+        each: Sequence[Picture]
         if isinstance(images, Tensor | np.ndarray) and images.ndim == 4:
-            images = list(images)
-        elif not isinstance(images, Sequence) or isinstance(images, str):
-            images = [images]
-        arrays = [self._prepare_one(image) for image in images]
+            each = list(images)
+        elif isinstance(images, Sequence) and not isinstance(images, str):
+            each = images
+        else:
+            each = [images]
         size, channels, *_ = self.preparation
-        array = np.stack(arrays) if arrays else np.zeros((0, *size, channels), np.uint8)
+        array = np.zeros((len(each), *size, channels), np.uint8)
+        for index, image in enumerate(each):
+            array[index] = self._prepare_one(image)
         return torch.from_numpy(array).permute(0, 3, 1, 2)
 
-    def _prepare_one(self, image: Any) -> np.ndarray:
+    def _prepare_one(self, image: Picture) -> np.ndarray:
         if isinstance(image, str | Path):
             return decode(image, *self.preparation)
-        return pixels_of(image if isinstance(image, Image.Image) else _to_pil(image), *self.preparation)
+        if not isinstance(image, Image.Image):
+            image = _to_pil(image)
+        return pixels_of(image, *self.preparation)
 
 
-def _to_pil(image: Any) -> Image.Image:
-    array = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
-    if isinstance(image, Tensor) and image.ndim == 3:
-        array = array.transpose(1, 2, 0)
+def _to_pil(image: Tensor | np.ndarray) -> Image.Image:
+    if isinstance(image, Tensor):
+        array = image.detach().cpu().numpy()
+        if image.ndim == 3:
+            array = array.transpose(1, 2, 0)
+    else:
+        array = np.asarray(image)
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)) or not array.size:
         raise ValueError(f"an image must be (H, W), (H, W, C) or, as a tensor, (C, H, W), not {tuple(np.shape(image))}")
     if np.issubdtype(array.dtype, np.floating):
@@ -127,7 +149,9 @@ def _to_pil(image: Any) -> Image.Image:
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
         raise ValueError(f"an image must be uint8, or floating-point in 0 … 1, not {array.dtype}")
-    return Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    return Image.fromarray(array)
 
 
 def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifier:
@@ -142,7 +166,7 @@ def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifi
         UsageError: there is no such file, or it names a net to import.
         Failure: the file is damaged or was not written by this program.
     """
-    with all_imports_allowed() if trust else nullcontext():
+    with all_imports_allowed(trust):
         net = load_model_file(path)
     test = read_metrics(Path(path)).get("test") or {}
     return Classifier(net, device, test.get("accuracy"))

@@ -82,7 +82,7 @@ class RunFolder:
     @property
     def resumable(self) -> bool:
         """Whether there is a checkpoint to resume from."""
-        return self._path is not None and _newest_checkpoint(self._path).is_file()
+        return self._path is not None and newest_checkpoint(self._path).is_file()
 
     def follow(self, path: Path) -> None:
         """Use the folder that the first process has created."""
@@ -209,7 +209,7 @@ def find_resumable(logs: Path, name: str | None, needs_test: bool | None = None,
         path = Path(name).expanduser()
     checkpoint, run = path, run_of(path)
     if path.is_dir():
-        checkpoint, run = _newest_checkpoint(path), path
+        checkpoint, run = newest_checkpoint(path), path
     if not checkpoint.is_file():
         raise UsageError(
             f"nothing to resume: there is no checkpoint {display_path(checkpoint)}. "
@@ -230,7 +230,7 @@ def _newest_run(logs: Path, needs_test: bool | None, first: bool) -> Path:
     if needs_test is None:
         return newest
     for run in trained:
-        if is_finished(run, needs_test) or not _newest_checkpoint(run).is_file():
+        if is_finished(run, needs_test) or not newest_checkpoint(run).is_file():
             continue
         if run != newest and first:
             state = "has no checkpoint"
@@ -292,7 +292,7 @@ def stamp_start(run: Path) -> None:
             os.utime(config, ns=(later, later))
 
 
-def _newest_checkpoint(run: Path) -> Path:
+def newest_checkpoint(run: Path) -> Path:
     """Return the checkpoint to resume from; the path of last.ckpt if there is none."""
     for name in CHECKPOINTS:
         if (run / name).is_file():
@@ -306,7 +306,7 @@ def newest_run_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> 
     for record in logs.glob(f"*/{JOB}"):
         run, job = record.parent, read_json(record)
         with suppress(OSError):  # deleted meanwhile
-            if job and belongs(job) and (read_metrics(run) or _newest_checkpoint(run).is_file()):
+            if job and belongs(job) and (read_metrics(run) or newest_checkpoint(run).is_file()):
                 runs.append((_started(run), run))
     if not runs:
         return None

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import rich
@@ -24,6 +24,10 @@ from cifar_lit.hardware import psutil
 from cifar_lit.text import counted, note, say
 from cifar_lit.training.collectives import gather_rows
 from cifar_lit.training.loop_position import is_last_epoch
+
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.training.classifier import ImageClassifier
 
 # ---- time
 
@@ -60,7 +64,9 @@ class Clock(Callback):
         """Start the clock, after the set-up."""
         self._started, self._epoch_ended = time.perf_counter(), None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         """Count the images of the global batch; this device has the fraction `loss_weight / world_size` of them."""
         if batch.loss_weight:
             self.images += round(len(batch.labels) * trainer.world_size / batch.loss_weight)
@@ -120,7 +126,7 @@ class NoProfiler(PassThroughProfiler):
 
     _CONTEXT: AbstractContextManager[None] = nullcontext()
 
-    def profile(self, action_name: str) -> AbstractContextManager[None]:  # type: ignore[override]
+    def profile(self, action_name: str) -> AbstractContextManager[None]:
         """Return a context manager that does nothing."""
         return self._CONTEXT
 
@@ -138,14 +144,14 @@ class RandomState(Callback):
     def __init__(self) -> None:
         self._restored: list[Tensor] | None = None  # CPU and accelerator, uint8 (devices, n) each
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
         """Gather the states of all devices."""
         states = [torch.get_rng_state()]
         if pl_module.device.type != "cpu":
             states.append(torch.get_device_module(pl_module.device).get_rng_state())
         checkpoint["random_state"] = [gather_rows(trainer, pl_module, state).cpu() for state in states]
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
         """Keep the states until the end of the set-up, which also draws numbers."""
         self._restored = checkpoint.get("random_state")
 
@@ -209,7 +215,7 @@ class LiveBar(RichProgressBar):
         epochs = last_epoch(self.trainer)
         return f"epoch {current_epoch + 1}" + (f"/{epochs}" if epochs else "")
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: Any) -> dict[str, Any]:
+    def get_metrics(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> dict[str, Any]:
         """Return the training loss and accuracy logged last. The epoch lines show the validation."""
         labels = {"train/loss": "loss", "train/accuracy": "accuracy"}
         metrics = super().get_metrics(trainer, pl_module)
@@ -247,7 +253,7 @@ class EpochLines(Callback):
             if stop.stopped_epoch and stop.wait_count >= stop.patience:
                 say(f"stopped early: {counted(stop.wait_count, 'validation')} without a better {stop.monitor}")
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Print the line when its training loss is known."""
         if not trainer.is_global_zero:
             return
@@ -298,7 +304,9 @@ class DivergenceWarning(Callback):
     def __init__(self) -> None:
         self._start = 0.0  # 0 before the first logged loss, infinite after the warning
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         """Check the loss logged last, which is equal on all devices."""
         loss = pl_module.rows.loss
         if loss > 0 and not self._start:
@@ -311,9 +319,11 @@ class DivergenceWarning(Callback):
                 note(f"{fault}: the training diverges; {remedy}")
             self._start = math.inf
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Warn about a validation loss that is not finite. Such weights are never selected as the best."""
-        if trainer.is_global_zero and not trainer.sanity_checking and not math.isfinite(pl_module.score.loss):
+        if not trainer.is_global_zero or trainer.sanity_checking:
+            return
+        if pl_module.score is not None and not math.isfinite(pl_module.score.loss):
             fault = f"the validation loss is not finite after step {trainer.global_step}"
             note(f"{fault}: these weights do not count as the best; lower --lr if this persists")
 
@@ -328,13 +338,17 @@ class SlowdownWarning(Callback):
         self._usual, self._steps = math.inf, 0  # the shortest time of a step so far, and the steps of a measurement
         self._begin: tuple[float, float] | None = None  # wall-clock and processor time at the begin of a measurement
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
+    ) -> None:
         """Begin to measure. A GPU computes a step after it has ended here."""
         if self._begin is None and trainer.is_global_zero and pl_module.device.type == "cpu" and psutil:
             self._begin, self._steps = (time.perf_counter(), time.process_time()), 0
             psutil.cpu_percent()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         """Compare the time of a step with the usual time."""
         self._steps += 1
         if self._begin is None or (seconds := time.perf_counter() - self._begin[0]) < self.SECONDS:

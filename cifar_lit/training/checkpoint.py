@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -33,6 +33,10 @@ from cifar_lit.text import duration_seconds
 from cifar_lit.training.checkpoint_pickle import check_pickles
 from cifar_lit.training.collectives import Agreement
 from cifar_lit.training.loop_position import is_last_epoch, validates_next, within_epoch
+
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.training.classifier import ImageClassifier
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
 
@@ -96,11 +100,12 @@ class RunCheckpoint(ModelCheckpoint):
 
     on_train_batch_end = Callback.on_train_batch_end
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
         """Replace the folder in the state of every ModelCheckpoint: Lightning deletes the files that a state names."""
         states = checkpoint.get("callbacks", {})
-        checkpoints = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        for callback in checkpoints:
+        for callback in trainer.checkpoint_callbacks:
+            if not isinstance(callback, ModelCheckpoint):
+                continue
             for key in {callback.state_key, type(callback)} & states.keys():  # old Lightning versions use the type
                 states[key] = _in_folder(states[key], str(callback.dirpath))
 
@@ -151,14 +156,18 @@ class RegularCheckpoint(RunCheckpoint):
             if isinstance(callback, LastCheckpoint):
                 callback.requested = True
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
+    ) -> None:
         """Look at the clock of the first device. Lightning broadcasts a pickled answer after every step."""
         if self._train_time_interval is not None:
             seconds = time.monotonic() - (self._last_time_checked or 0.0)
             is_due = trainer.is_global_zero and seconds >= self._train_time_interval.total_seconds()
             self._agreement.start(int(is_due))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         """Save at the interval, like Lightning; if a validation follows this step, save after it."""
         if self._train_time_interval is not None:
             is_due = bool(self._agreement.result())

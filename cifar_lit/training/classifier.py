@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -31,7 +31,12 @@ from cifar_lit.training.rows import LateRows, TrainingRows, log_values
 from cifar_lit.training.schedules import schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
 
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.datamodule import ImageData
+
 DEFAULT_SHAPE = (3, 32, 32)
+Pair = Sequence[Tensor]  # images and labels of a loader that is not ours
 METRICS = ("evaluation", "views", "_collector")  # kept out of the modules, as Lightning's summary would list them
 build_before_workers()
 
@@ -50,7 +55,7 @@ def check_model(h: Mapping[str, Any]) -> None:
         raise UsageError(f"model.temperature must be from 0.05 to 20, or null, not {temperature:g}")
 
 
-def check_features(model: ImageClassifier, trainer: Any, data: Any) -> None:
+def check_features(model: ImageClassifier, trainer: pl.Trainer, data: ImageData) -> None:
     """Raise UsageError if a callback does not fit the model or the data, or two callbacks balance the classes."""
     for check in methods(trainer, "check"):
         check(model, data)
@@ -136,7 +141,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
-        self._reads_losses = True  # check the loss of each step on the host; a GPU would have to synchronise
+        self._checks_on_host = True  # on an accelerator, reading each loss would wait for the device
         if num_classes is not None:
             self._build(list(input_shape or DEFAULT_SHAPE), num_classes)
 
@@ -166,7 +171,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         self._objects.pop(name, None)
         self.hparams.update({name: part, f"{name}_options": None})
 
-    def build_for(self, data: Any) -> None:
+    def build_for(self, data: ImageData) -> None:
         """Build net and metrics for a datamodule, unless they are built. Raise UsageError without `class_count`."""
         if self.hparams["num_classes"] is not None:
             return
@@ -181,12 +186,14 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     # ---- training
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch | Pair, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch, multiplied by its `loss_weight` if it has one (see `data.batch.Batch`)."""
         images, labels = batch
         weight = getattr(batch, "loss_weight", 1.0)
         logits = self(images)
-        targets = labels if getattr(batch, "targets", None) is None else batch.targets
+        targets = getattr(batch, "targets", None)
+        if targets is None:
+            targets = labels
         smoothing = self.hparams["label_smoothing"]
         if self.loss_hooks:
             losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
@@ -197,12 +204,14 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         if weight:
             self.running.update(loss.detach(), logits, labels)
-        if not self._reads_losses:
+        if not self._checks_on_host:
             self.running.watch(loss.detach())
         elif not torch.is_anomaly_enabled() and not math.isfinite(value := loss.item()):
             where = f"at step {self.global_step} of epoch {self.current_epoch}"
             raise NotFiniteLoss(f"the loss is {value} {where}")
-        return loss if weight == 1.0 else loss * weight
+        if weight != 1.0:
+            loss = loss * weight
+        return loss
 
     # Lightning inspects this signature at every step. Cached, and with `callbacks.NoProfiler`, `lenet` trains in 0.81
     # times the time (n = 7).
@@ -217,8 +226,9 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or convert the metrics too."""
-        for metric in [self.__dict__[name] for name in METRICS if name in self.__dict__]:
-            metric._apply(fn)
+        for name in METRICS:
+            if name in self.__dict__:
+                self.__dict__[name]._apply(fn)
         return super()._apply(fn, recurse)
 
     def configure_optimizers(self) -> Any:
@@ -231,23 +241,21 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Build the net from the datamodule unless it is built. Add the callback that an accelerator needs."""
-        trainer: Any = self.trainer
-        self.build_for(trainer.datamodule)
-        has_rows = any(isinstance(callback, LateRows) for callback in trainer.callbacks)
-        if trainer.strategy.root_device.type == "cpu" or has_rows:
+        self.build_for(self.trainer.datamodule)  # type: ignore[attr-defined]
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if self.trainer.strategy.root_device.type == "cpu" or any(isinstance(each, LateRows) for each in callbacks):
             return []
         return [LateRows()]
 
     def setup(self, stage: str) -> None:
         """Reset the state of an earlier fit."""
         if stage == "fit":
-            trainer: Any = self.trainer
-            check_features(self, trainer, trainer.datamodule)
-            self.loss_hooks = methods(trainer, "loss")
-            self.trained_with = training_settings(self.hparams, trainer)
+            check_features(self, self.trainer, self.trainer.datamodule)  # type: ignore[attr-defined]
+            self.loss_hooks = methods(self.trainer, "loss")
+            self.trained_with = training_settings(self.hparams, self.trainer)
             self.running = RunningMetrics(self.trainer.strategy.root_device)
             self.rows = TrainingRows(self)
-            self._reads_losses = True
+            self._checks_on_host = True
 
     def on_fit_start(self) -> None:
         """Configure how losses are checked, and whether freed memory is kept."""
@@ -260,7 +268,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     def watch_losses(self) -> None:
         """Check losses on the device, without synchronising it. After a non-finite loss, steps change nothing."""
-        self._reads_losses = False
+        self._checks_on_host = False
         if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # a GradScaler sets found_inf itself
             for optimizer in self.trainer.optimizers:
                 optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
@@ -270,12 +278,13 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         for optimizer in self.trainer.optimizers:
             check_restored_state(optimizer)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Batch | Pair, batch_idx: int) -> None:
         """Count the images here, because replayed steps run no Python code."""
-        self.running.images += len(batch[1]) if getattr(batch, "loss_weight", 1.0) else 0
+        if getattr(batch, "loss_weight", 1.0):
+            self.running.images += len(batch[1])
         self.running.batches += 1
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: object, batch: Batch | Pair, batch_idx: int) -> None:
         """Log a row of the training curves if it is due."""
         if values := self.rows.after_step():
             self.log_dict(values, prog_bar=True, logger=False, on_step=True, on_epoch=False)
@@ -300,8 +309,9 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         """Name of the score that selects the best checkpoint, such as `val/accuracy`, and its mode, `max` or `min`."""
         name = self.hparams["monitor"]
         further = self.evaluation.further
-        minimized = name == "loss" or (name in further and further[name].higher_is_better is False)
-        return f"val/{name}", "min" if minimized else "max"
+        if name == "loss" or (name in further and further[name].higher_is_better is False):
+            return f"val/{name}", "min"
+        return f"val/{name}", "max"
 
     def on_validation_epoch_start(self) -> None:
         """Reset the metrics, and broadcast the running statistics of norms from the first device."""
@@ -314,17 +324,19 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     on_test_epoch_start = on_validation_epoch_start
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch | Pair, batch_idx: int) -> None:
         """Score one batch. Outside of a fit, also keep the prediction of each image if the batch has `indices`."""
         self._evaluated(batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Batch | Pair, batch_idx: int) -> None:
         """Score one batch, also with test-time augmentation if `tta` is set."""
-        plain, (images, labels) = self._evaluated(batch), batch
-        if (views := self.hparams["tta"]) != "none":
+        plain = self._evaluated(batch)
+        views = self.hparams["tta"]
+        if views != "none":
+            images, labels = batch
             self.views.update(view_logits(self.net, images.type(self.dtype), views, plain), labels)
 
-    def _evaluated(self, batch: Any) -> Tensor:
+    def _evaluated(self, batch: Batch | Pair) -> Tensor:
         images, labels = batch
         logits = self(images)
         self.evaluation.update(logits, labels)
@@ -335,14 +347,18 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the scores as `val/accuracy`, `val/loss` and so on, or as `test/…` in a test."""
         self.score = self.evaluation.compute()
-        self.predictions = self._collector.predictions() if self._collector.update_called else None
-        stage = "test" if self.trainer.testing else "val"
+        self.predictions = None
+        if self._collector.update_called:
+            self.predictions = self._collector.predictions()
+        stage = "val"
+        if self.trainer.testing:
+            stage = "test"
         if self.views.loss.update_called:
             self.views_score = self.views.compute()
         scores = self.score.logged(stage)
         in_fit = self.trainer.state.fn == "fit"
         if in_fit and not self.trainer.sanity_checking:
-            # Lightning would log it at the previous step.
+            # self.log would record the scores one step too early.
             log_values(self.trainer, scores, self.current_epoch, self.global_step)
         if in_fit and not math.isfinite(self.score.loss):  # Never select such weights as the best.
             scores |= {"val/accuracy": math.nan, self.monitored[0]: math.nan}
@@ -352,7 +368,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     on_test_epoch_end = on_validation_epoch_end
 
-    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(self, batch: Batch | Pair, batch_idx: int) -> dict[str, Tensor]:
         """Return `probabilities` (B, classes) of a batch without padding, and its `labels` and `indices`, if any."""
         if isinstance(batch, Tensor):
             return {"probabilities": self(batch).float().softmax(1)}
@@ -371,12 +387,15 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         check_finite(self, checkpoint)
         if self._trainer is None:  # The fit ran in worker processes. Only its weights have come back.
             return
+        score = None
+        if self.score:
+            score = {**self.score._asdict(), "confusion": torch.tensor(self.score.confusion)}
         checkpoint["cifar_lit"] = {
             "device_sums": self.rows.unlogged_sums(),
             "epoch_sums": list(self.running.epoch),
             "logged_step": self.rows.step,
             "settings": json.dumps(self.trained_with),
-            "score": {**self.score._asdict(), "confusion": torch.tensor(self.score.confusion)} if self.score else None,
+            "score": score,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -387,9 +406,10 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             self.double()  # Lightning converts the weights after it has loaded them, which would round them
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-        if averages != ("averaging_state" in checkpoint):
-            given = "has none" if averages else "has one"
-            raise UsageError(f"weight_average cannot change on resume: the checkpoint {given}. Start a new run")
+        if averages and "averaging_state" not in checkpoint:
+            raise UsageError("weight_average cannot change on resume: the checkpoint has none. Start a new run")
+        if not averages and "averaging_state" in checkpoint:
+            raise UsageError("weight_average cannot change on resume: the checkpoint has one. Start a new run")
         state = checkpoint.get("cifar_lit", {})
         may_change = [f"model.{name}" for name in self.may_change]
         changed_settings(saved_settings(state), self.trained_with, may_change, self._what_fixes_the_length())

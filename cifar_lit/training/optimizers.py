@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,11 @@ from cifar_lit.hooks import methods
 from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
 from cifar_lit.settings import options_of
 from cifar_lit.training.schedules import ScheduleSettings, schedule_from
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from cifar_lit.training.classifier import ImageClassifier
 
 # These settings depend on the machine. A checkpoint does not override them.
 MACHINE_SETTINGS = ("fused", "foreach", "capturable", "products")
@@ -268,7 +273,7 @@ def _build_foreign(net: nn.Module, optimizer: Any, lr: float, options: dict[str,
     return built
 
 
-def configure_optimizers(model: Any, trainer: Any) -> Any:
+def configure_optimizers(model: ImageClassifier, trainer: Trainer) -> Any:
     """Return the optimizer of an ImageClassifier and, unless rates are constant, its schedule, as Lightning expects.
 
     Raises UsageError for a schedule if the training has no limit.

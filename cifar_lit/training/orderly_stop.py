@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -15,6 +15,10 @@ from cifar_lit.text import note
 from cifar_lit.training.checkpoint import LastCheckpoint
 from cifar_lit.training.collectives import Agreement
 from cifar_lit.training.loop_position import validates_next, within_epoch
+
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.training.classifier import ImageClassifier
 
 
 class Interrupted(BaseException):
@@ -99,12 +103,16 @@ class OrderlyStop(Checkpoint):
         handled = set(self.SIGNALS).intersection(stop_signals()) | {self._requeue}
         self._old_handlers = {number: signal.signal(number, self._receive) for number in handled if number}
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
+    ) -> None:
         """Start to exchange the signals of all devices. The step takes longer than the exchange."""
         if trainer.world_size > 1:
             self._agreement.start(self._received)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         """Stop within an epoch."""
         number = self._agreement.result() if trainer.world_size > 1 else self._received
         if number and not validates_next(trainer):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cifar_lit.errors import Failure
 from cifar_lit.settings import plain_settings
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 # Settings of the Trainer that change what is computed.
 TRAINER_SETTINGS = (
@@ -18,7 +21,7 @@ TRAINER_SETTINGS = (
 )  # fmt: skip
 
 
-def training_settings(hparams: Mapping[str, Any], trainer: Any) -> dict[str, Any]:
+def training_settings(hparams: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
     """Return the settings of an ImageClassifier and its Trainer by dotted name, as `changed_settings` compares them."""
     limits = {name: getattr(trainer, name) for name in TRAINER_SETTINGS}
     return {**plain_settings("model", hparams), **plain_settings("trainer", limits)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +17,9 @@ from torch.nn.utils import get_total_norm
 from cifar_lit.training.collectives import gather_rows
 from cifar_lit.training.finite import NotFiniteLoss
 from cifar_lit.training.loop_position import is_last_epoch, validates_next
+
+if TYPE_CHECKING:
+    from cifar_lit.training.classifier import ImageClassifier
 
 
 class Row(NamedTuple):
@@ -79,7 +82,7 @@ class TrainingRows:
         late: measure rows without waiting for the device; see `LateRows`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: ImageClassifier) -> None:
         self._model = model
         self.step, self.loss = 0, math.nan
         self.late = False
@@ -94,7 +97,7 @@ class TrainingRows:
 
     @property
     def _is_due(self) -> bool:
-        every: int = self._model.trainer.log_every_n_steps
+        every: int = self._model.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return every > 0 and self._model.global_step - self.step >= every
 
     def after_step(self) -> dict[str, Tensor]:
@@ -207,10 +210,11 @@ class LateRows(Callback):
     def __init__(self) -> None:
         self._rows: TrainingRows | None = None
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Decide for this fit."""
-        self._rows = pl_module.rows if reads_late(trainer, pl_module) else None
-        if self._rows:
+        self._rows = None
+        if reads_late(trainer, pl_module):
+            self._rows = pl_module.rows
             self._rows.late = True
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

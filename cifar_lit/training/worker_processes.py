@@ -19,12 +19,17 @@ def build_before_workers() -> None:
     launch = _MultiProcessingLauncher.launch
 
     @wraps(launch)
-    def launch_with_net(self: Any, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        model: Any = getattr(trainer, "lightning_module", None)
-        if not hasattr(model, "build_for"):
+    def launch_with_net(
+        self: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        model = getattr(trainer, "lightning_module", None)
+        if model is None or not hasattr(model, "build_for"):
             return launch(self, function, *args, trainer=trainer, **kwargs)
-        data = [value for value in (*args, *kwargs.values()) if isinstance(value, LightningDataModule)]
-        model.build_for(data[0] if data else None)
+        data = None
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, LightningDataModule):
+                data = value
+        model.build_for(data)
         if self._start_method == "fork":
             function = partial(_in_one_thread, function)
         result = launch(self, function, *args, trainer=trainer, **kwargs)

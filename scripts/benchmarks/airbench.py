@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from progress import Progress
 from script import run_script
 from torch import Tensor, nn
 
-from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError

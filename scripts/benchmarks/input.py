@@ -12,13 +12,13 @@ import lightning.pytorch as pl
 import torch
 from loops import ArrayImages, batches_on_device, leave_signals
 from PIL import Image
+from progress import Progress
 from script import run_script
 from timed_fit import add_data_arguments, read_clock
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor, v2
 
-from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.datamodule import ImageData

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from loops import AUTOCAST
+from progress import Progress
 from script import run_script
 from timed_fit import Stopwatch, Subject, add_data_arguments, fit, read_clock, subject_from
 from torch import Tensor
@@ -20,7 +21,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.loaders import FitLength, count_batches

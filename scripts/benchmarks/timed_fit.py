@@ -17,10 +17,10 @@ import rich
 import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
+from progress import Progress
 from script import set_threads
 from torch import nn
 
-from cifar_lit.bench.progress import Progress
 from cifar_lit.cli.flags import parse, recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import count_batches

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from loops import leave_signals
+from progress import Progress
 from script import run_script
 from timed_fit import build
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar_lit.bench.progress import Progress
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.datamodule import ImageData

@@ -496,7 +496,7 @@ def test_a_non_finite_loss_changes_no_weights_or_states_and_names_its_step(
 
 
 def test_a_late_non_finite_loss_names_its_accumulated_update() -> None:
-    late = LambdaCallback(on_train_start=lambda trainer, model: setattr(model, "_reads_losses", False))
+    late = LambdaCallback(on_train_start=lambda trainer, model: setattr(model, "_checks_on_host", False))
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 100}
     with pytest.raises(NotFiniteLoss, match=r"the loss is not finite at step 2 of epoch 0$"):
         fitted(classifier(), broken_data(5), late, **settings)

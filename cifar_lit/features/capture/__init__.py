@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import lightning.pytorch as pl
 import torch
@@ -24,6 +24,11 @@ from cifar_lit.features.capture.deferred import DeferredBatch, DeferredBatches
 from cifar_lit.hooks import callbacks_with
 from cifar_lit.text import note
 
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
+
 WARM_UP_STEPS = 3  # before a capture, for libraries to select kernels and optimizers to create states
 # Hooks that a replayed step cannot call.
 HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
@@ -34,24 +39,25 @@ COMPILED_GRAPHS = 64
 
 def device_graphs(device: torch.device) -> Any:
     """Return the module of a device that supports graphs (such as `torch.cuda`), else None."""
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    return module if hasattr(module, "CUDAGraph") else None
+    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "CUDAGraph"):
+        return None
+    return torch.get_device_module(device)
 
 
-def can_capture(trainer: Any) -> bool:
+def can_capture(trainer: pl.Trainer) -> bool:
     """Return whether steps can be replayed: on one device that supports graphs, without code within a step."""
     if device_graphs(trainer.strategy.root_device) is None:
         return False
-    accumulates = trainer.accumulate_grad_batches > 1 or any(
-        isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
-    )
-    # Look at the instance, where LambdaCallback sets its hooks.
-    has_hooks = any(
-        getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
-        for callback in trainer.callbacks
-        for name in HOOKS
-    )
-    return not (trainer.world_size > 1 or accumulates or has_hooks)
+    if trainer.world_size > 1 or trainer.accumulate_grad_batches > 1:
+        return False
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            return False
+        for name in HOOKS:
+            # Look at the instance, where LambdaCallback sets its hooks.
+            if getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name):
+                return False
+    return True
 
 
 @final
@@ -73,7 +79,7 @@ class Capture(Callback):
         """Return whether steps will be captured, so that the optimizer keeps its rates in tensors."""
         return can_capture(trainer)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Capture a step for each shape of batch, before the training time starts.
 
         A resumed fit captures later, because its checkpoint replaces the optimizer states.
@@ -83,31 +89,35 @@ class Capture(Callback):
             return
         pl_module.watch_losses()
         self._steps = GraphedSteps(pl_module, self.compile)
-        pl_module.optimizer_step = self._optimizer_step
+        pl_module.optimizer_step = self._optimizer_step  # type: ignore[method-assign]
         trainer.fit_loop.setup_data()  # creates the loader
         if DeferredBatches.supports(trainer.datamodule):  # type: ignore[attr-defined]
             self._deferred = DeferredBatches(trainer.datamodule)  # type: ignore[attr-defined]
         if not trainer.ckpt_path:
             self._steps.rehearse(example_batches(trainer, pl_module, self._deferred))
 
-    def _optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def _optimizer_step(self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: Any = None) -> None:
         assert self._steps is not None
         self._steps.step(optimizer_closure)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
+    ) -> None:
         """Keep the batch, which `optimizer_step` does not receive."""
         if self._steps is not None:
-            self._steps.batch = batch if hasattr(batch, "loss_weight") else Pair(*batch)
+            self._steps.batch = batch
+            if not hasattr(batch, "loss_weight"):
+                self._steps.batch = Pair(*batch)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Release the graphs before the net leaves the device."""
         self._release(pl_module)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: ImageClassifier, exception: BaseException) -> None:
         """Release the graphs after a failed fit, because a traceback may keep the model alive."""
         self._release(pl_module)
 
-    def _release(self, pl_module: Any) -> None:
+    def _release(self, pl_module: ImageClassifier) -> None:
         self._steps = None
         vars(pl_module).pop("optimizer_step", None)
         if self._deferred is not None:
@@ -133,9 +143,15 @@ class Pair:
         return Pair(self.images.clone(), self.labels.clone())
 
 
-def example_batches(trainer: pl.Trainer, model: Any, deferred: DeferredBatches | None) -> Iterator[Any]:
+TrainingBatch: TypeAlias = "Batch | DeferredBatch | Pair"
+
+
+def example_batches(
+    trainer: pl.Trainer, model: ImageClassifier, deferred: DeferredBatches | None
+) -> Iterator[TrainingBatch]:
     """Yield a batch of each shape in the fit, the largest first, after setting `net.bias_is_final` for it."""
-    net, data = model.net, trainer.datamodule  # type: ignore[attr-defined]
+    net: Any = model.net
+    data = trainer.datamodule  # type: ignore[attr-defined]
     if not hasattr(data, "train_loader"):
         return
     end = min((callback.skips_bias_from for callback in callbacks_with(trainer, "skips_bias_from")), default=math.inf)
@@ -149,7 +165,7 @@ def example_batches(trainer: pl.Trainer, model: Any, deferred: DeferredBatches |
     net.bias_is_final = False
 
 
-def batches_of_side(data: Any, side: int | None, deferred: DeferredBatches | None) -> Iterator[Any]:
+def batches_of_side(data: ImageData, side: int | None, deferred: DeferredBatches | None) -> Iterator[TrainingBatch]:
     """Yield a training batch of each size in an epoch, the largest first. side: see `ImageData.side`."""
     loader = data.train_loader
     rows, make = loader.epoch_rows(0), loader.maker(0)
@@ -173,8 +189,8 @@ class GraphedSteps:
         batch: the next batch to train on.
     """
 
-    def __init__(self, model: Any, compile_net: bool) -> None:
-        self.batch: Any = None
+    def __init__(self, model: ImageClassifier, compile_net: bool) -> None:
+        self.batch: TrainingBatch = Pair(torch.empty(0), torch.empty(0))
         self._model = model
         self._module = device_graphs(model.device)
         self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
@@ -194,11 +210,12 @@ class GraphedSteps:
         """Run a step on `batch`, and store its loss in Lightning's closure, which is not called."""
         closure._result = ClosureResult(self._step(self.batch))
 
-    def rehearse(self, batches: Iterable[Any]) -> None:
+    def rehearse(self, batches: Iterable[TrainingBatch]) -> None:
         """Warm up and capture a step on each batch, then restore all state. Do not call this in a resumed fit."""
         model = self._model
-        hook_tensors = [tensor for callback in callbacks_with(model.trainer, "tensors") for tensor in callback.tensors]
-        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors, *hook_tensors]
+        tensors = [*model.net.parameters(), *model.net.buffers(), *model.running.tensors]
+        for callback in callbacks_with(model.trainer, "tensors"):
+            tensors += callback.tensors
         with torch.no_grad():
             copies = [tensor.clone() for tensor in tensors]
         loss_scale = self._scaler.state_dict()
@@ -214,13 +231,16 @@ class GraphedSteps:
                     value.zero_()  # all optimizer states start at 0
         self._scaler.load_state_dict(loss_scale)
 
-    def _step(self, batch: Any) -> Tensor:
+    def _step(self, batch: TrainingBatch) -> Tensor:
         if isinstance(batch, DeferredBatch) and batch.may_be_changed:
             batch = batch.made
         key = (*_shape(batch), batch.loss_weight, getattr(self._model.net, "bias_is_final", False))
         if isinstance(batch, DeferredBatch) and batch.maker.keys is not self._epoch_keys:
-            self._epoch_keys = keys = batch.maker.keys
-            self._keys = keys.clone() if self._keys is None else self._keys.copy_(keys)
+            self._epoch_keys = batch.maker.keys
+            assert self._epoch_keys is not None
+            if self._keys is None:
+                self._keys = torch.empty_like(self._epoch_keys)
+            self._keys.copy_(self._epoch_keys)
         if key in self._captured:
             graph, inputs, loss = self._captured[key]
             torch._foreach_copy_(inputs, _inputs(batch))
@@ -233,7 +253,7 @@ class GraphedSteps:
             self._module.current_stream().wait_stream(self._stream)
         else:
             if isinstance(batch, DeferredBatch):
-                static: Any = batch.with_inputs(batch.indices.clone(), self._keys)
+                static: TrainingBatch = batch.with_inputs(batch.indices.clone(), self._keys)
             else:
                 static = batch.clone()
             graph = self._module.CUDAGraph()
@@ -244,17 +264,17 @@ class GraphedSteps:
             graph.replay()
         return loss
 
-    def _run(self, batch: Any) -> Tensor:
+    def _run(self, batch: TrainingBatch) -> Tensor:
         """Run a step without synchronising. After a non-finite loss, `found_inf` keeps steps from changing anything.
 
         In 16-mixed, the scaler uses `found_inf` to skip a step whose gradients overflow.
         """
         model, trainer = self._model, self._model.trainer
-        optimizer = trainer.optimizers[0]
+        optimizer: Any = trainer.optimizers[0]
         if isinstance(batch, DeferredBatch):
             batch = batch.make()  # here, because autocast would round smaller images to bfloat16
         with trainer.precision_plugin.train_step_context():
-            loss = self._loss(batch)
+            loss = self._loss(batch)  # type: ignore[arg-type]
         self._scaler.scale(loss).backward()
         self._scaler.unscale_(optimizer)
         model.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
@@ -265,7 +285,7 @@ class GraphedSteps:
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def _loss(self, batch: Any) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         """Return the loss of the compiled net; of the net itself if the compiler fails, as without a C compiler."""
         if self._compiled is None:
             return self._model.training_step(batch, 0)
@@ -289,12 +309,14 @@ class GraphedSteps:
             self._model.net._compiled_call_impl = None
 
 
-def _shape(batch: Any) -> tuple[Any, ...]:
+def _shape(batch: TrainingBatch) -> tuple[int | None, ...]:
     """Return the shape part of the cache key of a batch's graph."""
-    return (batch.side, len(batch.indices)) if isinstance(batch, DeferredBatch) else tuple(batch.images.shape)
+    if isinstance(batch, DeferredBatch):
+        return batch.side, len(batch.indices)
+    return tuple(batch.images.shape)
 
 
-def _inputs(batch: Any) -> list[Tensor]:
+def _inputs(batch: TrainingBatch) -> list[Tensor]:
     """Return the tensors of a batch that a graph reads."""
     if isinstance(batch, DeferredBatch):
         return [batch.indices]

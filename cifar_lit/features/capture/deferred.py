@@ -6,14 +6,20 @@ graph's input. A deferred batch copies the rows of its images only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.data.loaders import BatchMaker, Pass
+
+Finish = Callable[["Batch", int | None], "Batch"]
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
@@ -29,18 +35,18 @@ class DeferredBatch:
     """
 
     def __init__(
-        self, indices: Tensor, loss_weight: float, maker: Any, finish: Callable[..., Any], side: int | None
+        self, indices: Tensor, loss_weight: float, maker: BatchMaker, finish: Finish, side: int | None
     ) -> None:
         self.indices, self.loss_weight, self.maker = indices, loss_weight, maker
         self.side, self._finish = side, finish
 
-    def make(self) -> Any:
+    def make(self) -> Batch:
         """Return a new preprocessed `Batch`."""
         (batch,) = self.maker([(self.indices, self.loss_weight)])
         return self._finish(batch, self.side)
 
     @cached_property
-    def made(self) -> Any:
+    def made(self) -> Batch:
         """The preprocessed `Batch` that callbacks see."""
         return replace(self.make(), labels=self.labels)
 
@@ -67,12 +73,14 @@ class DeferredBatch:
         return iter((self.images, self.labels))
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.images if index == 0 else self.labels
+        if index == 0:
+            return self.images
+        return self.labels
 
     def __len__(self) -> int:
         return 2
 
-    def to(self, *args: Any, **settings: Any) -> DeferredBatch:
+    def to(self, *args: object, **settings: object) -> DeferredBatch:
         """Return the batch itself, which is on the device already. Called by Lightning."""
         return self
 
@@ -89,37 +97,41 @@ class DeferredBatches:
         data: an ImageData whose training images are on its device.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: ImageData) -> None:
         self._data, self._loader = data, data.train_loader
         self._next_pass, self._transferred = self._loader.next_pass, data.on_after_batch_transfer
-        self._loader.next_pass, data.on_after_batch_transfer = self._deferred_pass, self._after_transfer
+        self._loader.next_pass = self._deferred_pass  # type: ignore[method-assign]
+        data.on_after_batch_transfer = self._after_transfer  # type: ignore[method-assign, assignment]
 
     @staticmethod
-    def supports(data: Any) -> bool:
+    def supports(data: ImageData) -> bool:
         """Return whether batches are functions of their rows on the device: not if a hook changes them."""
         hook = getattr(data, "on_after_batch_transfer", None)
         if not getattr(hook, "is_function_of_rows", False) or data.augment.computes:
             return False
-        owners = (data, data.trainer.lightning_module)
-        if any(is_overridden(name, owner) for name in TRANSFER_HOOKS for owner in owners):
-            return False
+        for owner in (data, data.trainer.lightning_module):  # type: ignore[union-attr]
+            if any(is_overridden(name, owner) for name in TRANSFER_HOOKS):
+                return False
         loader = data.train_loader
         return not loader.workers and loader.source.images.device == data.device
 
-    def batch(self, rows: Tensor, weight: float, maker: Any, side: int | None) -> DeferredBatch:
+    def batch(self, rows: Tensor, weight: float, maker: BatchMaker, side: int | None) -> DeferredBatch:
         """Return a deferred batch of the rows, int64 (B,)."""
         return DeferredBatch(rows, weight, maker, self._data.preprocessing.train_batch, side)
 
-    def _deferred_pass(self) -> Any:
+    def _deferred_pass(self) -> Pass:
         current, side = self._next_pass(), self._data.side(self._loader.epoch)
 
-        def make(block: Any) -> list[DeferredBatch]:
-            return [self.batch(rows, weight, current.make, side) for rows, weight in block]
+        def make(block: Sequence[tuple[Tensor, float]]) -> list[DeferredBatch]:
+            maker = cast("BatchMaker", current.make)
+            return [self.batch(rows, weight, maker, side) for rows, weight in block]
 
-        return current._replace(make=make)
+        return current._replace(make=make)  # type: ignore[arg-type]
 
-    def _after_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch if isinstance(batch, DeferredBatch) else self._transferred(batch, dataloader_idx)
+    def _after_transfer(self, batch: Batch | DeferredBatch, dataloader_idx: int) -> Batch | DeferredBatch:
+        if isinstance(batch, DeferredBatch):
+            return batch
+        return self._transferred(batch, dataloader_idx)
 
     def release(self) -> None:
         """Yield ordinary batches again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import chain
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -33,6 +33,10 @@ from cifar_lit.text import counted, duration_text, say
 from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.optimizers import Group
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
 
 
 @final
@@ -92,13 +96,13 @@ class Finetune(Callback):
         if data.dataset == "folder" and data.image_size is None:
             data.image_size = list(pretraining.image_size)
 
-    def prepare(self, model: Any) -> None:
+    def prepare(self, model: ImageClassifier) -> None:
         """Load the weights, unless they are loaded; see `load_pretrained` for the errors."""
         if not getattr(model, "is_pretrained", False):
             load_pretrained(model.net, model.hparams["net"], self.weights)
             model.is_pretrained = True
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Load the weights unless the fit is resumed, and freeze the first layers."""
         if stage != "fit":
             return
@@ -118,17 +122,17 @@ class Finetune(Callback):
         trained = [parameter for parameter in self._model.net.parameters() if parameter.requires_grad]
         return [part for group in groups for part in by_depth(group, trained, self.input_lr)]
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Fix the norms before steps are captured."""
         if self.fixed_norms:
             freeze_norms(pl_module.net)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Fix the norms again after a validation."""
         if self.fixed_norms:
             freeze_norms(pl_module.net)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Fit the last layer, and save it as the first checkpoint, unless the training is resumed."""
         if self.head_views and not trainer.ckpt_path:
             self._fit(trainer, pl_module)
@@ -148,7 +152,7 @@ class Finetune(Callback):
             lines["optimizer"] = f"L-BFGS on the features of {views} of each training image · seed {seed}"
         return lines
 
-    def _fit(self, trainer: pl.Trainer, model: Any) -> None:
+    def _fit(self, trainer: pl.Trainer, model: ImageClassifier) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         h, labels, (train, val) = model.hparams, data.train_images.labels, data.split
         classes = h["num_classes"]
@@ -187,7 +191,9 @@ class Finetune(Callback):
         if trainer.is_global_zero:
             say(text)
 
-    def _features(self, trainer: pl.Trainer, model: Any, net_key: str, rows: Tensor, views: int) -> Tensor | None:
+    def _features(
+        self, trainer: pl.Trainer, model: ImageClassifier, net_key: str, rows: Tensor, views: int
+    ) -> Tensor | None:
         """Return features of training images, read from the cache or computed on all devices.
 
         Collective: every rank must call this.
@@ -200,7 +206,7 @@ class Finetune(Callback):
         Returns:
             float16 (views · N, features) on the CPU for the first device; None for the others.
         """
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
         rank, world, is_first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
         images_key = ""
         if is_first:
@@ -274,7 +280,7 @@ def by_depth(group: Group, trained: list[nn.Parameter], input_lr: float) -> list
     ]
 
 
-def _seconds(model: pl.LightningModule, data: Any, trains: bool) -> float:
+def _seconds(model: pl.LightningModule, data: ImageData, trains: bool) -> float:
     """Return the time per image of a forward pass, or with `trains` of a forward and a backward pass."""
     images = next(batches_of_view(data, data.split[0][: max(1, data.batch_size // model.trainer.world_size)], 0))
     model.eval()

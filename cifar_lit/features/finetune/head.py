@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -24,6 +24,9 @@ from torch.nn import functional as F
 
 from cifar_lit.features.finetune.pretrained import net_head
 from cifar_lit.files import atomic_write
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
 
 MAX_FILES = 40  # in the cache
 
@@ -54,7 +57,7 @@ def compute_features(
     return torch.cat(inputs)
 
 
-def batches_of_view(data: Any, rows: Tensor, view: int) -> Iterator[Tensor]:
+def batches_of_view(data: ImageData, rows: Tensor, view: int) -> Iterator[Tensor]:
     """Yield normalised batches of training images on the training device.
 
     Args:
