@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +41,12 @@ class Batch:
     def __len__(self) -> int:
         return 2
 
-    def to(self, device: torch.device, **settings: Any) -> Batch:
-        """Return the batch on a device, with the settings of `Tensor.to`. Called by Lightning.
+    def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
+        """Return the batch on a device. Called by Lightning.
 
         Copies from page-locked memory do not synchronise the device.
         """
-        return self._map(lambda tensor: tensor.to(device, **{"non_blocking": tensor.is_pinned(), **settings}))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking and tensor.is_pinned()))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory. Called by torch's DataLoader."""
@@ -58,10 +57,7 @@ class Batch:
         return self._map(Tensor.clone)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return replace(
-            self,
-            images=change(self.images),
-            labels=change(self.labels),
-            indices=change(self.indices),
-            targets=None if self.targets is None else change(self.targets),
-        )
+        changed = replace(self, images=change(self.images), labels=change(self.labels), indices=change(self.indices))
+        if self.targets is not None:
+            changed.targets = change(self.targets)
+        return changed

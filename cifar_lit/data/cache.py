@@ -170,18 +170,25 @@ def read_index(cache: Path) -> Index | None:
         rows, height, width, channels = map(int, values["shape"])
         files = [File(str(path), int(size), int(mtime_ns)) for path, size, mtime_ns in values["files"]]
         bad = {str(path): str(reason) for path, reason in values["bad"].items()}
-        groups = values["duplicates"]
-        duplicates = groups if groups is None else [[str(path) for path in group] for group in groups]
-        levels = None if values["levels"] is None else (int(values["levels"][0]), int(values["levels"][1]))
-        index = Index((rows, height, width, channels), files, bad, values["data"], duplicates, levels)
+        index = Index((rows, height, width, channels), files, bad, values["data"], None, None)
+        if values["duplicates"] is not None:
+            index = index._replace(duplicates=[list(map(str, group)) for group in values["duplicates"]])
+        if values["levels"] is not None:
+            black, white = map(int, values["levels"])
+            index = index._replace(levels=(black, white))
         if not re.fullmatch(r"images-[0-9a-f]+\.u8", index.data):  # a path could lead to any file
             return None
-        readable = sum(file.path not in index.bad for file in files)
-        whole = readable == rows == len(files) - len(bad) and min(height, width, channels) > 0
-        whole = whole and (cache / index.data).stat().st_size >= prod(index.shape)
+        is_complete = len(_readable(index)) == rows == len(files) - len(bad) and min(height, width, channels) > 0
+        if not is_complete or (cache / index.data).stat().st_size < prod(index.shape):
+            return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    return index if whole else None
+    return index
+
+
+def _readable(index: Index) -> list[File]:
+    """Return the readable files of an index, in the order of their rows."""
+    return [file for file in index.files if file.path not in index.bad]
 
 
 def _write_index(cache: Path, index: Index) -> None:
@@ -199,16 +206,20 @@ def _load(cache: Path, folder: Path, files: Sequence[File], levels: Levels | Non
     if levels and index.levels != levels:
         return None
     bad = [str(folder / path) for path in index.bad]
-    return index if len(decode_files(bad, Preparation((1, 1)))[1]) == len(bad) else None
+    if len(decode_files(bad, Preparation((1, 1)))[1]) < len(bad):
+        return None
+    return index
 
 
 def _searched(cache: Path, index: Index) -> Index:
     """Return the index with the near-duplicates of its images."""
     if index.duplicates is not None:
         return index
-    readable = [file.path for file in index.files if file.path not in index.bad]
-    groups = near_duplicates(map_images(cache / index.data, index.shape))
-    return index._replace(duplicates=[[readable[row] for row in group] for group in groups])
+    readable = _readable(index)
+    duplicates = []
+    for group in near_duplicates(map_images(cache / index.data, index.shape)):
+        duplicates.append([readable[row].path for row in group])
+    return index._replace(duplicates=duplicates)
 
 
 def _mapped(cache: Path, index: Index) -> Decoded:
@@ -230,13 +241,21 @@ def _decode_to(
     cache: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, preparation: Preparation
 ) -> Index:
     """Decode `files` to `size`; if it is None, to their own size or to that of `preparation`."""
-    for file in files if size is None else ():
+    if size is not None:
+        return _decode(cache, folder, files, preparation._replace(size=size))
+    own_size = _first_size(folder, files)
+    if own_size is not None and max(own_size) <= MAX_OWN_SIZE:
+        with suppress(SizesDiffer):
+            return _decode(cache, folder, files, preparation._replace(size=own_size), all_of_size=True)
+    return _decode(cache, folder, files, preparation)
+
+
+def _first_size(folder: Path, files: Sequence[File]) -> tuple[int, int] | None:
+    """Return the size (H, W) of the first readable image; None if there is none."""
+    for file in files:
         with suppress(DecodeError):
-            if max(own_size := image_size(folder / file.path)) <= MAX_OWN_SIZE:
-                with suppress(SizesDiffer):
-                    return _decode(cache, folder, files, preparation._replace(size=own_size), all_of_size=True)
-            break
-    return _decode(cache, folder, files, preparation._replace(size=size or preparation.size))
+            return image_size(folder / file.path)
+    return None
 
 
 def _decode(
@@ -253,10 +272,12 @@ def _decode(
     duplicates: Duplicates | None = None
     if old and old.shape[1:] == shape and old.levels == preparation.levels:
         wanted = set(files)
-        readable = (file for file in old.files if file.path not in old.bad)
         images = map_images(cache / old.data, old.shape)
-        rows = {file: row.data for file, row in zip(readable, images, strict=True) if file in wanted}
-        duplicates = old.duplicates if set(old.files) == wanted else None
+        for file, row in zip(_readable(old), images, strict=True):
+            if file in wanted:
+                rows[file] = row.data
+        if set(old.files) == wanted:
+            duplicates = old.duplicates
     new = [file for file in files if file not in rows]
     left_to_copy = len(rows)
     bad: dict[str, str] = {}

@@ -46,17 +46,23 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         layout = "a table, or a folder with train/<class>/… and test/<class>/…"
         raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
     root, split, channels = settings.path, settings.split, settings.channels or 3
-    size = None if settings.image_size is None else parse_image_size(settings.image_size)
+    size = None
+    if settings.image_size is not None:
+        size = parse_image_size(settings.image_size)
     if channels not in (1, 3):
         raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
     is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
     if split.group is not None and not is_table:
         fault = f"data.split.group names a column of a table, but {root} is not a table"
         raise UsageError(f"{fault}: list the images in a table")
-    listing = list_table(root, split.group, settings.skip_bad) if is_table else scan(root)
+    if is_table:
+        where = f"of {root}"
+        listing = list_table(root, split.group, settings.skip_bad)
+    else:
+        where = f"below {root}"
+        listing = scan(root)
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
-    where = f"of {root}" if is_table else f"below {root}"
     classes = tuple(next(iter(listing.parts.values())))
     if settings.num_classes not in (None, len(classes)):
         raise UsageError(f"{root} has {len(classes)} classes, not {settings.num_classes}: leave data.num_classes out")
@@ -72,7 +78,9 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     files = files_of(parts)
 
     def arrange(duplicates: Duplicates) -> list[File]:
-        return files_of(parts_by(duplicates)) if duplicates else files
+        if not duplicates:
+            return files
+        return files_of(parts_by(duplicates))
 
     images, bad, duplicates, levels = decoded(
         root, files, arrange, size, channels, settings.resize, settings.levels, settings.cache_path
@@ -92,32 +100,59 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if levels and not settings.levels:
         low, high = levels
         note_once(f"{root}: 16-bit values from {low:,} to {high:,} become black to white (--data.levels)")
-    used = [part for part in parts if part != "test"] if train else [*parts][-1:]
-    labels: dict[str, list[int]] = {}
+    used = [*parts][-1:]
+    if train:
+        used = [part for part in parts if part != "test"]
+    labels: list[int] = []
+    paths: list[str] = []
+    val_rows = None
     for part, tree in parts.items():
-        skipped = {file.path: bad[file.path] for members in tree.values() for file in members if file.path in bad}
-        for name, members in tree.items():
-            if members and all(file.path in skipped for file in members):
-                raise Failure(f"no {part} image of class {name} {where} can be read: {_with_reasons(bad)}")
-        labels[part] = [
-            label for label, members in enumerate(tree.values()) for file in members if file.path not in bad
-        ]
-        if skipped and part in used:
-            total = f"{sum(map(len, tree.values())):,} {part} images {where}"
-            note_once(f"{len(skipped):,} of {total} are {_fault(skipped)} and left out: {_with_reasons(skipped)}")
-    used_labels = torch.tensor([label for part in used for label in labels[part]], dtype=torch.int64)
-    count = len(used_labels)
-    pixels = torch.from_numpy(images[:count] if train else images[len(images) - count :])
-    val_rows = range(len(labels["train"]), count) if train and len(used) > 1 else None
-    paths = [file.path for file in files_of({part: parts[part] for part in used}) if file.path not in bad]
+        part_labels, part_paths = _readable(part, tree, bad, where)
+        if part not in used:
+            continue
+        if train and part == "val":
+            val_rows = range(len(labels), len(labels) + len(part_labels))
+        labels += part_labels
+        paths += part_paths
+        _report_unreadable(part, tree, bad, where)
+    pixels = torch.from_numpy(images[: len(labels)])
+    if not train:  # the last part
+        pixels = torch.from_numpy(images[len(images) - len(labels) :])
+    group_rows = None
     groups = group_files(paths, listing.groups, duplicates)
-    group_rows = None if groups is None else torch.from_numpy(groups)
-    return ImageSet(pixels, used_labels, classes, val_rows, True, group_rows, paths, levels, skipped=[*bad])
+    if groups is not None:
+        group_rows = torch.from_numpy(groups)
+    labels_of_rows = torch.tensor(labels, dtype=torch.int64)
+    return ImageSet(pixels, labels_of_rows, classes, val_rows, True, group_rows, paths, levels, skipped=[*bad])
+
+
+def _readable(part: str, tree: Tree, bad: Mapping[str, str], where: str) -> tuple[list[int], list[str]]:
+    """Return label and path of each readable file of a part; raise Failure for a class without any."""
+    labels, paths = [], []
+    for label, (name, members) in enumerate(tree.items()):
+        readable = [file.path for file in members if file.path not in bad]
+        if members and not readable:
+            raise Failure(f"no {part} image of class {name} {where} can be read: {_with_reasons(bad)}")
+        labels += [label] * len(readable)
+        paths += readable
+    return labels, paths
+
+
+def _report_unreadable(part: str, tree: Tree, bad: Mapping[str, str], where: str) -> None:
+    files = files_of({part: tree})
+    skipped = {file.path: bad[file.path] for file in files if file.path in bad}
+    if skipped:
+        total = f"{len(files):,} {part} images {where}"
+        note_once(f"{len(skipped):,} of {total} are {_fault(skipped)} and left out: {_with_reasons(skipped)}")
 
 
 def files_of(parts: Mapping[str, Tree]) -> list[File]:
     """Return the files of parts in the order of their rows."""
-    return [file for tree in parts.values() for members in tree.values() for file in members]
+    files: list[File] = []
+    for tree in parts.values():
+        for members in tree.values():
+            files += members
+    return files
 
 
 def draw_test(
@@ -131,7 +166,9 @@ def draw_test(
     counts = np.array([len(members) for members in tree.values()])
     labels = np.repeat(np.arange(len(counts)), counts)
     # The order by hash is the same with every library and on every machine.
-    digests = [sha256(f"{split_seed}/{nfc(file.path)}".encode(errors="surrogateescape")).digest() for file in files]
+    digests = []
+    for file in files:
+        digests.append(sha256(f"{split_seed}/{nfc(file.path)}".encode(errors="surrogateescape")).digest())
     order = np.empty(len(files), np.int64)
     order[sorted(range(len(files)), key=digests.__getitem__)] = np.arange(len(files))
     # A class with two or more images has at least one image on each side.
@@ -139,20 +176,25 @@ def draw_test(
     tests = draw_rows(labels, sizes, order, group_files([file.path for file in files], groups, duplicates))
     if not tests.any():
         raise UsageError(f"every class {where} has only one image or group, so no test images can be drawn: add images")
-    parts: dict[str, Tree] = {part: {name: [] for name in tree} for part in ("train", "test")}
-    names = [*tree]
-    for file, label, test in zip(files, labels.tolist(), tests.tolist(), strict=True):
-        parts["test" if test else "train"][names[label]].append(file)
+    tested = {file for file, is_test in zip(files, tests.tolist(), strict=True) if is_test}
+    parts: dict[str, Tree] = {"train": {}, "test": {}}
+    for name, members in tree.items():
+        parts["train"][name] = [file for file in members if file not in tested]
+        parts["test"][name] = [file for file in members if file in tested]
     return parts
 
 
 def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: str) -> None:
     """Report the number of near-duplicates, or of held-out images that are near-duplicates of training images."""
-    part_of = {file.path: part for part, tree in parts.items() for members in tree.values() for file in members}
+    part_of: dict[str, str] = {}
+    for part, tree in parts.items():
+        part_of |= {file.path: part for file in files_of({part: tree})}
     across: list[tuple[str, str]] = []
     for paths in duplicates:
         trained = [path for path in paths if part_of.get(path) == "train"]
-        across += [(path, trained[0]) for path in paths if trained and part_of.get(path, "train") != "train"]
+        for path in paths:
+            if trained and part_of.get(path, "train") != "train":
+                across.append((path, trained[0]))
     kind = "near-duplicates (the same except for scaling, encoding, a slight crop or brightness)"
     if across:
         example = f"such as {across[0][0]} of {across[0][1]}"
@@ -170,10 +212,13 @@ def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
     only: NFC paths of the images that the training began with. If none is left, the listing is returned unchanged.
     """
     parts: dict[str, Tree] = {}
+    trained: list[str] = []  # classes
     for part, tree in listing.parts.items():
-        parts[part] = {name: [file for file in files if nfc(file.path) in only] for name, files in tree.items()}
-    trained = [name for name, files in next(iter(parts.values())).items() if files]
-    parts = {part: {name: tree[name] for name in trained} for part, tree in parts.items() if any(tree.values())}
+        kept = {name: [file for file in files if nfc(file.path) in only] for name, files in tree.items()}
+        if not trained:
+            trained = [name for name, files in kept.items() if files]
+        if any(kept.values()):
+            parts[part] = {name: kept[name] for name in trained}
     added = len(files_of(listing.parts)) - len(files_of(parts))
     if not parts:
         return listing
@@ -189,5 +234,9 @@ def _with_reasons(bad: Mapping[str, str]) -> str:
 
 def _fault(bad: Mapping[str, str]) -> str:
     """Return "damaged", "missing" or "damaged or missing" for unreadable files with their reasons."""
-    missing = [reason == MISSING for reason in bad.values()]
-    return "missing" if all(missing) else "damaged or missing" if any(missing) else "damaged"
+    reasons = set(bad.values())
+    if MISSING not in reasons:
+        return "damaged"
+    if reasons == {MISSING}:
+        return "missing"
+    return "damaged or missing"

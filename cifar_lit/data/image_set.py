@@ -63,7 +63,15 @@ class ImageSet:
 
     def name(self, row: int) -> str:
         """Return the name of an image, or # and its row in a data set without names."""
-        return self.names[row] if self.names else f"#{row}"
+        if self.names:
+            return self.names[row]
+        return f"#{row}"
+
+    def groups_of(self, rows: Tensor) -> Tensor | None:
+        """Return the groups of the images at `rows`, int64 (B,); None without groups."""
+        if self.groups is None:
+            return None
+        return self.groups[rows]
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the images at `rows`, int64 (B,), as uint8 (B, H, W, C)."""
@@ -79,7 +87,9 @@ class ImageSet:
             return
         madvise = ctypes.CDLL(None).madvise
         size = self.images[0].numel()  # bytes
-        spans = [(0, self.images.numel())] if rows is None else [(row * size, size) for row in rows.tolist()]
+        spans = [(0, self.images.numel())]
+        if rows is not None:
+            spans = [(row * size, size) for row in rows.tolist()]
         for offset, length in spans:
             start = self.images.data_ptr() + offset
             page = start // mmap.PAGESIZE * mmap.PAGESIZE

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _ORDER = 1  # number of this random stream; `features.balanced` has 0, `data.augment` 4
 
@@ -65,10 +68,12 @@ class FitLength(NamedTuple):
     @property
     def epochs(self) -> int | None:
         """Number of epochs, the last one possibly incomplete; None if unlimited."""
-        return None if self.total is None else -(-self.total // self.epoch)
+        if self.total is None:
+            return None
+        return math.ceil(self.total / self.epoch)
 
 
-def fit_length(trainer: Any, batches: int) -> FitLength:
+def fit_length(trainer: Trainer | None, batches: int) -> FitLength:
     """Return the length of a fit from the Trainer's limits of batches, epochs and steps.
 
     Args:
@@ -78,11 +83,16 @@ def fit_length(trainer: Any, batches: int) -> FitLength:
     if trainer is None:
         return FitLength(max(1, batches), None)
     limit = trainer.limit_train_batches
-    epoch = max(1, min(batches, limit) if isinstance(limit, int) else int(limit * batches))
-    limits = [epoch * trainer.max_epochs] if (trainer.max_epochs or -1) > 0 else []
+    if isinstance(limit, int):
+        epoch = max(1, min(batches, limit))
+    else:
+        epoch = max(1, int(limit * batches))
+    limits = []
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        limits.append(epoch * trainer.max_epochs)
     if trainer.max_steps > 0:
         accumulated = trainer.accumulate_grad_batches  # the last step of an epoch may have fewer
-        epochs, steps = divmod(trainer.max_steps, -(-epoch // accumulated))
+        epochs, steps = divmod(trainer.max_steps, math.ceil(epoch / accumulated))
         limits.append(epochs * epoch + min(epoch, steps * accumulated))
     return FitLength(epoch, min(limits, default=None))
 
@@ -157,7 +167,10 @@ class TrainLoader:
         self._resume = (-1, 0)  # epoch and position
 
     def __len__(self) -> int:
-        return count_batches(len(self.indices), self.batch_size, 1 if self.weighted else self.world)
+        parts = self.world
+        if self.weighted:
+            parts = 1
+        return count_batches(len(self.indices), self.batch_size, parts)
 
     @property
     def sampler(self) -> TrainLoader:
@@ -179,14 +192,16 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Batch]:
         # The Trainer calls `iter` before `set_epoch`. A generator's body runs only on the first `next`.
         epoch, position = self._resume
-        self.position = position if epoch == self.epoch else 0
+        self.position = 0
+        if epoch == self.epoch:
+            self.position = position
         self._resume = (-1, 0)
         while self.position < len(self):
             yield from self._batches(self.next_pass())
 
     def next_pass(self) -> Pass:
         """Return the pass that contains the current position."""
-        return Pass(0, len(self), self.epoch_rows(self.epoch), self.maker(self.epoch))
+        return Pass(first=0, end=len(self), rows=self.epoch_rows(self.epoch), make=self.maker(self.epoch))
 
     def _batches(self, current: Pass) -> Iterator[Batch]:
         """Yield this rank's batches of a pass, from the current position on."""
@@ -205,27 +220,33 @@ class TrainLoader:
 
     def epoch_rows(self, epoch: int, rows: Tensor | None = None) -> Tensor:
         """Return `rows`, int64 (N,), in the order of an epoch, on the device of the images. Default: `indices`."""
-        return self._placed(self.order(self.indices if rows is None else rows, self.seed, epoch))
+        if rows is None:
+            rows = self.indices
+        return self._placed(self.order(rows, self.seed, epoch))
 
     def maker(self, epoch: int) -> BatchMaker:
         """Return the function that turns rows into the batches of an epoch."""
         _, height, width = self.source.input_shape
         keys = self.augment.move_keys(height, width, self.seed, epoch)
-        return BatchMaker(self.source, self.augment, None if keys is None else self._placed(keys), self.fill, epoch)
+        if keys is not None:
+            keys = self._placed(keys)
+        return BatchMaker(self.source, self.augment, keys, self.fill, epoch)
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device of the images. From page-locked memory, it does not wait for the device."""
         device = self.source.images.device
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(device, non_blocking=True)
 
     def _part(self, batch: Tensor) -> tuple[Tensor, float]:
         """Return this rank's rows of a global batch and their loss weight."""
-        devices = self.world
+        sharing = self.world  # devices that get a part, of at least two images
         if self.weighted and len(batch) < self.batch_size:
-            devices = min(devices, max(1, len(batch) // 2))
-        if self.rank >= devices:
+            sharing = min(self.world, max(1, len(batch) // 2))
+        if self.rank >= sharing:
             return batch[:2], 0.0
-        part = batch.tensor_split(devices)[self.rank]
+        part = batch.tensor_split(sharing)[self.rank]
         return part, len(part) * self.world / len(batch)
 
 
@@ -279,16 +300,21 @@ class EvalLoader:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise UsageError("data.eval_batch_size must be at least 1")
-        indices = self.indices.to(self.source.images.device)
-        self.batches = list(indices.split(self.batch_size)) if len(indices) else []
+        self.batches: list[Tensor] = []
+        if len(self.indices):
+            self.batches = list(self.indices.to(self.source.images.device).split(self.batch_size))
 
     def __len__(self) -> int:
-        return -(-len(self.batches) // self.world)
+        return math.ceil(len(self.batches) / self.world)
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.rank, len(self) * self.world, self.world):
-            is_surplus = number >= len(self.batches)
-            rows = self.batches[0 if is_surplus else number]
-            is_padding = is_surplus and self.weighted
-            labels = torch.full_like(rows, PADDING) if is_padding else self.source.labels[rows]
+            if number < len(self.batches):
+                rows = self.batches[number]
+                labels = self.source.labels[rows]
+            else:  # no batch is left for this rank
+                rows = self.batches[0]
+                labels = self.source.labels[rows]
+                if self.weighted:
+                    labels = torch.full_like(rows, PADDING)
             yield Batch(self.source.take(rows), labels, rows)

@@ -63,9 +63,14 @@ class Preprocessing:
         mean, std = self._mean, self._std
         if mean is None or std is None:
             measured_mean, measured_std = channel_statistics(images, self.parts.split[0])
-            mean = measured_mean if mean is None else mean
-            std = measured_std if std is None else std
-        mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in (mean, std))
+            if mean is None:
+                mean = measured_mean
+            if std is None:
+                std = measured_std
+        if not isinstance(mean, list):
+            mean = [float(mean)] * channels
+        if not isinstance(std, list):
+            std = [float(std)] * channels
         if len(mean) != channels or len(std) != channels or min(std) <= 0:
             raise UsageError(f"data.mean and data.std need {channels} numbers, or one for all channels (std above 0)")
         return mean, std
@@ -109,7 +114,9 @@ class Preprocessing:
         if images.device.type != "cpu":
             return finish(transform(images, drawn, fill, blur))
         # Sort by operation, so that each chunk has few different operations.
-        order = drawn["operations"][:, 0].argsort(stable=True) if "operations" in drawn else torch.arange(count)
+        order = torch.arange(count)
+        if "operations" in drawn:
+            order = drawn["operations"][:, 0].argsort(stable=True)
         results = torch.empty(0)
         for part in order.split(max(1, CHUNK_BYTES // (4 * height * width * channels))):
             chunk = {name: values.index_select(0, part) for name, values in drawn.items()}
@@ -166,11 +173,15 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 @lru_cache
 def _weights(height: int, width: int, channels: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return matrices that shrink an image (H, W·C) from the left and from the right."""
-    rows, columns = (
-        F.interpolate(torch.eye(size).view(1, size, size, 1), (small, 1), mode="area").view(size, small).T.contiguous()
-        for size, small in ((height, side), (width, round(width * side / height)))
-    )
+    rows = _area_weights(height, side)
+    columns = _area_weights(width, round(width * side / height))
     return rows.to(device), torch.kron(columns, torch.eye(channels)).T.contiguous().to(device)
+
+
+def _area_weights(size: int, small: int) -> Tensor:
+    """Return the matrix (small, size) that averages a column of `size` pixels to `small` ones."""
+    identity = torch.eye(size).view(1, size, size, 1)
+    return F.interpolate(identity, (small, 1), mode="area").view(size, small).T.contiguous()
 
 
 def shrink(images: Tensor, side: int) -> Tensor:
@@ -211,8 +222,7 @@ class Placement:
             placement = self.place_of(images, free_memory(device))
             if placement == "device":
                 images.prefetch()
-                pixels, labels = (tensor.to(device) for tensor in (images.images, images.labels))
-                images = replace(images, images=pixels, labels=labels, mapped=False)
+                images = replace(images, images=images.images.to(device), labels=images.labels.to(device), mapped=False)
             self._placed[key] = images, placement
         return self._placed[key]
 
@@ -220,4 +230,6 @@ class Placement:
         """Return `device` or `host`. free: free bytes of the device's memory, None if unknown."""
         if self.kind != "auto":
             return self.kind
-        return "device" if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free else "host"
+        if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free:
+            return "device"
+        return "host"

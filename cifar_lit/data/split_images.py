@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -51,8 +50,10 @@ class SplitImages:
         if not self.folds:
             return load_images(self.dataset, self.settings, train=False)
         images, rows = self.train_images, self.fold_rows
-        names = [images.names[row] for row in rows.tolist()] if images.names else None
-        groups = None if images.groups is None else images.groups[rows]
+        names = None
+        if images.names:
+            names = [images.names[row] for row in rows.tolist()]
+        groups = images.groups_of(rows)
         return ImageSet(images.take(rows), images.labels[rows], images.classes, groups=groups, names=names)
 
     @cached_property
@@ -76,9 +77,9 @@ class SplitImages:
         else:
             if self.folds:
                 rows = rows[~torch.isin(rows, self.fold_rows)]
-            groups = None if images.groups is None else images.groups[rows]
-            parts = split_validation(images.labels[rows], self.val_size, self.settings.split.seed, groups)
-            train, val = (rows[part] for part in parts)
+            labels, groups = images.labels[rows], images.groups_of(rows)
+            in_train, in_val = split_validation(labels, self.val_size, self.settings.split.seed, groups)
+            train, val = rows[in_train], rows[in_val]
         return take_share(images, train, self.settings.split.share, self.settings.split.seed), val
 
     def sides(self) -> Iterator[tuple[ImageSet, Tensor]]:
@@ -89,12 +90,13 @@ class SplitImages:
         if self.folds:
             sides[self.fold_rows] = TEST
         yield images, sides
-        tests: list[ImageSet] = []
-        if not self.folds:
-            with suppress(Exception):  # a fit needs no test images, and the function of a user may have none
-                tests.append(self.test_images)
-        for test in tests:
-            yield test, torch.full((len(test),), TEST)
+        if self.folds:
+            return
+        try:
+            tests = self.test_images
+        except Exception:  # a fit needs no test images, and the function of a user may have none
+            return
+        yield tests, torch.full((len(tests),), TEST)
 
     @property
     def class_counts(self) -> Tensor:
@@ -178,16 +180,25 @@ def split_fault(parts: SplitImages, saved: list[Row] | None) -> str:
         fault = f"the images of {parts.dataset}, or their order, differ from those that this run was trained on"
         return f"{fault}: use the same images, or start a new run"
     rows = split_rows(parts)
+    sides = {(name, code): side for name, side, code in rows}
     names = {name for name, _, _ in rows}
-    contents = {(name, code) for name, _, code in rows}
-    places = set(rows)
-    faults = {
-        "are missing": [name for name, _, _ in saved if name not in names],
-        "have changed": [name for name, _, code in saved if name in names and (name, code) not in contents],
-        "would change sides": [row[0] for row in saved if row not in places],
-        "are new": names.difference(row[0] for row in saved),
-        "are in another order": names,
-    }
-    fault, images = next(pair for pair in faults.items() if pair[1])
+    missing, changed, moved = [], [], []
+    for name, side, code in saved:
+        if name not in names:
+            missing.append(name)
+        elif (name, code) not in sides:
+            changed.append(name)
+        elif sides[name, code] != side:
+            moved.append(name)
+    new = names.difference(name for name, _, _ in saved)
+    fault, images = "are in another order", list(names)
+    if missing:
+        fault, images = "are missing", missing
+    elif changed:
+        fault, images = "have changed", changed
+    elif moved:
+        fault, images = "would change sides", moved
+    elif new:
+        fault, images = "are new", list(new)
     text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {listed(name[:200] for name in images)}"
     return f"{text}. Restore the images and their table as they were, or start a new run"

@@ -132,8 +132,9 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
 
     def draw(rows: np.ndarray, class_counts: Mapping[int, int]) -> bool:
         """Draw a group unless one of its classes would have no row left. Return whether it was drawn."""
-        if any(totals[label] - counts[label] <= count for label, count in class_counts.items()):
-            return False
+        for label, count in class_counts.items():
+            if totals[label] - counts[label] <= count:
+                return False
         drawn[rows] = True
         for label, count in class_counts.items():
             counts[label] += count
@@ -176,9 +177,12 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     Raises:
         UsageError: if a fold would be empty.
     """
-    units = len(labels) if groups is None else len(groups.unique())
+    units, noun = len(labels), "images"
+    group_numbers = None
+    if groups is not None:
+        units, noun = len(groups.unique()), "groups of images"
+        group_numbers = groups.numpy()
     if not 2 <= folds <= units:
-        noun = "images" if groups is None else "groups of images"
         raise UsageError(f"{folds} folds of {units:,} {noun} are invalid: choose from 2 to {units:,}")
     classes, numbers, class_sizes = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
     totals: list[int] = class_sizes.tolist()
@@ -186,7 +190,7 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     result = np.full(len(labels), -1)
     counts = [[0] * len(classes) for _ in range(folds)]
     sizes = [0] * folds
-    for rows, class_counts in list_groups(numbers, order, None if groups is None else groups.numpy()):
+    for rows, class_counts in list_groups(numbers, order, group_numbers):
         fold = min(range(folds), key=lambda fold: (imbalance_change(class_counts, counts[fold], totals), sizes[fold]))
         result[rows] = fold
         sizes[fold] += len(rows)
@@ -212,7 +216,10 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
 
 def imbalance_change(class_counts: Mapping[int, int], surplus: Sequence[float], totals: Sequence[int]) -> float:
     """Return by how much a group increases the sum of squared relative surpluses of its classes."""
-    return sum(count * (count + 2 * surplus[label]) / totals[label] ** 2 for label, count in class_counts.items())
+    change = 0.0
+    for label, count in class_counts.items():
+        change += count * (count + 2 * surplus[label]) / totals[label] ** 2
+    return change
 
 
 def list_groups(
@@ -226,8 +233,10 @@ def list_groups(
         return []
     _, numbers, counts = np.unique(groups, return_inverse=True, return_counts=True)
     rows = np.flatnonzero(counts[numbers] > 1)
+    if not len(rows):
+        return []
     rows = rows[np.lexsort((order[rows], numbers[rows]))]
-    parts = np.split(rows, np.flatnonzero(np.diff(numbers[rows])) + 1) if len(rows) else []
+    parts = np.split(rows, np.flatnonzero(np.diff(numbers[rows])) + 1)
     parts.sort(key=lambda part: (-len(part).bit_length(), order[part[0]], part[0]))
     return [(part, Counter(labels[part].tolist())) for part in parts]
 
@@ -256,17 +265,20 @@ def group_files(
         groups: names of groups, by path.
         duplicates: paths of each set of near-duplicates.
     """
-    copies = {path: number for number, same in enumerate(duplicates) for path in same}
-    first_rows: dict[tuple[str, str | int], int] = {}
-    pairs = [
-        (row, first_rows.setdefault((kind, keys[path]), row))
-        for kind, keys in (("group", groups), ("copy", copies))
-        for row, path in enumerate(paths)
-        if path in keys
-    ]
+    copies: dict[str, int] = {}
+    for number, same in enumerate(duplicates):
+        copies |= dict.fromkeys(same, number)
+    pairs: list[tuple[int, int]] = []  # a row, and the first row of the same group or copy
+    for keys in (groups, copies):
+        first_rows: dict[str | int, int] = {}
+        for row, path in enumerate(paths):
+            if path in keys:
+                pairs.append((row, first_rows.setdefault(keys[path], row)))
     firsts = np.arange(len(paths))
     connect(firsts, *np.array(pairs, np.int64).reshape(-1, 2).T)
-    return None if (firsts == np.arange(len(paths))).all() else firsts
+    if (firsts == np.arange(len(paths))).all():
+        return None
+    return firsts
 
 
 def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tensor:
@@ -283,7 +295,9 @@ def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tenso
     if share == 1:
         return rows
     count, classes = len(rows), images.labels[rows].numpy()
-    units = np.arange(count) if images.groups is None else np.unique(images.groups[rows], return_inverse=True)[1]
+    units = np.arange(count)
+    if images.groups is not None:
+        _, units = np.unique(images.groups[rows], return_inverse=True)
     order = np.random.default_rng(seed).permutation(count)[units]
     by_class = np.lexsort((order, classes))
     ranks = np.empty(count, np.int64)  # position of each row within its class

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.progress import note_once
@@ -55,53 +55,73 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
     Raises:
         UsageError: a column is missing, a row has no path or label, or the file is not a table.
     """
-    records = _objects(table) if table.suffix.lower() in (".jsonl", ".ndjson") else _cells(table)
+    records = _cells(table)
+    if table.suffix.lower() in (".jsonl", ".ndjson"):
+        records = _objects(table)
     names = next(records, (0, []))[1][:MAX_COLUMNS]
     if len(names) == 2 and names[0].lower().endswith(IMAGES):
         records = chain([(1, names)], records)
         names = ["path", "label"]
-    plain = [_plain(name) for name in names]
-    positions = {
-        column: next((plain.index(name) for name in aliases if name in plain), None)
-        for column, aliases in COLUMNS.items()
-    }
-    label_columns = [name[:80] for place, name in enumerate(names) if plain[place] in COLUMNS["label"]]
-    if labelled and len(label_columns) > 1:
-        used = names[positions["label"] or 0][:80]
-        note_once(f"{table}: {used} is used of the columns that may be the label, {', '.join(label_columns)}")
-    taken = {alias for aliases in COLUMNS.values() for alias in aliases}
-    unknown = [place for place, name in enumerate(names) if plain[place] not in taken and name != group]
-    absent = [column for column in ("path", "label") if positions[column] is None]
-    if len(unknown) == len(absent) == 1:
-        positions[absent[0]] = unknown[0]
-    columns = ", ".join(name[:80] for name in names[:20])
-    for column in ("path", "label") if labelled else ("path",):
-        if positions[column] is None:
-            accepted = ", ".join(COLUMNS[column][:6])
-            fault = f"has no column for the {column} ({accepted}, …), only {columns}" if any(names) else "is empty"
-            raise UsageError(
-                f"{table} {fault}: its first row must name the columns, path{' and label' if labelled else ''} at least"
-            )
-    if group is not None:
-        if group not in names:
-            fault = f"{table} has no column {group!r} for data.split.group, only {columns}"
-            raise UsageError(f"{fault}.{nearest(group, names)}")
-        positions["group"] = names.index(group)
+    positions = _positions(table, names, group, labelled)
     rows = 0
     for number, cells in records:
-        values = ["" if i is None or i >= len(cells) else cells[i] for i in positions.values()]
-        row = Row(number, values[0], *map(nfc, values[1:]))
+        values = dict.fromkeys(COLUMNS, "")
+        for column, place in positions.items():
+            if place < len(cells):
+                values[column] = cells[place]
+        row = Row(number, values["path"], nfc(values["label"]), nfc(values["split"]), nfc(values["group"]))
         if re.search("[\0\ud800-\udfff]", row.path):  # no file system stores half of a surrogate pair
             raise UsageError(f"{table}, row {number}: no file can be called {row.path[:80]!r}")
         if row.path and (row.label or not labelled):
             rows += 1
             yield row
+        elif row.path:
+            raise UsageError(f"{table}, row {number} has no label")
         elif any(cells):
-            raise UsageError(f"{table}, row {number} has no {'label' if row.path else 'path'}")
+            raise UsageError(f"{table}, row {number} has no path")
         if rows > MAX_ROWS:
             raise UsageError(f"{table} has more than {MAX_ROWS:,} rows")
     if not rows:
-        raise UsageError(f"{table} has no rows below its column names, {columns}")
+        raise UsageError(f"{table} has no rows below its column names, {_listed(names)}")
+
+
+def _positions(table: Path, names: Sequence[str], group: str | None, labelled: bool) -> dict[str, int]:
+    """Return the place of each known column; raise UsageError if one is missing. Arguments: see `read_table`."""
+    plain = [_plain(name) for name in names]
+    positions: dict[str, int] = {}
+    unknown = list(range(len(names)))
+    for column, aliases in COLUMNS.items():
+        for alias in reversed(aliases):  # the first has precedence
+            if alias in plain:
+                positions[column] = plain.index(alias)
+        unknown = [place for place in unknown if plain[place] not in aliases and names[place] != group]
+    labels = [name[:80] for place, name in enumerate(names) if plain[place] in COLUMNS["label"]]
+    if labelled and len(labels) > 1:
+        used = names[positions["label"]][:80]
+        note_once(f"{table}: {used} is used of the columns that may be the label, {', '.join(labels)}")
+    absent = [column for column in ("path", "label") if column not in positions]
+    if len(unknown) == len(absent) == 1:
+        positions[absent[0]] = unknown[0]
+    rule = "its first row must name the columns, path at least"
+    if labelled:
+        rule = "its first row must name the columns, path and label at least"
+    if not any(names):
+        raise UsageError(f"{table} is empty: {rule}")
+    for column in ("path", "label"):
+        if column not in positions and (labelled or column == "path"):
+            accepted = ", ".join(COLUMNS[column][:6])
+            fault = f"has no column for the {column} ({accepted}, …), only {_listed(names)}"
+            raise UsageError(f"{table} {fault}: {rule}")
+    if group is not None:
+        if group not in names:
+            fault = f"{table} has no column {group!r} for data.split.group, only {_listed(names)}"
+            raise UsageError(f"{fault}.{nearest(group, names)}")
+        positions["group"] = names.index(group)
+    return positions
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name[:80] for name in names[:20])
 
 
 def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
@@ -113,7 +133,9 @@ def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
         for number, line in enumerate(chain([first], lines), 1):
             yield number, line.strip().rsplit(maxsplit=1)
         return
-    delimiter = "\t" if table.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
+    delimiter = max(",;\t", key=first.count)
+    if table.suffix.lower() == ".tsv":
+        delimiter = "\t"
     reader = csv.reader(chain([first], lines), delimiter=delimiter)
     try:
         for cells in reader:
@@ -140,8 +162,8 @@ def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
             names = [*values]
             first_keys = set(names)
             yield 0, names
-        for name in values:
-            if name not in first_keys and any(_plain(name) in aliases for aliases in COLUMNS.values()):
+        for name in values.keys() - first_keys:
+            if _plain(name) in chain.from_iterable(COLUMNS.values()):
                 fault = f"row {number} has {name[:80]!r}, which the first row lacks: add it there, null if empty"
                 raise UsageError(f"{table}, {fault}")
         yield number, [_text(values.get(name)) for name in names]
@@ -152,8 +174,10 @@ def _plain(name: str) -> str:
     return re.sub("[ _-]", "", name.lower())
 
 
-def _text(value: Any) -> str:
-    return "" if value is None or isinstance(value, dict | list) else str(value).strip()
+def _text(value: object) -> str:
+    if value is None or isinstance(value, dict | list):
+        return ""
+    return str(value).strip()
 
 
 def _lines(table: Path) -> Iterator[str]:

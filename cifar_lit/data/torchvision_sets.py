@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import pickle
 import tarfile
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,26 @@ def cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
             with file_lock(Path(f"{base}.lock"), f"prepares {base}"):
                 data = _read_cifar(reader, root, train)  # another process may have prepared it meanwhile
                 if data is None:
-                    mirrors = [url.format(name=name, archive=archive.name) for url in CIFAR_MIRRORS]
-                    urls = [settings.url] if settings.url else mirrors
+                    urls = [url.format(name=name, archive=archive.name) for url in CIFAR_MIRRORS]
+                    if settings.url:
+                        urls = [settings.url]
                     with tarfile.open(fetch(archive.name, urls, reader.tgz_md5, archive)) as tar:
                         tar.extractall(root, filter="data")  # a file truncated by a kill fails the md5 check
                     data = reader(root, train)
     images, labels, classes = torch.from_numpy(np.ascontiguousarray(data.data)), data.targets, data.classes
     if settings.labels == "coarse":  # torchvision returns only the fine labels
-        files = ("train" if train else "test", "meta")
-        part, meta = (pickle.loads(read_bytes(base / file, MAX_DOWNLOAD), encoding="latin1") for file in files)
-        labels, classes = part["coarse_labels"], meta["coarse_label_names"]
+        file = base / "test"
+        if train:
+            file = base / "train"
+        labels = _unpickled(file)["coarse_labels"]
+        classes = _unpickled(base / "meta")["coarse_label_names"]
     return ImageSet(images, torch.tensor(labels, dtype=torch.int64), tuple(classes))
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    """Return the contents of a file of CIFAR-100, whose md5 was checked."""
+    contents: dict[str, Any] = pickle.loads(read_bytes(file, MAX_DOWNLOAD), encoding="latin1")
+    return contents
 
 
 def fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
@@ -71,18 +80,28 @@ def fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
     from torchvision.datasets import FashionMNIST
 
     raw = _fashion_folder(settings)
-    urls = [settings.url] if settings.url else [*FashionMNIST.mirrors, FASHION_MIRROR]
-    complete = has_fashion_mnist(settings)
-    lock = nullcontext() if complete else file_lock(Path(f"{raw.parent}.lock"), f"prepares {raw.parent}")
+    folders = [*FashionMNIST.mirrors, FASHION_MIRROR]
+    if settings.url:
+        folders = [settings.url]
+    lock: AbstractContextManager[object] = nullcontext()
+    if not has_fashion_mnist(settings):
+        lock = file_lock(Path(f"{raw.parent}.lock"), f"prepares {raw.parent}")
+    packed = []
     with disk_errors(raw), lock:
-        packed = [
-            fetch(filename, [f"{url.rstrip('/')}/{filename}" for url in urls], md5, raw / filename)
-            for filename, md5 in FashionMNIST.resources
-        ]
-    files = packed[:2] if train else packed[2:]
-    images, labels = (bytearray(gzip.decompress(read_bytes(path, MAX_DOWNLOAD))) for path in files)
+        for filename, md5 in FashionMNIST.resources:
+            urls = [f"{folder.rstrip('/')}/{filename}" for folder in folders]
+            packed.append(fetch(filename, urls, md5, raw / filename))
+    train_images, train_labels, test_images, test_labels = packed
+    if train:
+        images, labels = _unpacked(train_images), _unpacked(train_labels)
+    else:
+        images, labels = _unpacked(test_images), _unpacked(test_labels)
     pixels = torch.frombuffer(images, dtype=torch.uint8, offset=16).view(-1, 28, 28, 1)  # after a header of 16 bytes
     return ImageSet(pixels, torch.frombuffer(labels, dtype=torch.uint8, offset=8).long(), tuple(FashionMNIST.classes))
+
+
+def _unpacked(path: Path) -> bytearray:
+    return bytearray(gzip.decompress(read_bytes(path, MAX_DOWNLOAD)))
 
 
 def _fashion_folder(settings: SourceSettings) -> Path:
