@@ -8,8 +8,8 @@ other folders.
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
@@ -29,14 +29,14 @@ else:
     NameOrObject = str  # A parser would import a class that a file names, so the command line accepts names only.
 
 
-class UntrustedName(UsageError):
-    """A name to import that the user has neither typed nor trusted."""
-
-
-MAX_SOURCE = 1 << 18  # bytes of a Python file to parse for its names
+MAX_SOURCE = 1 << 18  # characters of a Python file to search for a class
 _EVERY_NAME = "*"
 _allowed: set[str] = set()
 _files_name_parts = False  # within `only_allowed_imports`
+
+
+class UntrustedName(UsageError):
+    """A name to import that the user has neither typed nor trusted."""
 
 
 def allow_imports(paths: Iterable[str]) -> None:
@@ -208,34 +208,26 @@ def import_module_of(path: str) -> ModuleType:
 
 
 def check_no_file(name: str) -> None:
-    """Raise UsageError if `name` is a Python file instead of the dotted name of a class or function.
-
-    Recognises `my_nets.py`, `folder/my_nets.py`, `my_nets.py:MyNet`, and `my_nets` if there is such a file. Nothing is
-    imported.
-    """
-    file_name, _, member = name.partition(":")
-    file = Path(file_name if file_name.endswith(".py") else f"{file_name}.py")
-    if not file_name.endswith(".py") and (not file_name.isidentifier() or not file.is_file()):
+    """Raise UsageError for a Python file, such as `nets/my_nets.py` or `my_nets.py:MyNet`, instead of a dotted name."""
+    file, _, member = name.partition(":")
+    if not file.endswith(".py"):
         return
-    path = file.resolve()
-    is_below = path.is_relative_to(Path.cwd())
-    module = ".".join(path.relative_to(Path.cwd()).with_suffix("").parts) if is_below else path.stem
+    path = Path(file).resolve()
     if not path.is_file():
-        raise UsageError(f"there is no file {file_name}: name a class or function as {module}.{member or 'NAME'}")
-    names = [member] if member else [*_public_names(path), "NAME"]
-    elsewhere = "" if is_below else f", and put {path.parent} on PYTHONPATH"
-    raise UsageError(f"{name} is a file: name a class or function in it, as {module}.{names[0]}{elsewhere}.")
-
-
-def _public_names(file: Path) -> list[str]:
-    """Return the classes, then the functions, that a Python file defines; none if it cannot be parsed."""
-    try:
-        with file.open("rb") as stream:
-            nodes = ast.parse(stream.read(MAX_SOURCE)).body
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    return [node.name for kind in kinds for node in nodes if isinstance(node, kind) and not node.name.startswith("_")]
+        raise UsageError(f"there is no file {file}: name a class or function as {path.stem}.{member or 'NAME'}")
+    with path.open(errors="replace") as stream:
+        source = stream.read(MAX_SOURCE)
+    found = re.search(r"^class ([a-zA-Z]\w*)", source, re.MULTILINE)
+    if found and not member:
+        member = found[1]
+    remedy = ""
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    else:
+        remedy = f", and put {path.parent} on PYTHONPATH"
+        path = Path(path.name)
+    module = ".".join(path.with_suffix("").parts)
+    raise UsageError(f"{name} is a file: name a class or function in it, as {module}.{member or 'NAME'}{remedy}.")
 
 
 def import_callable(path: str) -> Callable[..., Any]:

@@ -24,7 +24,6 @@ from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jsonargparse import set_parsing_settings
@@ -33,7 +32,7 @@ from cifar_lit.cli.errors import UNTRUSTED
 from cifar_lit.cli.flags import LOGS, RECIPES, Command, recipe_path
 from cifar_lit.errors import UsageError
 from cifar_lit.plugins import allow_imports, import_module_of, is_import_path
-from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, plain_text, plain_values, unsafe_choices
+from cifar_lit.runs.config_file import PLACES, allow_choices, leaves, read_settings, unsafe_choices
 
 # Classes of Lightning that take plain values only, run no command and do not use the network.
 SAFE = {
@@ -66,34 +65,41 @@ def guard(command: Command, base: Path | None) -> None:
     Args:
         base: settings with the lowest precedence, as in `arguments`.
     """
-    files = [("", base)] if base is not None and base.parent != RECIPES else []
-    files += [("", Path(config).expanduser()) for config in command.configs]
+    files = [("", Path(config).expanduser()) for config in command.configs]
+    if base is not None and base.parent != RECIPES:
+        files.insert(0, ("", base))
     for part in ("trainer", "model", "data"):
         files += [(part, Path(value)) for value in command.values(part) if Path(value).is_file()]
-    trusted = typed = _typed(command)
+    typed = _typed(command)
+    trusted: list[object] = [typed]
     for group, file in files:
-        settings = {group: plain_values(file)} if group else plain_values(file)
-        if command.trust or _mark(plain_text(file)).is_file():
-            trusted = [*trusted, settings]
-        elif untrusted := sorted(_own_names(settings) - _own_names(typed)):
-            raise UsageError(UNTRUSTED.format(untrusted[0]))
-        elif further := next(further_files(settings, file.parent), None):
+        text, settings = read_settings(file)
+        if group:
+            settings = {group: settings}
+        if command.trust or _mark(text).is_file():
+            trusted.append(settings)
+            continue
+        for name in sorted(_own_names(settings) - _own_names(typed)):
+            raise UsageError(UNTRUSTED.format(name))
+        for further in further_files(settings, file.parent):
             line = f"a configuration file refers to settings in {further[:200]!r}, which is not read"
             raise UsageError(f"{line}: name it with --config, or give --trust if you trust the file")
     allow(trusted)
 
 
-def further_files(settings: Any, folder: Path) -> Iterator[str]:
+def further_files(settings: object, folder: Path) -> Iterator[str]:
     """Yield the files named in the settings of a file in `folder` that the parser would read."""
     for key, text in leaves(settings):
         if key == ("config",) or (key[:2] in CLASSES and key[1] not in (*OWN, "net_options")):
-            with suppress(OSError):  # text too long for a path
-                yield from (text for path in (Path(text), folder / text) if path.exists() and not path.is_dir())
+            for path in (Path(text), folder / text):
+                with suppress(OSError):  # text too long for a path
+                    if path.exists() and not path.is_dir():
+                        yield text
 
 
-def _typed(command: Command) -> list[dict[str, Any]]:
-    """Return the settings given by flags."""
-    settings: list[dict[str, Any]] = [{"logs": command.logs or LOGS}]
+def _typed(command: Command) -> list[dict[str, object]]:
+    """Return the settings given by flags, as text and as the parser reads them."""
+    settings: list[dict[str, object]] = [{"logs": command.logs or LOGS}]
     if command.recipe:
         settings.append({"recipe": recipe_path(command.recipe).stem})
     for word in command.flags:
@@ -106,13 +112,13 @@ def _typed(command: Command) -> list[dict[str, Any]]:
 
 def allow_run(config: Path, trusted: bool) -> None:
     """Let a config.yaml name nets, data sets and paths if `trusted`, or if a run of this user wrote it."""
-    if trusted or _mark(plain_text(config)).is_file():
-        settings = plain_values(config)
+    text, settings = read_settings(config)
+    if trusted or _mark(text).is_file():
         allow_imports(_own_names(settings))
         allow_choices(settings)
 
 
-def _own_names(settings: Any) -> set[str]:
+def _own_names(settings: object) -> set[str]:
     """Return the import paths of your own nets, optimizers, schedules and data sets in nested settings."""
     return {text for key, text in leaves(settings) if key and key[-1] in OWN and not _PLAIN_NAME.fullmatch(text)}
 
@@ -132,35 +138,40 @@ def _mark(text: str) -> Path:
     return Path("/", cache) / "cifar-lit" / "own-configurations" / sha256(text.encode()).hexdigest()
 
 
-def allow(settings: Any) -> None:
+def allow(settings: object) -> None:
     """Allow the classes in `SAFE` and in `settings` in files. Parsers of this process import no other classes."""
-    safe = {path for group, names in SAFE.items() for name in names for path in _paths(group, name)}
-    class_keys = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
-    paths = {path for _, path in class_keys}
+    safe: set[str] = set()
+    for group, names in SAFE.items():
+        safe.update(*(_paths(group, name) for name in names))
+    named = [(key, path) for key, path in class_names(settings) if path.partition(".")[0] != "jsonargparse"]
+    paths = {path for _, path in named}
     set_parsing_settings(import_path_denylist=["*", *sorted(_allowed_before)])
     set_parsing_settings(import_path_allowlist=sorted(safe | paths | SAFE_PACKAGES))
     allow_imports(paths)
     allow_choices(settings)
     _allowed_before.update(paths - safe)
-    for key, path in class_keys:  # imported here, because the parser does not search the working folder
+    for key, path in named:  # imported here, because the parser does not search the working folder
         is_class = key[-1] == "class_path" or key in CLASSES or key[1:-1] == ("metrics",)
         if is_class and key[-1] not in OWN and path not in safe:
             with suppress(UsageError):  # the parser reports it
                 import_module_of(path)
 
 
-def class_names(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+def class_names(settings: object) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the keys and import paths of classes in nested settings. Lightning's classes may be plain names."""
     for key, text in leaves(settings):
         if key[:2] not in CLASSES or key[-1] in PLACES:
             continue
-        if is_import_path(text) and not Path(text).is_file():  # the parser reads a file of this name
+        if text.isidentifier():
+            for group in SAFE:
+                yield from ((key, path) for path in _paths(group.partition(".")[0], text))
+        elif is_import_path(text) and not Path(text).is_file():  # the parser reads a file of this name
             yield key, text
-        for group in SAFE if text.isidentifier() else ():
-            yield from ((key, path) for path in _paths(group.partition(".")[0], text))
 
 
 def _paths(group: str, name: str) -> set[str]:
     """Return the public and the full import path of Lightning's class `name`, an empty set if there is none."""
     value = getattr(import_module(f"lightning.pytorch.{group}"), name, None)
-    return {f"lightning.pytorch.{group}.{name}", f"{value.__module__}.{name}"} if isinstance(value, type) else set()
+    if not isinstance(value, type):
+        return set()
+    return {f"lightning.pytorch.{group}.{name}", f"{value.__module__}.{name}"}

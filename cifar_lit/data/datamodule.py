@@ -127,6 +127,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, Any] | None = None
 
+    def __str__(self) -> str:
+        """Return the name of the data set. Lightning's text, also part of jsonargparse's errors, loads the images."""
+        return f"{type(self).__name__}({self.dataset!r})"
+
     def _build_parts(self) -> None:
         self.parts = SplitImages(self.dataset, self.settings, self._val_size)
         self.placement = Placement(self.parts, self._placement)

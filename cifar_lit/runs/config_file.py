@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,50 @@ MAX_VALUES = 20_000  # with aliases expanded
 MAX_LIST = 200  # elements of a list: jsonargparse copies a list for each of its elements
 MAX_LENGTH = 4096  # characters of a text; the longest path of Linux
 MAX_INTEGER = 1 << 63  # exceeds int64 of torch and numpy
-_TAGS = {
-    f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")
-}
-_INTEGER = "tag:yaml.org,2002:int"
+_KINDS = ("str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge")
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _KINDS}
 _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader of jsonargparse
 # A file name of ModelCheckpoint ({epoch}), a name in brackets ([old]), a drive of Windows (D:).
 _TEXT = re.compile(r"\{[\w/:.%]+\}|\[[\w/ -]+\]|\w+:")
 
 
-def plain_values(file: Path) -> Any:
-    """Return the values in a configuration file; raise UsageError unless it is readable and holds only plain values."""
-    text = plain_text(file)
+def read_settings(file: Path) -> tuple[str, Any]:
+    """Return the text of a configuration file and its values; raise UsageError unless it sets only plain values."""
+    fault = None
     try:
-        return yaml.safe_load(text)
-    except Exception:  # errors of the YAML constructors, such as a list as a key or an impossible date
-        raise UsageError(f"{file} holds invalid values, such as a list as a name or an impossible date") from None
+        text = read_text(file, MAX_BYTES)
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return text, None
+        fault = _fault(root)
+        values = None if fault else loader.construct_document(root)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        fault = "it is nested too deeply"
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
+    except Exception:  # also errors of the YAML constructors
+        raise UsageError(f"{file} is not UTF-8 text, or holds an invalid value such as an impossible date") from None
+    if fault:
+        raise UsageError(f"{file} was not read: {fault}")
+    if not isinstance(values, dict):
+        raise UsageError(f"{file} must hold settings by name (trainer:, model:, data:), not just text or a list")
+    for group in ("trainer", "model", "data"):
+        if not isinstance(values.get(group, {}), dict):
+            raise UsageError(f"{file}: {group} must hold settings by name, not {str(values[group])[:40]!r}")
+    return text, values
 
 
-def nested(settings: Mapping[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+def plain_values(file: Path) -> Any:
+    """Return the values in a configuration file, see `read_settings`."""
+    return read_settings(file)[1]
+
+
+def nested(settings: Mapping[str, object], base: dict[str, Any]) -> dict[str, Any]:
     """Return `base`, the values of a configuration, with further settings by dotted name."""
     for name, value in settings.items():
         *groups, last = name.split(".")
@@ -55,53 +81,36 @@ def nested(settings: Mapping[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
-def plain_text(file: Path) -> str:
-    """Return the text of a configuration file; raise UsageError unless it is readable and holds only plain values."""
-    try:
-        text = read_text(file, MAX_BYTES)
-        root = yaml.compose(text, yaml.SafeLoader)
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ", or not UTF-8 text"
-        raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
-    except RecursionError:
-        raise UsageError(f"{file} was not read: it is nested too deeply") from None
-    if root is None:
-        return text
-    _count(file, root, {}, 0)
-    if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{file} must hold settings by name (trainer:, model:, data:), not just text or a list")
-    for key, value in root.value:
-        if key.value in ("trainer", "model", "data") and not isinstance(value, yaml.MappingNode):
-            raise UsageError(f"{file}: {key.value} must hold settings by name, not {str(value.value)[:40]!r}")
-    return text
+def _expanded(node: yaml.Node, depth: int = 0) -> Iterator[tuple[yaml.Node, int]]:
+    """Yield a node and all nodes below it with their depths. Aliases are expanded, perhaps without an end."""
+    yield node, depth
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _expanded(key, depth + 1)
+            yield from _expanded(value, depth + 1)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _expanded(value, depth + 1)
 
 
-def _count(file: Path, node: yaml.Node, counts: dict[int, int], depth: int) -> int:
-    """Return the number of values in a node with aliases expanded; raise UsageError if a limit is exceeded."""
-    if node.tag not in _TAGS:
-        raise UsageError(
-            f"{file} was not read: it has the YAML tag {node.tag[:80]!r}, but only plain values are allowed"
-        )
-    if isinstance(node, yaml.ScalarNode) and (fault := _fault_of_text(node.value)):
-        raise UsageError(f"{file} was not read: it has {fault} at line {node.start_mark.line + 1}")
-    if isinstance(node, yaml.SequenceNode) and len(node.value) > MAX_LIST:
-        raise UsageError(
-            f"{file} was not read: the list at line {node.start_mark.line + 1} has more than {MAX_LIST} elements"
-        )
-    if depth > MAX_DEPTH or counts.get(id(node)) == 0:
-        raise UsageError(f"{file} was not read: it is nested too deeply")
-    if id(node) not in counts:
-        counts[id(node)] = 0  # marks a node whose children are being counted, to detect loops
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        if isinstance(node, yaml.MappingNode):
-            children = [child for pair in children for child in pair]
-        counts[id(node)] = 1 + sum(_count(file, child, counts, depth + 1) for child in children)
-    if counts[id(node)] > MAX_VALUES:
-        raise UsageError(f"{file} was not read: its aliases expand to more than {MAX_VALUES:,} values")
-    return counts[id(node)]
+def _fault(root: yaml.Node) -> str | None:
+    """Return why a document is refused; None if it has only plain values within the limits."""
+    texts: set[int] = set()  # those checked
+    for count, (node, depth) in enumerate(_expanded(root)):
+        if node.tag not in _TAGS:
+            return f"it has the YAML tag {node.tag[:80]!r}, but only plain values are allowed"
+        if depth > MAX_DEPTH:
+            return "it is nested too deeply"
+        if count > MAX_VALUES:
+            return f"its aliases expand to more than {MAX_VALUES:,} values"
+        line = node.start_mark.line + 1
+        if isinstance(node, yaml.SequenceNode) and len(node.value) > MAX_LIST:
+            return f"the list at line {line} has more than {MAX_LIST} elements"
+        if isinstance(node, yaml.ScalarNode) and id(node) not in texts:
+            texts.add(id(node))
+            if fault := _fault_of_text(node.value):
+                return f"it has {fault} at line {line}"
+    return None
 
 
 def _fault_of_text(text: str) -> str | None:
@@ -110,20 +119,14 @@ def _fault_of_text(text: str) -> str | None:
         return "invalid Unicode or a NUL character"
     if len(text) > MAX_LENGTH:
         return f"a text of more than {MAX_LENGTH:,} characters"
-    try:
-        integer = yaml.SafeLoader("").construct_yaml_int(yaml.ScalarNode(_INTEGER, text.strip()))
-    except (ValueError, IndexError):
-        integer = 0
-    if abs(integer) >= MAX_INTEGER:
-        return "an integer of more than 64 bits"
-    if _TEXT.fullmatch(text):
-        return None
-    try:
-        events = list(yaml.parse(text, _PARSER))
-    except yaml.YAMLError:  # the parser keeps it as text
-        return None
-    if any(isinstance(event, yaml.CollectionStartEvent) for event in events):
-        return "a text that would be read as a list or as settings"
+    with suppress(ValueError, IndexError):
+        integer = yaml.SafeLoader("").construct_yaml_int(yaml.ScalarNode("", text.strip()))
+        if abs(integer) >= MAX_INTEGER:
+            return "an integer of more than 64 bits"
+    with suppress(yaml.YAMLError):  # the parser keeps an invalid text as text
+        kinds = {type(event) for event in yaml.parse(text, _PARSER)}
+        if not kinds.isdisjoint((yaml.MappingStartEvent, yaml.SequenceStartEvent)) and not _TEXT.fullmatch(text):
+            return "a text that would be read as a list or as settings"
     return None
 
 
@@ -157,23 +160,31 @@ def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
         yield key, str(settings)
 
 
-def unsafe_choices(settings: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+def unsafe_choices(settings: object) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the leaves that an untrusted file must not set, see `check_choices`."""
     metric_settings = 0
     for key, text in leaves(settings):
-        name = key[-1]
-        is_name = name in _NAMED and _NAME.fullmatch(text)
-        is_local = name in _LOCAL and Path(text).expanduser().resolve().is_relative_to(Path.cwd())
-        number = text.replace(" ", "") if name in _COUNTS else ""
-        is_large = number.isdecimal() and (len(number) > 4 or int(number) > MAX_PROCESSES)
-        is_bad_format = name == "metrics_format" and not _FORMAT.fullmatch(text)
-        is_place = name in PLACES and not is_name and not is_local
-        if key[0] != "model" and (is_large or is_bad_format or is_place):
-            yield key, text
-        if key[:2] == ("model", "metrics"):
+        if key[0] != "model":
+            if not _is_safe(key[-1], text):
+                yield key, text
+        elif key[1:2] == ("metrics",):
             metric_settings += 1
             if metric_settings > MAX_METRIC_SETTINGS or _is_above(text, MAX_METRIC_SETTING):
                 yield key, text
+
+
+def _is_safe(name: str, text: str) -> bool:
+    """Return whether a file may set `name`, a setting of the data, the Trainer or a class of Lightning, to `text`."""
+    if name in _COUNTS:
+        number = text.replace(" ", "")
+        return not number.isdecimal() or (len(number) <= 4 and int(number) <= MAX_PROCESSES)
+    if name == "metrics_format":
+        return _FORMAT.fullmatch(text) is not None
+    if name in _NAMED:
+        return _NAME.fullmatch(text) is not None
+    if name in _LOCAL:
+        return Path(text).expanduser().resolve().is_relative_to(Path.cwd())
+    return name not in PLACES
 
 
 def _is_above(text: str, limit: float) -> bool:

@@ -167,6 +167,7 @@ def test_two_objectives_give_a_pareto_front(fake: list[list[str]]) -> None:
     assert answer.out.count("\n│") == len(front)
 
 
+@pytest.mark.slow
 def test_a_bad_trial_is_pruned_and_its_process_ends_in_order(fake: list[list[str]]) -> None:
     space = {"model.lr": {"choice": [0.05, 0.051, 0.052, 0.053, 0.054, 0.09]}}
     for seed in range(99):
@@ -231,6 +232,7 @@ def test_ctrl_c_ends_with_the_command_that_continues(fake: list[list[str]]) -> N
     assert any(word.startswith("--resume=") and word.endswith("trial-000/small-1") for word in fake[1])
 
 
+@pytest.mark.slow
 def test_the_time_budget_ends_a_sweep_and_is_not_spent_twice(fake: list[list[str]]) -> None:
     write(trials=None, time="5s", sampler="random")
     assert sweep(EPOCH="0.2").code == 0 and "complete" in {row["state"] for row in rows()}
@@ -411,6 +413,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_the_trial_of_a_killed_command_is_resumed_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     write(trials=1)
     run = FOLDER / "trial-000/small-1"
@@ -435,6 +438,7 @@ def test_the_trial_of_a_killed_command_is_resumed_and_ends_with_the_same_weights
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_the_best_trial_is_confirmed_by_tests_with_new_seeds_that_are_trained_once(tmp_path: Path) -> None:
     write(trials=1)
     words = ("--confirm", "2", "--epochs", "1", "--seed", "7")

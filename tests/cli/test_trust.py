@@ -11,7 +11,7 @@ import yaml
 from contract.command_line import Answer, assert_refused, config_of, run_command
 
 from cifar_lit.errors import UsageError
-from cifar_lit.runs.config_file import MAX_BYTES, plain_text, plain_values
+from cifar_lit.runs.config_file import MAX_BYTES, plain_values
 
 CALLBACK = """from pathlib import Path
 from lightning.pytorch.callbacks import Callback
@@ -184,6 +184,6 @@ def test_only_yaml_mappings_of_a_limited_size_are_accepted(tmp_path: Path) -> No
     for text, line in (large, ("- 1\n", "must hold settings by name"), ("a: [1", "not valid YAML at line 1")):
         (tmp_path / "own.yaml").write_text(text)
         with pytest.raises(UsageError, match=rf"own\.yaml.*{line}"):
-            plain_text(tmp_path / "own.yaml")
+            plain_values(tmp_path / "own.yaml")
     (tmp_path / "own.yaml").write_text("model: &m {lr: 0.1}\ndata: {<<: *m, count: 3}\n")
-    assert plain_text(tmp_path / "own.yaml").startswith("model")
+    assert plain_values(tmp_path / "own.yaml")["data"] == {"lr": 0.1, "count": 3}

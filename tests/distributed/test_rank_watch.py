@@ -60,6 +60,7 @@ def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Ra
     assert ranks[frozen].wait()[0] == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_run_that_is_suspended_and_continued_as_a_whole_loses_no_rank(ranks: list[Rank]) -> None:
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for rank in ranks:

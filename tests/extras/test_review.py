@@ -215,4 +215,4 @@ def test_an_image_is_shown_with_its_nearest_training_images(tmp_path: Path) -> N
     assert large["nearest"][0][1] == "cat"  # row 0 is another image now
     assert large["picture"].startswith("data:image/jpeg")
     assert queue.details(2)["picture"] == ""
-    assert [summary["name"] for summary in queue.summaries] == ["0", "large.jpg", "gone.jpg"]
+    assert [summary.name for summary in queue.summaries] == ["0", "large.jpg", "gone.jpg"]

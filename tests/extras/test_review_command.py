@@ -121,9 +121,7 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions() -> None
     np.save(folds / "probabilities.npy", probabilities)
     queue = queue_of(folds, "--limit", "5")
     assert queue.keys[0] == str(Path("animals/dog/1.png").absolute()) and len(queue.keys) == 5
-    assert queue.summaries[0] | {"probability": 0} == {
-        "name": "1.png", "label": "dog", "predicted": "cat", "probability": 0,
-    }  # fmt: skip
+    assert queue.summaries[0][:3] == ("1.png", "dog", "cat")
     decide(folds, (queue.keys[0], "relabel", "cat"))
     rows = exported(folds)
     assert len(rows) == 18 and "split" not in rows[0]

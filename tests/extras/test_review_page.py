@@ -164,10 +164,7 @@ def test_the_page_fits_its_window_and_shows_where_the_focus_is(
     assert opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-@pytest.mark.parametrize("width", [390, 1200])
-def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(
-    tmp_path: Path, open_page: Open, width: int
-) -> None:
+def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(tmp_path: Path, open_page: Open) -> None:
     classes = ["0", "1", "10", "2", *("W" * 150 + letter for letter in "abcdefgh")]
     draw_folder(tmp_path / "set", dict.fromkeys(classes, 2))
     torch.manual_seed(0)
@@ -180,7 +177,7 @@ def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(
     settings["cache_dir"] = str(tmp_path / "cache")
     (run / "config.yaml").write_text(yaml.safe_dump({"data": settings}))
     with reviewing(run, "--trust") as review:
-        opened = open_page(review.url, width=width)
+        opened = open_page(review.url, width=390)
         opened.page.wait_for_selector("#review:not([hidden])")
         assert opened.overflow == 0
         for count, digit in enumerate("20", 1):
@@ -204,6 +201,7 @@ def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(
         assert "action" not in review.images[5]
 
 
+@pytest.mark.slow
 def test_a_killed_review_loses_no_decision(
     fitted_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def all_dead(processes: list[int]) -> bool:
     return not any(map(alive, processes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_or_a_closed_terminal_stops_the_service_after_its_last_answer(served_run: Path, number: int) -> None:
     with running(served_run) as service:

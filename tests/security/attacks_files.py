@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from security.attack import Attack, harmless
 from security.hostile_models import CHECKPOINTS, kernel_log
 
 from cifar_lit.cli import main
-from cifar_lit.data.cache import FORMAT
 from cifar_lit.files import PART
 
 RESUME = ["train", "--resume", "run"]
@@ -134,12 +133,8 @@ def data_with(name: str) -> Prepare:
     return prepare
 
 
-def images(folder: Path) -> Path:
-    """Draw a folder of images and return the path of its cache."""
-    root = draw_folder(folder.resolve() / "images", {"a": 4, "b": 4})
-    key = sha256(json.dumps([FORMAT, str(root), 16, 3]).encode()).hexdigest()[:16]
-    (folder / "cache").mkdir()
-    return folder / "cache" / f"images-{key}"
+def images(folder: Path) -> None:
+    draw_folder(folder / "images", {"a": 4, "b": 4})
 
 
 def written(name: str) -> Prepare:
@@ -147,17 +142,23 @@ def written(name: str) -> Prepare:
     return lambda folder: (images(folder), put(name, link, ended=True)(folder))
 
 
-def cache_that_is_a_link(folder: Path) -> None:
-    link(folder, images(folder), "outside")
+def changed_cache(name: str, make: Make, says: str = "") -> Attack:
+    """Training on images whose cache is then replaced: by the file `name` in a folder, or by what `make` makes."""
+
+    def train_twice() -> int:
+        assert main(DECODE) == 0
+        (cache,) = Path("cache").glob("images-*")
+        shutil.rmtree(cache)
+        if name:
+            cache.mkdir()
+        make(Path.cwd(), cache / name)
+        return main(DECODE)
+
+    return harmless(images, train_twice, says)
 
 
-def cache_with(name: str, make: Make = link) -> Prepare:
-    def prepare(folder: Path) -> None:
-        cache = images(folder)
-        cache.mkdir()
-        make(folder, cache / name)
-
-    return prepare
+def link_to_folder(folder: Path, path: Path) -> None:
+    link(folder, path, "outside")
 
 
 def doubling_links(folder: Path) -> None:
@@ -170,9 +171,12 @@ def doubling_links(folder: Path) -> None:
 
 
 def table_of_pipes(folder: Path) -> None:
-    """A table whose images are a pipe without a writer."""
-    os.mkfifo(folder / "0.png")
-    (folder / "pipes.csv").write_text("path,label\n" + "".join(f"{'./' * n}0.png,{'ab'[n % 2]}\n" for n in range(8)))
+    """A table whose images are pipes without a writer."""
+    rows = ["path,label"]
+    for number in range(8):
+        os.mkfifo(folder / f"{number}.png")
+        rows.append(f"{number}.png,{'ab'[number % 2]}")
+    (folder / "pipes.csv").write_text("\n".join(rows))
 
 
 def keys_of_rows(folder: Path) -> None:
@@ -273,10 +277,10 @@ ATTACKS: dict[str, Attack] = {
     "a redirect with an enormous content length": Attack(
         data_with("x"), answered(REDIRECTION), says="could not be downloaded"
     ),
-    "a link for the cache of a folder": harmless(cache_that_is_a_link, DECODE, "is a link"),
-    "a link for the index of a cache": harmless(cache_with("index.json"), DECODE),
-    "a link for the lock of a cache": harmless(cache_with("lock"), DECODE, "nothing is cached"),
-    "an index of a cache from a pipe": harmless(cache_with("index.json", pipe), DECODE),
+    "a link for the cache of a folder": changed_cache("", link_to_folder, "is a link"),
+    "a link for the index of a cache": changed_cache("index.json", link),
+    "a link for the lock of a cache": changed_cache("lock", link, "nothing is cached"),
+    "an index of a cache from a pipe": changed_cache("index.json", pipe),
     "links that double the paths at every level": harmless(doubling_links, DECODE),
     "the same for classify": harmless(doubling_links, CLASSIFY),
     "a table whose images are a pipe": Attack(

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def unfinished(folder: Path, callback: dict[str, Any], state: dict[str, Any]) ->
     """Make the run resumable, with a ModelCheckpoint in its config.yaml and that callback's state in its checkpoint."""
     (folder / "run/metrics.json").unlink()
     config, path = folder / "run/config.yaml", folder / "run/checkpoints/last.ckpt"
-    text = json.dumps([{"class_path": "ModelCheckpoint", "init_args": callback}])
+    defaults = {name: each.default for name, each in signature(ModelCheckpoint).parameters.items()}
+    path_of_class = f"{ModelCheckpoint.__module__.rpartition('.')[0]}.ModelCheckpoint"
+    text = json.dumps([{"class_path": path_of_class, "init_args": {**defaults, **callback}}])
     config.write_text(config.read_text().replace("callbacks: null", f"callbacks: {text}"))
     checkpoint = torch.load(path, weights_only=True)
     empty = dict.fromkeys(("best_model_path", "last_model_path", "kth_best_model_path"), "")
@@ -89,6 +92,8 @@ def momentum(value: Callable[[torch.Tensor], Any]) -> Prepare:
         text = config.read_text().replace("optimizer_options: null", "optimizer_options: {momentum: 0.9}")
         config.write_text(text.replace("log_every_n_steps: null", "log_every_n_steps: 1"))
         checkpoint = torch.load(path, weights_only=True)
+        settings = json.loads(checkpoint["cifar_lit"]["settings"]) | {"model.optimizer_options": {"momentum": 0.9}}
+        checkpoint["cifar_lit"]["settings"] = json.dumps(settings)
         weights = list(checkpoint["state_dict"].values())
         for optimizer in checkpoint["optimizer_states"]:
             numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
@@ -280,7 +285,9 @@ ATTACKS: dict[str, Attack] = {
         RESUME,
         says="its best checkpoints have no scores",
     ),
-    "a version of Lightning that moves the cursor": Attack(version("99.0\r\x85"), RESUME, says="is not a version"),
+    "a version of Lightning that moves the cursor": Attack(
+        version("99.0\r\x85"), RESUME, says="its version of Lightning is invalid"
+    ),
     # configurations that choose output paths
     "a callback that writes checkpoints to the user's folder": checkpoint("dirpath", dirpath="../outside"),
     "the same in a referenced file": referring("trainer.callbacks", PART),
@@ -295,11 +302,11 @@ ATTACKS: dict[str, Attack] = {
     ),
     "a checkpoint's name that leads out of the run": checkpoint(filename="../../../../outside/x"),
     "a checkpoint's name of two lines with terminal controls": checkpoint(filename=CLEAR + "\n" + CLEAR),
-    "a checkpoint's name that becomes a path when formatted": checkpoint(filename="{epoch:/>9}"),
+    "a checkpoint's name that becomes a path when formatted": checkpoint(filename="a{epoch:/>9}"),
     "a checkpoint's name with a metric that leads out of the run": checkpoint(filename="{../../../../outside/x}"),
     "a checkpoint's name of 400 million digits": checkpoint(filename="{epoch:0400000000d}"),
     "a checkpoint's name with 400 million decimals": checkpoint(filename="{val/loss:.400000000f}", monitor="val/loss"),
-    "a checkpoint's name with the same metric 4000 times": checkpoint(filename="{0}" * 4000),
+    "a checkpoint's name with the same metric 1,300 times": checkpoint(filename="{0}" * 1300),
     "metrics of 400 million decimals in the progress bar": trainer_class(
         "callbacks", "RichProgressBar", "theme.metrics_format", theme={"metrics_format": ".400000000f"}
     ),
@@ -311,7 +318,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "a metric of 10⁵ classes": metric("num_classes", "MulticlassConfusionMatrix", 10**5),
     "a net of a million times the width": Attack(
-        config("model: {width: 1000000}"), fit_own(), says="width multiplies the hidden widths: it must be above 0"
+        config("model: {width: 1000000}"), fit_own(), says="must be above 0 and at most 1000"
     ),
     "curves in the user's folder": trainer_class(
         "logger", "CSVLogger", "save_dir", save_dir="../outside", name="", version=""

@@ -1,6 +1,6 @@
 """Readers of untrusted input, fuzzed: each input gives a value or one line of error in time, and has no side effect.
 
-The short form fuzzes each reader for two seconds. Its seed is a checksum of the code, so a run can be repeated.
+The short form fuzzes each reader for a second. Its seed is a checksum of the code, so a run can be repeated.
 -m stress fuzzes for STRESS_FUZZ_SECONDS with a new seed. `corpus/` keeps failing inputs until they are fixed; then
 add them to the reader's `found`.
 """
@@ -25,7 +25,7 @@ import cifar_lit
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures memory in Linux's /proc")
 
 READERS = {**fuzz_files.READERS, **fuzz_network.READERS, **fuzz_runs.READERS}
-SECONDS = 2  # for each reader in the short form
+SECONDS = 1  # for each reader in the short form
 
 
 @pytest.fixture(scope="module")

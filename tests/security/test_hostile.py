@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures memory
 
 # Files of each kind, their path beside the copy of a genuine run, and the step with which the short form samples them.
 KINDS: dict[str, tuple[dict[str, Maker], str, int]] = {
-    "model": (MODELS, "run/model.safetensors", 3),
-    "checkpoint": (CHECKPOINTS, "run/checkpoints/best.ckpt", 6),
-    "configuration": (CONFIGS, "own.yaml", 6),
+    "model": (MODELS, "run/model.safetensors", 6),
+    "checkpoint": (CHECKPOINTS, "run/checkpoints/best.ckpt", 10),
+    "configuration": (CONFIGS, "own.yaml", 10),
     "archive": (ARCHIVES, "cifar-10-python.tar.gz", 6),
-    "image": (IMAGES, "images/a/0.png", 4),
+    "image": (IMAGES, "images/a/0.png", 8),
 }
 FIT = ["fit", "--recipe", "small.yaml", "--logs", "runs"]
 

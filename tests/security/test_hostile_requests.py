@@ -218,6 +218,7 @@ SLOW = {  # the first bytes of a slow client, and those it sends from time to ti
 }
 
 
+@pytest.mark.slow
 def test_more_slow_clients_than_connections_block_nobody(run: Path, long_form: bool) -> None:
     count = 1000 if long_form else 200
     with running(run, files=0 if long_form else 256) as service:
@@ -252,6 +253,7 @@ def test_stalled_large_bodies_are_dropped_for_other_clients(service: Service) ->
                 client.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 def test_a_response_that_is_not_read_is_dropped_with_its_connection(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
     file = io.BytesIO()

@@ -52,6 +52,7 @@ print("opened:", *sorted(traps - {"small.yaml", "lightning_logs"}), "loaded:", *
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads loaded libraries from Linux's /proc")
 def test_no_library_reads_files_of_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
     for name in TRAPS:
@@ -73,6 +74,7 @@ def test_no_library_reads_files_of_the_working_folder(working_folder: Path, envi
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["opened: loaded:"]), done.stderr
 
 
+@pytest.mark.slow
 def test_no_process_imports_modules_of_the_working_folder(working_folder: Path, environment: dict[str, str]) -> None:
     for name in ("yaml", "torch", "jsonargparse", "rich", "pathlib", "json"):
         (working_folder / f"{name}.py").write_text(BESIDE["evil.py"])

@@ -68,6 +68,7 @@ def sleep_through(processes: int, phase: str, seconds: float, folder: str) -> li
     return deviations(run, processes, time.monotonic() - training.started, place.parents[1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_machine_that_sleeps_longer_than_the_rank_timeout_loses_nothing(
     long_form: bool, forking: Callable[..., Any], tmp_path: Path
@@ -86,6 +87,7 @@ def jump(seconds: int, folder: str) -> list[str]:
     return deviations(finished_run(training, place), 1, LIMIT, place.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [DAY, -DAY])
 def test_a_clock_that_jumps_by_a_day_changes_nothing(seconds: int, forking: Callable[..., Any], tmp_path: Path) -> None:
     assert forking(jump, seconds=seconds, folder=str(tmp_path)) == []

@@ -97,6 +97,7 @@ def cut_all(cuts: list[list[Any]], folder: str) -> list[dict[str, Any]]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_short_network_failure_loses_nothing_and_after_a_permanent_one_each_rank_names_the_other(
     long_form: bool, forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
 ) -> None:

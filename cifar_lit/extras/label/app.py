@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -34,7 +33,7 @@ class Review:
             added.
     """
 
-    def __init__(self, queue: Queue, journal: Journal, write: Callable[[], int], about: dict[str, Any]) -> None:
+    def __init__(self, queue: Queue, journal: Journal, write: Callable[[], int], about: dict[str, object]) -> None:
         self.queue, self.journal, self.write, self.about = queue, journal, write, about
         self._turn = asyncio.Lock()  # decisions are stored in the order of their arrival
         self.routes = [
@@ -49,7 +48,7 @@ class Review:
         made = self.journal.decisions
         images = []
         for image, key in zip(self.queue.summaries, self.queue.keys, strict=True):
-            images.append({**image, **_state(made.get(key))})
+            images.append({**image._asdict(), **_state(made.get(key))})
         classes = {"classes": self.journal.classes, "known": len(self.queue.train.classes)}
         return JSONResponse({**self.about, **classes, "images": images})
 
@@ -75,28 +74,33 @@ class Review:
             except Failure as error:
                 raise HTTPException(507, str(error)) from None
 
-    def _checked(self, item: Any) -> int:
+    def _checked(self, item: object) -> int:
+        """Return the place of an image in the queue; raise HTTPException if there is no such image."""
         last = len(self.queue.keys) - 1
-        if type(item) is not int or not 0 <= item <= last:
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item <= last:
             raise HTTPException(404, f"there is no image {str(item)[:20]}: the last one is {last}")
         return item
 
-    def _decide(self, body: Any) -> dict[str, Any]:
+    def _decide(self, body: object) -> dict[str, object]:
         """Store a decision, `{"item", "action", "label"}` or `{"action": "undo"}`; return the image's new state."""
         queue, journal = self.queue, self.journal
-        action = body.get("action") if isinstance(body, dict) else None
+        if not isinstance(body, dict):
+            body = {}
+        action = body.get("action")
         if action == "undo":
             undone = journal.undo()
             if undone is None:
                 raise HTTPException(409, "there is no decision to undo")
-            item = queue.keys.index(undone.image) if undone.image in queue.keys else None
-            return {"item": item, "name": Path(undone.image).name, **_state(journal.decisions.get(undone.image))}
+            state = {"item": None, "name": Path(undone.image).name, **_state(journal.decisions.get(undone.image))}
+            if undone.image in queue.keys:
+                state["item"] = queue.keys.index(undone.image)
+            return state
         if action not in ACTIONS:
             raise HTTPException(422, f"{str(action)[:40]!r} is no decision: use {', '.join(ACTIONS)} or undo")
         item = self._checked(body.get("item"))
         label = None
         if action == "keep":  # an image without a label gets the predicted class
-            label = queue.labels[item] or queue.summaries[item]["predicted"]
+            label = queue.labels[item] or queue.summaries[item].predicted
         if action == "relabel":
             label = body.get("label")
             if label not in journal.classes:
@@ -105,7 +109,7 @@ class Review:
         journal.decide(decision)
         return {"item": item, **_state(decision)}
 
-    def _add_class(self, label: Any) -> None:
+    def _add_class(self, label: object) -> None:
         if not self.about["open"]:
             raise HTTPException(422, "the classes of this data set are fixed: choose one of them, or drop the image")
         try:
@@ -115,5 +119,7 @@ class Review:
             raise HTTPException(422, f"a class cannot be called {str(label)[:80]!r}: {rule}") from None
 
 
-def _state(decision: Decision | None) -> dict[str, Any]:
-    return {"action": decision.action, "now": decision.label} if decision else {}
+def _state(decision: Decision | None) -> dict[str, object]:
+    if decision is None:
+        return {}
+    return {"action": decision.action, "now": decision.label}

@@ -49,7 +49,9 @@ class Journal:
         self._path = path
         try:
             self._file = open(path, "a+b", buffering=0, opener=without_links)  # noqa: SIM115
-            data = read_bytes(path, MAX_BYTES) if path.stat().st_size else b""
+            data = b""
+            if path.stat().st_size:
+                data = read_bytes(path, MAX_BYTES)
             self._made, self.classes = _replay(path, data, classes)
             if data and not data.endswith(b"\n"):  # an editor may leave out the last newline
                 self._file.write(b"\n")
@@ -73,13 +75,13 @@ class Journal:
         self._append({"undo": self._made[-1].image})
         return self._made.pop()
 
-    def add_class(self, name: str) -> None:
+    def add_class(self, name: object) -> None:
         """Add a class. Raise ValueError if a table cannot hold the name, OSError if it cannot be stored."""
-        _check_class(name)
-        self._append({"class": name})
-        self.classes.append(name)
+        checked = _class_name(name)
+        self._append({"class": checked})
+        self.classes.append(checked)
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
+    def _append(self, entry: Mapping[str, object]) -> None:
         status = os.fstat(self._file.fileno())
         if not self._path.is_file() or not os.path.samestat(status, self._path.stat()):
             raise OSError(errno.ENOENT, f"{self._path} was deleted or replaced")
@@ -110,8 +112,7 @@ def _replay(path: Path, data: bytes, classes: Sequence[str]) -> tuple[list[Decis
                 if made.pop().image != entry["undo"]:
                     raise ValueError(entry)
             elif entry.keys() == {"class"}:
-                _check_class(entry["class"])
-                names[entry["class"]] = None
+                names[_class_name(entry["class"])] = None
             else:
                 made.append(_decision(entry, names))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -120,20 +121,26 @@ def _replay(path: Path, data: bytes, classes: Sequence[str]) -> tuple[list[Decis
     return made, list(names)
 
 
-def _decision(entry: Any, classes: Collection[str]) -> Decision:
+def _decision(entry: Mapping[str, Any], classes: Collection[str]) -> Decision:
     """Return the decision of a line. Raise an exception if it is invalid."""
     made = Decision(**entry)
-    has_label = made.label in classes if made.action in ("keep", "relabel") else made.label is None
-    has_date = date.fromisoformat(made.date).isoformat() == made.date
-    if made.action not in ACTIONS or not (has_label and has_date and is_cell(made.image)) or type(made.new) is not bool:
+    if made.action not in ACTIONS or not isinstance(made.new, bool):
+        raise ValueError(entry)
+    if date.fromisoformat(made.date).isoformat() != made.date or not is_cell(made.image):
+        raise ValueError(entry)
+    if made.action in ("keep", "relabel"):
+        if made.label not in classes:
+            raise ValueError(entry)
+    elif made.label is not None:
         raise ValueError(entry)
     return made
 
 
-def _check_class(name: Any) -> None:
-    """Raise ValueError if a table cannot hold the name of a class."""
-    if not is_name(name) or not is_cell(name):
+def _class_name(name: object) -> str:
+    """Return the name of a class. Raise ValueError if a table cannot hold it."""
+    if not isinstance(name, str) or not is_name(name) or not is_cell(name):
         raise ValueError(name)
+    return name
 
 
 def is_cell(name: str) -> bool:

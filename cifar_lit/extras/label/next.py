@@ -81,9 +81,9 @@ def select_next(argv: list[str]) -> None:
         raise UsageError(f"none of {number} is a readable image: name folders of images")
     with writing(out, "Choose another place with --out.", parents=True) as part:
         _write_table(part, rows)
-    counts = ", ".join(f"{left_out[reason]:,} {reason}" for reason in ("unreadable", "labelled already", "repeated"))
+    counts = [f"{left_out[reason]:,} {reason}" for reason in ("unreadable", "labelled already", "repeated")]
     say(
-        f"{len(rows):,} of {number} ({counts}) to label: {display_path(out)}",
+        f"{len(rows):,} of {number} ({', '.join(counts)}) to label: {display_path(out)}",
         f"label them: cifar-lit review {shlex.quote(settings.run)} --pool {shlex.quote(str(out))}",
     )
 
@@ -103,8 +103,9 @@ def _labelled_images(model: Path, card: ModelCard, data_dir: str | None) -> tupl
         for folder in dict.fromkeys((table.parent, model.parent)):
             if (folder / JOURNAL).exists():
                 with closing(Journal(folder / JOURNAL, card.classes)) as journal:
-                    made = journal.decisions.values()
-                    reviewed.update(decision.image for decision in made if decision.action != "skip")
+                    for decision in journal.decisions.values():
+                        if decision.action != "skip":
+                            reviewed.add(decision.image)
     except (UsageError, Failure) as error:
         note(f"images with a label may be selected again: {error}")
     return labelled, reviewed

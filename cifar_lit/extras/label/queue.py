@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,15 @@ def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
     return scores.argsort(stable=True)
 
 
+class Summary(NamedTuple):
+    """An image in the list of the page."""
+
+    name: str  # of its file, or its row
+    label: str | None  # None for an image without a label
+    predicted: str
+    probability: float  # of the predicted class
+
+
 @dataclass(frozen=True)
 class Queue:
     """The M images to review, and the N training images among which neighbours are searched."""
@@ -49,14 +58,14 @@ class Queue:
     train_embeddings: Tensor  # float (N, features)
 
     @cached_property
-    def summaries(self) -> list[dict[str, Any]]:
-        """Name, label, predicted class and its probability of each image."""
-        names = [key if key.isdecimal() else Path(key).name for key in self.keys]
-        predicted = [self.train.classes[row] for row in self.probabilities.argmax(1).tolist()]
-        columns = zip(names, self.labels, predicted, self.probabilities.amax(1).tolist(), strict=True)
-        return [dict(zip(("name", "label", "predicted", "probability"), row, strict=True)) for row in columns]
+    def summaries(self) -> list[Summary]:
+        """What the list of the page shows of each image."""
+        highest = self.probabilities.max(1)
+        predicted = [self.train.classes[label] for label in highest.indices.tolist()]
+        rows = zip(self.keys, self.labels, predicted, highest.values.tolist(), strict=True)
+        return [Summary(Path(key).name, *row) for key, *row in rows]
 
-    def details(self, item: int) -> dict[str, Any]:
+    def details(self, item: int) -> dict[str, object]:
         """Return an image, its most probable classes, and the nearest training images with their labels.
 
         Nearest by the cosine of embeddings, from which the mean of the training images is subtracted as in
@@ -65,13 +74,18 @@ class Queue:
         mean, directions = self._directions
         cosines = directions @ F.normalize(self.embeddings[item] - mean, dim=0)
         nearest = cosines.topk(min(NEIGHBOURS + 1, len(cosines))).indices.tolist()
-        rows = [row for row in nearest if self.train_keys[row] != self.keys[item]][:NEIGHBOURS]
-        pictures = [self._picture(self.train_keys[row], SMALL_SIDE) for row in rows]
-        values, labels = self.probabilities[item].topk(min(TOP, len(self.train.classes)))
+        classes = self.train.classes
+        neighbours: list[tuple[str, str]] = []  # picture and label
+        for row in nearest:
+            if self.train_keys[row] != self.keys[item] and len(neighbours) < NEIGHBOURS:
+                picture = self._picture(self.train_keys[row], SMALL_SIDE)
+                neighbours.append((picture, classes[self.train.labels[row]]))
+        top = self.probabilities[item].topk(min(TOP, len(classes)))
+        names = [classes[label] for label in top.indices.tolist()]
         return {
             "picture": self._picture(self.keys[item], SIDE),
-            "top": list(zip([self.train.classes[label] for label in labels], values.tolist(), strict=True)),
-            "nearest": list(zip(pictures, [self.train.classes[self.train.labels[row]] for row in rows], strict=True)),
+            "top": list(zip(names, top.values.tolist(), strict=True)),
+            "nearest": neighbours,
         }
 
     @cached_property

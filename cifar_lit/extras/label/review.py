@@ -50,10 +50,13 @@ def review(argv: list[str]) -> None:
     """Serve the review until Ctrl-C or SIGTERM."""
     settings = _settings(argv)
     run = Path(settings.run).expanduser()
-    run = run if run.is_dir() else run.parent
-    has_folds = (run / "folds.json").is_file()
-    source = _first_fold(run, settings.trust) if has_folds else run  # the folder with a net and a config.yaml
-    classifier = load(weights_file(source if has_folds else settings.run), resolve_device(settings.accelerator))
+    model = settings.run
+    if not run.is_dir():
+        run = run.parent
+    source = run  # the folder with a net and a config.yaml
+    if (run / "folds.json").is_file():
+        model = source = _first_fold(run, settings.trust)
+    classifier = load(weights_file(model), resolve_device(settings.accelerator))
     keep_freed_memory()
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
@@ -130,7 +133,8 @@ def _first_fold(folder: Path, trusted: bool) -> Path:
 def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageData, labels: Labels) -> Queue:
     """Return the images to review, after a pass of the net over them and over the training images."""
     images, keys = data.train_images, labels.keys
-    pool = _pool(settings, classifier) if settings.pool else None
+    if settings.pool:
+        files, pixels = _pool(settings, classifier)
 
     def embedded(take: Callable[[Tensor], Tensor], count: int, what: str) -> tuple[Tensor, Tensor]:
         with progress(f"computing embeddings of the {what}", count) as advance:
@@ -139,14 +143,14 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
 
     probabilities, embeddings = embedded(images.take, len(images), "training images")
     train = (images, keys[: len(images)], embeddings)
-    if pool:
-        files, pixels = pool
+    if settings.pool:
         probabilities, embeddings = embedded(pixels.__getitem__, len(files), "images to label")
         return Queue(files, [None] * len(files), probabilities, embeddings, *train)
     if data.parts.folds and (run / "folds.json").is_file():  # predicted by nets that were not trained on the image
         file, shape = run / "probabilities.npy", tuple(probabilities.shape)
-        if (held_out := read_array(file, shape)) is None:
-            fault = f"{file} does not hold {' × '.join(map(str, shape))} numbers, as the data of this run need"
+        held_out = read_array(file, shape)
+        if held_out is None:
+            fault = f"{file} does not hold {shape[0]} × {shape[1]} numbers, as the data of this run need"
             raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir")
         probabilities = held_out
     order = most_suspicious(run, images.labels, probabilities)[: settings.limit or None]
@@ -168,7 +172,8 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
     images = with_plain_names([ImageFile(path) for path in paths])
     results = list(classify_files(classifier, images[: settings.limit or None]))
     rows = [row for chunk, _ in results for row in chunk]
-    if bad := [f"{row.path} ({row.error})" for row in rows if row.error]:
+    bad = [f"{row.path} ({row.error})" for row in rows if row.error]
+    if bad:
         note(f"{len(bad):,} of {len(rows):,} images cannot be read: {', '.join(bad[:3])}")
     if len(bad) == len(rows):
         raise UsageError(f"there are no readable images in {place}: use {KINDS}")
@@ -187,8 +192,15 @@ def with_plain_names(files: list[ImageFile]) -> list[ImageFile]:
 def training_command(source: Path, table: Path, labels: Labels, data: ImageData) -> str:
     """Return the command that trains with the reviewed labels and the settings of a run."""
     config = source / "config.yaml"
-    settings = f"--config {shlex.quote(display_path(config))}" if config.is_file() else f"--dataset {data.dataset}"
-    flag = "--data-dir" if labels.column == "path" else "--data.labels"
-    others = " --data.split.folds 0" if data.parts.folds else ""
-    others += " --data.split.group null" if data.settings.split.group else ""
-    return f"cifar-lit train {settings} {flag} {shlex.quote(display_path(table))}{others}"
+    words = ["--dataset", data.dataset]
+    if config.is_file():
+        words = ["--config", display_path(config)]
+    if labels.column == "path":
+        words += ["--data-dir", display_path(table)]
+    else:
+        words += ["--data.labels", display_path(table)]
+    if data.parts.folds:
+        words += ["--data.split.folds", "0"]
+    if data.settings.split.group:
+        words += ["--data.split.group", "null"]
+    return f"cifar-lit train {shlex.join(words)}"

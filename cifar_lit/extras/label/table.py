@@ -73,13 +73,15 @@ class Labels(NamedTuple):
         own = {*self.keys}
         for key, made in decisions.items():
             if made.new and made.label is not None and key not in own:
-                rows.append([key, made.label, "", made.date, "train" if self.extra == "split" else key])
-        width = 5 if self.extra else 4
+                value = "train" if self.extra == "split" else key
+                rows.append([key, made.label, "", made.date, value])
+        if not self.extra:
+            rows = [row[:4] for row in rows]
         with (
             writing(path, "Free some space, or make the folder writable.") as partial,
             partial.open("w", newline="", encoding="utf-8") as file,
         ):
-            csv.writer(file, lineterminator="\n").writerows(row[:width] for row in rows)
+            csv.writer(file, lineterminator="\n").writerows(rows)
         return len(rows) - 1
 
 
@@ -89,26 +91,36 @@ def current_labels(data: ImageData) -> Labels:
     A cross-validation has no split, unless the data set has its own test images.
     """
     images, settings = data.train_images, data.settings
-    has_folds = bool(data.parts.folds)
+    has_folds = data.parts.folds > 0
     names = [images.classes[label] for label in images.labels.tolist()]
+    val_rows: Sequence[int] = images.val_rows or ()
+    if not has_folds:
+        val_rows = data.split[1].tolist()
     splits = ["train"] * len(images)
-    for row in (images.val_rows or ()) if has_folds else data.split[1].tolist():
+    for row in val_rows:
         splits[row] = "val"
     table = _own_table(data)
     if data.dataset != "folder":
         if settings.labels == "coarse":
             raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
-        keys = [*(images.names or ())] if table else [str(row) for row in range(len(images))]
-        return Labels("image", keys, names, "" if has_folds else "split", [] if has_folds else splits)
+        keys = [str(row) for row in range(len(images))]
+        if table:
+            keys = list(images.names or ())
+        if has_folds:
+            return Labels("image", keys, names, "", [])
+        return Labels("image", keys, names, "split", splits)
     train_names, test = images.names or (), load_images("folder", settings, train=False)
     trained = set(train_names)  # without test images, the validation images are the test set
     test_rows = [row for row, name in enumerate(test.names or ()) if name not in trained]
-    folder = (settings.path.parent if table else settings.path).absolute()
+    folder = settings.path.absolute()
+    if table:
+        folder = folder.parent
     groups = _groups(images)
     keys = [os.path.normpath(folder / name) for name in train_names]
     if has_folds and not test_rows:
-        own = [] if images.groups is None else [str(group) for group in images.groups.tolist()]
-        return Labels("path", keys, names, "group" if own else "", own)
+        if images.groups is None:
+            return Labels("path", keys, names, "", [])
+        return Labels("path", keys, names, "group", [str(group) for group in images.groups.tolist()])
     keys += [os.path.normpath(folder / (test.names or ())[row]) for row in test_rows]
     names += [test.classes[label] for label in test.labels[test_rows].tolist()]
     groups += [_groups(test)[row] for row in test_rows]
@@ -125,6 +137,10 @@ def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
 def _own_table(data: ImageData) -> Path | None:
     """Return the table that the labels of the data come from, if any."""
     if data.dataset == "folder":
-        return None if data.settings.path.is_dir() else data.settings.path
+        if data.settings.path.is_dir():
+            return None
+        return data.settings.path
     labels = data.settings.labels or ""
-    return Path(labels).expanduser() if labels.lower().endswith(TABLES) else None
+    if not labels.lower().endswith(TABLES):
+        return None
+    return Path(labels).expanduser()

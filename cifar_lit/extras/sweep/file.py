@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from jsonargparse import ArgumentError
-from optuna.trial import FixedTrial
+from jsonargparse import ArgumentError, Namespace
+from optuna.trial import BaseTrial, FixedTrial
 
 from cifar_lit.cli.errors import explain_parser_error, long_flags
 from cifar_lit.cli.fit import TrainingCLI, check_settings
@@ -31,6 +31,7 @@ FIGURES = ("train/loss", "train/accuracy", "train_seconds", "images_per_second",
 SPLIT = ("data.val_size", "data.split.seed", "data.split.folds", "data.split.fold")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_GRID = 1000  # trials
+Direction = Literal["minimize", "maximize"]
 
 
 class Parameter(NamedTuple):
@@ -42,19 +43,22 @@ class Parameter(NamedTuple):
     name: str
     choices: list[Any]
     numbers: dict[str, Any]
-    when: dict[str, list[Any]]
+    when: dict[str, list[object]]
 
     @property
     def limits(self) -> list[Any]:
         """All choices, or the lowest and the highest number."""
         return self.choices or [self.numbers["low"], self.numbers["high"]]
 
-    def suggest(self, trial: Any) -> Any:
+    def suggest(self, trial: BaseTrial) -> object:
         """Return the value of an Optuna trial; raise ValueError if it is not in the search space."""
         if self.choices:
             return self.choices[self.values().index(trial.suggest_categorical(self.name, self.values()))]
-        is_integer = all(isinstance(number, int) for number in self.numbers.values())
-        value = (trial.suggest_int if is_integer else trial.suggest_float)(self.name, **self.numbers)
+        value: float
+        if all(isinstance(number, int) for number in self.numbers.values()):
+            value = trial.suggest_int(self.name, **self.numbers)
+        else:
+            value = trial.suggest_float(self.name, **self.numbers)
         if not self.numbers["low"] <= value <= self.numbers["high"]:  # the database may come from someone else
             raise ValueError(f"{self.name} {value:g} is out of range")
         return value
@@ -64,9 +68,13 @@ class Parameter(NamedTuple):
         if self.choices:
             return [json.dumps(value) if isinstance(value, list | dict) else value for value in self.choices]
         low, high = self.limits
-        step = self.numbers.get("step", 1 if isinstance(low + high, int) else 0)
-        count = round((high - low) / step) + 1 if step else MAX_GRID + 1
-        return [] if count > MAX_GRID else [round(low + index * step, 12) for index in range(count)]
+        step = self.numbers.get("step", 1)
+        if "step" not in self.numbers and not isinstance(low + high, int):
+            return []
+        count = round((high - low) / step) + 1
+        if count > MAX_GRID:
+            return []
+        return [round(low + index * step, 12) for index in range(count)]
 
 
 class SweepFile:
@@ -84,50 +92,52 @@ class SweepFile:
         self.name, self.recipe = str(content.get("name") or path.stem), str(content["recipe"])
         if not is_file_name(self.name):
             raise UsageError(f"name: {self.name!r} cannot name a folder{NOT_A_FILE_NAME}")
-        self.settings, search = _by_name("settings", content.get("settings")), _by_name("search", content["search"])
-        self.parameters: list[Parameter] = []
-        for name, entry in search.items():
-            if name in self.settings or name in OWN or name in SPLIT:
-                reason = "all trials need the same validation images" if name in SPLIT else "it is fixed or no setting"
-                raise UsageError(f"{path}: {name} cannot be searched, as {reason}: leave it out")
+        self.settings = _by_name("settings", content.get("settings"))
+        self.parameters = self._search(path, content["search"])
+        self.objectives = _directions(content["objective"])
+        self.sampler = content.get("sampler", "tpe")
+        check_choice("sampler", self.sampler, ("tpe", "random", "grid"))
+        self.pruner = content.get("pruner", "none" if len(self.objectives) > 1 else "median")
+        check_choice("pruner", self.pruner, ("median", "none"))
+        if len(self.objectives) > 2 or (len(self.objectives) == 2 and self.pruner != "none"):
+            raise UsageError("objective names one metric, or two without a pruner (pruner: none) for a Pareto front")
+        self.seconds = math.inf
+        if "time" in content:
+            duration = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(content["time"]))
+            if not duration:
+                raise UsageError(f"time must be a duration such as 90m or 2h, not {content['time']}")
+            self.seconds = float(duration[1]) * UNITS[duration[2]]
+        self.seed = _whole_number("seed", content.get("seed", 0), 0)
+        self.trials: float = 40
+        if "trials" in content:
+            self.trials = _whole_number("trials", content["trials"], 1)
+        elif "time" in content or self.sampler == "grid":
+            self.trials = math.inf
+
+    def _search(self, path: Path, search: object) -> list[Parameter]:
+        """Return the searched settings, those with conditions last."""
+        parameters: list[Parameter] = []
+        for name, entry in _by_name("search", search).items():
+            if name in SPLIT:
+                raise UsageError(f"{path}: {name} cannot be searched, as all trials need the same validation images")
+            if name in self.settings or name in OWN:
+                raise UsageError(f"{path}: {name} cannot be searched, as it is fixed or no setting: leave it out")
             try:
-                self.parameters.append(_parameter(name, entry))
+                parameters.append(_parameter(name, entry))
             except (ValueError, TypeError, UserWarning) as error:
                 raise UsageError(f"search: {name}: {first_line(error)}") from None
-        self.parameters.sort(key=lambda parameter: bool(parameter.when))
-        choices = {parameter.name: parameter.choices for parameter in self.parameters if not parameter.when}
-        for parameter in self.parameters:
+        parameters.sort(key=lambda parameter: len(parameter.when) > 0)
+        choices = {parameter.name: parameter.choices for parameter in parameters if not parameter.when}
+        for parameter in parameters:
             for name, allowed in parameter.when.items():
                 if not allowed or any(value not in choices.get(name, ()) for value in allowed):
                     reason = f"{name} must have these choices in search, and no condition of its own"
                     raise UsageError(f"search: {parameter.name}: {reason}")
-        objective = content["objective"]
-        if not isinstance(objective, dict):
-            objective = dict.fromkeys(objective if isinstance(objective, list) else [objective])
-        self.objectives: dict[str, Any] = {}
-        for name, direction in objective.items():
-            default = "minimize" if re.search("loss|seconds|error|parameters", str(name)) else "maximize"
-            self.objectives[str(name)] = direction or default
-            check_choice(f"objective {name}", direction or default, ("maximize", "minimize"))
-        self.sampler = content.get("sampler", "tpe")
-        check_choice("sampler", self.sampler, ("tpe", "random", "grid"))
-        self.pruner = content.get("pruner", "none" if len(objective) > 1 else "median")
-        check_choice("pruner", self.pruner, ("median", "none"))
-        if len(objective) > 2 or (len(objective) == 2 and self.pruner != "none"):
-            raise UsageError("objective names one metric, or two without a pruner (pruner: none) for a Pareto front")
-        duration = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(content.get("time", "1d")))
-        if not duration:
-            raise UsageError(f"time must be a duration such as 90m or 2h, not {content['time']}")
-        self.seconds = float(duration[1]) * UNITS[duration[2]] if "time" in content else math.inf
-        self.trials = content.get("trials", math.inf if "time" in content or self.sampler == "grid" else 40)
-        self.seed = content.get("seed", 0)
-        for key, value, least in (("trials", content.get("trials", 1), 1), ("seed", self.seed, 0)):
-            if type(value) is not int or not least <= value < 1 << 31:
-                raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
+        return parameters
 
-    def suggest(self, trial: Any) -> dict[str, Any]:
+    def suggest(self, trial: BaseTrial) -> dict[str, object]:
         """Return the searched settings of an Optuna trial by dotted name."""
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for parameter in self.parameters:
             if all(values[name] in allowed for name, allowed in parameter.when.items()):
                 values[parameter.name] = parameter.suggest(trial)
@@ -147,7 +157,7 @@ class SweepFile:
         count = int(min(self.trials, len(combinations)))
         return random.Random(self.seed).sample([*combinations.values()], len(combinations))[:count]
 
-    def check(self, words: list[str]) -> Any:
+    def check(self, words: list[str]) -> Namespace:
         """Return the settings of the starting recipe with flags; raise UsageError for invalid settings."""
         typed = parse("fit", words)
         if typed.recipe or typed.configs or typed.several or typed.resume is not None:
@@ -172,7 +182,7 @@ class SweepFile:
 class _Settings(TrainingCLI):
     """Settings of a training, without data, net and Trainer."""
 
-    def check(self, values: Mapping[str, Any]) -> Any:
+    def check(self, values: Mapping[str, object]) -> Namespace:
         """Return all settings with those of a file, by dotted name; raise UsageError if they are invalid."""
         content = nested(values, {})
         for file in further_files(content, Path()):
@@ -200,43 +210,71 @@ class _Settings(TrainingCLI):
         """Run nothing."""
 
 
-def _by_name(place: str, mapping: Any) -> dict[str, Any]:
+def _by_name(place: str, mapping: object) -> dict[str, Any]:
     """Return a mapping with long names of settings; raise UsageError for other values."""
-    if not isinstance(mapping or {}, dict) or {"trainer", "model", "data"} & {*(mapping or {})}:
+    mapping = mapping or {}
+    if not isinstance(mapping, dict) or {"trainer", "model", "data"} & mapping.keys():
         raise UsageError(f"{place} must hold settings by dotted name, such as model.lr")
-    return {SHORT.get(str(name), str(name)): value for name, value in (mapping or {}).items()}
+    return {SHORT.get(str(name), str(name)): value for name, value in mapping.items()}
 
 
-def _check_keys(place: str, mapping: Mapping[Any, Any], keys: Sequence[str]) -> None:
+def _check_keys(place: str, mapping: Mapping[object, object], keys: Sequence[str]) -> None:
     for key in map(str, mapping):
         if key not in keys:
             raise UsageError(f"{place} has an unknown key {key!r}.{nearest(key, keys)} There are {', '.join(keys)}.")
 
 
-def _parameter(name: str, entry: Any) -> Parameter:
+def _directions(objective: object) -> dict[str, Direction]:
+    """Return the direction of each objective."""
+    if isinstance(objective, str):
+        objective = [objective]
+    if isinstance(objective, list):
+        objective = dict.fromkeys(objective)
+    if not isinstance(objective, dict):
+        raise UsageError(f"objective must name a metric, such as val/accuracy, not {objective}")
+    directions: dict[str, Direction] = {}
+    for name, direction in objective.items():
+        if not direction:
+            is_cost = re.search("loss|seconds|error|parameters", str(name))
+            direction = "minimize" if is_cost else "maximize"
+        check_choice(f"objective {name}", direction, ("maximize", "minimize"))
+        directions[str(name)] = direction
+    return directions
+
+
+def _whole_number(key: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 31:
+        raise UsageError(f"{key} must be a whole number of {least} or more, not {value}")
+    return value
+
+
+def _parameter(name: str, entry: object) -> Parameter:
     """Return a searched setting; raise ValueError, TypeError or UserWarning for an invalid search space."""
-    entry = entry if isinstance(entry, dict) else {}
+    if not isinstance(entry, dict):
+        entry = {}
     _check_keys(f"search: {name}", entry, ("range", "log", "choice", "step", "if"))
     spaces = [entry[kind] for kind in ("range", "log", "choice") if kind in entry]
     if len(spaces) != 1 or not isinstance(spaces[0], list) or not spaces[0]:
         raise ValueError("name one space with values, such as {log: [0.05, 0.5]}, {range: [1, 8]} or {choice: [a, b]}")
+    space = spaces[0]
     when = {}
     for key, value in _by_name(f"search: {name}: if", entry.get("if")).items():
         when[key] = value if isinstance(value, list) else [value]
     if "choice" in entry:
-        if "step" in entry or any(value in spaces[0][:index] for index, value in enumerate(spaces[0])):
+        if "step" in entry or any(value in space[:index] for index, value in enumerate(space)):
             raise ValueError("a choice has no step and no value twice")
-        return Parameter(name, spaces[0], {}, when)
-    numbers = dict(zip(("low", "high"), map(_number, spaces[0]), strict=True)) | {"log": "log" in entry}
+        return Parameter(name, space, {}, when)
+    low, high = map(_number, space)
+    numbers = {"low": low, "high": high, "log": "log" in entry}
     if "step" in entry:
         numbers["step"] = _number(entry["step"])
     parameter = Parameter(name, [], numbers, when)
     with warnings.catch_warnings(action="error"):  # a step that does not divide the range
-        parameter.suggest(FixedTrial({name: numbers["low"]}))
+        parameter.suggest(FixedTrial({name: low}))
     return parameter
 
 
-def _number(value: Any) -> Any:
+def _number(value: Any) -> float:
     """Return a number of YAML, which reads 1e-3 as text."""
     if isinstance(value, bool) or not math.isfinite(float(value)):
         raise ValueError(f"{value} is no finite number")

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib
 import optuna
 import yaml
+from jsonargparse import Namespace
 from matplotlib import pyplot
 from optuna.trial import FrozenTrial, TrialState
 from optuna.visualization import matplotlib as plots
@@ -52,7 +53,9 @@ def run_sweep(options: argparse.Namespace, typed: list[str], argv: list[str]) ->
     warnings.simplefilter("ignore")  # Optuna warns about experimental functions
     optuna.logging.set_verbosity(logging.CRITICAL)
     file = SweepFile(options.file)
-    words = [*typed, *(["--trust"] if options.trust else [])]
+    words = [*typed]
+    if options.trust:
+        words.append("--trust")
     base = file.check(words)
     workers = devices_of_workers(options.workers, base.trainer)
     if base.data.val_size == 0:
@@ -63,8 +66,11 @@ def run_sweep(options: argparse.Namespace, typed: list[str], argv: list[str]) ->
         raise UsageError(f"{folder} is a run or a symlink: give the sweep another name (name: …)")
     check_links(folder)
     url = database_url(options.storage, folder)
-    grid = file.grid() if file.sampler == "grid" else []
-    count = len(grid) or file.trials
+    grid: list[dict[str, Any]] = []
+    count = file.trials
+    if file.sampler == "grid":
+        grid = file.grid()
+        count = len(grid)
     try:
         if options.storage is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,22 +92,27 @@ def run_sweep(options: argparse.Namespace, typed: list[str], argv: list[str]) ->
             raise Interrupted(trials.signals[0])
         best, settings = write_results(trials)
         if options.confirm:
-            confirm(file, folder / "confirm", best, settings, base, words, options.confirm)
+            seed = int(base.seed_everything or 0)
+            confirm(trials, best, settings, seed=seed, words=words, count=options.confirm)
     except Interrupted as interruption:
-        shown = [word.replace(options.storage or "\0", url.render_as_string()) for word in argv]  # without the password
-        interruption.resume = f"{program(sys.argv[0], 'sweep')} {shlex.join(shown)}"
+        line = shlex.join(argv)
+        if options.storage:  # without the password
+            line = shlex.join(word.replace(options.storage, url.render_as_string()) for word in argv)
+        interruption.resume = f"{program(sys.argv[0], 'sweep')} {line}"
         raise
     except (UsageError, Failure, OSError):
         raise
     except Exception as error:  # from the database, or from wrong types and values in its rows
-        cause: Any = error.__cause__ or error
-        line = first_line(getattr(cause, "orig", None) or cause).replace(url.password or "\0", "***")
+        cause = error.__cause__ or error
+        line = first_line(getattr(cause, "orig", None) or cause)
+        if url.password:
+            line = line.replace(str(url.password), "***")
         remedy = "Fix that and repeat the command, or give the sweep another name (name: …)."
         raise Failure(f"{file.name} in the database {url.render_as_string()}: {line}. {remedy}") from error
     say(f"next: cifar-lit train --recipe {shlex.join([display_path(folder / 'best.yaml'), *typed])}")
 
 
-def devices_of_workers(workers: str, trainer: Any) -> list[list[str]]:
+def devices_of_workers(workers: str, trainer: Namespace) -> list[list[str]]:
     """Return further flags for each worker. workers: a number, or ids of GPUs, as typed."""
     machine = hardware.detect_machine()
     hardware.choose_devices(machine, trainer.accelerator, trainer.devices)
@@ -109,9 +120,12 @@ def devices_of_workers(workers: str, trainer: Any) -> list[list[str]]:
         accelerator, devices = hardware.choose_devices(machine, trainer.accelerator, workers)
     except UsageError as error:
         raise UsageError(str(error).replace("--devices", "--workers")) from None
-    ids = devices if isinstance(devices, list) else range(hardware.count_devices(machine, accelerator, devices))
-    if not isinstance(devices, list) and (len(ids) == 1 or machine.kind(accelerator) != "gpu"):
-        return [[]] * len(ids)
+    if isinstance(devices, list):
+        ids = devices
+    else:
+        ids = list(range(hardware.count_devices(machine, accelerator, devices)))
+        if len(ids) == 1 or machine.kind(accelerator) != "gpu":
+            return [[]] * len(ids)
     if trainer.devices != "auto":
         raise UsageError(f"--workers {workers} gives each worker one GPU: leave --devices out")
     return [[f"--trainer.devices=[{device}]"] for device in ids]
@@ -120,8 +134,11 @@ def devices_of_workers(workers: str, trainer: Any) -> list[list[str]]:
 def database_url(storage: str | None, folder: Path) -> URL:
     """Return the URL of a database, by default a file in the sweep's folder; raise UsageError if it is invalid."""
     try:
-        url = make_url(storage) if storage else URL.create("sqlite", database=str(folder / "sweep.db"))
-        url = url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+        url = URL.create("sqlite", database=str(folder / "sweep.db"))
+        if storage:
+            url = make_url(storage)
+        if url.drivername == "postgresql":
+            url = url.set(drivername="postgresql+psycopg")
         url.get_dialect().import_dbapi()
     except (ArgumentError, ValueError):
         raise UsageError("--storage is not the URL of a database, such as postgresql://user@host/name") from None
@@ -136,7 +153,9 @@ def check_same(study: optuna.Study, path: Path, recipe: Path, words: list[str], 
     """Record the settings of a new sweep. Raise UsageError if an existing one of this name has others."""
     content = {**plain_values(path), "flags": without_places(words), "recipe file": plain_values(recipe)}
     record = {key: str(value) for key, value in content.items() if key not in ("name", "trials", "time")}
-    earlier = study.user_attrs.get("sweep", {} if any(folder.glob("trial-*")) else record)
+    earlier = study.user_attrs.get("sweep")
+    if earlier is None:
+        earlier = {} if any(folder.glob("trial-*")) else record
     for key in {**record, **earlier}:
         if record.get(key) != earlier.get(key):
             reason = f"{display_path(folder)} is a sweep with another value of {key}"
@@ -144,10 +163,12 @@ def check_same(study: optuna.Study, path: Path, recipe: Path, words: list[str], 
     study.set_user_attr("sweep", record)
 
 
-def write_results(trials: Trials) -> tuple[int, dict[str, Any]]:
+def write_results(trials: Trials) -> tuple[int, dict[str, object]]:
     """Print the best trials; write trials.csv, best.yaml and the plots. Return number and settings of the best one."""
     file, folder, study = trials.file, trials.folder, trials.study
-    ranked = study.best_trials if len(file.objectives) > 1 else study.get_trials(states=(TrialState.COMPLETE,))
+    ranked = study.get_trials(states=(TrialState.COMPLETE,))
+    if len(file.objectives) > 1:
+        ranked = study.best_trials
     if not ranked:
         raise Failure(f"no trial of {display_path(folder)} is complete: raise trials or time, or see trial-*/")
     (objective, direction), *_ = file.objectives.items()
@@ -155,13 +176,16 @@ def write_results(trials: Trials) -> tuple[int, dict[str, Any]]:
     names = [parameter.name for parameter in file.parameters]
     columns = ["trial", "state", *file.objectives, *names, "run", "error"]
 
-    def row(trial: FrozenTrial) -> list[Any]:
+    def row(trial: FrozenTrial) -> list[object]:
         values = trial.values or [None] * len(file.objectives)
         attributes = [trial.user_attrs.get(name) for name in ("run", "error")]
         return [first_number(trial), trial.state.name.lower(), *values, *map(trial.params.get, names), *attributes]
 
     with atomic_write(folder / "trials.csv") as part, part.open("w", newline="", encoding="utf-8") as table:
-        csv.writer(table).writerows([columns, *(map(csv_cell, row(trial)) for trial in trials.latest())])
+        writer = csv.writer(table)
+        writer.writerow(columns)
+        for trial in trials.latest():
+            writer.writerow(map(csv_cell, row(trial)))
     printed = Table(*columns)
     for trial in ranked[:BEST]:
         printed.add_row(*map(text, row(trial)))
@@ -170,7 +194,7 @@ def write_results(trials: Trials) -> tuple[int, dict[str, Any]]:
     sentence = f"Best of {len(trials.latest())} trials: {first_number(best)}, {objective} {text(best.values[0])}"
     settings = {**file.settings, **file.suggest(best)}
     write_recipe(folder / "best.yaml", file.recipe, settings, f"# {sentence}\n")
-    drawers: dict[str, Any] = {"pareto-front": plots.plot_pareto_front}
+    drawers: dict[str, Callable[[optuna.Study], object]] = {"pareto-front": plots.plot_pareto_front}
     if len(file.objectives) == 1:
         drawers = {"history": plots.plot_optimization_history, "slice": plots.plot_slice}
         drawers["importance"] = plots.plot_param_importances
@@ -184,7 +208,7 @@ def write_results(trials: Trials) -> tuple[int, dict[str, Any]]:
     return first_number(best), settings
 
 
-def write_recipe(path: Path, recipe: str, settings: Mapping[str, Any], head: str = "") -> None:
+def write_recipe(path: Path, recipe: str, settings: Mapping[str, object], head: str = "") -> None:
     """Write a recipe with further settings by dotted name."""
     content = plain_values(recipe_path(recipe)) or {}
     drop_replaced_options([content, nested(settings, {})], {})
@@ -192,17 +216,25 @@ def write_recipe(path: Path, recipe: str, settings: Mapping[str, Any], head: str
     write_text(path, head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-def confirm(
-    file: SweepFile, folder: Path, best: int, settings: Mapping[str, Any], base: Any, words: list[str], count: int
-) -> None:
-    """Train and test the starting recipe and the best trial with `count` new seeds, and compare them."""
-    first = 1 + max(int(base.seed_everything or 0), int(settings.get("seed_everything", 0)))
+def confirm(trials: Trials, best: int, settings: Mapping[str, Any], *, seed: int, words: list[str], count: int) -> None:
+    """Train and test the starting recipe and the best trial with `count` new seeds, and compare them.
+
+    Args:
+        best: number of the best trial.
+        settings: its settings by dotted name.
+        seed: that of the starting recipe.
+        words: flags of `fit` for all trainings.
+    """
+    file = trials.file
+    first = 1 + max(seed, int(settings.get("seed_everything", 0)))
     seeds = f"{first}-{first + count - 1}"
     say(f"confirming trial {best} with {count} new seeds: {2 * count} trainings (--confirm {count})")
-    flags = [*parse("fit", words).without("seed_everything"), *(["--trust"] if "--trust" in words else [])]
+    flags = [*parse("fit", words).without("seed_everything")]
+    if "--trust" in words:
+        flags.append("--trust")
     runs: list[str] = []
     for name, values in (("start", file.settings), (f"trial-{best:03}", settings)):
-        logs = folder / f"{name}-seeds-{seeds}"
+        logs = trials.folder / "confirm" / f"{name}-seeds-{seeds}"
         logs.mkdir(parents=True, exist_ok=True)
         write_recipe(logs / f"{name}.yaml", file.recipe, values)
         if not any("runs" in read_json(record) for record in logs.glob("*/seeds.json")):

@@ -35,6 +35,7 @@ from cifar_lit.text import printable, say
 POLL = 0.5  # seconds
 SAME = 3  # failures in a row, at the start, that end the sweep
 MAX_RETRIES = 20  # for an interrupted trial
+MAX_KILLED = 3  # for a trial whose training is killed, for example because memory ran out
 
 
 class NotTrained(Exception):
@@ -59,16 +60,22 @@ def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str
         heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
     )
     directions = [*file.objectives.values()]
+    is_new = True
     try:
-        study, is_new = optuna.create_study(storage=storage, study_name=file.name, directions=directions), True
+        study = optuna.create_study(storage=storage, study_name=file.name, directions=directions)
     except optuna.exceptions.DuplicatedStudyError:
-        study, is_new = optuna.load_study(storage=storage, study_name=file.name), False
+        is_new = False
+        study = optuna.load_study(storage=storage, study_name=file.name)
     trials = study.get_trials()
-    # A continued sweep draws other values. Of two commands that begin at the same moment, one has no seed.
-    seed = (1_000_003 * file.seed + len(trials)) % (1 << 32) if is_new or trials else None
-    tpe = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-    study.sampler = tpe if file.sampler == "tpe" else optuna.samplers.RandomSampler(seed)
-    study.pruner = optuna.pruners.MedianPruner() if file.pruner == "median" else optuna.pruners.NopPruner()
+    seed = None  # of two commands that begin at the same moment, one has no seed
+    if is_new or trials:  # a continued sweep draws other values
+        seed = (1_000_003 * file.seed + len(trials)) % (1 << 32)
+    study.sampler = optuna.samplers.RandomSampler(seed)
+    if file.sampler == "tpe":
+        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+    study.pruner = optuna.pruners.NopPruner()
+    if file.pruner == "median":
+        study.pruner = optuna.pruners.MedianPruner()
     if [direction.name.lower() for direction in study.directions] != directions:
         raise ValueError("its objectives have other directions")
     for trial in trials:
@@ -94,7 +101,13 @@ class Trials:
     """
 
     def __init__(
-        self, file: SweepFile, study: optuna.Study, folder: Path, count: float, words: Sequence[str], workers: Any
+        self,
+        file: SweepFile,
+        study: optuna.Study,
+        folder: Path,
+        count: float,
+        words: Sequence[str],
+        workers: Sequence[Sequence[str]],
     ) -> None:
         self.file, self.study, self.folder, self.count, self.words = file, study, folder, count, words
         self.jobs, self.free = len(workers), SimpleQueue[Sequence[str]]()
@@ -116,19 +129,24 @@ class Trials:
 
     def missing(self) -> float:
         """Return the number of trials that nobody has begun."""
-        waiting = [trial.state == TrialState.WAITING for trial in self.latest()]
-        return sum(waiting) if self.file.sampler == "grid" else self.count - waiting.count(False)
+        states = [trial.state for trial in self.latest()]
+        waiting = states.count(TrialState.WAITING)
+        if self.file.sampler == "grid":
+            return waiting
+        return self.count - (len(states) - waiting)
 
     def run(self, grace: int) -> None:
         """Run the trials, some of them perhaps by other commands. grace: seconds without a heartbeat of a lost one."""
-        notes = [f"waiting for trials of other workers; one without a heartbeat for {grace} s is resumed"]
+        is_waiting = False
         while not self.stopping:
-            if (missing := self.missing()) > 0:
+            missing = self.missing()
+            if missing > 0:
                 limit = None if missing == math.inf else int(missing)
                 self.study.optimize(self._run, limit, n_jobs=self.jobs, catch=(Exception,), callbacks=[self._after])
             elif any(trial.state == TrialState.RUNNING for trial in self.latest()):
-                while notes:
-                    say(notes.pop())
+                if not is_waiting:
+                    say(f"waiting for trials of other workers; one without a heartbeat for {grace} s is resumed")
+                is_waiting = True
                 time.sleep(POLL)
                 optuna.storages.fail_stale_trials(self.study)
             else:
@@ -141,11 +159,13 @@ class Trials:
         flags = self.free.get()
         try:
             return self._values(trial, flags)
+        except NotTrained as error:
+            trial.set_user_attr("error", str(error))
+            raise
+        except optuna.TrialPruned:
+            raise
         except Exception as error:
-            if isinstance(error, NotTrained):
-                trial.set_user_attr("error", str(error))
-            elif not isinstance(error, optuna.TrialPruned):
-                self.fault = error
+            self.fault = error
             raise
         finally:
             self.free.put(flags)
@@ -157,38 +177,52 @@ class Trials:
         if trial.state == TrialState.FAIL and not error:
             RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES)(study, trial)
         else:
-            finished = sum(each.state.is_finished() for each in self.latest())
-            results = f"failed: {error}" if error else "pruned" if trial.state == TrialState.PRUNED else ""
-            for name, value in zip(self.file.objectives, trial.values or (), strict=False):
-                results = f"{results} {name} {text(value)}".strip()
-            parameters = " · ".join(f"{name} {text(value)}" for name, value in trial.params.items())
-            of = "" if self.count == math.inf else f" of {self.count}"
-            say(f"trial {first_number(trial)} ({finished}{of}): {parameters} → {results}")
+            self._print(trial, error)
             self.errors.append(re.sub(r"\d+", "", error))
         if error and len(self.errors) == SAME and len({*self.errors}) == 1:
             self.fault = Failure(f"the first {SAME} trials failed: {error}")
         if self.stopping or self.missing() <= 0:
             study.stop()
 
+    def _print(self, trial: FrozenTrial, error: str) -> None:
+        """Print the line of a finished trial."""
+        finished = sum(each.state.is_finished() for each in self.latest())
+        progress = str(finished)
+        if self.count < math.inf:
+            progress = f"{finished} of {self.count}"
+        parameters = [f"{name} {text(value)}" for name, value in trial.params.items()]
+        results = [
+            f"{name} {text(value)}" for name, value in zip(self.file.objectives, trial.values or (), strict=False)
+        ]
+        if error:
+            results = [f"failed: {error}"]
+        elif trial.state == TrialState.PRUNED:
+            results.insert(0, "pruned")
+        say(f"trial {first_number(trial)} ({progress}): {' · '.join(parameters)} → {' '.join(results)}")
+
     def _values(self, trial: Trial, flags: Sequence[str]) -> list[float]:
         """Begin or resume the training of a trial; return its values."""
-        number = first_number(self.study.get_trials(deepcopy=False)[trial.number])
-        folder = self.folder / f"trial-{number:03}"
+        frozen = self.study.get_trials(deepcopy=False)[trial.number]
+        folder = self.folder / f"trial-{first_number(frozen):03}"
         folder.mkdir(parents=True, exist_ok=True)
         settings = nested({**self.file.settings, **self.file.suggest(trial)}, {})
         write_text(folder / "settings.yaml", yaml.safe_dump(settings))  # a file is not trusted, and flags are
         run = find_run(folder, {})
         if run is None or not is_finished(run, needs_test=False):
-            resume = [f"--resume={run}"] if run else []
-            words = [*self.words, f"--config={folder / 'settings.yaml'}", *flags, f"--logs={folder}", *resume]
+            words = [*self.words, f"--config={folder / 'settings.yaml'}", *flags, f"--logs={folder}"]
+            if run:
+                words.append(f"--resume={run}")
             self._train(trial, words, folder)
             run = find_run(folder, {})
-        trial.set_user_attr("run", display_path(run) if run else "")
-        values: list[Any] = []
+        if run is None:
+            raise NotTrained("the training has no run folder")
+        trial.set_user_attr("run", display_path(run))
+        values = []
         for name in self.file.objectives:
-            values.append(value_of(run, name) if run else None)
-            if values[-1] is None:
+            value = value_of(run, name)
+            if value is None:
                 raise NotTrained(f"the run has no {name}")
+            values.append(value)
         return values
 
     def _train(self, trial: Trial, words: Sequence[str], folder: Path) -> None:
@@ -205,8 +239,10 @@ class Trials:
                     process.wait(POLL)
                 if len(self.signals) > 1:
                     kill_group(process)
-                elif ending is None and (ending := self._reason_to_stop(trial, folder)):
-                    ask_to_stop(process)
+                elif ending is None:
+                    ending = self._reason_to_stop(trial, folder)
+                    if ending:
+                        ask_to_stop(process)
         code = process.returncode
         if code == 0:
             return
@@ -215,8 +251,13 @@ class Trials:
         error = as_error(code, (folder / "errors.txt").read_text("utf-8", errors="replace"), "the training")
         if "disk is full" in str(error):
             raise error
-        # A killed process is resumed, and also one whose run is still held by the training of a killed command.
-        raise NotTrained(error) if 0 < code < 128 and " is writing " not in str(error) else NotTrained
+        if " is writing " in str(error):  # by the training of a killed command
+            raise NotTrained
+        was_killed = not 0 < code < 128
+        history = RetryHeartbeatStaleTrialCallback.retry_history(self.study.get_trials(deepcopy=False)[trial.number])
+        if was_killed and len(history) < MAX_KILLED:
+            raise NotTrained
+        raise NotTrained(error)
 
     def _reason_to_stop(self, trial: Trial, folder: Path) -> Exception | None:
         """Report new points of the learning curve. Return the exception of a trial that has to stop."""
@@ -224,7 +265,9 @@ class Trials:
         if self.stopping or frozen.state != TrialState.RUNNING:
             return NotTrained()
         run, objective = find_run(folder, {}), next(iter(self.file.objectives))
-        for row in read_curves(run) if run and self.file.pruner != "none" else ():
+        if run is None or self.file.pruner == "none":
+            return None
+        for row in read_curves(run):
             epoch = int(row.get("epoch", 0)) + 1
             if objective in row and epoch not in frozen.intermediate_values:
                 trial.report(row[objective], epoch)
@@ -238,18 +281,28 @@ def first_number(trial: FrozenTrial) -> int:
     number = RetryHeartbeatStaleTrialCallback.retried_trial_number(trial)
     if number is not None and number not in range(trial.number):
         raise ValueError(f"trial {trial.number} repeats no earlier one")
-    return trial.number if number is None else int(number)
+    if number is None:
+        return trial.number
+    return int(number)
 
 
 def value_of(run: Path, name: str) -> float | None:
     """Return a metric of a finished run from metrics.json, else the last one in metrics.csv; None if it is missing."""
-    value: Any = read_metrics(run)
+    value: object = read_metrics(run)
     for part in name.split("/"):
         value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, int | float):
+        return float(value)
     curve = [row[name] for row in read_curves(run) if name in row]
-    return float(value) if isinstance(value, int | float) else next(reversed(curve), None)
+    if not curve:
+        return None
+    return curve[-1]
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Return a short text of a parameter or a metric."""
-    return f"{value:.4g}" if isinstance(value, float) else printable(str("" if value is None else value))
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return printable(str(value))
