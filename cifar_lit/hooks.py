@@ -34,6 +34,6 @@ def callbacks_with(trainer: Any, name: str) -> list[Any]:
     return [callback for callback in trainer.callbacks if hasattr(callback, name)]
 
 
-def methods(trainer: Any, name: str) -> list[Callable[..., Any]]:
+def methods(trainer: object, name: str) -> list[Callable[..., Any]]:
     """Return the methods of this name of a Trainer's callbacks, in the order of the callbacks."""
     return [getattr(callback, name) for callback in callbacks_with(trainer, name)]

@@ -31,7 +31,7 @@ END = "trainer.max_epochs"
 Options = TypeVar("Options", bound="DataclassInstance")
 
 
-def options_of(kind: type[Options], options: Mapping[str, Any], setting: str, owner: str) -> Options:
+def options_of(kind: type[Options], options: Mapping[str, object], setting: str, owner: str) -> Options:
     """Return an instance of a dataclass from options by name, such as those of a recipe.
 
     Args:
@@ -58,7 +58,7 @@ def options_of(kind: type[Options], options: Mapping[str, Any], setting: str, ow
 
 
 # A value of each type in words, and whether a value is one. YAML's true and false are no numbers.
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "float": ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
@@ -66,14 +66,14 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def plain_settings(group: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def plain_settings(group: str, settings: Mapping[str, object]) -> dict[str, object]:
     """Return settings by dotted name as values of JSON. A class, function or object becomes its name."""
     named = {f"{group}.{name}": value for name, value in settings.items()}
-    plain: dict[str, Any] = json.loads(json.dumps(named, default=part_name, skipkeys=True))
+    plain: dict[str, object] = json.loads(json.dumps(named, default=part_name, skipkeys=True))
     return plain
 
 
-def saved_settings(state: Mapping[str, Any]) -> dict[str, Any]:
+def saved_settings(state: Mapping[str, Any]) -> dict[str, object]:
     """Return the settings in the state of a checkpoint; raise UsageError if it has none."""
     try:
         settings = json.loads(state["settings"])
@@ -86,8 +86,11 @@ def saved_settings(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_settings(
-    saved: Mapping[str, Any], given: Mapping[str, Any], may_change: Iterable[str] = (), fixes_length: str | None = None
-) -> dict[str, Any]:
+    saved: Mapping[str, object],
+    given: Mapping[str, object],
+    may_change: Iterable[str] = (),
+    fixes_length: str | None = None,
+) -> dict[str, object]:
     """Return the settings of `given` that differ from those of a run; raise UsageError if one must not change.
 
     Args:
@@ -109,10 +112,10 @@ def changed_settings(
     return changed
 
 
-def _are_equal(old: Any, new: Any) -> bool:
+def _are_equal(old: object, new: object) -> bool:
     """Return whether two values are equal. One number stands for a list of it, as in `data.mean`."""
     return old == new or (isinstance(old, list) and old == [new] * len(old))
 
 
-def _is_later(old: Any, new: Any) -> bool:
+def _is_later(old: object, new: object) -> bool:
     return isinstance(old, int) and isinstance(new, int) and 0 < old < new

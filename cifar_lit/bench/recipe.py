@@ -7,7 +7,6 @@ import shlex
 import sys
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from cifar_lit.cli.fit import program
 from cifar_lit.cli.flags import parse, recipe_path
@@ -47,7 +46,7 @@ def run(settings: argparse.Namespace) -> None:
     # Each data set is decoded once, for all trainings of this process.
     SOURCES.update({name: replace(source, load=cache(source.load)) for name, source in SOURCES.items()})
     catch_signals()
-    results: dict[str, Any] = {}
+    results: dict[str, object] = {}
     try:
         for name in recipes.values():
             train_seeds(parse("train", [*flags, "--recipe", name]), results)

@@ -86,7 +86,7 @@ class Record:
         write_figures(Path(self._command.json), figures_of("recipe", {"flags": flags}, recipes=self._entries))
 
 
-def figures_of_run(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def figures_of_run(metrics: Mapping[str, Any]) -> dict[str, object]:
     """Return the scores and times of a training, from the content of metrics.json."""
     test = metrics["test"]
     figures = {name: metrics[name] for name in FIGURES} | {name: test[name] for name in SCORES}

@@ -71,7 +71,7 @@ def spread_text(value: float | Spread, unit: str = "") -> str:
     return f"{median} ({number_text(value['low'])} … {number_text(value['high'])}, n = {value['n']})"
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Return date, cpu, bf16 (hardware support), threads (of torch), gpu (None without) and versions."""
     machine = detect_machine()
     gpu = None
@@ -112,7 +112,7 @@ def machine_text(environment: Mapping[str, Any], accelerator: str | None = None)
     return f"{cpu}, {counted(environment['threads'], 'thread')}"
 
 
-def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = (), **more: Any) -> dict[str, Any]:
+def figures_of(bench: str, settings: Mapping[str, object], rows: Iterable[Row] = (), **more: object) -> dict[str, Any]:
     """Return the contents of a measurement's JSON file: name, settings, environment, values and units by label."""
     rows = list(rows)
     return {
@@ -126,8 +126,8 @@ def figures_of(bench: str, settings: Mapping[str, Any], rows: Iterable[Row] = ()
 
 
 def publish(
-    bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: Any
-) -> dict[str, Any]:
+    bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: object
+) -> dict[str, object]:
     """Print rows as a table with lines below it, and write the figures to the --json file; return them."""
     figures = figures_of(bench, settings, rows, **more)
     if settings["json"]:
@@ -157,7 +157,7 @@ def print_table(
         for_tables().print(part)
 
 
-def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
+def write_figures(path: Path, figures: Mapping[str, object]) -> None:
     """Write the figures as JSON, completely or not at all; raise Failure if the file cannot be written."""
     text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     make_parent(path)

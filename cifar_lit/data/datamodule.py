@@ -125,7 +125,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self._placement, self._mean, self._std = placement, mean, std
         self._build_parts()
         self._train_loader: TrainLoader | None = None
-        self._resumed: dict[str, Any] | None = None
+        self._resumed: dict[str, object] | None = None
 
     def __str__(self) -> str:
         """Return the name of the data set. Lightning's text, also part of jsonargparse's errors, loads the images."""
@@ -137,7 +137,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.preprocessing = Preprocessing(
             self.parts, mean=self._mean, std=self._std, augment=self.augment, seed=self.seed
         )
-        self._record: dict[str, Any] | None = None
+        self._record: dict[str, object] | None = None
 
     # ---- images
 
@@ -310,14 +310,14 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             self._record = split_record(self.parts)
         return self._record
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the split, the settings, and the position in the epoch, in batches.
 
         If a schedule needs the length of the fit, Lightning sets up the loaders before it reads the checkpoint, and
         does not restore them.
         """
         loader = self._train_loader
-        state: dict[str, Any] = {
+        state: dict[str, object] = {
             "split": self.record,
             "settings": json.dumps(self._all_settings | {"epochs": self.epochs}),
         }
@@ -326,7 +326,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             state |= loader.state_dict()
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Resume a fit with the split of a checkpoint, at its position. Evaluate with the split of a checkpoint.
 
         Raises:
@@ -346,7 +346,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         if "position" in state_dict:
             self._resumed = state_dict
 
-    def evaluate_split_of(self, state: Mapping[str, Any]) -> None:
+    def evaluate_split_of(self, state: Mapping[str, object]) -> None:
         """Use the split of a checkpoint to evaluate it, if the settings of images and split are those of its training.
 
         Images that were added since are left out, because the split of all images could test on training images. A note
@@ -365,7 +365,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             fault = f"the checkpoint was trained on other classes ({listed(map(str, classes))[:200]}) than these"
             raise UsageError(f"{fault} ({listed(self.classes)}): name the folder of its own data")
 
-    def _keep_split(self, state: Mapping[str, Any]) -> None:
+    def _keep_split(self, state: Mapping[str, object]) -> None:
         """Leave out images that were added since the training began. Raise UsageError if its images have changed."""
         record = state.get("split")
         if not isinstance(record, Mapping):
@@ -378,7 +378,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             raise UsageError(split_fault(self.parts, rows))
 
     @property
-    def _all_settings(self) -> dict[str, Any]:
+    def _all_settings(self) -> dict[str, object]:
         """The settings that checkpoints hold, with measured statistics."""
         mean, std = self.statistics
         return {**self.given, "data.mean": mean, "data.std": std}

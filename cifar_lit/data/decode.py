@@ -18,7 +18,7 @@ from importlib import import_module
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
@@ -265,7 +265,7 @@ def decode_chunks(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *args: Any) -> Future[T]:
+def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *args: object) -> Future[T]:
     """Submit a call with `__main__` hidden. Otherwise a spawned process would import the main script, and torch."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

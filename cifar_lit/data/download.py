@@ -216,7 +216,7 @@ class _Response(HTTPResponse):
 
 
 class _Handler(HTTPHandler, HTTPSHandler):
-    def do_open(self, http_class: Any, req: Request, **http_conn_args: Any) -> HTTPResponse:
+    def do_open(self, http_class: Any, req: Request, **http_conn_args: object) -> HTTPResponse:
         limited: Any = type(http_class.__name__, (http_class,), {"response_class": _Response})
         return super().do_open(limited, req, **http_conn_args)
 

@@ -181,7 +181,7 @@ class TrainLoader:
         """Set the epoch of the next iteration."""
         self.epoch = epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the epoch and the number of its batches yielded so far."""
         return {"epoch": self.epoch, "position": self.position}
 

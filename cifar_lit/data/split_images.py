@@ -125,7 +125,7 @@ MAX_TEXT = 256 << 20  # bytes of an uncompressed record; about five million path
 SKIPPED = TEST + 1  # side of unreadable images
 
 Row = tuple[str, int, int]  # path, side, and hash of class and pixels
-Record = dict[str, Any]
+Record = dict[str, object]
 
 
 def split_record(parts: SplitImages) -> Record:

@@ -10,7 +10,6 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +47,7 @@ class Split:
     share: float = 1.0
 
     @classmethod
-    def of(cls, settings: Split | Mapping[str, Any] | None) -> Split:
+    def of(cls, settings: Split | Mapping[str, object] | None) -> Split:
         """Return settings that are given as an object or by name; None for the defaults."""
         if isinstance(settings, cls):
             return settings

@@ -69,9 +69,9 @@ def cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
     return ImageSet(images, torch.tensor(labels, dtype=torch.int64), tuple(classes))
 
 
-def _unpickled(file: Path) -> dict[str, Any]:
+def _unpickled(file: Path) -> dict[str, object]:
     """Return the contents of a file of CIFAR-100, whose md5 was checked."""
-    contents: dict[str, Any] = pickle.loads(read_bytes(file, MAX_DOWNLOAD), encoding="latin1")
+    contents: dict[str, object] = pickle.loads(read_bytes(file, MAX_DOWNLOAD), encoding="latin1")
     return contents
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping
@@ -46,6 +46,6 @@ class EarlyStop(EarlyStopping):
         )
         super().setup(trainer, pl_module, stage)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Restore all but the patience."""
         super().load_state_dict({**state_dict, "patience": self.patience})

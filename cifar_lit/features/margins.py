@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
 import numpy as np
@@ -74,11 +74,11 @@ class Margins(Callback):
         """Return `sums` over all devices, on the CPU. Collective: every rank must call this."""
         return self._trainer.strategy.reduce(self.sums.clone(), reduce_op="sum").cpu()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the sums of all devices. Collective: every rank must call this."""
         return {"sums": self.gather()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Restore the sums on the first device, unless they are of another number of images."""
         saved = state_dict.get("sums")
         if not isinstance(saved, Tensor) or saved.dtype != torch.int64 or saved.shape != self.sums.shape:

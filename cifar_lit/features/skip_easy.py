@@ -139,7 +139,7 @@ class SkipEasy(Callback):
         self._share, self._start = share, start
         self._losses: LastLosses | None = None  # None before the current fit has begun
         self._loader: HardRoundsLoader | None = None
-        self._restored: dict[str, Any] = {}
+        self._restored: dict[str, object] = {}
 
     def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError if there is no loss or no order of the images."""
@@ -188,7 +188,7 @@ class SkipEasy(Callback):
             return {}
         return {"losses": self._losses.gather(), "hard": self._loader.hard}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Keep the state for the loader, which is created later."""
         self._restored = state_dict
 

@@ -52,7 +52,9 @@ class WeightAverage(EMAWeightAveraging):
         super().on_train_end(trainer, pl_module)
         self._average_model = None
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, object]
+    ) -> None:
         """Restore average and current weights when a fit is resumed."""
         if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
             self.on_fit_start(trainer, pl_module)

@@ -67,6 +67,8 @@ def build_on_meta_device(name: str, **settings: Any) -> nn.Module:
 class _WeightsOnMetaDevice(TorchFunctionMode):
     """Create weights on the meta device. Other tensors stay real, because torchvision's regnets use their values."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         device = {"device": "meta"} if func in (torch.empty, torch.zeros, torch.ones) else {}
         return func(*args, **{**(kwargs or {}), **device})

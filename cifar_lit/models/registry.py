@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
 
 from torch import nn
 
@@ -38,7 +37,7 @@ def build_net(
     image_size: int | tuple[int, int],
     num_classes: int,
     width: float = 1.0,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> nn.Module:
     """Return the net `name` with random weights.
 
@@ -72,7 +71,7 @@ def build_net(
     return built
 
 
-def check_net(net: str | Callable[..., nn.Module] | NetSpec, options: Mapping[str, Any]) -> NetSpec:
+def check_net(net: str | Callable[..., nn.Module] | NetSpec, options: Mapping[str, object]) -> NetSpec:
     """Return the spec of a net. Raise UsageError for an unknown name or option."""
     name, spec = part_name(net), net_spec(net)
     for option in options:
@@ -114,7 +113,7 @@ def _imported(spec: NetSpec | str) -> NetSpec:
     return found
 
 
-def _option_names(build: Callable[..., Any]) -> tuple[str, ...] | None:
+def _option_names(build: Callable[..., object]) -> tuple[str, ...] | None:
     """Return the names of a builder's own options; None if it accepts any."""
     parameters = inspect.signature(build).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -153,11 +153,11 @@ class WhitenedOptions:
 OPTIONS = tuple(WhitenedOptions.__dataclass_fields__)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _are_counts(values: Any, count: int) -> bool:
+def _are_counts(values: object, count: int) -> bool:
     return isinstance(values, list) and len(values) == count and all(map(_is_count, values))
 
 

@@ -40,7 +40,7 @@ class RunRecord:
 
     path: Path
     name: str  # path relative to the working folder
-    settings: dict[str, Any] = field(default_factory=dict)  # config.yaml by dotted name, without `PLACES`
+    settings: dict[str, object] = field(default_factory=dict)  # config.yaml by dotted name, without `PLACES`
     metrics: dict[str, Any] = field(default_factory=dict)  # metrics.json
     note: str = ""  # why results are missing, and settings that changed when it was resumed
 
@@ -176,11 +176,11 @@ def _note_of_unfinished(run: RunRecord) -> str:
     return "did not end"
 
 
-def _flattened(settings: object, prefix: str = "") -> dict[str, Any]:
+def _flattened(settings: object, prefix: str = "") -> dict[str, object]:
     """Return nested settings by dotted name; empty if they are no mapping. Lists and empty mappings are values."""
     if not isinstance(settings, Mapping):
         return {}
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in settings.items():
         flat |= _flattened(value, f"{prefix}{name}.") or {f"{prefix}{name}": value}
     return flat

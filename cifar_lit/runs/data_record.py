@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 
-def data_record(data: ImageData) -> dict[str, Any]:
+def data_record(data: ImageData) -> dict[str, object]:
     """Return SHA-256 fingerprints of images, labels and split, and the numbers of images and classes.
 
     Each image is identified by its pixels. So a fingerprint does not depend on the order, names or place of the files,

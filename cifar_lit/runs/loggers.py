@@ -33,9 +33,9 @@ COMPARED = (
 GROUPS = ("trainer", "model", "data")  # a mapping under any other name holds the settings of a feature
 
 
-def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def logged_settings(settings: Mapping[str, Any]) -> dict[str, object]:
     """Return the settings for TensorBoard's hparams tab from the whole configuration, with those of all features."""
-    values: dict[str, Any] = {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
+    values: dict[str, object] = {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
     for group in GROUPS:
         for name, value in settings.get(group, {}).items():
             if name in ("optimizer_options", "schedule_options", "augment"):
@@ -49,8 +49,8 @@ def logged_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _feature_settings(feature: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    shown: dict[str, Any] = {}
+def _feature_settings(feature: str, options: Mapping[str, object]) -> dict[str, object]:
+    shown: dict[str, object] = {}
     for name, value in options.items():
         if isinstance(value, dict):
             value = str(value)
@@ -98,7 +98,7 @@ class CurveFile(Logger):
         with _writing(self._run):
             self._write({**metrics, "step": step})
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, object]) -> None:
         path = self._run.path / "metrics.csv"
         if row.keys() <= set(self._columns):
             # Mode "a" would recreate a deleted file.
@@ -108,7 +108,7 @@ class CurveFile(Logger):
         else:
             self._rewrite(row)
 
-    def _rewrite(self, *new_rows: dict[str, Any]) -> None:
+    def _rewrite(self, *new_rows: dict[str, object]) -> None:
         """Write the header, the earlier rows and new rows."""
         path = self._run.path / "metrics.csv"
         rows: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ class CurveFile(Logger):
             writer.writeheader()
             writer.writerows(rows)
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: Any) -> None:
         """Do nothing: settings are in config.yaml."""
 
 
@@ -188,7 +188,7 @@ class TensorBoardCurves(TensorBoardLogger):
                 self._settings = None
             super().log_metrics(scalars, step)
 
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """Do nothing: settings are in config.yaml, and are written for the hparams tab with the first scores."""
 
     @rank_zero_only

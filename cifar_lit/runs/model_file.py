@@ -44,7 +44,7 @@ class ModelCard:
     classes: list[str]  # names in the order of the logits
     mean: list[float]  # per channel, for pixel values in 0 … 1
     std: list[float]
-    options: dict[str, Any] = field(default_factory=dict)  # the net's own settings, as plain values
+    options: dict[str, object] = field(default_factory=dict)  # the net's own settings, as plain values
     # Scores that 2 % and 20 % of new images should exceed (see `runs.card`); None without held-out images.
     reject: list[float] | None = None
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images

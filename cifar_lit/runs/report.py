@@ -282,7 +282,7 @@ def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int])
     """Return what each class needs, the least accurate first, at most `MAX_TABLE_CLASSES`. trained: training images."""
     mean = float(matrix.diag().sum() / matrix.sum())
     rows: list[dict[str, Any]] = []
-    untested: list[dict[str, Any]] = []
+    untested: list[dict[str, object]] = []
     for name, images, tested, correct in zip(
         classes, trained, matrix.sum(1).tolist(), matrix.diag().tolist(), strict=True
     ):

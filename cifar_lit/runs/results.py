@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +30,13 @@ Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 
 def run_metrics(
     run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, temperature: float | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the contents of metrics.json. temperature: from the model card."""
     trainer, settings = model.trainer, run.settings
     accelerator = trainer.strategy.root_device.type
     if accelerator == "cuda":
         accelerator = "gpu"
-    metrics: dict[str, Any] = {
+    metrics: dict[str, object] = {
         "recipe": settings.get("recipe"),
         "net": model.hparams["net"],
         "dataset": data.dataset,
@@ -74,9 +73,9 @@ def run_metrics(
     return metrics
 
 
-def _test_scores(model: ImageClassifier, data: ImageData, test: Score, temperature: float | None) -> dict[str, Any]:
+def _test_scores(model: ImageClassifier, data: ImageData, test: Score, temperature: float | None) -> dict[str, object]:
     per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
-    scores: dict[str, Any] = {**test.values, "images": test.images}
+    scores: dict[str, object] = {**test.values, "images": test.images}
     scores |= {"interval": accuracy_interval(test), "per_class": per_class}
     if views := model.views_score:
         scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
@@ -116,7 +115,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages, "cifar-lit": cifar_lit.__version__}
 
 
-def write_metrics(run: Path, metrics: Mapping[str, Any]) -> None:
+def write_metrics(run: Path, metrics: Mapping[str, object]) -> None:
     """Write metrics.json, which marks the run as finished. NaN and infinity, from a diverged net, become null."""
 
     def without_nan(value: object) -> object:
@@ -165,6 +164,6 @@ def _galleries(stage: str, predictions: Predictions, images: Tensor, classes: Se
     }
 
 
-def write_report(run: Path, metrics: dict[str, Any], predictions: Predictions, data: ImageData) -> None:
+def write_report(run: Path, metrics: dict[str, object], predictions: Predictions, data: ImageData) -> None:
     """Write report.html without the pass over the training images. `cifar-lit report` adds its findings."""
     write_text(run / "report.html", render(run, metrics, data, prediction_table(predictions)))

@@ -128,7 +128,7 @@ class Run(Callback):
         if self.folder.resumed and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             stamp_start(self.folder.path)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return what a resumed run needs to record its changes."""
         return {"changes": json.dumps(self.changes)}
 

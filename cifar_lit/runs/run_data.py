@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 
-def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, Any]:
+def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, object]:
     """Return the data settings of a run's config.yaml, or those of `dataset` for this net; empty if both are missing.
 
     Check settings from config.yaml with `check_choices` before using them.
@@ -56,9 +56,9 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
     return settings
 
 
-def _settings_for(dataset: str, card: ModelCard) -> dict[str, Any]:
+def _settings_for(dataset: str, card: ModelCard) -> dict[str, object]:
     """Return the settings with which a data set fits a net."""
-    settings: dict[str, Any] = {"dataset": dataset, "val_size": 0}  # the split is unknown
+    settings: dict[str, object] = {"dataset": dataset, "val_size": 0}  # the split is unknown
     channels, height, width = card.input_shape
     if dataset in ("shapes", "folder"):
         settings |= {"image_size": [height, width], "channels": channels}
@@ -69,7 +69,7 @@ def _settings_for(dataset: str, card: ModelCard) -> dict[str, Any]:
     return settings
 
 
-def _recorded_settings(config: Path) -> dict[str, Any]:
+def _recorded_settings(config: Path) -> dict[str, object]:
     """Return the data settings in a config.yaml; empty if it is missing or has none."""
     if not config.is_file():
         return {}

@@ -300,7 +300,7 @@ def newest_checkpoint(run: Path) -> Path:
     return run / CHECKPOINTS[0]
 
 
-def newest_run_of_job(logs: Path, belongs: Callable[[dict[str, Any]], bool]) -> Path | None:
+def newest_run_of_job(logs: Path, belongs: Callable[[dict[str, object]], bool]) -> Path | None:
     """Return the newest run, finished or resumable, whose job record satisfies `belongs`."""
     runs = []
     for record in logs.glob(f"*/{JOB}"):
@@ -395,7 +395,7 @@ def changes_in(changes: Any) -> list[dict[str, Any]]:
     return list(changes)
 
 
-def changes_text(metrics: Mapping[str, Any]) -> str:
+def changes_text(metrics: Mapping[str, object]) -> str:
     """Return the settings that changed when a run was resumed, such as `from step 60: trainer.devices 2`, or ''."""
     lines = []
     for change in changes_in(metrics.get("changes")):

@@ -46,7 +46,7 @@ class SeedPairs(NamedTuple):
         return count
 
 
-def seed_pairs(groups: Sequence[Mapping[str, Any]], hits: Mapping[str, Hits]) -> list[SeedPairs]:
+def seed_pairs(groups: Sequence[Mapping[str, object]], hits: Mapping[str, Hits]) -> list[SeedPairs]:
     """Return the difference between each two groups that share at least two seeds.
 
     Args:

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
-from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -41,7 +40,7 @@ class AsyncCheckpointIO(AtomicCheckpointIO):
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1)  # None after the fit
         self._writes: deque[Future[None]] = deque()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
         """Copy `checkpoint` to write it to `path`. Wait first if MAX_PENDING writes are unfinished."""
         if self._thread is None:
             super().save_checkpoint(checkpoint, path)
@@ -49,12 +48,14 @@ class AsyncCheckpointIO(AtomicCheckpointIO):
         self._wait(self.MAX_PENDING - 1)
         self._writes.append(self._thread.submit(super().save_checkpoint, host_copy(checkpoint), path))
 
-    def load_checkpoint(self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(
+        self, path: str | Path, map_location: Callable | None = None, weights_only: bool | None = None
+    ) -> object:
         """Return the contents of a checkpoint; see `read_checkpoint`."""
         self._wait()
         return super().load_checkpoint(path, map_location, weights_only)
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, but no folder and no file with another suffix."""
         self._wait()
         super().remove_checkpoint(path)
@@ -75,8 +76,8 @@ class AsyncCheckpointIO(AtomicCheckpointIO):
                 raise error
 
 
-def host_copy(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def host_copy(checkpoint: dict[str, object]) -> dict[str, object]:
     """Return a deep copy of a checkpoint with its tensors on the CPU, so that only this thread uses the device."""
     tensors = [leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)]
-    copies: dict[int, Any] = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in tensors}
+    copies: dict[int, object] = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in tensors}
     return deepcopy(checkpoint, copies)

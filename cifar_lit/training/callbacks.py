@@ -102,7 +102,7 @@ class Clock(Callback):
         wait_for_device(pl_module)
         self.test_seconds = time.perf_counter() - self._test_started
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the times and the number of images."""
         return {"seconds": self.seconds, "validation": self._validation, "images": self.images}
 
@@ -144,7 +144,9 @@ class RandomState(Callback):
     def __init__(self) -> None:
         self._restored: list[Tensor] | None = None  # CPU and accelerator, uint8 (devices, n) each
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, object]
+    ) -> None:
         """Gather the states of all devices."""
         states = [torch.get_rng_state()]
         if pl_module.device.type != "cpu":
@@ -193,7 +195,7 @@ class LiveBar(RichProgressBar):
         # Two updates a second: drawing more often costs a few percent of a small net's training.
         super().__init__(refresh_rate=2, theme=RichProgressBarTheme(metrics_format=".4f"))
 
-    def configure_columns(self, trainer: pl.Trainer) -> list[Any]:
+    def configure_columns(self, trainer: pl.Trainer) -> list[object]:
         """Return Lightning's columns. Below `WIDE` columns, only the remaining time is shown beside the batch count."""
         columns = super().configure_columns(trainer)
         if rich.get_console().width >= self.WIDE:
@@ -215,7 +217,7 @@ class LiveBar(RichProgressBar):
         epochs = last_epoch(self.trainer)
         return f"epoch {current_epoch + 1}" + (f"/{epochs}" if epochs else "")
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> dict[str, Any]:
+    def get_metrics(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> dict[str, object]:
         """Return the training loss and accuracy logged last. The epoch lines show the validation."""
         labels = {"train/loss": "loss", "train/accuracy": "accuracy"}
         metrics = super().get_metrics(trainer, pl_module)

@@ -65,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         super().__init__()
         self._folders: set[Path] = set()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:
         """Write `checkpoint` to `path`. Raise Failure, with the old file intact, if the write fails."""
         target = Path(path)
         previous = target.with_name(PREVIOUS) if target.name == LAST else None
@@ -79,11 +79,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             resumable = any(target.with_name(name).is_file() for name in (LAST, PREVIOUS, BEST))
             raise write_failure(target, error, resumable) from error
 
-    def load_checkpoint(self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(
+        self, path: str | Path, map_location: Callable | None = None, weights_only: bool | None = None
+    ) -> object:
         """Return the contents of a checkpoint; see `read_checkpoint`."""
         return read_checkpoint(Path(path))
 
-    def remove_checkpoint(self, path: Any) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, but no folder and no file with another suffix."""
         file = Path(path)
         if file.suffix == ModelCheckpoint.FILE_EXTENSION and not file.is_dir():
@@ -121,7 +123,7 @@ class RunCheckpoint(ModelCheckpoint):
         self.current_score = state_dict.get("current_score")  # saved by Lightning, but not restored
 
 
-def _in_folder(state: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def _in_folder(state: Mapping[str, Any], folder: str) -> dict[str, object]:
     """Return a ModelCheckpoint's state with all paths moved to `folder`."""
 
     def moved(path: str) -> str:
@@ -223,7 +225,7 @@ def regular_checkpoint(interval: str | int) -> RegularCheckpoint:
     """
     steps = int(interval) if str(interval).isdecimal() else None
     seconds = duration_seconds(str(interval))
-    triggers: dict[str, Any] = {"every_n_train_steps": steps}
+    triggers: dict[str, object] = {"every_n_train_steps": steps}
     if seconds:
         triggers = {"train_time_interval": timedelta(seconds=seconds)}
     if not steps and not seconds:
@@ -260,7 +262,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     with torch.serialization.safe_globals([Namespace]):  # timm's `args`; building one runs no code
         contents = _read(path, lambda contents: _count_values(contents, {}, 0))
-    weights: Mapping[str, Any] | None = contents
+    weights: Mapping[str, object] | None = contents
     while weights is not None:
         contents = dict(weights)
         weights = next((contents[name] for name in CONTAINERS if isinstance(contents.get(name), Mapping)), None)
@@ -280,7 +282,7 @@ def check_checkpoint_path(path: Path) -> None:
         raise UsageError(f"{path} is {kind}: name a checkpoint" + (f", {best}" if best.is_file() else " of a run"))
 
 
-def _read(path: Path, check: Callable[[Mapping[str, Any]], object]) -> dict[str, Any]:
+def _read(path: Path, check: Callable[[Mapping[str, object]], object]) -> dict[str, Any]:
     """Return the dict in a file of torch.save. check: raises InvalidFileError for invalid contents."""
     check_checkpoint_path(path)
     try:
@@ -313,7 +315,7 @@ class ValidCheckpoint(NamedTuple):
     """A checkpoint to resume from. damaged: path and fault of the damaged checkpoint that it replaces, or None."""
 
     path: Path
-    contents: dict[str, Any]
+    contents: dict[str, object]
     damaged: str | None
 
 
@@ -398,7 +400,7 @@ def _count_values(value: Any, counts: dict[int, int], depth: int) -> int:
         raise InvalidFileError("its values are nested too deeply or in a cycle")
     if id(value) not in counts:
         counts[id(value)] = 0  # Not counted yet. Finding the value again now means a reference cycle.
-        inner: list[Any] = [*value, *getattr(value, "__dict__", {}).values()]
+        inner: list[object] = [*value, *getattr(value, "__dict__", {}).values()]
         inner += value.values() if isinstance(value, Mapping) else []
         counts[id(value)] = 1 + sum(_count_values(item, counts, depth + 1) for item in inner)
     if counts[id(value)] > MAX_VALUES:

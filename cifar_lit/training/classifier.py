@@ -133,11 +133,11 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             self.net = net
         elif not isinstance(net, str) or is_import_path(net):
             check_net(net, net_options or {})
-        self.loss_hooks: list[Callable[[Tensor, Tensor, Any], Tensor]] = []  # see `hooks`: (losses, logits, batch)
+        self.loss_hooks: list[Callable[[Tensor, Tensor, object], Tensor]] = []  # see `hooks`: (losses, logits, batch)
         self.running = RunningMetrics(self.device)  # this device's training steps
         self.rows = TrainingRows(self)
         self._collector = PredictionCollector()
-        self.trained_with: dict[str, Any] = {}  # settings of the current fit
+        self.trained_with: dict[str, object] = {}  # settings of the current fit
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
@@ -224,14 +224,14 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         else:
             super().__setattr__(name, value)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: object, recurse: bool = True) -> Any:
         """Move or convert the metrics too."""
         for name in METRICS:
             if name in self.__dict__:
                 self.__dict__[name]._apply(fn)
         return super()._apply(fn, recurse)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> object:
         """Return the optimizer and its schedule, which spans the whole training."""
         for name in ("optimizer", "schedule"):
             part = self.part(name)

@@ -76,7 +76,7 @@ class Muon(Optimizer):
         orthogonal_settings = {"orthogonal": orthogonal, "rescale": rescale, "steps": steps, "products": products}
         super().__init__(params, settings | orthogonal_settings)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add a group."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -84,7 +84,7 @@ class Muon(Optimizer):
             raise ValueError("a vector cannot be orthogonalised: put it in a group with orthogonal=False")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> object:
         """Update all parameters that have a gradient. Return the result of `closure`."""
         loss = None
         if closure is not None:

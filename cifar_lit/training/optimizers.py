@@ -37,7 +37,7 @@ def weights_and_biases(net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return weights, biases
 
 
-def pair_of_groups(net: nn.Module, lr: float, weight_decay: float, **shared: Any) -> list[Group]:
+def pair_of_groups(net: nn.Module, lr: float, weight_decay: float, **shared: object) -> list[Group]:
     """Return the groups "weights" and "biases" of a net, without empty ones.
 
     Decay of biases costs accuracy, so it is 0 (He et al., Bag of Tricks, 2019, 3.1).
@@ -201,7 +201,7 @@ def _check_decay(weight_decay: float) -> None:
         raise UsageError(f"{OPTIONS}.weight_decay must be 0 or more, not {weight_decay:g}")
 
 
-def optimizer_settings(name: str, options: Mapping[str, Any] | None) -> OptimizerSettings | None:
+def optimizer_settings(name: str, options: Mapping[str, object] | None) -> OptimizerSettings | None:
     """Return the settings of one of OPTIMIZERS, None for an import path; raise UsageError for invalid ones."""
     if "." in name:  # else an import path, or the name of a class
         return None
@@ -213,7 +213,7 @@ def build_optimizer(
     net: nn.Module,
     optimizer: str | Callable[..., Optimizer] | Optimizer,
     lr: float,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     *,
     precision: str = "bf16-mixed",
     capturable: bool = False,
@@ -256,7 +256,7 @@ def build_optimizer(
     return built
 
 
-def _build_foreign(net: nn.Module, optimizer: Any, lr: float, options: dict[str, Any], regroup: Any) -> Optimizer:
+def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[str, Any], regroup: Any) -> Optimizer:
     """Return an optimizer of another package. Its `weight_decay`, if any, does not decay biases and norms."""
     build = find_part(optimizer, "model.optimizer")
     accepted = accepted_arguments(build, {"lr": lr, **options})
@@ -273,7 +273,7 @@ def _build_foreign(net: nn.Module, optimizer: Any, lr: float, options: dict[str,
     return built
 
 
-def configure_optimizers(model: ImageClassifier, trainer: Trainer) -> Any:
+def configure_optimizers(model: ImageClassifier, trainer: Trainer) -> object:
     """Return the optimizer of an ImageClassifier and, unless rates are constant, its schedule, as Lightning expects.
 
     Raises UsageError for a schedule if the training has no limit.
@@ -312,7 +312,7 @@ def _keep_machine_settings(optimizer: Optimizer) -> None:
         for group in state["param_groups"]:
             group["lr"] = float(group["lr"])
 
-    def own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, object]:
         groups = state["param_groups"]
         if len(groups) != len(settings):
             return state  # torch raises an error

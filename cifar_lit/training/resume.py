@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ TRAINER_SETTINGS = (
 )  # fmt: skip
 
 
-def training_settings(hparams: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+def training_settings(hparams: Mapping[str, object], trainer: Trainer) -> dict[str, object]:
     """Return the settings of an ImageClassifier and its Trainer by dotted name, as `changed_settings` compares them."""
     limits = {name: getattr(trainer, name) for name in TRAINER_SETTINGS}
     return {**plain_settings("model", hparams), **plain_settings("trainer", limits)}

@@ -44,20 +44,20 @@ class Row(NamedTuple):
     copied: Any
 
 
-def copy_to_host(value: Any, late: bool) -> Any:
+def copy_to_host(value: object, late: bool) -> Any:
     """Return a copy of a tensor on the host, and other values unchanged. late: return before the copy is complete."""
     # A non-blocking copy from a GPU goes to page-locked memory. A copy to pageable memory would block the host.
     return value.to("cpu", non_blocking=late, copy=True) if isinstance(value, Tensor) else value
 
 
-def record_event(device: torch.device) -> Any:
+def record_event(device: torch.device) -> object:
     """Return an event that follows all work queued on an accelerator."""
     event = torch.get_device_module(device).Event()
     event.record()
     return event
 
 
-def logged_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def logged_group(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the parameter group whose rate is logged: the first, or if that is split by depth, its last layers."""
     first = optimizer.param_groups[0]
     alike = [group for group in optimizer.param_groups if group.get("role") == first.get("role", "")]
@@ -190,7 +190,7 @@ def reads_late(trainer: pl.Trainer, model: pl.LightningModule) -> bool:
     Callbacks and modules of other packages may read `trainer.callback_metrics` at the end of an epoch.
     `_BLOCKING_DEVICE_TYPES` lists the devices without reliable non-blocking copies.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
     return (
         trainer.strategy.root_device.type not in _BLOCKING_DEVICE_TYPES
         and trainer.world_size == 1

@@ -48,7 +48,7 @@ class ScheduleSettings:
         return interval
 
 
-def schedule_settings(name: str, options: Mapping[str, Any] | None) -> ScheduleSettings | None:
+def schedule_settings(name: str, options: Mapping[str, object] | None) -> ScheduleSettings | None:
     """Return the settings of one of SCHEDULES, None for an import path. Raise UsageError for other names or options."""
     if "." in name:  # an import path, or the name of a class
         return None
@@ -126,7 +126,7 @@ class Schedule(LambdaLR):
                 self._last_lr[index] = rate
         return is_found
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return torch's state with rates as floats."""
         state = super().state_dict()
         return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
@@ -137,7 +137,7 @@ def _linear_to_zero(length: float, done: float) -> float:
 
 
 def schedule_from(
-    optimizer: Optimizer, schedule: Any, options: Mapping[str, Any], steps: int, steps_per_epoch: int
+    optimizer: Optimizer, schedule: Any, options: Mapping[str, object], steps: int, steps_per_epoch: int
 ) -> LRScheduler:
     """Return a schedule for all steps of a training.
 

@@ -20,8 +20,8 @@ def build_before_workers() -> None:
 
     @wraps(launch)
     def launch_with_net(
-        self: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
-    ) -> Any:
+        self: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: object
+    ) -> object:
         model = getattr(trainer, "lightning_module", None)
         if model is None or not hasattr(model, "build_for"):
             return launch(self, function, *args, trainer=trainer, **kwargs)
@@ -40,7 +40,7 @@ def build_before_workers() -> None:
     _MultiProcessingLauncher.launch = launch_with_net  # type: ignore[method-assign]
 
 
-def _in_one_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_one_thread(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Call a function in a forked process, which hangs if it waits for OpenMP threads that its parent had started."""
     torch.set_num_threads(1)
     return function(*args, **kwargs)

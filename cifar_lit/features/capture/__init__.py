@@ -96,7 +96,7 @@ class Capture(Callback):
         if not trainer.ckpt_path:
             self._steps.rehearse(example_batches(trainer, pl_module, self._deferred))
 
-    def _optimizer_step(self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: Any = None) -> None:
+    def _optimizer_step(self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: object = None) -> None:
         assert self._steps is not None
         self._steps.step(optimizer_closure)
 

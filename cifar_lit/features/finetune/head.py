@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -35,7 +35,7 @@ MAX_FILES = 40  # in the cache
 def compute_features(
     net: nn.Module,
     batches: Iterable[Tensor],
-    precision: Callable[[], AbstractContextManager[Any]],
+    precision: Callable[[], AbstractContextManager[object]],
     advance: Callable[[int], None],
 ) -> Tensor:
     """Return the input of the head for each image: float16 (N, features) on the CPU.
