@@ -102,8 +102,10 @@ def guard_child_processes() -> None:
     also leaves out a script's own folder, which is therefore added to PYTHONPATH.
     """
     if not os.environ.get("PYTHONSAFEPATH"):
-        script_folder = [] if sys.flags.safe_path else sys.path[:1]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*script_folder, os.environ.get("PYTHONPATH")]))
+        folders = [os.environ.get("PYTHONPATH")]
+        if not sys.flags.safe_path:
+            folders = [*sys.path[:1], *folders]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         os.environ["PYTHONSAFEPATH"] = "1"
 
 
@@ -125,7 +127,9 @@ class _AwayFinder:
     packages = ("torch", "matplotlib")
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path, target) if name in self.packages else None
+        if name not in self.packages:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
         if spec and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _AwayLoader(spec.loader.name, spec.loader.path)
         return spec
@@ -136,35 +140,42 @@ def guard_packages() -> None:
     sys.meta_path.insert(0, _AwayFinder())
 
 
-def find_part(part: Any, setting: str, *kinds: type) -> Any:
+def find_part(part: object, setting: str, *kinds: type) -> Any:
     """Return a class, a function or an object of `kinds`, which may be given by its import path.
 
     Raises the errors of `import_callable`, and UsageError for other values of `setting`.
     """
-    target = import_callable(part) if isinstance(part, str) else part
+    target = part
+    if isinstance(part, str):
+        target = import_callable(part)
     if not callable(target) and not isinstance(target, kinds):
         raise UsageError(f"{setting} must be a name, a class or a function, not {str(part)[:80]}")
     return target
 
 
-def part_name(part: Any) -> str:
+def part_name(part: object) -> str:
     """Return the name of a net, optimizer, schedule or data set that is given by name, as a class or as an object."""
-    target = part.func if isinstance(part, partial) else part
-    if isinstance(target, str):
-        return target
-    owner = target if hasattr(target, "__qualname__") else type(target)
-    return f"{owner.__module__}.{owner.__qualname__}"
+    if isinstance(part, str):
+        return part
+    if isinstance(part, partial):
+        part = part.func
+    name = getattr(part, "__qualname__", None)
+    if name is None:
+        part, name = type(part), type(part).__qualname__
+    return f"{part.__module__}.{name}"
 
 
-def accepted_arguments(build: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_arguments(build: Callable[..., object], settings: Mapping[str, object]) -> dict[str, Any]:
     """Return the settings that the signature of a class or function accepts, and that a partial does not set itself."""
     parameters = signature(build).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    own = build.keywords if isinstance(build, partial) else {}
+    own: Mapping[str, object] = {}
+    if isinstance(build, partial):
+        own = build.keywords
     return {name: value for name, value in settings.items() if name not in own and (takes_any or name in parameters)}
 
 
-def build_part(part: Any, setting: str, kind: type, *arguments: Any, **settings: Any) -> Any:
+def build_part(part: object, setting: str, kind: type, *arguments: object, **settings: object) -> Any:
     """Return an object of `kind`: `part` itself, or the result of a class or function that may be given by its name.
 
     Only those `settings` are passed that the signature accepts. Raises UsageError if the call fails or returns another

@@ -46,8 +46,9 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
         return Job(f"slurm:{environment.get('SLURM_CLUSTER_NAME', '')}:{number}", f"SLURM's job {number}", again)
     if by_torchrun(environment):
         run_id = environment["TORCHELASTIC_RUN_ID"]  # equal on all nodes; "none" without --rdzv-id
-        agent = f":{os.getppid()}@{platform.node()}" if run_id == "none" else ""
-        return Job(f"torchrun:{run_id}{agent}", "torchrun's job", again)
+        if run_id == "none":
+            run_id = f"none:{os.getppid()}@{platform.node()}"
+        return Job(f"torchrun:{run_id}", "torchrun's job", again)
     return None
 
 
@@ -61,10 +62,14 @@ def slurm_number(environment: Mapping[str, str]) -> str:
 def run_of_job(logs: Path, job: Job, line: str, environment: Mapping[str, str]) -> Path | None:
     """Return the run to resume, the same in all processes, or None for a new run. line: digest of the command line."""
     if not is_first_process(environment) and JOB_RUN in environment:
-        return Path(environment[JOB_RUN]) if environment[JOB_RUN] else None
-    run = newest_run_of_job(
-        logs, lambda record: record.get("job") == job.key and (job.named or record.get("line") == line)
-    )
+        if not environment[JOB_RUN]:
+            return None
+        return Path(environment[JOB_RUN])
+
+    def is_of_job(record: Mapping[str, object]) -> bool:
+        return record.get("job") == job.key and (job.named or record.get("line") == line)
+
+    run = newest_run_of_job(logs, is_of_job)
     os.environ[JOB_RUN] = str(run or "")
     return run
 
@@ -85,12 +90,13 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
         time.sleep(REQUEUE_SECONDS)
         return ""
     job = slurm_number(environment)
-    state = "stopped at its checkpoint" if resume else "stopped"
+    state, hint = "stopped", "Start it again."
+    if resume:
+        state, hint = "stopped at its checkpoint", f"Resume with:\n  {resume}"
     note(f"cifar-lit: {state}; SLURM's job {job} is being requeued and will resume automatically")
     try:
         subprocess.run(["scontrol", "requeue", job], capture_output=True, encoding="utf-8", timeout=60, check=True)
         return ""
     except (OSError, subprocess.SubprocessError) as error:
         output = str(getattr(error, "stderr", None) or error).strip()
-    hint = f"Resume with:\n  {resume}" if resume else "Start it again."
     return f"cifar-lit: requeueing failed: `scontrol requeue {job}`: {output.splitlines()[-1].rstrip('.')}. {hint}"

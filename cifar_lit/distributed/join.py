@@ -32,7 +32,7 @@ LOSS_SECONDS = 5.0  # time for the watch to identify a lost rank after an error 
 TORCHRUN_LOSS_SECONDS = 0.5  # time for the watch to identify a lost rank if torchrun noticed the loss first
 
 _watch: RankWatch | None = None
-_stores: list[Any] = []  # keeps torch's store alive until the process ends
+_stores: list[object] = []  # keeps torch's store alive until the process ends
 
 
 def free_port() -> int:
@@ -82,9 +82,11 @@ def agree_on_port(store: Store, rank: int, world: int, restarts: int, limit: flo
     deadline = time.monotonic() + limit
 
     def read(key: str, default: Any) -> Any:
-        return json.loads(store.get(f"cifar_lit/{key}")) if store.check([f"cifar_lit/{key}"]) else default
+        if not store.check([f"cifar_lit/{key}"]):
+            return default
+        return json.loads(store.get(f"cifar_lit/{key}"))
 
-    def write(key: str, value: Any) -> None:
+    def write(key: str, value: object) -> None:
         store.set(f"cifar_lit/{key}", json.dumps(value))
 
     def wait() -> None:
@@ -167,10 +169,14 @@ def leave(line: str, code: int, lost: bool = False) -> str:
         return line
     if watch.info.rank and line and not line.startswith("[rank"):
         line = f"[rank {watch.info.rank}] {line}"
-    what = "lost its connection to another rank" if lost else f"failed: {line.rpartition('cifar-lit: ')[2]}"
-    fault = watch.fail(Fault(watch.info.rank, STOPPED if code >= 128 else FAILED, what, code))
-    # An error that all ranks share is printed once.
-    return line if fault.rank == watch.info.rank or fault.what != what else ""
+    what = f"failed: {line.rpartition('cifar-lit: ')[2]}"
+    if lost:
+        what = "lost its connection to another rank"
+    kind = STOPPED if code >= 128 else FAILED
+    fault = watch.fail(Fault(watch.info.rank, kind, what, code))
+    if fault.rank != watch.info.rank and fault.what == what:  # an error that all ranks share is printed once
+        return ""
+    return line
 
 
 def _forget() -> None:
@@ -184,8 +190,10 @@ def _forget() -> None:
 def _coordinator(info: RankInfo, limit: float) -> Coordinator:
     from torch.distributed import TCPStore
 
-    # A secret can only be passed to child processes.
-    watch = Coordinator(info, limit, secrets.token_hex(16) if info.address is None else "")
+    token = ""
+    if info.address is None:  # a secret can only be passed to child processes
+        token = secrets.token_hex(16)
+    watch = Coordinator(info, limit, token)
     address = info.address or "127.0.0.1"
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     watch.store_port = store.port

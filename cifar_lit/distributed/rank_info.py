@@ -38,9 +38,11 @@ def rank_info(devices: int, nodes: int) -> RankInfo:
     for name in ("TorchElastic", "SLURM", "LSF", "MPI"):
         kind = getattr(environments, f"{name}Environment")
         if kind.detect():
-            cluster, parent = kind(), os.getppid() if name == "TorchElastic" else None
-            address, port = cluster.main_address, cluster.main_port
-            return RankInfo(cluster.global_rank(), cluster.world_size(), address, port, parent=parent)
+            cluster = kind()
+            info = RankInfo(cluster.global_rank(), cluster.world_size(), cluster.main_address, cluster.main_port)
+            if name == "TorchElastic":
+                info = info._replace(parent=os.getppid())
+            return info
     own = environments.LightningEnvironment()
     rank, world = own.node_rank() * devices + own.local_rank(), devices * nodes
     started_by_user = "LOCAL_RANK" in os.environ and COORDINATOR not in os.environ
@@ -50,15 +52,21 @@ def rank_info(devices: int, nodes: int) -> RankInfo:
     if nodes > 1 and {"NODE_RANK", "GROUP_RANK"}.isdisjoint(os.environ):
         missing.append("NODE_RANK")
     if missing:
-        what, last = (f"--nodes {nodes}", nodes - 1) if nodes > 1 else (f"--devices {devices} with LOCAL_RANK", 0)
+        what = f"--devices {devices} with LOCAL_RANK"
+        if nodes > 1:
+            what = f"--nodes {nodes}"
         raise UsageError(
             f"{what} needs {', '.join(missing)} in the environment of each machine. Start it with "
-            f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 (to {last}) cifar-lit …, or use torchrun or SLURM."
+            f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK=0 (to {nodes - 1}) cifar-lit …, "
+            "or use torchrun or SLURM."
         )
     text = os.environ["MASTER_PORT"]
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise UsageError(f"MASTER_PORT must be a port from 1 to 65535, not {text!r}")
-    return RankInfo(rank, world, os.environ["MASTER_ADDR"], int(text), per_node=1 if started_by_user else devices)
+    info = RankInfo(rank, world, os.environ["MASTER_ADDR"], int(text))
+    if not started_by_user:
+        info = info._replace(per_node=devices)
+    return info
 
 
 def is_first_process(environment: Mapping[str, str]) -> bool:
@@ -89,4 +97,6 @@ def advice(resume: str | None, environment: Mapping[str, str]) -> str:
     """Return how to resume a run that lost a process. resume: the command, None without a checkpoint."""
     if starts_again(environment):
         return "torchrun restarts all ranks."
-    return f"Resume with:\n  {resume}" if resume else "It has no checkpoint yet: start it again."
+    if not resume:
+        return "It has no checkpoint yet: start it again."
+    return f"Resume with:\n  {resume}"

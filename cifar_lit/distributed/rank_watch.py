@@ -88,7 +88,7 @@ class JsonSocket:
         self._unsent = b""
         self._sending = threading.Lock()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         """Send a message, or as much of it as fits; the remainder is sent with the next message."""
         with self._sending, suppress(OSError):  # `receive` detects a closed connection
             self._unsent += json.dumps(message).encode() + b"\n"
@@ -197,7 +197,7 @@ class RankWatch(threading.Thread):
         self.fault_known.set()
         return self.fault
 
-    def _send_all(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: dict[str, object]) -> None:
         for connection in list(self.connections.values()):
             connection.send(message)
 
@@ -265,7 +265,9 @@ class RankWatch(threading.Thread):
         """
         here = {rank for rank, (_, machine) in self.members.items() if machine == self.machine}
         printed = fault.kind == STOPPED or (fault.kind == FAILED and fault.rank in here)
-        remaining = here - {fault.rank} if fault.kind != ORPHANED else here
+        remaining = here
+        if fault.kind != ORPHANED:
+            remaining = here - {fault.rank}
         is_speaker = self.info.rank == min(remaining, default=self.info.rank)
         if not self._line_taken.acquire(blocking=False) or printed or not is_speaker:
             return ""
@@ -418,4 +420,6 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
-    return f"was killed by {name}" + (", perhaps because memory ran out" if name == "SIGKILL" else "")
+    if name == "SIGKILL":
+        return "was killed by SIGKILL, perhaps because memory ran out"
+    return f"was killed by {name}"

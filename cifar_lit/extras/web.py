@@ -64,7 +64,9 @@ def _file_route(file: Path) -> Route:
     async def send(request: Request) -> Response:
         return FileResponse(file)
 
-    return Route("/" if file.name == "index.html" else f"/{file.name}", send)
+    if file.name == "index.html":
+        return Route("/", send)
+    return Route(f"/{file.name}", send)
 
 
 class OwnClients:
@@ -94,7 +96,9 @@ class OwnClients:
     def _is_own_name(self, host: str) -> bool:
         """Return whether a Host header, with any port, names this machine. Strangers may own other *.localhost."""
         match = HOST.fullmatch(host)
-        name = (match[1] or match[2]) if match else ""
+        if not match:
+            return False
+        name = match[1] or match[2]
         if name == "localhost" or name in (self.names or ()):
             return True
         try:
@@ -118,13 +122,14 @@ def error_response(status: int, text: str, headers: Mapping[str, str] | None = N
     return JSONResponse({"error": printable(text)}, status, headers)  # UTF-8 has no surrogates
 
 
-async def _refuse(request: Request, error: Any) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     """Return an HTTPException as JSON. Those of Starlette's router get a text of ours."""
+    assert isinstance(error, HTTPException)
     path, text = quote(request.scope["path"][:80]), error.detail
     if text == "Not Found":
         text = f"there is nothing at {path}: use the page at /, or the address that the console shows"
     elif text == "Method Not Allowed":
-        allowed = " or ".join(sorted(error.headers["Allow"].split(", ")))
+        allowed = " or ".join(sorted((error.headers or {})["Allow"].split(", ")))
         text = f"{path} does not take {request.method[:20]}: use {allowed}"
     return error_response(error.status_code, text, error.headers)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _TEXT = re.compile(r"\{[\w/:.%]+\}|\[[\w/ -]+\]|\w+:")
 
 def read_settings(file: Path) -> tuple[str, Any]:
     """Return the text of a configuration file and its values; raise UsageError unless it sets only plain values."""
-    fault = None
+    fault = values = None
     try:
         text = read_text(file, MAX_BYTES)
         loader = yaml.SafeLoader(text)
@@ -42,14 +42,16 @@ def read_settings(file: Path) -> tuple[str, Any]:
         if root is None:
             return text, None
         fault = _fault(root)
-        values = None if fault else loader.construct_document(root)
+        if not fault:
+            values = loader.construct_document(root)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
     except RecursionError:
         fault = "it is nested too deeply"
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        place = ""
+        if error.problem_mark:
+            place = f" at line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
         raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
     except Exception:  # also errors of the YAML constructors
         raise UsageError(f"{file} is not UTF-8 text, or holds an invalid value such as an impossible date") from None
@@ -66,19 +68,6 @@ def read_settings(file: Path) -> tuple[str, Any]:
 def plain_values(file: Path) -> Any:
     """Return the values in a configuration file, see `read_settings`."""
     return read_settings(file)[1]
-
-
-def nested(settings: Mapping[str, object], base: dict[str, Any]) -> dict[str, Any]:
-    """Return `base`, the values of a configuration, with further settings by dotted name."""
-    for name, value in settings.items():
-        *groups, last = name.split(".")
-        target = base
-        for group in groups:
-            if not isinstance(target.get(group), dict):
-                target[group] = {}
-            target = target[group]
-        target[last] = value
-    return base
 
 
 def _expanded(node: yaml.Node, depth: int = 0) -> Iterator[tuple[yaml.Node, int]]:
@@ -148,7 +137,7 @@ MAX_METRIC_SETTING = 1000  # classes, labels or thresholds, for which torchmetri
 _allowed: set[tuple[str, str]] = set()
 
 
-def leaves(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+def leaves(settings: object, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (names, text) of each value in nested settings. Dotted names are split."""
     if isinstance(settings, dict):
         for name, value in settings.items():
@@ -195,7 +184,7 @@ def _is_above(text: str, limit: float) -> bool:
         return False
 
 
-def allow_choices(settings: Any) -> None:
+def allow_choices(settings: object) -> None:
     """Allow files to set settings to their values in `settings`, which the user has typed or trusts."""
     _allowed.update((key[-1], text) for key, text in leaves(settings))
 

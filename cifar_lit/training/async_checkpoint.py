@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
+from pathlib import Path
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves

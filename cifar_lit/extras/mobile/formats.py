@@ -40,12 +40,16 @@ class Named(nn.Module):
     def __init__(self, net: LoadedNet, reject: float | None) -> None:
         super().__init__()
         self.net, self.predict = net, Probabilities(net, reject)
-        self.names = OUTPUTS if reject is not None else OUTPUTS[:1]
+        self.names = list(OUTPUTS)
+        if reject is None:
+            self.names.remove("unknown")
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Return the outputs for pixels in 0 … 255, of any dtype."""
         outputs = self.predict.outputs(self.net.net((images.float() / 255 - self.net.mean) / self.net.std))
-        return dict(zip(self.names, (outputs,) if isinstance(outputs, Tensor) else outputs, strict=True))
+        if isinstance(outputs, Tensor):
+            return {OUTPUTS[0]: outputs}
+        return dict(zip(OUTPUTS, outputs, strict=True))
 
 
 @silenced()
@@ -111,7 +115,9 @@ def write_coreml(net: LoadedNet, path: Path, options: Options) -> None:
         raise Failure(f"coremltools cannot convert this net ({first_line(error)}): use --to onnx") from error
     (read,) = written.input
     shapes = {output.name: tuple(output.type.multiArrayType.shape) for output in written.output}
-    expected = {name: (1, len(net.classes)) if name == OUTPUTS[0] else (1,) for name in named.names}
+    expected = dict(zip(OUTPUTS, [(1, len(net.classes)), (1,)], strict=True))
+    if options.reject is None:
+        del expected["unknown"]
     size = (read.type.imageType.height, read.type.imageType.width)
     if (read.name, size, shapes) != ("images", (height, width), expected):
         raise Failure(f"the Core ML file has inputs or outputs {shapes} instead of {expected}: use --to onnx")

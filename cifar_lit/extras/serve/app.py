@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from starlette.exceptions import HTTPException
@@ -26,8 +25,6 @@ from cifar_lit.inference.load import Classifier
 PAGE = Path(__file__).parent / "page"
 DEFAULT_TOP = 3
 ANSWER_SECONDS = 20  # once a request has arrived completely
-
-Predictions = list[dict[str, Any]]
 
 
 class Service:
@@ -78,7 +75,9 @@ class Service:
         except TimeoutError:
             text = f"there was no answer within {ANSWER_SECONDS} s: the service is busy, try again later"
             raise HTTPException(503, text) from None
-        return JSONResponse({"predictions": predictions} if images.many else predictions[0])
+        if images.many:
+            return JSONResponse({"predictions": predictions})
+        return JSONResponse(predictions[0])
 
     def _top(self, text: str | None) -> int:
         """Return the number of classes to name."""
@@ -89,7 +88,7 @@ class Service:
             raise HTTPException(422, f"top must be a whole number from 1 to {count}, not {text[:20]!r}")
         return min(int(text), count)
 
-    def predict(self, pixels: list[bytes], top: int, seen: bool) -> Predictions:
+    def predict(self, pixels: list[bytes], top: int, seen: bool) -> list[dict[str, object]]:
         """Return the JSON of a prediction for each image, and offer the images to the collector.
 
         Args:
@@ -99,13 +98,13 @@ class Service:
         """
         (height, width), channels, *_ = self.classifier.preparation
         images = torch.frombuffer(bytearray().join(pixels), dtype=torch.uint8).view(-1, height, width, channels)
-        predictions: Predictions = []
+        predictions: list[dict[str, object]] = []
         results = self.classifier.predict_batch(images.permute(0, 3, 1, 2), top)
         for result, image in zip(results, images.numpy(), strict=True):
             if self.collector:
                 self.collector.offer(result.probability, result.unknown, image)
             classes = [{"label": label, "probability": round(value, 6)} for label, value in result.top]
-            prediction: dict[str, Any] = {**classes[0], "top": classes}
+            prediction: dict[str, object] = {**classes[0], "top": classes}
             if result.unknown is not None:
                 prediction["unknown"] = result.unknown
             if seen:

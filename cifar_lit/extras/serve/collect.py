@@ -6,8 +6,8 @@ import io
 import secrets
 import time
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from cifar_lit.errors import Failure
@@ -43,7 +43,7 @@ class Collector:
             raise Failure(f"pictures cannot be kept in {folder}: {error.strerror}. Name another folder.") from None
         self._not_before = 0.0  # time of the next write
 
-    def offer(self, probability: float, unknown: bool | None, image: Any) -> None:
+    def offer(self, probability: float, unknown: bool | None, image: np.ndarray) -> None:
         """Keep an image, uint8 array (H, W, C), if its prediction is uncertain. Raises nothing."""
         is_unsure = probability < self.threshold or unknown
         if not is_unsure or self._count >= MAX_FILES or time.monotonic() < self._not_before:
@@ -59,8 +59,10 @@ class Collector:
             note(f"pictures are no longer kept: {path.parent} cannot be written ({error.strerror})")
 
 
-def as_png(image: Any) -> bytes:
+def as_png(image: np.ndarray) -> bytes:
     """Return a uint8 image (H, W, C) as a PNG file."""
+    if image.shape[2] == 1:
+        image = image[:, :, 0]
     file = io.BytesIO()
-    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(file, "PNG")
+    Image.fromarray(image).save(file, "PNG")
     return file.getvalue()

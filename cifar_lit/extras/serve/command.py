@@ -58,8 +58,10 @@ def serve(argv: list[str]) -> None:
     with listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
         local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-        own = socket.gethostname().lower()
-        own_names = None if local else frozenset({settings.host.lower(), own, f"{own}.local"})
+        own_names = None
+        if not local:
+            own = socket.gethostname().lower()
+            own_names = frozenset({settings.host.lower(), own, f"{own}.local"})
         device = resolve_device(settings.accelerator)
         classifier = load(file, device)
         classifier.reject = None

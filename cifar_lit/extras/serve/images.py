@@ -73,8 +73,9 @@ def parse_body(content_type: str, body: bytes, limits: Limits) -> Images:
         raise HTTPException(413, f"there are too many images: send at most {limits.images} in one request")
     for name, data in images.files:
         if not SIGNATURE.match(data):
-            fault = f"not a {KINDS}: convert it to one of these" if data else f"empty: {WAYS}"
-            raise HTTPException(415, f"{name} is {fault}")
+            if not data:
+                raise HTTPException(415, f"{name} is empty: {WAYS}")
+            raise HTTPException(415, f"{name} is not a {KINDS}: convert it to one of these")
     return images
 
 
@@ -135,7 +136,9 @@ class Decoders:
         except BrokenProcessPool:
             decoder.shutdown(wait=False)
             decoder = self._start()
-            what = files[0][0] if len(files) == 1 else f"one of {len(files)} images"
+            what = f"one of {len(files)} images"
+            if len(files) == 1:
+                what, _ = files[0]
             fault = f"{what} crashed the decoder, or took longer than {self._limits.decode_seconds:g} s"
             remedy = "save it smaller or as a JPEG, send fewer images, or serve with a larger --decode-seconds"
             raise HTTPException(422, f"{fault}: {remedy}") from None

@@ -22,7 +22,7 @@ from cifar_lit.cli.flags import OWN, PARTS, SHORT, parse
 from cifar_lit.cli.trust import further_files
 from cifar_lit.errors import UsageError, check_choice, first_line, nearest
 from cifar_lit.plugins import check_allowed
-from cifar_lit.runs.config_file import check_choices, nested, plain_values
+from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.text import NOT_A_FILE_NAME, is_file_name
 from cifar_lit.training.metrics import TOP, value_names
 
@@ -177,6 +177,19 @@ class SweepFile:
         for objective in self.objectives:
             check_choice("objective", objective, (*metrics, *FIGURES))
         return base
+
+
+def nested(settings: Mapping[str, object], base: dict[str, Any]) -> dict[str, Any]:
+    """Return `base`, the values of a configuration, with further settings by dotted name."""
+    for name, value in settings.items():
+        *groups, last = name.split(".")
+        target = base
+        for group in groups:
+            if not isinstance(target.get(group), dict):
+                target[group] = {}
+            target = target[group]
+        target[last] = value
+    return base
 
 
 class _Settings(TrainingCLI):

@@ -35,10 +35,10 @@ from cifar_lit.cli.flags import drop_replaced_options, parse, recipe_path
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.cli.several import train_in_processes
 from cifar_lit.errors import Failure, UsageError, first_line
-from cifar_lit.extras.sweep.file import SweepFile
+from cifar_lit.extras.sweep.file import SweepFile, nested
 from cifar_lit.extras.sweep.trials import Trials, first_number, open_study, text
 from cifar_lit.files import atomic_write, write_text
-from cifar_lit.runs.config_file import nested, plain_values
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import check_links, display_path, read_json
 from cifar_lit.signals import HANGUP, accept_hangup, stop_signals
 from cifar_lit.text import csv_cell, say

@@ -26,9 +26,8 @@ from sqlalchemy.engine import URL
 from cifar_lit.bench.process import as_error, ask_to_stop, kill_group, started
 from cifar_lit.cli.several import find_run
 from cifar_lit.errors import Failure
-from cifar_lit.extras.sweep.file import SweepFile
+from cifar_lit.extras.sweep.file import SweepFile, nested
 from cifar_lit.files import check_database, without_links, write_text
-from cifar_lit.runs.config_file import nested
 from cifar_lit.runs.run_folder import display_path, is_finished, read_curves, read_metrics
 from cifar_lit.text import printable, say
 
