@@ -73,7 +73,7 @@ class NamesInCheckpoint:
     names_are_foreign = False  # whether the settings come from a checkpoint
 
     @classmethod
-    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+    def load_from_checkpoint(cls, *args: object, **kwargs: object) -> Any:
         """Return an instance as Lightning does. Raise UntrustedName for the dotted name of a net in the file."""
         allow_imports(value for value in kwargs.values() if isinstance(value, str))
         with only_allowed_imports():
@@ -241,7 +241,7 @@ def check_no_file(name: str) -> None:
     raise UsageError(f"{name} is a file: name a class or function in it, as {module}.{member or 'NAME'}{remedy}.")
 
 
-def import_callable(path: str) -> Callable[..., Any]:
+def import_callable(path: str) -> Callable[..., object]:
     """Import the class or function with a dotted name.
 
     Raises:
@@ -257,5 +257,5 @@ def import_callable(path: str) -> Callable[..., Any]:
     if not hasattr(module, name):
         names = [each for each in vars(module) if not each.startswith("_")]
         raise UsageError(f"{module.__name__} has no {name!r}.{nearest(name, names)}")
-    target: Callable[..., Any] = getattr(module, name)
+    target: Callable[..., object] = getattr(module, name)
     return target

@@ -282,7 +282,7 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
 def _as_json(
     runs: Sequence[RunRecord],
     differences: dict[str, list[str]],
-    grouped: Sequence[dict[str, Any]],
+    grouped: Sequence[dict[str, object]],
     tests: Pairs,
     over_seeds: Sequence[SeedPairs],
 ) -> str:

@@ -75,7 +75,7 @@ RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint 
 # torch's limit of 30 minutes would also count the time for which a scheduler suspends all ranks.
 WATCHED_TIMEOUT = timedelta(days=7)
 
-TRAINER_DEFAULTS: dict[str, Any] = {
+TRAINER_DEFAULTS: dict[str, object] = {
     "max_epochs": 10,
     "num_sanity_val_steps": 0,  # a fit validates after its first epoch anyway
     "enable_model_summary": False,  # replaced by the start card
@@ -314,8 +314,8 @@ class TrainingCLI(LightningCLI):
     def _select_checkpoint(self) -> None:
         """Hold the folder of a resumed run, and read the data state of its checkpoint, or of the one to evaluate."""
         self.step: int | None = None
-        self.changes: dict[str, Any] = {}
-        self.data_state: dict[str, Any] = {}
+        self.changes: dict[str, object] = {}
+        self.data_state: dict[str, object] = {}
         if self.name != "fit":
             self.evaluated = read_checkpoint(Path(self.settings.ckpt_path).expanduser())
             self.data_state = self.evaluated.get("ImageData", {})
@@ -347,7 +347,7 @@ class TrainingCLI(LightningCLI):
             data.evaluate_split_of(self.data_state)
         return data.input_shape
 
-    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+    def instantiate_trainer(self, **kwargs: object) -> pl.Trainer:
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
         configured = self.config_init[self.name].trainer
@@ -438,7 +438,7 @@ class TrainingCLI(LightningCLI):
                     if isinstance(feature, feature_class(group)):
                         self.settings[group][name] = rate
 
-    def _search_trainer(self, callbacks: list[Callback], test: Callback, **settings: Any) -> pl.Trainer:
+    def _search_trainer(self, callbacks: list[Callback], test: Callback, **settings: object) -> pl.Trainer:
         """Return a Trainer for a search before the training, with the callbacks that may change its steps."""
         own = []
         for each in callbacks:
@@ -612,9 +612,9 @@ def program(script: str, command: str) -> str:
     return f"{path.name} {command}"
 
 
-def by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+def by_name(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a config.yaml by dotted name. A feature is one setting, whatever it holds."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for name, value in settings.items():
         if name in ("trainer", "model", "data", "data.augment", "data.split") and isinstance(value, dict):
             named |= by_name({f"{name}.{key}": each for key, each in value.items()})

@@ -350,7 +350,7 @@ def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, s
                 model.pop(f"{part}_options", None)
 
 
-def _as_text(settings: Mapping[str, Any]) -> str:
+def _as_text(settings: Mapping[str, object]) -> str:
     """Return --config with settings, so that the parser does not read the file with another reader."""
     values = yaml.safe_dump(dict(settings), default_flow_style=True, width=sys.maxsize)
     return f"--config={NO_PATH}\n{values}"
@@ -361,7 +361,7 @@ def recipe_settings(path: Path) -> dict[str, Any]:
 
     `data.augment: null` becomes settings that are off, a feature that is true {}, and one that is false null.
     """
-    settings: dict[str, Any] = plain_values(path) or {}
+    settings: dict[str, object] = plain_values(path) or {}
     for name in FEATURES:
         if isinstance(settings.get(name), bool):
             settings[name] = {} if settings[name] else None
@@ -381,7 +381,7 @@ def augment_off(words: Sequence[str]) -> list[str]:
     return replaced
 
 
-def _all_off() -> dict[str, Any]:
+def _all_off() -> dict[str, object]:
     from cifar_lit.data.augment import Augment  # imports torch
 
     return asdict(Augment())

@@ -37,7 +37,7 @@ def train_shares(command: Command) -> None:
         finish(path, record, {display_path(run): read_metrics(run) for run in runs})
 
 
-def finish(path: Path, record: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:
+def finish(path: Path, record: Mapping[str, object], runs: Mapping[str, Mapping[str, Any]]) -> None:
     """Write learning-curve.json and learning-curve.png, and print the results. runs: metrics.json by run folder."""
     points = read_points([*runs.values()])
     if len(points) < len({metrics["data"]["train"] for metrics in runs.values()}):  # shares of few groups may be equal

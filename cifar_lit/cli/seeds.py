@@ -25,7 +25,7 @@ MOST = 1000  # seeds of one command
 RESULTS = ("accuracy", "accuracy with TTA", "loss", "train seconds")
 
 
-def train_seeds(command: Command, others: dict[str, Any] | None = None) -> None:
+def train_seeds(command: Command, others: dict[str, object] | None = None) -> None:
     """Train once per seed. A repeated command continues unfinished trainings; one with more seeds adds the missing.
 
     With --json, the file has the seeds trained so far after each training, and a repeated command trains no seed again.
@@ -40,7 +40,7 @@ def train_seeds(command: Command, others: dict[str, Any] | None = None) -> None:
         check_one_device(command.value("trainer.devices"), "--json measures")
         make_parent(file)  # fail before the trainings, not after them
 
-    def continues(content: Mapping[str, Any]) -> bool:
+    def continues(content: Mapping[str, object]) -> bool:
         """Continue a folder without other seeds that lacks some of them or its results, or has the same file."""
         earlier = set(read_seeds(str(content["seeds"])))
         repeats = file is not None and file.exists() and content.get("json") == command.json

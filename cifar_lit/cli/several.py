@@ -64,7 +64,7 @@ def check_several(command: Command, flag: str, resume_remedy: str, setting: str 
 
 def train_each(
     command: Command,
-    trainings: Mapping[str, Mapping[str, Any]],
+    trainings: Mapping[str, Mapping[str, object]],
     logs: Path | None = None,
     after: Callable[[TrainingCLI], None] = lambda cli: None,
 ) -> list[Path]:
@@ -127,7 +127,7 @@ def _train_here(
 
 @contextmanager
 def group_folder(
-    command: Command, suffix: str, file: str, continues: Callable[[dict[str, Any]], bool]
+    command: Command, suffix: str, file: str, continues: Callable[[dict[str, object]], bool]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield a locked folder for the trainings of a command, and the record that its `file` begins with.
 

@@ -50,7 +50,9 @@ BLOWN_UP = 4.0  # times the lowest loss; a higher loss ends the test
 MakeTrainer = Callable[..., Trainer]  # called with a further callback, and settings that replace the training's
 
 
-def fit_copy(model: ImageClassifier, data: ImageData, make_trainer: MakeTrainer, test: Callback, **limits: Any) -> None:
+def fit_copy(
+    model: ImageClassifier, data: ImageData, make_trainer: MakeTrainer, test: Callback, **limits: object
+) -> None:
     """Fit a copy of the model at constant rates. A loss that is not finite ends the fit."""
     model = deepcopy(model)
     model.replace_part("schedule", "constant")

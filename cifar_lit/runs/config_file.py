@@ -32,7 +32,7 @@ _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader of jsonarg
 _TEXT = re.compile(r"\{[\w/:.%]+\}|\[[\w/ -]+\]|\w+:")
 
 
-def read_settings(file: Path) -> tuple[str, Any]:
+def read_settings(file: Path) -> tuple[str, object]:
     """Return the text of a configuration file and its values; raise UsageError unless it sets only plain values."""
     fault = values = None
     try:

@@ -72,7 +72,7 @@ class _Checker:
         """Follow the opcodes of a pickle without calling anything. On the stack, None stands for a tensor."""
         stack: list[Any] = []
         marks: list[int] = []
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
         argument: Any
         for opcode, argument, _ in pickletools.genops(file):
             self.count("opcodes")
@@ -120,7 +120,7 @@ class _Checker:
                 case _:
                     raise UnpicklingError("an opcode that torch.save does not write")
 
-    def result(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+    def result(self, function: object, arguments: tuple[object, ...]) -> Any:
         """Return what stands for the result of a call. Count the values that it copies."""
         name = function.name if isinstance(function, _Global) else ""
         if name not in CALLS:
@@ -137,7 +137,7 @@ class _Checker:
             raise InvalidFileError("its values have an unsupported kind")
         return arguments[0]
 
-    def storage(self, _: str, kind: Any, key: Any, device: Any, numel: Any, view: Any = None) -> None:
+    def storage(self, _: str, kind: object, key: object, device: object, numel: object, view: object = None) -> None:
         """Count the numbers in a storage, whose size `torch.load` compares with that in the file."""
         if type(key) is not str or type(numel) is not int or numel < 0 or view:
             raise InvalidFileError(UNKNOWN_TENSOR)

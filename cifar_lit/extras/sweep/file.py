@@ -41,7 +41,7 @@ class Parameter(NamedTuple):
     """
 
     name: str
-    choices: list[Any]
+    choices: list[object]
     numbers: dict[str, Any]
     when: dict[str, list[object]]
 
@@ -143,7 +143,7 @@ class SweepFile:
                 values[parameter.name] = parameter.suggest(trial)
         return values
 
-    def grid(self) -> list[dict[str, Any]]:
+    def grid(self) -> list[dict[str, object]]:
         """Return Optuna's parameters of all combinations in random order."""
         spaces = {parameter.name: parameter.values() for parameter in self.parameters}
         if not 0 < math.prod(map(len, spaces.values())) <= MAX_GRID:
@@ -223,7 +223,7 @@ class _Settings(TrainingCLI):
         """Run nothing."""
 
 
-def _by_name(place: str, mapping: object) -> dict[str, Any]:
+def _by_name(place: str, mapping: object) -> dict[str, object]:
     """Return a mapping with long names of settings; raise UsageError for other values."""
     mapping = mapping or {}
     if not isinstance(mapping, dict) or {"trainer", "model", "data"} & mapping.keys():

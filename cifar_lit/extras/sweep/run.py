@@ -66,7 +66,7 @@ def run_sweep(options: argparse.Namespace, typed: list[str], argv: list[str]) ->
         raise UsageError(f"{folder} is a run or a symlink: give the sweep another name (name: …)")
     check_links(folder)
     url = database_url(options.storage, folder)
-    grid: list[dict[str, Any]] = []
+    grid: list[dict[str, object]] = []
     count = file.trials
     if file.sampler == "grid":
         grid = file.grid()

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import optuna
 import yaml
@@ -41,7 +40,7 @@ class NotTrained(Exception):
     """A training has no results. Without a message, it was interrupted."""
 
 
-def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str, Any]]) -> optuna.Study:
+def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str, object]]) -> optuna.Study:
     """Create or load a study. Raise an error of any type if its rows are not those of a sweep.
 
     Args:
