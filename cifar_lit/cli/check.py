@@ -95,7 +95,8 @@ def check(accelerator: str) -> None:
     """Print a line for each device; raise UsageError for a missing accelerator, Failure if a device cannot train."""
     machine = Machine(**json.loads(run_probe("machine")))
     prefix = "" if accelerator == "auto" else resolve_device(accelerator, machine)
-    say(*filter(None, [machine.unusable]))
+    if machine.unusable:
+        say(machine.unusable)
     failed = []
     for device in machine.devices:
         if device.startswith(prefix):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -14,9 +13,10 @@ from cifar_lit.text import printable
 class TextConsole(Console):
     """Console that prints text as it is: no markup, no emoji names, no control characters."""
 
-    def render_str(self, text: str, **settings: Any) -> Text:
+    def render_str(self, text: str, **settings: object) -> Text:
         """Render a text, also of a table cell."""
-        return super().render_str(printable(text), **{**settings, "markup": False, "emoji": False})
+        settings |= {"markup": False, "emoji": False}
+        return super().render_str(printable(text), **settings)  # type: ignore[arg-type]
 
 
 def for_tables() -> Console:

@@ -36,19 +36,25 @@ def list_devices(argv: list[str]) -> None:
 
 
 def _list_machine() -> None:
-    from cifar_lit.hardware import choose_precision, detect_machine, psutil
+    import psutil
+
+    from cifar_lit.hardware import choose_precision, detect_machine
     from cifar_lit.runs.results import versions
 
     machine = detect_machine()
-    kinds = [*(["gpu"] if machine.gpus else []), *(["mps"] if machine.mps else []), "cpu"]
-    choices = {kind: choose_precision(machine, kind) for kind in kinds}
+    choices = {kind: choose_precision(machine, kind) for kind in ("gpu", "mps", "cpu")}
+    if not machine.gpus:
+        del choices["gpu"]
+    if not machine.mps:
+        del choices["mps"]
     table = Table("accelerator", "device", "memory", "precision", "flags")
     for number, (name, memory) in enumerate(machine.gpus):
         table.add_row(f"gpu {number}", name, f"{memory / 2**30:.0f} GiB", choices["gpu"][0], f"--devices {number},")
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", choices["mps"][0], "--accelerator mps")
-    ram = f"{psutil.virtual_memory().total / 2**30:.0f} GiB" if psutil else "unknown"
-    cpu = f"{machine.cpu}, {machine.threads} threads, {'bf16' if machine.bf16 else 'no bf16'} in hardware"
+    ram = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    bf16 = "bf16" if machine.bf16 else "no bf16"
+    cpu = f"{machine.cpu}, {machine.threads} threads, {bf16} in hardware"
     table.add_row("cpu", cpu, ram, choices["cpu"][0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
@@ -57,11 +63,10 @@ def _list_machine() -> None:
     console.print("--devices 2 uses two GPUs, or two processes on the CPU (DDP)")
     if machine.unusable:
         console.print(machine.unusable)
+    elif not machine.gpus and machine.cuda_build:
+        console.print("torch finds no GPU: none is visible (CUDA_VISIBLE_DEVICES can hide them)")
     elif not machine.gpus:
-        reason = (
-            "none is visible (CUDA_VISIBLE_DEVICES can hide them)" if machine.cuda_build else "this build is CPU-only"
-        )
-        console.print(f"torch finds no GPU: {reason}")
+        console.print("torch finds no GPU: this build is CPU-only")
     console.print(" · ".join(f"{name} {number}" for name, number in versions().items()))
     console.print("test them: cifar-lit devices --check")
 
@@ -72,7 +77,11 @@ def _list_parameters(settings: Namespace) -> None:
 
     allow_imports([settings.net])  # typed by the user, not read from a file
     net = build_net(
-        settings.net, **{name: settings[name] for name in ("channels", "image_size", "num_classes", "width")}
+        settings.net,
+        channels=settings.channels,
+        image_size=settings.image_size,
+        num_classes=settings.num_classes,
+        width=settings.width,
     )
     table = Table("parameter", "shape", "dtype", Column("count", justify="right"))
     for name, parameter in net.named_parameters():

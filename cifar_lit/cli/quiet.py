@@ -33,9 +33,10 @@ def catch_signals() -> None:
         raise Interrupted(number, requeue=number == requeue)
 
     requeue = REQUEUE if by_slurm(os.environ) else None
-    for number in filter(None, (*stop_signals(), requeue)):
+    for number in stop_signals():
         signal.signal(number, stop)
     if sys.platform != "win32" and requeue:
+        signal.signal(requeue, stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {requeue})
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from itertools import takewhile
 from pathlib import Path
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from cifar_lit.cli import flags
 from cifar_lit.cli.console import for_tables
@@ -19,15 +18,18 @@ def list_recipes(argv: list[str]) -> None:
     if argv[:1] in (["-h"], ["--help"]):
         say("usage: cifar-lit recipes [NAME]", "", "List the packaged recipes, or print the settings of one.")
         return
-    if unknown := next((word for word in argv if word.startswith("-")), None):
-        raise UsageError(f"recipes has no flag {unknown}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
-    for path in [flags.packaged_recipe(name) for name in argv]:
-        say(*path.read_text().splitlines())
+    for word in argv:
+        if word.startswith("-"):
+            raise UsageError(f"recipes has no flag {word}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
     if argv:
+        paths = [flags.packaged_recipe(name) for name in argv]
+        for path in paths:
+            say(*path.read_text().splitlines())
         return
     # Without column lines, the table fits 100 columns. At 80, only descriptions are wrapped.
-    fixed = (Column(name, no_wrap=True) for name in ("accuracy", "data", "time", "measured on"))
-    table = Table(Column("recipe", no_wrap=True), "what", *fixed, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("recipe", "what", "accuracy", "data", "time", "measured on"):
+        table.add_column(title, no_wrap=title != "what")
     for name in flags.recipe_names():
         header = recipe_header(flags.recipe_path(name))
         what = header[0].removeprefix(f"{name} — ")
@@ -38,13 +40,20 @@ def list_recipes(argv: list[str]) -> None:
 
 def recipe_header(path: Path) -> list[str]:
     """Return the comment at the top of a recipe, line by line without the comment signs."""
-    lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
-    return [line.removeprefix("#").removeprefix(" ") for line in lines]
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    return lines
 
 
 def measured(header: list[str]) -> tuple[str, str, str, str]:
     """Return accuracy, data set, training time and hardware from the header of a recipe."""
-    fields = {name: value.strip() for name, colon, value in (line.partition(":") for line in header) if colon}
+    fields = {}
+    for line in header:
+        name, _, value = line.partition(":")
+        fields[name] = value.strip()
     score, _, details = fields["Score"].partition("; ")
     if score.startswith("not measured"):
         return "–", "–", "–", "not yet"

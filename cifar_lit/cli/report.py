@@ -39,7 +39,8 @@ def report(words: list[str]) -> None:
     classifier = load(settings.run, device)
     keep_freed_memory()
     run = Path(settings.run).expanduser()
-    run = run if run.is_dir() else run.parent
+    if not run.is_dir():
+        run = run.parent
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
         raise UsageError(f"{out} cannot be written: name a file in another folder with --out")

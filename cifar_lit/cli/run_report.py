@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -23,9 +23,6 @@ from cifar_lit.text import counted, say
 from cifar_lit.train import Results
 from cifar_lit.training.metrics import Score
 
-if TYPE_CHECKING:
-    from cifar_lit.training.classifier import ImageClassifier
-
 MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer lists are left out
 
 
@@ -35,13 +32,14 @@ class StartCard(Callback):
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the card."""
         if not trainer.is_global_zero:
             return
         rows = start_rows(self._run, trainer, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         if not sys.stdout.isatty():
-            say(*(f"{name:<12} {value}" for name, value in rows.items()))
+            for name, value in rows.items():
+                say(f"{name:<12} {value}")
             return
         grid = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
         for row in rows.items():
@@ -49,60 +47,75 @@ class StartCard(Callback):
         for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
 
 
-def start_rows(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> dict[str, str]:
+def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: ImageData) -> dict[str, str]:
     """Return the rows of the start card by name."""
-    train, val = (len(part) for part in data.split)
-    channels, height, width = data.input_shape
+    train, val = data.split
     device = trainer.strategy.root_device.type
-    in_memory = data.placed("train")[1] == "device"
-    memory = f"in {'CPU' if device == 'cpu' else 'GPU'} memory"
-    source = memory if in_memory else f"read by {counted(data.workers, 'worker')}"
-    listed = f" ({', '.join(data.classes)})" if data.dataset == "folder" else ""
-    names = listed if len(listed) <= MAX_CLASS_NAMES else ""
-    classes = f"{data.class_count} classes{names} · {channels}×{height}×{width}"
-    h, notes = model.hparams, run.notes
-    parameters = sum(parameter.numel() for parameter in model.net.parameters())
-    precision = "float32" if trainer.precision == "32-true" else str(trainer.precision)
+    counts = f"train {len(train):,} · validation {len(val):,} · {_classes_text(data)}"
+    parameters = sum(parameter.numel() for parameter in model.net.parameters())  # type: ignore[union-attr,misc]
+    settings = model.hparams
     rows = {
-        "data": f"{data.dataset} · train {train:,} · validation {val:,} · {classes} · {source}",
-        "net": f"{h['net']} · {parameters:,} parameters",
+        "data": f"{data.dataset} · {counts} · {_source_text(data, device)}",
+        "net": f"{settings['net']} · {parameters:,} parameters",
         "devices": f"{trainer.world_size} × {device}",
-        "threads": notes.get("threads", "") if device == "cpu" else "",
-        "precision": precision + (f" ({notes['precision']})" if "precision" in notes else ""),
-        **_step_rows(trainer, h, data),
-        "resumes": f"{notes.get('resume')} at epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
-        if "resume" in notes
-        else "",
-        "run": "" if trainer.fast_dev_run else display_path(run.folder.path),  # type: ignore[attr-defined]
     }
+    if device == "cpu" and "threads" in run.notes:
+        rows["threads"] = run.notes["threads"]
+    rows["precision"] = str(trainer.precision).replace("32-true", "float32")
+    if "precision" in run.notes:
+        rows["precision"] += f" ({run.notes['precision']})"
+    rows |= _step_rows(trainer, settings, data)
+    if "resume" in run.notes:
+        position = f"epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
+        rows["resumes"] = f"{run.notes['resume']} at {position}"
     for card in methods(trainer, "card"):
         rows |= card()
-    rows["run"] = rows.pop("run")  # the last line
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        rows["run"] = display_path(run.folder.path)
     return {name: value for name, value in rows.items() if value}
 
 
-def _step_rows(trainer: pl.Trainer, h: Mapping[str, Any], data: ImageData) -> dict[str, str]:
+def _classes_text(data: ImageData) -> str:
+    channels, height, width = data.input_shape
+    names = f" ({', '.join(data.classes)})"
+    if data.dataset != "folder" or len(names) > MAX_CLASS_NAMES:
+        names = ""
+    return f"{data.class_count} classes{names} · {channels}×{height}×{width}"
+
+
+def _source_text(data: ImageData, device: str) -> str:
+    if data.placed("train")[1] != "device":
+        return f"read by {counted(data.workers, 'worker')}"
+    return "in CPU memory" if device == "cpu" else "in GPU memory"
+
+
+def _step_rows(trainer: pl.Trainer, settings: Mapping[str, object], data: ImageData) -> dict[str, str]:
     """Return the start card's rows about batches and the optimizer."""
     share = data.batch_size // trainer.world_size
     relation = "=" if share * trainer.world_size == data.batch_size else "≈"
     steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
     epochs = counted(data.epochs, "epoch") if data.epochs else "unlimited epochs"
+    optimizer = f"{settings['optimizer']} · lr {settings['lr']:g} · {settings['schedule']}"
     return {
         "batch": f"{data.batch_size} {relation} {trainer.world_size} × {share} · {counted(steps, 'step')} per epoch",
-        "optimizer": f"{h['optimizer']} · lr {h['lr']:g} · {h['schedule']} · {epochs} · seed {data.seed}",
+        "optimizer": f"{optimizer} · {epochs} · seed {data.seed}",
     }
 
 
 def accuracy_table(score: Score, data: ImageData) -> Table:
     """Return a table of the accuracy of each class, or of the ten best and ten worst of more than 30 classes."""
-    columns = (Column(name, justify="right") for name in ("accuracy", "images"))
-    table = Table("class", *columns, title="test accuracy per class", title_justify="left", title_style="")
-    classes = list(zip(data.classes, score.per_class, map(sum, score.confusion), strict=True))
-    if len(classes) > 30:
-        classes = sorted((row for row in classes if row[2]), key=lambda row: -row[1])
-    rows = [(name, f"{accuracy:.4f}" if count else "no image", str(count)) for name, accuracy, count in classes]
-    for row in rows if len(rows) <= 30 else [*rows[:10], ("…", "", ""), *rows[-10:]]:
-        table.add_row(*row)
+    accuracy, images = Column("accuracy", justify="right"), Column("images", justify="right")
+    table = Table("class", accuracy, images, title="test accuracy per class", title_justify="left", title_style="")
+    rows = []
+    for name, share, confusion in zip(data.classes, score.per_class, score.confusion, strict=True):
+        rows.append((name, share, sum(confusion)))
+    if len(rows) > 30:
+        rows = sorted((row for row in rows if row[2]), key=lambda row: -row[1])
+    for number, (name, share, count) in enumerate(rows):
+        if len(rows) <= 30 or number < 10 or number >= len(rows) - 10:
+            table.add_row(name, f"{share:.4f}" if count else "no image", str(count))
+        elif number == 10:
+            table.add_row("…", "", "")
     return table
 
 
@@ -116,10 +129,12 @@ def score_lines(scores: Mapping[str, Any]) -> list[str]:
 
     Balanced accuracy is left out if it equals the accuracy, as it does for classes of equal size.
     """
-    values = {text: f"{scores[name]:.4f}" for name, text in FIGURES.items() if name in scores}
-    if values.get("balanced accuracy") == f"{scores['accuracy']:.4f}":
-        del values["balanced accuracy"]
-    lines = [" · ".join(f"{text} {value}" for text, value in values.items())]
+    values = []
+    for name, text in FIGURES.items():
+        value = f"{scores[name]:.4f}" if name in scores else None
+        if value and (name != "balanced_accuracy" or value != f"{scores['accuracy']:.4f}"):
+            values.append(f"{text} {value}")
+    lines = [" · ".join(values)]
     if scores["interval"]:
         lines.append("95 % interval of the accuracy {:.4f} … {:.4f}".format(*scores["interval"]))
     return lines
@@ -142,50 +157,69 @@ def small_set_text(scores: Mapping[str, Any]) -> str | None:
 
 def print_results(run: Run, results: Results, data: ImageData) -> None:
     """Print the results and the next commands."""
-    metrics, test = results.metrics, results.test
-    if test:
-        scores = metrics["test"]
-        for_tables().print(accuracy_table(test, data))
-        if data.dataset != "shapes" and not data.parts.folds and (warning := small_set_text(scores)):
-            say(warning)
-        if views := scores.get("tta"):
-            tta = f"with {views['views']} test-time augmentation"
-            say(f"{tta}: accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
-        say(*(f"test {name} {value:.4f}" for name, value in test.further.items()), *score_lines(scores))
-        images = f"{test.images} image{'s' * (test.images != 1)}"  # plain digits: scripts read this line
-        say(f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f} · {images}")
-    elif val := metrics["val"]:
-        further = {name: value for name, value in val.items() if name not in ("accuracy", "loss", "interval", *FIGURES)}
-        say(*(f"validation {name} {value:.4f}" for name, value in further.items()), *score_lines(val))
-        say(f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
+    metrics, val = results.metrics, results.metrics["val"]
+    if results.test:
+        _print_test(results.test, metrics["test"], data)
+    elif val:
+        for name, value in val.items():
+            if name not in ("accuracy", "loss", "interval", *FIGURES):
+                say(f"validation {name} {value:.4f}")
+        say(*score_lines(val), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:
-        speed = f" · {metrics['images_per_second']:.0f} images/s" if metrics["images_per_second"] else ""
-        say(f"trained in {metrics['train_seconds']:.1f} s{speed}")
+        speed = metrics["images_per_second"]
+        say(f"trained in {metrics['train_seconds']:.1f} s" + (f" · {speed:.0f} images/s" if speed else ""))
+    say(f"run {display_path(run.folder.path)}")
+    if run.trains:
+        say("", "next:", *_next_lines(run, is_tested=results.test is not None, is_folder=data.dataset == "folder"))
+
+
+def _print_test(test: Score, scores: Mapping[str, Any], data: ImageData) -> None:
+    for_tables().print(accuracy_table(test, data))
+    warning = small_set_text(scores)
+    if warning and data.dataset != "shapes" and not data.parts.folds:
+        say(warning)
+    if "tta" in scores:
+        views = scores["tta"]
+        augmented = f"with {views['views']} test-time augmentation"
+        say(f"{augmented}: accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
+    for name, value in test.further.items():
+        say(f"test {name} {value:.4f}")
+    noun = "image" if test.images == 1 else "images"
+    score = f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f}"
+    say(*score_lines(scores), f"{score} · {test.images} {noun}")  # plain digits: scripts read this line
+
+
+def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
+    """Return commands that a user may run after a training."""
     folder = display_path(run.folder.path)
-    say(f"run {folder}")
-    if run.trains:
-        board = f"  tensorboard --logdir {shlex.quote(display_path(run.folder.path.parent))}"
-        say("", "next:", *([board] if "tensorboard" in run.settings["logger"] else []))
-        if test is None:
-            checkpoint = f"{folder}/checkpoints/{'best' if run.best.best_model_path else 'last'}.ckpt"
-            say(f"  cifar-lit test --ckpt_path {shlex.quote(checkpoint)}")
-        say(f"  cifar-lit report {shlex.quote(folder)} --open", f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
-        if data.dataset == "folder":  # a net memorises wrong labels that it was trained on
-            config = shlex.quote(f"{folder}/config.yaml")
-            say(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
-        trust = ", trust=True" if is_import_path(run.settings["model"]["net"]) else ""
-        code = f"import cifar_lit; print(cifar_lit.load({folder!r}{trust}))"
-        is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes
-        say("  python -c " + (f'"{code}"' if is_plain else shlex.quote(code)))
+    lines = []
+    if "tensorboard" in run.settings["logger"]:
+        lines.append(f"  tensorboard --logdir {shlex.quote(display_path(run.folder.path.parent))}")
+    if not is_tested:
+        name = "best" if run.best.best_model_path else "last"
+        lines.append(f"  cifar-lit test --ckpt_path {shlex.quote(f'{folder}/checkpoints/{name}.ckpt')}")
+    lines.append(f"  cifar-lit report {shlex.quote(folder)} --open")
+    lines.append(f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
+    if is_folder:  # a net memorises wrong labels that it was trained on
+        config = shlex.quote(f"{folder}/config.yaml")
+        lines.append(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
+    trust = ", trust=True" if is_import_path(run.settings["model"]["net"]) else ""
+    code = f"import cifar_lit; print(cifar_lit.load({folder!r}{trust}))"
+    is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes
+    quoted = f'"{code}"' if is_plain else shlex.quote(code)
+    return [*lines, f"  python -c {quoted}"]
 
 
 def print_dev_run(trainer: pl.Trainer) -> None:
     """Print the number of batches by stage that `fast_dev_run` has run."""
-    stages = {
-        "training": trainer.num_training_batches if trainer.state.fn == "fit" else 0,
-        "validation": sum(trainer.num_val_batches) if trainer.state.fn in ("fit", "validate") else 0,
-        "test": sum(trainer.num_test_batches) if trainer.state.fn == "test" else 0,
-        "prediction": sum(trainer.num_predict_batches) if trainer.state.fn == "predict" else 0,
-    }
-    parts = [f"{count} {stage} batch{'es' * (count != 1)}" for stage, count in stages.items() if count]
+    counts: dict[str, float] = {}
+    if trainer.state.fn == "fit":
+        counts["training"] = trainer.num_training_batches  # infinite in other stages
+    counts["validation"] = sum(trainer.num_val_batches)
+    counts["test"] = sum(trainer.num_test_batches)
+    counts["prediction"] = sum(trainer.num_predict_batches)
+    parts = []
+    for name, count in counts.items():
+        if count:
+            parts.append(f"{count} {name} batch" if count == 1 else f"{count} {name} batches")
     say(f"fast_dev_run: {' and '.join(parts)} without a failure; nothing was saved")

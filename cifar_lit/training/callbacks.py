@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import psutil
 import rich
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cifar_lit.hardware import psutil
 from cifar_lit.text import counted, note, say
 from cifar_lit.training.collectives import gather_rows
 from cifar_lit.training.loop_position import is_last_epoch
@@ -344,7 +344,7 @@ class SlowdownWarning(Callback):
         self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
     ) -> None:
         """Begin to measure. A GPU computes a step after it has ended here."""
-        if self._begin is None and trainer.is_global_zero and pl_module.device.type == "cpu" and psutil:
+        if self._begin is None and trainer.is_global_zero and pl_module.device.type == "cpu":
             self._begin, self._steps = (time.perf_counter(), time.process_time()), 0
             psutil.cpu_percent()
 
