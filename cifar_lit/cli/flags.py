@@ -215,8 +215,13 @@ def parse(name: str, argv: list[str]) -> Command:
             before = argv[begin - 1] if begin else ""
             raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(name, word, before)}")
         flag, equals, value = word.partition("=")
-        key = "config" if flag == "-c" else flag.removeprefix("--")
-        value_follows = not equals and bool(remaining) and not _is_flag(remaining[0])
+        key = flag.removeprefix("--")
+        if flag == "-c":
+            key = "config"
+        has_value = bool(equals)
+        is_switch = key in AUTO or key in ("trust", "learning-curve", "debug")
+        if not equals and not is_switch and remaining and not _is_flag(remaining[0]):
+            value, has_value = remaining.popleft(), True
         if key == "debug":
             pass  # handled by `main`
         elif key == "trust" and not equals:
@@ -226,11 +231,10 @@ def parse(name: str, argv: list[str]) -> Command:
         elif key in AUTO and not equals:
             command.auto.add(AUTO[key])
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
-            command.resume = remaining.popleft() if value_follows else value
+            command.resume = value
         elif key in _EXAMPLES:
-            if not equals and not value_follows:
+            if not has_value:
                 raise UsageError(f"{flag} needs a value, as in {flag} {_EXAMPLES[key]}")
-            value = remaining.popleft() if value_follows else value
             if key in SHORT:
                 command.flags.append(f"--{SHORT[key]}={value}")
             elif key in SEVERAL:
@@ -240,10 +244,11 @@ def parse(name: str, argv: list[str]) -> Command:
             else:
                 command.configs.append(_config_file(value))
         elif key in FEATURES:
-            value = remaining.popleft() if value_follows else value
             command.flags.append(f"{flag}={SWITCH.get(value.lower(), value)}")
+        elif has_value:
+            command.flags.append(f"{flag}={value}")
         else:
-            command.flags.append(f"{word}={remaining.popleft()}" if value_follows else word)
+            command.flags.append(word)
         if key not in (*SEVERAL, "json"):
             command.words += argv[begin : len(argv) - len(remaining)]
     if command.json is not None and "seeds" not in command.several:
@@ -282,9 +287,11 @@ def _stray_word_hint(command: str, word: str, before: str) -> str:
     if path.suffix in (".yaml", ".yml"):
         return f" Did you mean --config {word}?"
     if path.suffix == ".ckpt" or (path / "checkpoints").is_dir():
-        checkpoint = path if path.suffix == ".ckpt" else path / "checkpoints" / "best.ckpt"
-        flag = f"--resume {word}" if command in ("fit", "train") else f"--ckpt_path {checkpoint}"
-        return f" Did you mean {flag}?"
+        if command in ("fit", "train"):
+            return f" Did you mean --resume {word}?"
+        if path.suffix != ".ckpt":
+            path = path / "checkpoints" / "best.ckpt"
+        return f" Did you mean --ckpt_path {path}?"
     if path.is_dir():
         return f" Did you mean --dataset folder --data-dir {word}?"
     return " Flags begin with --, see --help."
@@ -312,19 +319,21 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
         base: YAML file of the settings with the lowest precedence (of a recipe or a run), or None.
     """
     line = [subcommand]
-    files = [
-        recipe_settings(file)
-        for file in (*([base] if base else []), *(Path(config).expanduser() for config in command.configs))
-    ]
+    files = [recipe_settings(Path(config).expanduser()) for config in command.configs]
+    if base:
+        files.insert(0, recipe_settings(base))
     drop_replaced_options(files, {part: command.value(f"model.{part}") for part in PARTS})
     if base:
         line.append(_as_text(files.pop(0)))
         if not command.recipe:
             line.append(f"--logs={LOGS}")  # overrides the folder recorded in the run's configuration
-    line += [_as_text(settings) for settings in files]
+    line += map(_as_text, files)
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
-    return line + augment_off(command.flags) + ([f"--logs={command.logs}"] if command.logs else [])
+    line += augment_off(command.flags)
+    if command.logs:
+        line.append(f"--logs={command.logs}")
+    return line
 
 
 # Parts of a model that have options of their own, with their defaults.

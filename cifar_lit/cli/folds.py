@@ -42,8 +42,9 @@ def train_folds(command: Command) -> None:
             parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
         last.update(images=data.train_images, recipe=cli.run.settings["recipe"] or "custom")
 
-    settings = [{"data.split.folds": folds, "data.split.fold": fold} for fold in range(folds)]
-    trainings = {f"fold {number} of {folds}": each for number, each in enumerate(settings, 1)}
+    trainings = {}
+    for fold in range(folds):
+        trainings[f"fold {fold + 1} of {folds}"] = {"data.split.folds": folds, "data.split.fold": fold}
     paths = train_each(command, trainings, after=collect)
     runs = [(display_path(path), read_metrics(path)["test"]) for path in paths]
     folder = RunFolder(logs_of(command), f"{last['recipe']}-folds")
@@ -74,13 +75,16 @@ def finish(
         parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
     """
     count = write_predictions(folder / "predictions.csv", images.classes, parts, images.names)
-    indices, labels, probabilities = (
-        torch.cat([part[name] for part in parts]) for name in ("indices", "labels", "probabilities")
-    )
+    indices = torch.cat([part["indices"] for part in parts])
+    labels = torch.cat([part["labels"] for part in parts])
+    probabilities = torch.cat([part["probabilities"] for part in parts])
     correct = int((probabilities.argmax(1) == labels).sum())
     low, high = wilson_interval(correct, count)
-    spreads = {name: mean_interval([test[name] for _, test in runs]) for name in FIGURES}
-    values = {name: {key: spread[key] for key in ("n", "mean", "std")} for name, spread in spreads.items()}
+    spreads, values = {}, {}
+    for name in FIGURES:
+        spread = mean_interval([test[name] for _, test in runs])
+        spreads[name] = spread
+        values[name] = {"n": spread["n"], "mean": spread["mean"], "std": spread["std"]}
     suspects = write_label_errors(folder / "label_errors.csv", images, indices, labels, probabilities)
     combined = {"accuracy": correct / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
     metrics = {"folds": [path for path, _ in runs], "test": combined, **values}
@@ -107,7 +111,11 @@ def write_label_errors(path: Path, images: ImageSet, indices: Tensor, labels: Te
         writer.writerow(columns.split(","))
         for row, confident in zip(ranking.rows.tolist(), ranking.confident.tolist(), strict=True):
             index = int(indices[row])
-            names = [images.names[index] if images.names else "", images.classes[labels[row]]]
-            cells = [*map(csv_cell, names), f"{ranking.own[row]:.6f}", csv_cell(images.classes[ranking.suggested[row]])]
-            writer.writerow([index, *cells, f"{ranking.best[row]:.6f}", "yes" if confident else "no"])
+            name = ""
+            if images.names:
+                name = images.names[index]
+            label, suggested = images.classes[labels[row]], images.classes[ranking.suggested[row]]
+            cells = [index, csv_cell(name), csv_cell(label), f"{ranking.own[row]:.6f}"]
+            cells += [csv_cell(suggested), f"{ranking.best[row]:.6f}", "yes" if confident else "no"]
+            writer.writerow(cells)
     return len(ranking.rows)

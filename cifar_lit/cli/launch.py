@@ -73,19 +73,23 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     Args:
         argv: the arguments as typed.
     """
-    job = job_of(environment) if command.is_one_training else None
-    if job is None:
+    if not command.is_one_training or (job := job_of(environment)) is None:
         return
     is_first, run, note = is_first_process(environment), None, ""
+    logs = logs_of(command)
     if command.resume is not None:
-        run = run_of(find_resumable(logs_of(command), command.resume or None)) if job.again else None
+        if job.again:
+            run = run_of(find_resumable(logs, command.resume or None))
     else:
-        logs = logs_of(command)
         line = sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
         command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
-        run = run_of_job(logs, job, line, environment) if job.again or job.named else None
+        if job.again or job.named:
+            run = run_of_job(logs, job, line, environment)
         if run is not None:
-            note = f"resuming {display_path(run)}: {job.title} {'was restarted' if job.again else 'has a run'}"
+            reason = "has a run"
+            if job.again:
+                reason = "was restarted"
+            note = f"resuming {display_path(run)}: {job.title} {reason}"
             _resume(command, run, job, line)
         elif job.again:
             note = f"{job.title} was restarted, but has no checkpoint in {display_path(logs)} yet: starting a new run"
@@ -102,9 +106,8 @@ def _resume(command: Command, run: Path, job: Job, line: str) -> None:
     """Make a command resume a run; raise UsageError if the job began with another recipe."""
     record = json.loads((run / JOB).read_text())
     if record.get("recipe") != command.recipe:
-        started = f"{display_path(run)} of {job.title} began with the recipe " + (
-            record.get("recipe") or "for this machine"
-        )
+        recipe = record.get("recipe") or "for this machine"
+        started = f"{display_path(run)} of {job.title} began with the recipe {recipe}"
         raise UsageError(f"{started}: use this recipe, or give {NAME} another value")
     if record.get("line") == line:
         command.configs = []
@@ -113,8 +116,12 @@ def _resume(command: Command, run: Path, job: Job, line: str) -> None:
 
 def logs_of(command: Command) -> Path:
     """Return the folder for run folders that a new training would use."""
-    files = [*map(Path, reversed(command.configs)), *([recipe_path(command.recipe)] if command.recipe else [])]
-    for file in files if command.logs is None else ():
+    if command.logs is not None:
+        return Path(command.logs).expanduser()
+    files = [Path(config) for config in reversed(command.configs)]
+    if command.recipe:
+        files.append(recipe_path(command.recipe))
+    for file in files:
         logs = (plain_values(file.expanduser()) or {}).get("logs")
         if isinstance(logs, str) and logs:
             from cifar_lit.cli import trust  # imports torch
@@ -122,4 +129,4 @@ def logs_of(command: Command) -> Path:
             trust.allow_run(file.expanduser(), command.trust)
             check_choices({"logs": logs})
             return Path(logs).expanduser()
-    return Path(command.logs or LOGS).expanduser()
+    return Path(LOGS).expanduser()

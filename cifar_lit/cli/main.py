@@ -109,7 +109,8 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     Returns:
         Exit code: 0, 2 for invalid input, 1 for a failure, 128 + the signal's number for an interruption.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     guard_child_processes()
     limit_busy_waiting()
     accept_any_encoding()
@@ -131,7 +132,9 @@ def _run(argv: list[str], default: str) -> int:
 
         say(f"cifar-lit {__version__}")
         return 0
-    name, arguments = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (default, argv)
+    name, arguments = default, argv
+    if argv and not argv[0].startswith("-"):
+        name, arguments = argv[0], argv[1:]
     if name in flags.TRAINING:
         _train(flags.parse(name, arguments), arguments)
         return 0
@@ -151,8 +154,11 @@ def _run(argv: list[str], default: str) -> int:
 
 def _command_hint(name: str, commands: list[str]) -> str:
     """Return `" Did you mean X?"` for an unknown command, which may be a recipe or a command of another program."""
-    suggestion = f"train --recipe {name}" if name in flags.recipe_names() else _SYNONYMS.get(name.lower())
-    return f" Did you mean {suggestion}?" if suggestion else nearest(name, commands)
+    if name in flags.recipe_names():
+        return f" Did you mean train --recipe {name}?"
+    if name.lower() in _SYNONYMS:
+        return f" Did you mean {_SYNONYMS[name.lower()]}?"
+    return nearest(name, commands)
 
 
 def _allow_runs(argv: list[str], trusted: bool) -> None:
@@ -160,7 +166,9 @@ def _allow_runs(argv: list[str], trusted: bool) -> None:
     for word in argv:
         with suppress(UsageError, OSError):  # a config.yaml of another program, a word that is no valid path
             path = Path(word)
-            config = (path if path.is_dir() else path.parent) / "config.yaml"
+            config = path.parent / "config.yaml"
+            if path.is_dir():
+                config = path / "config.yaml"
             if path.exists() and config.is_file():
                 from cifar_lit.cli.trust import allow_run
 
@@ -198,7 +206,11 @@ def _report(error: BaseException, debug: bool) -> int:
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
             signal.signal(number, signal.SIG_DFL)
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if error.code is None:
+            return 0
+        if isinstance(error.code, int):
+            return error.code
+        return 1
     from cifar_lit.cli.errors import explain_error, is_lost_peer
     from cifar_lit.distributed.join import leave
 

@@ -90,7 +90,9 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        skip = None if self.found_inf is None else self.found_inf.reshape(()) > 0
+        skip = None
+        if self.found_inf is not None:
+            skip = self.found_inf.reshape(()) > 0
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
@@ -104,8 +106,11 @@ class Muon(Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers: list[Tensor] = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         grads: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
-        lr = group["lr"]
-        rate: float | Tensor = lr.reshape(()).clamp(min=0) if isinstance(lr, Tensor) else max(lr, 0.0)
+        rate: float | Tensor
+        if isinstance(group["lr"], Tensor):
+            rate = group["lr"].reshape(()).clamp(min=0)
+        else:
+            rate = max(group["lr"], 0.0)
         momentum: float | Tensor = group["momentum"]
         skipped: Tensor | None = None
         if skip is not None:
@@ -115,7 +120,9 @@ class Muon(Optimizer):
             momentum = momentum * (1 - skipped) + skipped
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads)
-        updates = list(torch._foreach_add(grads, buffers, alpha=group["momentum"])) if group["nesterov"] else buffers
+        updates = buffers
+        if group["nesterov"]:
+            updates = list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
         if group["orthogonal"]:
             updates = self._orthogonal_updates(updates, group["steps"], PRODUCTS[group["products"]])
         if group["orthogonal"] and group["rescale"]:
@@ -145,8 +152,9 @@ class Muon(Optimizer):
                 matrices = orthogonalized(batch, steps).to(same_shape[0].dtype)
                 for index, matrix in zip(indices, matrices, strict=True):
                     results[index] = matrix.reshape(updates[index].shape)
-        for stream in [self._streams[shape] for shape in by_shape if shape in self._streams]:
-            torch.get_device_module(updates[0].device).current_stream().wait_stream(stream)
+        for shape in by_shape:
+            if shape in self._streams:
+                torch.get_device_module(updates[0].device).current_stream().wait_stream(self._streams[shape])
         return results
 
     def _branch(self, shape: tuple[int, int], device: torch.device) -> AbstractContextManager[None]:
@@ -178,4 +186,6 @@ def orthogonalized(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    if tall:
+        x = x.mT
+    return x

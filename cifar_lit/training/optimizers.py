@@ -154,20 +154,25 @@ class MuonSettings:
         - "whitening": `net.whiten.bias`, if any, whose schedule may end earlier.
         """
         weights, biases = weights_and_biases(net)
-        head = next((weight for weight in reversed(weights) if weight.ndim == 2), None)
-        heads = [] if head is None else [head]
-        whitening = getattr(getattr(net, "whiten", None), "bias", None)
-        bias_lr = lr if self.bias_lr is None else self.bias_lr
-        head_lr = lr if self.head_lr is None else self.head_lr
-        filters: Group = {
+        heads = [weight for weight in weights if weight.ndim == 2][-1:]
+        filters_only = [weight for weight in weights if not any(weight is head for head in heads)]
+        whitening_bias = getattr(getattr(net, "whiten", None), "bias", None)
+        whitening = [bias for bias in biases if bias is whitening_bias]
+        other_biases = [bias for bias in biases if bias is not whitening_bias]
+        bias_lr = head_lr = lr
+        if self.bias_lr is not None:
+            bias_lr = self.bias_lr
+        if self.head_lr is not None:
+            head_lr = self.head_lr
+        muon: Group = {
             "orthogonal": True, "momentum": self.momentum, "nesterov": self.nesterov, "rescale": self.rescale_filters,
         }  # fmt: skip
         sgd: Group = {"orthogonal": False, "momentum": self.rest_momentum, "nesterov": True}
         groups: list[Group] = [
-            {"role": "filters", "params": [weight for weight in weights if weight is not head], "lr": lr, **filters},
-            {"role": "biases", "params": [bias for bias in biases if bias is not whitening], "lr": bias_lr, **sgd},
+            {"role": "filters", "params": filters_only, "lr": lr, **muon},
+            {"role": "biases", "params": other_biases, "lr": bias_lr, **sgd},
             {"role": "head", "params": heads, "lr": head_lr, **sgd},
-            {"role": "whitening", "params": [bias for bias in biases if bias is whitening], "lr": bias_lr, **sgd},
+            {"role": "whitening", "params": whitening, "lr": bias_lr, **sgd},
         ]
         for group in groups:
             # Muon multiplies the decay by the current rate, which is the highest rate times the factor of the schedule.
@@ -260,8 +265,9 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
     """Return an optimizer of another package. Its `weight_decay`, if any, does not decay biases and norms."""
     build = find_part(optimizer, "model.optimizer")
     accepted = accepted_arguments(build, {"lr": lr, **options})
-    if refused := [option for option in options if option not in accepted]:
-        raise UsageError(f"{part_name(optimizer)} takes no {refused[0]}: leave {OPTIONS}.{refused[0]} out")
+    for option in options:
+        if option not in accepted:
+            raise UsageError(f"{part_name(optimizer)} takes no {option}: leave {OPTIONS}.{option} out")
     groups = regroup(pair_of_groups(net, lr, options.get("weight_decay", 0.0)))
     has_own_rates = len({group["lr"] for group in groups}) > 1
     for group in groups:  # their values would replace those that a function sets itself
@@ -297,15 +303,19 @@ def configure_optimizers(model: ImageClassifier, trainer: Trainer) -> object:
     steps = trainer.estimated_stepping_batches
     if steps == math.inf:
         raise UsageError("a schedule needs an end: set --epochs or --trainer.max_steps, or --model.schedule constant")
-    steps_per_epoch = max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
+    steps_per_epoch = max(1, math.ceil(int(trainer.num_training_batches) / trainer.accumulate_grad_batches))
     built = schedule_from(optimizer, schedule, options, int(steps), steps_per_epoch)
-    every = "epoch" if isinstance(built, ReduceLROnPlateau) else ScheduleSettings.interval(options)
+    every = ScheduleSettings.interval(options)
+    if isinstance(built, ReduceLROnPlateau):
+        every = "epoch"
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}
 
 
 def _keep_machine_settings(optimizer: Optimizer) -> None:
     """Make state dicts independent of the machine: save rates as floats, and never load MACHINE_SETTINGS."""
-    settings = [{name: group[name] for name in MACHINE_SETTINGS if name in group} for group in optimizer.param_groups]
+    settings: list[Group] = []  # of each group
+    for group in optimizer.param_groups:
+        settings.append({name: group[name] for name in MACHINE_SETTINGS if name in group})
     rates = [group["lr"] for group in optimizer.param_groups]
 
     def plain_rates(optimizer: Optimizer, state: dict[str, Any]) -> None:
