@@ -1,26 +1,21 @@
-"""Detect devices, validate the requested ones, and tune memory and threads of the process."""
+"""Detect devices, validate the requested ones, and choose the precision."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-import psutil
 
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import note
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-MAX_FLOATS = 1 << 28  # 1 GB of float32; limit for images processed in one batch before training
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Trainer's names
 DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # choices for commands without a Trainer
 MIN_BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, so noise does not matter
@@ -381,69 +376,3 @@ def probe_bf16() -> float:
     finally:
         torch.set_num_threads(threads)
     return best[False] / max(best[True], 1e-9)  # Windows counts in steps of 16 ms
-
-
-# ---- memory of the C library: on a CPU, a fifth of the time of a training step
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of glibc's malloc.h
-MIN_RETURNED_BLOCK = 2**17  # bytes; the default of glibc
-
-
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step; return whether this worked (not on macOS, Windows, musl).
-
-    By default, glibc returns a large block to the system as soon as its tensor is freed. The system then has to clear
-    new pages in the next step. With this setting, the process stays as large as at its peak.
-    """
-    # Before 2.35, glibc refuses more than 32 MiB.
-    is_kept = _mallopt(_MMAP_THRESHOLD, 2**30) or _mallopt(_MMAP_THRESHOLD, 2**25)
-    return _mallopt(_TRIM_THRESHOLD, 2**31 - 1) and is_kept
-
-
-def return_freed_memory() -> None:
-    """Make glibc return large blocks to the system as soon as they are freed, despite `keep_freed_memory`.
-
-    Needed in processes that prefetch batches. Before 2.38, glibc often cannot reuse a freed block for an aligned block
-    of the same size, which torch requests. Kept memory would then grow with every batch.
-    """
-    _mallopt(_MMAP_THRESHOLD, MIN_RETURNED_BLOCK)
-    _mallopt(_TRIM_THRESHOLD, MIN_RETURNED_BLOCK)
-
-
-def _mallopt(parameter: int, value: int) -> bool:
-    """Set a parameter of glibc; return whether that succeeded."""
-    try:
-        return bool(ctypes.CDLL(None).mallopt(parameter, value))
-    except (AttributeError, OSError, TypeError):
-        return False
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a device, None if unknown."""
-    if device.type != "cpu":
-        import torch
-
-        module = torch.get_device_module(device)
-        if not hasattr(module, "mem_get_info"):
-            return None
-        return int(module.mem_get_info(device)[0])
-    return min([psutil.virtual_memory().available, *_free_in_cgroups()])
-
-
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-def _free_in_cgroups() -> Iterator[int]:
-    """Yield the free bytes, including the file cache, below each memory limit of this container or job."""
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controller, path = line.split(":", 2)
-            limit_file, used_file = "memory.max", "memory.current"
-            if controller:  # version 1
-                limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            folder = CGROUPS / controller / path.strip("/")
-            for group in (folder, *folder.parents):
-                with suppress(OSError, ValueError):  # no limit, or another controller
-                    limit, used = int((group / limit_file).read_text()), int((group / used_file).read_text())
-                    cached = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-                    yield limit - used + sum(map(int, cached))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from contract.command_line import RECIPE, SMALL, metrics_of, run_command
 
-from cifar_lit import hardware
+from cifar_lit import hardware, memory
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import (
     SPIN_SETTINGS,
@@ -26,11 +26,11 @@ from cifar_lit.hardware import (
     count_devices,
     detect_machine,
     is_one_device,
-    keep_freed_memory,
     limit_busy_waiting,
     probe_bf16,
     resolve_device,
 )
+from cifar_lit.memory import keep_freed_memory
 
 
 def gpus(count: int, bf16: bool = True, fp16: bool = True) -> Machine:
@@ -275,7 +275,7 @@ def test_devices_and_a_training_say_why_a_gpu_is_not_used(monkeypatch: pytest.Mo
 
 COUNT_FAULTS = """
 import resource, sys
-from cifar_lit.hardware import keep_freed_memory
+from cifar_lit.memory import keep_freed_memory
 assert sys.argv[1] == "default" or keep_freed_memory()
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -355,9 +355,9 @@ def test_the_memory_limits_of_containers_and_jobs_count(
     read = Path.read_text
     own: dict[Path, Any] = {Path("/proc/self/cgroup"): line}
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 1024))
-    monkeypatch.setattr(hardware, "CGROUPS", Path("groups").absolute())
+    monkeypatch.setattr(memory, "CGROUPS", Path("groups").absolute())
     monkeypatch.setattr(Path, "read_text", lambda path, *args, **more: own.get(path) or read(path, *args, **more))
-    assert hardware.free_memory(torch.device("cpu")) == (900 * 1024 if free is None else free)
+    assert memory.free_memory(torch.device("cpu")) == (900 * 1024 if free is None else free)
 
 
 def test_several_gpus_are_refused_on_windows_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

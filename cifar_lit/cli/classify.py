@@ -21,7 +21,8 @@ from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
-from cifar_lit.hardware import keep_freed_memory, limit_busy_waiting, resolve_device
+from cifar_lit.hardware import limit_busy_waiting, resolve_device
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import note, printable
 

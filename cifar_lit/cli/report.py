@@ -10,9 +10,10 @@ from pathlib import Path
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
-from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import load
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.runs.report import inspected_page
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import display_path

@@ -22,10 +22,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.hardware import free_memory
+from cifar_lit.memory import free_memory
 from cifar_lit.text import say
+from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finite import NotFiniteLoss
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch

@@ -15,7 +15,7 @@ from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.hardware import free_memory
+from cifar_lit.memory import free_memory
 
 CHUNK_BYTES = 1 << 22  # float32; a CPU augments in chunks that stay in its cache
 STATISTICS_BYTES = 2048 * 32 * 32 * 3  # uint8 images, measured at once

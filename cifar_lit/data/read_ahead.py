@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from cifar_lit.hardware import return_freed_memory
+from cifar_lit.memory import return_freed_memory
 from cifar_lit.signals import ignore_stop_signals
 
 Item = TypeVar("Item")

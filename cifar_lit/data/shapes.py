@@ -21,7 +21,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
 from cifar_lit.data.source_settings import ImageSize, parse_image_size
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import free_memory
+from cifar_lit.memory import free_memory
 
 Array = NDArray[np.floating]  # always float32, but numpy's types do not infer that
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.state import with_versions
+from cifar_lit.models.registry import with_versions
 
 if TYPE_CHECKING:
     from cifar_lit.training.classifier import ImageClassifier

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import MAX_FLOATS
+from cifar_lit.memory import MAX_FLOATS
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.schedules import Schedule

@@ -16,17 +16,16 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.hardware import keep_freed_memory, return_freed_memory
 from cifar_lit.hooks import callbacks_with, methods
+from cifar_lit.memory import keep_freed_memory, return_freed_memory
 from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
-from cifar_lit.training.finite import NotFiniteLoss, check_finite
+from cifar_lit.training.checks import NotFiniteLoss, check_finite, check_restored_state, training_settings
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import configure_optimizers, optimizer_settings
-from cifar_lit.training.resume import check_restored_state, training_settings
 from cifar_lit.training.rows import LateRows, TrainingRows, log_values
 from cifar_lit.training.schedules import schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.collectives import gather_rows
-from cifar_lit.training.finite import NotFiniteLoss
 from cifar_lit.training.loop_position import is_last_epoch, validates_next
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
-from cifar_lit.hardware import keep_freed_memory
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (

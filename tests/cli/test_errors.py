@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.training.finite import NotFiniteLoss
+from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted
 
 OUT_OF_MEMORY = "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch"

@@ -44,8 +44,8 @@ from cifar_lit.features.capture import Capture, GraphedSteps, can_capture, devic
 from cifar_lit.features.whitening import Whitening
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint
+from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.finite import NotFiniteLoss
 from cifar_lit.training.metrics import RunningMetrics
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 

@@ -10,8 +10,7 @@ import torch
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.features.finetune.pretrained import PACKAGED_NET, load_pretrained
 from cifar_lit.models.pretrained import preprocessing
-from cifar_lit.models.registry import build_net, net_spec
-from cifar_lit.models.state import with_versions
+from cifar_lit.models.registry import build_net, net_spec, with_versions
 
 pytest.importorskip("timm")
 

@@ -32,7 +32,7 @@ from cifar_lit.training import callbacks
 from cifar_lit.training import classifier as classifier_module
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
-from cifar_lit.training.finite import NotFiniteLoss
+from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.metrics import Score
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError
+from cifar_lit.training.checks import check_restored_state
 from cifar_lit.training.optimizers import OPTIMIZERS, build_optimizer
-from cifar_lit.training.resume import check_restored_state
 from cifar_lit.training.schedules import Schedule
 
 # Rates and decays that distinguish Muon's groups.

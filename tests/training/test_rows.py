@@ -32,7 +32,7 @@ from cifar_lit.features.capture import Capture
 from cifar_lit.training import rows
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.finite import NotFiniteLoss
+from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 from cifar_lit.training.rows import LateRows, reads_late
 

@@ -32,10 +32,11 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.extras.label.journal import JOURNAL, Journal
 from cifar_lit.extras.label.review import with_plain_names
 from cifar_lit.files import writing
-from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.predictions import Row
 from cifar_lit.runs.run_data import RunData

@@ -27,10 +27,11 @@ from cifar_lit.extras.label.journal import JOURNAL, Journal, is_cell
 from cifar_lit.extras.label.queue import Queue, most_suspicious
 from cifar_lit.extras.label.table import TABLE, Labels, current_labels
 from cifar_lit.files import read_text
-from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.runs.label_errors import read_array
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import RunFolder, display_path, weights_file

@@ -12,8 +12,9 @@ from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import check_packages
 from cifar_lit.extras.serve.collect import MAX_FILES, Collector
-from cifar_lit.hardware import keep_freed_memory, resolve_device
+from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.load import load
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.runs.card import check_rate
 from cifar_lit.runs.run_folder import display_path, weights_file
 from cifar_lit.text import say
