@@ -167,7 +167,7 @@ def mcnemar(first: int, second: int) -> McNemar:
         if term < 1e-17 * total:
             break
     exact = min(1.0, 2 * total * probability)
-    observed = probability  # of this split, on either side
+    observed = probability  # the split as it is, on either side
     if first == second:
         observed = probability / 2
     return McNemar(first, second, exact, exact - observed)

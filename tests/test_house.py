@@ -15,12 +15,24 @@ ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "models": set(),
     "distributed": {"runs"},
-    "training": {"models", "data.progress"},
+    "training": {"models", "data.progress", "data.batch"},
     "features": {"training", "models", "data", "runs"},
     "runs": {"models", "data", "training"},
     "inference": {"runs", "models", "data.decode", "data.formats", "data.image_set", "data.walk"},
 }
-TOP_LEVEL = {"errors", "files", "hardware", "hooks", "plugins", "settings", "signals", "stats", "text", "threads"}
+TOP_LEVEL = {
+    "errors",
+    "files",
+    "hardware",
+    "hooks",
+    "memory",
+    "plugins",
+    "settings",
+    "signals",
+    "stats",
+    "text",
+    "threads",
+}
 NO_LIGHTNING = {*TOP_LEVEL, "models", "inference"}
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))

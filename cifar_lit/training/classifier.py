@@ -32,7 +32,6 @@ from cifar_lit.training.worker_processes import build_before_workers
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch
-    from cifar_lit.data.datamodule import ImageData
 
 DEFAULT_SHAPE = (3, 32, 32)
 Pair = Sequence[Tensor]  # images and labels of a loader that is not ours
@@ -54,7 +53,7 @@ def check_model(h: Mapping[str, Any]) -> None:
         raise UsageError(f"model.temperature must be from 0.05 to 20, or null, not {temperature:g}")
 
 
-def check_features(model: ImageClassifier, trainer: pl.Trainer, data: ImageData) -> None:
+def check_features(model: ImageClassifier, trainer: pl.Trainer, data: object) -> None:
     """Raise UsageError if a callback does not fit the model or the data, or two callbacks balance the classes."""
     for check in methods(trainer, "check"):
         check(model, data)
@@ -170,14 +169,14 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         self._objects.pop(name, None)
         self.hparams.update({name: part, f"{name}_options": None})
 
-    def build_for(self, data: ImageData) -> None:
+    def build_for(self, data: object) -> None:
         """Build net and metrics for a datamodule, unless they are built. Raise UsageError without `class_count`."""
         if self.hparams["num_classes"] is not None:
             return
         if not hasattr(data, "class_count"):
             raise UsageError("the number of classes is unknown: use ImageClassifier(num_classes=…)")
         shape = self.hparams["input_shape"] or getattr(data, "input_shape", None) or DEFAULT_SHAPE
-        self._build(list(shape), data.class_count)
+        self._build(list(shape), int(data.class_count))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (B, classes) for normalised float images (B, C, H, W), in the dtype of the weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from cifar_lit.training.schedules import ScheduleSettings, schedule_from
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from cifar_lit.training.classifier import ImageClassifier
 
 # These settings depend on the machine. A checkpoint does not override them.
 MACHINE_SETTINGS = ("fused", "foreach", "capturable", "products")
@@ -279,7 +278,17 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
     return built
 
 
-def configure_optimizers(model: ImageClassifier, trainer: Trainer) -> object:
+class _Optimized(Protocol):
+    """What is read of an `ImageClassifier`, which imports this module."""
+
+    net: nn.Module
+
+    @property
+    def hparams(self) -> Mapping[str, Any]: ...
+    def part(self, name: str) -> Any: ...
+
+
+def configure_optimizers(model: _Optimized, trainer: Trainer) -> object:
     """Return the optimizer of an ImageClassifier and, unless rates are constant, its schedule, as Lightning expects.
 
     Raises UsageError for a schedule if the training has no limit.
@@ -313,7 +322,7 @@ def configure_optimizers(model: ImageClassifier, trainer: Trainer) -> object:
 
 def _keep_machine_settings(optimizer: Optimizer) -> None:
     """Make state dicts independent of the machine: save rates as floats, and never load MACHINE_SETTINGS."""
-    settings: list[Group] = []  # of each group
+    settings: list[Group] = []  # those of the machine, by group
     for group in optimizer.param_groups:
         settings.append({name: group[name] for name in MACHINE_SETTINGS if name in group})
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import _BLOCKING_DEVICE_TYPES
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.collectives import gather_rows
 from cifar_lit.training.loop_position import is_last_epoch, validates_next
-
-if TYPE_CHECKING:
-    from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.metrics import RunningMetrics
 
 
 class Row(NamedTuple):
@@ -47,7 +45,9 @@ class Row(NamedTuple):
 def copy_to_host(value: object, late: bool) -> Any:
     """Return a copy of a tensor on the host, and other values unchanged. late: return before the copy is complete."""
     # A non-blocking copy from a GPU goes to page-locked memory. A copy to pageable memory would block the host.
-    return value.to("cpu", non_blocking=late, copy=True) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.to("cpu", non_blocking=late, copy=True)
+    return value
 
 
 def record_event(device: torch.device) -> object:
@@ -60,8 +60,11 @@ def record_event(device: torch.device) -> object:
 def logged_group(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the parameter group whose rate is logged: the first, or if that is split by depth, its last layers."""
     first = optimizer.param_groups[0]
-    alike = [group for group in optimizer.param_groups if group.get("role") == first.get("role", "")]
-    return alike[-1] if alike else first
+    logged = first
+    for group in optimizer.param_groups:
+        if group.get("role") == first.get("role", ""):
+            logged = group
+    return logged
 
 
 def log_values(trainer: pl.Trainer, values: Mapping[str, float], epoch: int, step: int) -> None:
@@ -70,11 +73,27 @@ def log_values(trainer: pl.Trainer, values: Mapping[str, float], epoch: int, ste
         logger.log_metrics({**values, "epoch": epoch}, step)
 
 
+class _Measured(Protocol):
+    """What rows read of an `ImageClassifier`, which imports them."""
+
+    net: nn.Module
+    running: RunningMetrics
+
+    @property
+    def trainer(self) -> pl.Trainer: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def global_step(self) -> int: ...
+    @property
+    def current_epoch(self) -> int: ...
+
+
 class TrainingRows:
     """Log the rows of one fit: training loss and accuracy since the previous row, learning rate, norm of the weights.
 
     Args:
-        model: the ImageClassifier.
+        model: the ImageClassifier that is trained.
 
     Attributes:
         step: step of the last measured row.
@@ -82,7 +101,7 @@ class TrainingRows:
         late: measure rows without waiting for the device; see `LateRows`.
     """
 
-    def __init__(self, model: ImageClassifier) -> None:
+    def __init__(self, model: _Measured) -> None:
         self._model = model
         self.step, self.loss = 0, math.nan
         self.late = False
@@ -173,7 +192,7 @@ class TrainingRows:
         return sums[:, :3].tolist()
 
     def _gathered_sums(self) -> Tensor:
-        return gather_rows(self._model.trainer, self._model, self._model.running.sums())
+        return gather_rows(self._model.trainer, self._model, self._model.running.sums())  # type: ignore[arg-type]
 
     def _check(self, sums: Tensor, start: int, epoch: int) -> None:
         if sums[:, 3].any():
@@ -190,14 +209,14 @@ def reads_late(trainer: pl.Trainer, model: pl.LightningModule) -> bool:
     Callbacks and modules of other packages may read `trainer.callback_metrics` at the end of an epoch.
     `_BLOCKING_DEVICE_TYPES` lists the devices without reliable non-blocking copies.
     """
-    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
-    return (
-        trainer.strategy.root_device.type not in _BLOCKING_DEVICE_TYPES
-        and trainer.world_size == 1
-        and all(type(each).__module__.startswith(("cifar_lit.", "lightning.")) for each in (model, *callbacks))
-        and not any(isinstance(each, LambdaCallback) for each in callbacks)
-        and not any((getattr(each, "monitor", None) or "").startswith("train/") for each in callbacks)
-    )
+    if trainer.strategy.root_device.type in _BLOCKING_DEVICE_TYPES or trainer.world_size > 1:
+        return False
+    for each in (model, *trainer.callbacks):  # type: ignore[attr-defined]
+        is_foreign = not type(each).__module__.startswith(("cifar_lit.", "lightning."))
+        monitor = getattr(each, "monitor", None) or ""
+        if is_foreign or isinstance(each, LambdaCallback) or monitor.startswith("train/"):
+            return False
+    return True
 
 
 class LateRows(Callback):
@@ -210,11 +229,11 @@ class LateRows(Callback):
     def __init__(self) -> None:
         self._rows: TrainingRows | None = None
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Decide for this fit."""
         self._rows = None
         if reads_late(trainer, pl_module):
-            self._rows = pl_module.rows
+            self._rows = cast("TrainingRows", pl_module.rows)
             self._rows.late = True
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -39,10 +39,10 @@ def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
 class Summary(NamedTuple):
     """An image in the list of the page."""
 
-    name: str  # of its file, or its row
+    name: str  # the name of its file, or its row
     label: str | None  # None for an image without a label
     predicted: str
-    probability: float  # of the predicted class
+    probability: float  # that of the predicted class
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str
         is_new = False
         study = optuna.load_study(storage=storage, study_name=file.name)
     trials = study.get_trials()
-    seed = None  # of two commands that begin at the same moment, one has no seed
+    seed = None  # two commands that begin at the same moment: one has no seed
     if is_new or trials:  # a continued sweep draws other values
         seed = (1_000_003 * file.seed + len(trials)) % (1 << 32)
     study.sampler = optuna.samplers.RandomSampler(seed)
