@@ -10,35 +10,14 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.models.spec import TIMM, NetSpec
 from cifar_lit.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
 
 MAX_WIDTH = 1000.0
-TIMM = "timm/"  # prefix of the names of timm's nets
-
-
-class NetSpec(NamedTuple):
-    """How to build a net, and the images and options that it accepts.
-
-    Args:
-        build: called with the keywords channels, image_size (height, width), num_classes, width (see `build_net`) and
-            the net's own options. Returns a module that maps float images (B, channels, height, width) to logits (B,
-            num_classes).
-        min_size: smallest height and width of images in pixels, or a function of the options that returns it.
-        any_size: whether a net built for one image size accepts other sizes too, or a function that returns it.
-        options: names of the net's own options; None if it accepts any.
-    """
-
-    build: Callable[..., nn.Module]
-    min_size: int | Callable[..., int] = 1
-    any_size: bool | Callable[[], bool] = False
-    options: tuple[str, ...] | None = ()
-
-
 # Specs by name, or where a module has one: a module is imported when its net is used.
 NETS: dict[str, NetSpec | str] = {
     "whitened": "cifar_lit.models.whitened:SPEC",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.registry import NetSpec
+from cifar_lit.models.spec import NetSpec
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.models.registry import NetSpec
+from cifar_lit.models.spec import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
 
 EPS = 5e-4  # airbench's value; limits the amplification of directions with little variance

@@ -21,7 +21,8 @@ from cifar_lit.data.source_settings import MAX_SIDE
 from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size
 from cifar_lit.models.checks import build_on_meta_device
-from cifar_lit.models.registry import MAX_WIDTH, TIMM, build_net, net_spec, with_versions
+from cifar_lit.models.registry import MAX_WIDTH, build_net, net_spec, with_versions
+from cifar_lit.models.spec import TIMM
 from cifar_lit.plugins import UntrustedName, check_allowed, is_import_path
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import MAX_NAME, is_name

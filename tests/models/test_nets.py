@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.checks import build_on_meta_device, check_shapes
-from cifar_lit.models.registry import NETS, NetSpec, build_net, net_spec
+from cifar_lit.models.registry import NETS, build_net, net_spec
+from cifar_lit.models.spec import NetSpec
 from cifar_lit.models.wide_resnet import WideBlock
 
 
@@ -245,7 +246,7 @@ def test_torchvision_nets_train_on_grey_images_without_a_warning() -> None:
 
 CUSTOM_NETS = """
 from torch import nn
-from cifar_lit.models.registry import NetSpec
+from cifar_lit.models.spec import NetSpec
 
 class Own(nn.Sequential):
     def __init__(self, channels, image_size, num_classes, width=1.0, depth=1):

@@ -42,7 +42,7 @@ class Summary(NamedTuple):
     name: str  # the name of its file, or its row
     label: str | None  # None for an image without a label
     predicted: str
-    probability: float  # that of the predicted class
+    probability: float  # the predicted class has it
 
 
 @dataclass(frozen=True)
