@@ -64,6 +64,7 @@ def package_without(part: Path, folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", EXTRAS, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_a_training_succeeds_without_an_optional_part_and_its_commands_say_so(part: Path, tmp_path: Path) -> None:
     copy = package_without(part, tmp_path)
@@ -80,6 +81,7 @@ def test_a_training_succeeds_without_an_optional_part_and_its_commands_say_so(pa
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_training_succeeds_without_a_feature_whose_flag_is_then_unknown(feature: str, tmp_path: Path) -> None:
     folder = PACKAGE / "features" / feature

@@ -62,6 +62,7 @@ def in_working_folder(working_folder: Path) -> None:
     Path("small.yaml").write_text(RECIPE.replace("—", "-"), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "cp936"])
 def test_commands_work_without_unix_and_on_consoles_with_an_old_code_page(encoding: str) -> None:
     Image.new("RGB", (16, 16)).save("picture.png")

@@ -106,6 +106,7 @@ def test_a_repeated_command_trains_only_what_is_missing(
     assert_refused(run_command(*CURVE), 1, "in lightning_logs/small-curve-2")  # the first curve is finished
 
 
+@pytest.mark.slow
 def test_two_devices_train_on_the_same_images_as_one(curve: tuple[Path, str]) -> None:
     words = [*SMALL, "--devices", "2", "--epochs", "1"]
     shutil.copytree(curve[0] / "lightning_logs", "lightning_logs")

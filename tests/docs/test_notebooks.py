@@ -35,12 +35,14 @@ def run(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
+@pytest.mark.slow
 def test_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = run("first_steps.ipynb", "COUNT = 400\nEPOCHS = 1", monkeypatch)
     assert "\ntest accuracy 0." in printed
     assert (Path("lightning_logs/notebook/version_0/metrics.csv")).is_file()
 
 
+@pytest.mark.slow
 def test_own_photos(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("timm", reason="pip install 'cifar-lit[finetune]'")
     pytest.importorskip("onnxruntime", reason="pip install 'cifar-lit[export]'")

@@ -78,6 +78,7 @@ def test_classify_and_explain_work_at_its_image_size(run: Path) -> None:
     assert classifier.prepare("photos/test/bars/0.jpg").shape == (1, 3, SIDE, SIDE)
 
 
+@pytest.mark.slow
 def test_the_service_predicts_the_same_as_the_net(run: Path) -> None:
     pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
     expected = cifar_lit.load(run).predict("photos/test/bars/0.jpg")[0]
@@ -90,6 +91,7 @@ def test_the_service_predicts_the_same_as_the_net(run: Path) -> None:
     assert answer["probability"] == pytest.approx(expected.probability, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_export_to_onnx_agrees_on_its_photos(run: Path) -> None:
     pytest.importorskip("onnxruntime", reason="pip install 'cifar-lit[export]'")
     answer = run_command("export", run, "--to", "onnx")

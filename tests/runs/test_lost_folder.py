@@ -124,6 +124,7 @@ def full_in_the_second_epoch(disk: Path) -> Iterator[None]:
         (disk / "filler").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux mounts a small file system for one process")
 @pytest.mark.parametrize(
     ("fault", "reason"),
@@ -170,6 +171,7 @@ def decode_on_a_full_disk(folder: str, rank: int) -> list[int]:
     return Forked(command, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_of_any_rank_is_reported_by_that_rank_and_ends_the_others(
     folder: Path, forking: Callable[..., Any], rank: int

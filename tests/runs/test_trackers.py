@@ -135,6 +135,7 @@ def wandb_curves(run_dir: Path) -> Curves:
     return curves
 
 
+@pytest.mark.slow
 def test_wandb_continues_the_run_of_a_killed_and_resumed_training(wandb: Any) -> None:
     train_with_a_kill("wandb", WANDB_MODE="offline", WANDB_API_KEY=SECRET)
     assert len(list(RUN.glob("wandb/offline-run-*/*.wandb"))) == 2
@@ -161,6 +162,7 @@ def test_wandb_without_an_account_gets_settings_and_curves_offline(wandb: Any) -
     assert not list(RUN.glob("events.out.tfevents.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["wandb", ".wandb"])
 def test_wandb_takes_its_server_from_the_home_folder_and_not_from_the_working_folder(
     wandb: Any, folder: str, working_folder: Path
@@ -209,6 +211,7 @@ def assert_tracked_by_mlflow(client: Any) -> None:
     assert_continued(mlflow_curves(client, RUN))
 
 
+@pytest.mark.slow
 def test_mlflow_without_a_server_continues_the_run_of_a_killed_and_resumed_training(mlflow: Any) -> None:
     train_with_a_kill("mlflow,tensorboard")
     assert_tracked_by_mlflow(mlflow.MlflowClient("sqlite:///lightning_logs/mlflow.db"))
@@ -223,6 +226,7 @@ def planted_database(mlflow: Any, place: Path) -> None:
     client.create_experiment("cifar-lit", artifact_location=place.as_uri())
 
 
+@pytest.mark.slow
 def test_an_mlflow_database_of_the_working_folder_does_not_choose_where_files_go(mlflow: Any, tmp_path: Path) -> None:
     Path("lightning_logs").mkdir()
     planted_database(mlflow, tmp_path / "outside")
@@ -239,6 +243,7 @@ def test_mlflow_writes_no_database_through_a_link(mlflow: Any, tmp_path: Path) -
     assert not (tmp_path / "own.db").exists()
 
 
+@pytest.mark.slow
 def test_an_mlflow_database_has_the_run_with_its_tags_and_the_printed_line_opens_it(
     mlflow: Any, tmp_path: Path
 ) -> None:
@@ -251,6 +256,7 @@ def test_an_mlflow_database_has_the_run_with_its_tags_and_the_printed_line_opens
     assert not Path("mlruns").exists()
 
 
+@pytest.mark.slow
 def test_mlflow_server_continues_the_run_of_a_killed_training_and_no_file_has_its_password(
     mlflow: Any, tmp_path: Path
 ) -> None:
@@ -395,6 +401,7 @@ def test_a_run_that_names_no_logger_writes_metrics_csv_only() -> None:
     assert rows_of(RUN / "metrics.csv")
 
 
+@pytest.mark.slow
 def test_the_command_line_imports_no_tracker(tmp_path: Path) -> None:
     modules = "{name.partition('.')[0] for name in sys.modules}"
     code = f"import sys, cifar_lit.cli.fit; print(sorted({modules} & {{'wandb', 'mlflow'}}))"
