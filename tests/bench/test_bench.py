@@ -120,6 +120,7 @@ def test_speed_ups_compare_runs_of_the_same_seed_with_the_first_row() -> None:
     assert "1 device, speed-up" not in values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_a_benchmark_and_its_processes(number: int) -> None:
     line = "devices --devices 1,2 --recipe small.yaml --epochs 100000"

@@ -119,6 +119,7 @@ def test_two_devices_train_on_the_same_images_as_one(curve: tuple[Path, str]) ->
     assert pair["devices"] == 2 and pair["data"] == alone["data"]
 
 
+@pytest.mark.slow
 def test_folders_without_validation_images_and_with_few_images_work() -> None:
     draw_folder(Path("animals"), {"cat": 9, "dog": 9, "owl": 4})
     words = (*SMALL, "--dataset", "folder", *NO_SHAPES, "--data-dir", "animals", "--data.val_size", "0")
@@ -129,6 +130,7 @@ def test_folders_without_validation_images_and_with_few_images_work() -> None:
     assert [row[0] for row in table_rows(answer.out)[-4:]] == ["5", "8", "13", "17"]
 
 
+@pytest.mark.slow
 def test_shares_with_the_same_images_are_one_point() -> None:
     draw_folder(Path("animals"), {"cat": 15, "dog": 15})
     rows = [f"animals/{kind}/{row}.png,{kind},{row // 5}" for kind in ("cat", "dog") for row in range(15)]

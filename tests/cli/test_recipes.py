@@ -35,7 +35,10 @@ TUTORIALS = {
 }
 
 
-@pytest.mark.parametrize("name", recipe_names())
+RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name == "finetune" else name for name in recipe_names()]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_tests_and_writes_a_complete_run_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Drawing takes half of the time; test_run.py checks the images.
     monkeypatch.setattr("cifar_lit.train.log_pictures", lambda *args: None)

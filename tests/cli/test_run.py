@@ -154,6 +154,7 @@ def test_a_run_prints_no_warnings_or_tips_except_the_table_of_a_profiler(working
     assert not re.search(r"warn|tip|💡|litlogger|GPU available|https?://", answer.out, re.IGNORECASE), answer.out
 
 
+@pytest.mark.slow
 def test_the_final_validation_of_fit_has_no_logger_and_prints_no_warning(working_folder: Path) -> None:
     answer = run_process([*STRICT, "fit", *ONE_EPOCH], working_folder)
     assert (answer.code, answer.err) == (0, "")
@@ -213,20 +214,16 @@ def test_a_run_without_validation_images_uses_the_temperature_of_its_recipe(work
     assert answer.code == 0, answer.err
 
 
-def test_a_run_with_validation_images_fits_its_own_temperature(working_folder: Path) -> None:
-    assert run_command(*ONE_EPOCH, "--model.temperature", "0.5").code == 0
-    fitted = cifar_lit.load(NEW_RUN).card.temperature
-    assert fitted not in (None, 0.5) and metrics_of(NEW_RUN)["test"]["calibration"]["temperature"] == fitted
-
-
-def test_a_run_with_few_validation_images_uses_the_temperature_of_its_recipe_and_the_test_images(
-    working_folder: Path,
-) -> None:
-    assert run_command(*ONE_EPOCH, "--model.temperature", "0.5", "--data.val_size", "19").code == 0
-    card = cifar_lit.load(NEW_RUN).card
-    assert card.temperature == metrics_of(NEW_RUN)["test"]["calibration"]["temperature"] == 0.5
-    assert card.reject is not None
-    assert "(T = 0.50, from model.temperature)" in (NEW_RUN / "report.html").read_text()
+def test_the_temperature_of_a_recipe_is_used_if_there_are_few_validation_images(working_folder: Path) -> None:
+    for number, val_size in enumerate(("19", "20"), 1):
+        words = ("--model.temperature", "0.5", "--data.val_size", val_size)
+        assert run_command(*ONE_EPOCH, *words).code == 0
+        run = Path(f"lightning_logs/small-{number}")
+        card = cifar_lit.load(run).card
+        assert card.temperature == metrics_of(run)["test"]["calibration"]["temperature"] is not None
+        assert (card.temperature == 0.5) == (val_size == "19")
+        assert card.reject is not None  # of the test images, or of the validation images
+        assert ("(T = 0.50, from model.temperature)" in (run / "report.html").read_text()) == (val_size == "19")
 
 
 def test_without_validation_images_the_scores_for_reject_come_from_the_test_images(working_folder: Path) -> None:

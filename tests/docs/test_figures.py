@@ -139,12 +139,6 @@ def test_a_page_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
         table.updated_page(page, TABLES, RESULTS)
 
 
-def test_pages_show_figures_without_intervals() -> None:
-    assert table.short("91.67 ± 0.14 % (n = 20; 91.61 … 91.74)") == "91.67 ± 0.14 % (n = 20)"
-    assert table.short("1,138 s (1,013 … 1,263, n = 2)") == "1,138 s (n = 2)"
-    assert table.short("23 of 23") == "23 of 23"
-
-
 def test_each_time_names_its_machine_where_a_table_has_several(tmp_path: Path) -> None:
     def record(name: str, cpu: str, **more: object) -> None:
         environment = {"date": "2026-11-22", "cpu": cpu, "threads": 2, "gpu": None, **more}

@@ -38,12 +38,6 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_readme_is_short_and_leads_to_the_index() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme.splitlines()) <= 120
-    assert "](docs/index.md)" in readme
-
-
 def lines_of_pages() -> Iterator[tuple[str, ...]]:
     """Yield every command of a page, except those that another test runs."""
     for page in PAGES:
