@@ -194,7 +194,9 @@ def explain_parser_error(message: str, keys: Iterable[str]) -> str:
         return f"{' and '.join(names)} must be given, see --help"
     if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
         return f"no setting is called {match[1]}.{_setting_hint(match[1], keys)}"
-    if match := re.match(r'Parser key "(data|data.augment|model|trainer)":\s*Unable to load config \'(.*)\'', message):
+    if match := re.match(
+        r'Parser key "(data|data.augment|data.split|model|trainer)":\s*Unable to load config \'(.*)\'', message
+    ):
         hint = ""
         if match[1] in SYNONYMS:
             hint = _flag_hint(match[1], keys).replace("?", f" {match[2]}?")

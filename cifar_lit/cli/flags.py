@@ -113,6 +113,7 @@ TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
 RECIPES = Path(__file__).parent.parent / "recipes"
+GROUPS = ("--data.augment", "--data.split")
 NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
 
 
@@ -330,7 +331,7 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     line += map(_as_text, files)
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
-    line += augment_off(command.flags)
+    line += inline_groups(command.flags)
     if command.logs:
         line.append(f"--logs={command.logs}")
     return line
@@ -380,13 +381,24 @@ def recipe_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def augment_off(words: Sequence[str]) -> list[str]:
-    """Return words with `--data.augment null` as settings that are off. The parser has no null for a group."""
+def inline_groups(words: Sequence[str]) -> list[str]:
+    """Return words with JSON in place of a file, or of null, for `--data.augment` and `--data.split`.
+
+    The parser has no null for a group, and takes the name of a file, such as split.yaml, for the path of a class.
+    """
     replaced: list[str] = []
     for word in words:
-        if word == "null" and replaced[-1:] == ["--data.augment"]:
-            word = f"{replaced.pop()}=null"
-        replaced.append(f"--data.augment={json.dumps(_all_off())}" if word == "--data.augment=null" else word)
+        if replaced and replaced[-1] in GROUPS:
+            word = f"{replaced.pop()}={word}"
+        flag, _, value = word.partition("=")
+        path = Path(value).expanduser()
+        if word == "--data.augment=null":
+            word = f"{flag}={json.dumps(_all_off())}"
+        elif flag in GROUPS and path.suffix in (".yaml", ".yml"):
+            if not path.is_file():
+                raise UsageError(f"{flag} takes a YAML file, and there is no file {value}")
+            word = f"{flag}={json.dumps(plain_values(path), default=str)}"
+        replaced.append(word)
     return replaced
 
 

@@ -16,7 +16,7 @@ from torchvision.utils import make_grid
 
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.fit import adjust_to_features
-from cifar_lit.cli.flags import augment_off, recipe_path, recipe_settings
+from cifar_lit.cli.flags import inline_groups, recipe_path, recipe_settings
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.cache import COMMON_SIZE, MAX_OWN_SIZE
 from cifar_lit.data.datamodule import ImageData
@@ -75,7 +75,7 @@ def _settings(argv: list[str]) -> Namespace:
     add("--recipe", type=str | None, default=None, help="packaged recipe, or a YAML file of your own")
     add("--out", type=str, default="preview.png", metavar="FILE.png", help="file to write")
     parser.add_class_arguments(ImageData, "data")
-    argv = augment_off(argv)
+    argv = inline_groups(argv)
     settings = parsed(parser, argv)
     if not settings.paths:
         raise UsageError("preview needs images: give files, folders or patterns of your own images")

@@ -48,6 +48,8 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --model.metrics.f1 torchmetrics.classification.MulticlasF1", ["Did you mean MulticlassF1Score?"]),
     # names from other programs
     (f"{S} --learning-rate 0.1", ["no flag --learning-rate", "Did you mean --lr?"]),
+    (f"{S} --data.split nofile.yaml", ["--data.split takes a YAML file, and there is no file nofile.yaml"]),
+    (f"{S} --data.augment nofile", ["--data.augment takes a YAML file, and there is no file nofile"]),
     (f"{S} --model resnet18", ["--model takes a YAML file", "Did you mean --net resnet18?"]),
     (f"{S} --amp", ["no flag --amp", "Did you mean --precision 16-mixed?"]),
     (f"{S} --precision fp16", ["--precision", "Did you mean 16-mixed?"]),

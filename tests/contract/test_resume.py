@@ -174,7 +174,7 @@ def test_settings_that_contradict_the_run_are_refused_and_the_run_stays_unchange
               "lr": "0.1", "epochs": "2", "batch-size": "16", "seed": "4", "data.augment.flip": "random",
               "data.split.seed": "7", "trainer.accumulate_grad_batches": "2"}  # fmt: skip
     for flag, value in others.items():
-        name = flag.rpartition(".")[2].replace("-", "_")
+        name = flag if flag.startswith("data.") else flag.rpartition(".")[2].replace("-", "_")
         assert_refused(run_command("--resume", f"--{flag}={value}"), 2, name, " in this run, not ", value, "leave it")
     after = contents_of(interrupted)
     assert [name for name, content in before.items() if after.get(name) != content] == []
