@@ -222,7 +222,7 @@ def test_the_temperature_of_a_recipe_is_used_if_there_are_few_validation_images(
         card = cifar_lit.load(run).card
         assert card.temperature == metrics_of(run)["test"]["calibration"]["temperature"] is not None
         assert (card.temperature == 0.5) == (val_size == "19")
-        assert card.reject is not None  # of the test images, or of the validation images
+        assert card.reject is not None  # the test images, or the validation images
         assert ("(T = 0.50, from model.temperature)" in (run / "report.html").read_text()) == (val_size == "19")
 
 
