@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
-from cifar_lit.bench.process import without_places
+from cifar_lit.bench.process import as_error, started, without_places
 from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.quiet import catch_signals
-from cifar_lit.cli.several import train_in_processes
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.hardware import Machine, detect_machine
 from cifar_lit.runs.run_folder import read_metrics
@@ -55,7 +56,7 @@ def each_count(text: str) -> dict[str, list[str]]:
 
 
 def run(settings: argparse.Namespace) -> None:
-    """Measure and report, also if interrupted; raise SystemExit if a training fails, which has printed the reason."""
+    """Measure and report, also if interrupted; raise a training's UsageError or Failure with its last line."""
     names = {flag.partition("=")[0] for flag in settings.flags}
     if settings.runs < 1:
         raise UsageError(f"--runs must be at least 1, not {settings.runs}")
@@ -86,9 +87,14 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def train(words: Sequence[str]) -> Metrics:
-    """Train in a process and a temporary folder; return its metrics.json."""
-    with TemporaryDirectory() as logs:
-        train_in_processes([*words, "--logs", logs])
+    """Train in a process and a temporary folder; return its metrics.json. Raise the error of the training."""
+    with TemporaryDirectory() as logs, TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        command = [sys.executable, "-m", "cifar_lit", "train", *words, "--logs", logs]
+        with started(command, stdout=subprocess.DEVNULL, stderr=errors) as process:
+            process.wait()
+        if process.returncode:
+            errors.seek(0)
+            raise as_error(process.returncode, errors.read(), "the training")
         runs = [path.parent for path in Path(logs).glob("*/metrics.json")]
         if len(runs) != 1:
             raise Failure(f"the training left {len(runs)} results, not 1: leave out flags that shorten or repeat it")
