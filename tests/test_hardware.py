@@ -298,6 +298,7 @@ def test_memory_freed_by_a_step_is_reused_by_the_next_without_page_faults(monkey
     assert not keep_freed_memory()  # no effect with another C library
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="torch ships GNU OpenMP on Linux only")
 def test_idle_openmp_threads_spin_briefly_and_not_at_all_while_threads_decode() -> None:
     inherited = {name: value for name, value in os.environ.items() if name not in SPIN_SETTINGS}

@@ -52,6 +52,7 @@ def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(
     assert report.exact_cpu("AMD EPYC 9755 128-Core Processor") == "AMD EPYC 9755 128-Core Processor"
 
 
+@pytest.mark.slow
 def test_one_device_is_measured_in_a_separate_process(capsys: pytest.CaptureFixture[str]) -> None:
     figures = run_bench(["devices", "--devices", "1", "--recipe", "small.yaml", "--accelerator", "cpu"])
     printed = capsys.readouterr()

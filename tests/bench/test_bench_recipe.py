@@ -66,6 +66,7 @@ def test_the_file_has_scores_times_and_memory_of_each_seed_as_a_training_alone_h
     assert alone["test"]["loss"] == runs[1]["loss"] != runs[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_stopped_measurement_has_the_finished_seeds_and_a_repeated_command_trains_only_the_others(
     seeds: list[str | None],
 ) -> None:

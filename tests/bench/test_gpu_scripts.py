@@ -162,6 +162,7 @@ def python_and_data(tmp_path: Path) -> Iterator[tuple[str, Path]]:
             server.wait()
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_everything_on_a_cpu(
     bench: Bench, python_and_data: tuple[str, Path], tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_two_processes_give_the_same_fine_tuning_as_one() -> None:
     assert results[0] == results[1] and losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_normalisation_is_that_of_the_pretraining_unless_set() -> None:
     pytest.importorskip("timm")
     net = build_net("timm/resnet10t", channels=3, image_size=32, num_classes=4)

@@ -35,7 +35,9 @@ TUTORIALS = {
 }
 
 
-RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name == "finetune" else name for name in recipe_names()]
+# Nets that other recipes of the default tier train too.
+SLOW = ("finetune", "resnet18", "resnet18_c100", "resnet18_30_c100", "fast95", "fast96", "fast100")
+RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in recipe_names()]
 
 
 @pytest.mark.parametrize("name", RECIPES)

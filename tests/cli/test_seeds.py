@@ -105,7 +105,7 @@ def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
         (("train", "--seeds"), "--seeds needs a value, as in --seeds 0-4"),
         (("train", "--seeds", "4-0"), "--seeds must be seeds such as 0-4 or 1,2,3, at most 1000 of them, not '4-0'"),
         (("train", "--seeds", "0-4000000"), "at most 1000 of them"),
-        (("train", "--seeds", ",".join(f"{n}000-{n}999" for n in range(1, 40))), "--seeds must be at most 1000 seeds"),
+        (("train", "--seeds", ",".join(f"{n}000-{n}999" for n in range(1, 40))), "at most 1000 of them"),
         (("train", "--json", "f.json"), "--json records several seeds: add --seeds 0-4"),
         (("train", "--seeds", "5"), "--seeds 5 is one seed: name several, such as 0-4, or use --seed 5"),
         (("compare", "lightning_logs", "--difference", "0"), "--difference is in points of accuracy, above 0"),

@@ -121,6 +121,7 @@ def test_a_loss() -> None:
     assert float(distilled["train/loss"]) < float(plain["train/loss"])  # a short training's predictions are easy
 
 
+@pytest.mark.slow
 def test_a_feature() -> None:
     """The patch is a file and a line, and gives flags, help and Python."""
     (patch,) = [block for block in PAGE.section("A feature") if block.kind == "patch"]

@@ -13,6 +13,7 @@ def few_images(root: str, train: bool, transform: Any, download: bool) -> datase
     return datasets.FakeData(60 if train else 20, (3, 32, 32), 10, transform)
 
 
+@pytest.mark.slow
 def test_every_block_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(datasets, "CIFAR10", few_images)
     page = Page("from-a-hand-written-loop.md")

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from doc_pages import Page
 
 
+@pytest.mark.slow
 def test_the_example_is_a_sweep_whose_best_recipe_can_be_trained() -> None:
     page = Page("sweeps.md")
     answer, _ = page.follow(page.section("An example"))

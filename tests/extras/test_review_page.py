@@ -164,6 +164,7 @@ def test_the_page_fits_its_window_and_shows_where_the_focus_is(
     assert opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
+@pytest.mark.slow
 def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(tmp_path: Path, open_page: Open) -> None:
     classes = ["0", "1", "10", "2", *("W" * 150 + letter for letter in "abcdefgh")]
     draw_folder(tmp_path / "set", dict.fromkeys(classes, 2))

@@ -277,6 +277,7 @@ def test_each_view_has_its_own_features_in_the_cache(file: str, tmp_path: Path) 
     assert not any(torch.equal(*pair) for pair in itertools.combinations(train_views, 2))
 
 
+@pytest.mark.slow
 def test_features_depend_on_the_options_of_the_net(data: ImageData) -> None:
     pytest.importorskip("timm")
     heads = []

@@ -82,6 +82,7 @@ def margins_of_two_ranks(folder: str) -> list[int]:
     return two_ranks(command, folder)
 
 
+@pytest.mark.slow
 def test_two_devices_write_the_margins_of_one_and_the_same_after_a_resume(
     forking: Callable[..., Any], tmp_path: Path
 ) -> None:

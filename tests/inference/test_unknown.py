@@ -99,6 +99,7 @@ def test_serve_answers_whether_an_image_is_unknown_only_with_a_rate(stored: Path
         assert ("unknown" in answers[0]) == (rate is not None)
 
 
+@pytest.mark.slow
 def test_exported_files_have_the_output_unknown_with_a_rate(stored: Path, tmp_path: Path) -> None:
     net, sample = load_model_file(stored), RunImages(IMAGES, None, "noise")
     predictions = cifar_lit.load(stored).predict_batch(IMAGES, reject=0.2)

@@ -59,7 +59,11 @@ def image_data(settings: dict[str, Any], images: ImageSet) -> ImageData:
     return data
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+SLOW = ("fast95", "fast96", "fast97", "fast100")  # the net of fast94, wider and longer
+RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in recipe_names()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # torchmetrics copies its states, and tensors of a copied mode would not mix with the others.
     monkeypatch.setattr(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, raising=False)

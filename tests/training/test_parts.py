@@ -63,6 +63,7 @@ def test_a_plain_trainer_fits_validates_tests_predicts_and_resumes(alone: dict[s
     check(alone[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_two_devices_do_the_same_without_a_warning_about_sync_dist(pair: tuple[str, Path], name: str) -> None:
     for rank in (0, 1):

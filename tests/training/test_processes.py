@@ -138,6 +138,7 @@ def validate_with_different_norms(folder: str) -> list[int]:
     return Forked(command, Path(folder), Path(folder, "rank-{rank}.txt"), 2).wait()
 
 
+@pytest.mark.slow
 def test_every_rank_validates_with_the_norm_statistics_of_rank_0(forking: Callable[..., Any], tmp_path: Path) -> None:
     assert forking(validate_with_different_norms, folder=str(tmp_path)) == [0, 0]
 

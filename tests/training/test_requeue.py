@@ -51,6 +51,7 @@ def test_a_stop_counts_if_a_library_replaces_its_exception(tmp_path: Path, monke
     assert run_here(["train", "--resume"], tmp_path).code == 0
 
 
+@pytest.mark.slow
 def test_a_signal_during_imports_waits_for_the_handler(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from cifar_lit.cli import main, quiet; held = quiet.quieten\n"
