@@ -9,7 +9,7 @@
 | `captures(trainer)` | whether the optimizer must keep its rates in tensors, for captured steps |
 | `card()` | lines of the start card by name, which replace the core's lines of these names |
 | `class_weights()` | weights with which the classes count equally, float32 (classes,); only one callback may have it |
-| `order(labels)` | the order of the training images in an epoch; see `data.order` |
+| `order(labels)` | the order of the training images in an epoch; see `data.loaders.shuffled` |
 | `train_loader(settings, length, device)` | the training loader, in place of `TrainLoader(**settings)` |
 | `side(epoch, epochs)` | side in pixels to which training images are scaled, None for full size |
 | `start_from(model)` | before the first step, when the weights have been replaced |

@@ -25,7 +25,7 @@ from cifar_lit.errors import UsageError
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_ORDER = 1  # number of this random stream; `features.balanced` has 0, `data.augment` 4
+_ORDER = 1  # number of this random stream; `features.balanced` has 0
 
 Order = Callable[[Tensor, int, int], Tensor]  # from rows, seed and epoch to the rows in order
 

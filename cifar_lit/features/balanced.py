@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
 
-_CYCLES = 0  # number of this random stream; `data.order` has 1, `data.augment` 2 and 3
+_CYCLES = 0  # number of this random stream; the order in `data.loaders` has 1
 
 
 def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
