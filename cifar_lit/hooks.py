@@ -7,6 +7,7 @@
 | `loss(losses, logits, batch)` | in each training step: return the losses (B,) to train on; see `ImageClassifier` |
 | `parameter_groups(groups)` | before the optimizer is built: return the parameter groups to train |
 | `captures(trainer)` | whether the optimizer must keep its rates in tensors, for captured steps |
+| `adjust_settings(own, settings)` | on the command line, before anything is built: set what the settings leave open |
 | `card()` | lines of the start card by name, which replace the core's lines of these names |
 | `class_weights()` | weights with which the classes count equally, float32 (classes,); only one callback may have it |
 | `order(labels)` | the order of the training images in an epoch; see `data.loaders.shuffled` |
@@ -32,6 +33,11 @@ from typing import Any
 def callbacks_with(trainer: Any, name: str) -> list[Any]:
     """Return the callbacks of a Trainer that have an attribute, in their order."""
     return [callback for callback in trainer.callbacks if hasattr(callback, name)]
+
+
+def method(trainer: object, name: str) -> Callable[..., Any] | None:
+    """Return the method of this name of the one callback that has it; None if none has."""
+    return next(iter(methods(trainer, name)), None)
 
 
 def methods(trainer: object, name: str) -> list[Callable[..., Any]]:

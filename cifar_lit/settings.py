@@ -43,18 +43,24 @@ def options_of(kind: type[Options], options: Mapping[str, object], setting: str,
     Raises:
         UsageError: for an unknown name, or a value of another type.
     """
+    check_names(kind, options, setting, owner)
     types = {field.name: str(field.type) for field in fields(kind)}
     for name, value in options.items():
-        if name not in types:
-            raise UsageError(
-                f"{setting} has no setting {name!r}.{nearest(str(name), types)} {owner} {', '.join(types)}."
-            )
         if value is None and types[name].endswith("| None"):
             continue
         wanted, is_valid = _KINDS[types[name].removesuffix(" | None")]
         if not is_valid(value):
             raise UsageError(f"{setting}.{name} must be {wanted}, not {value!r}")
     return kind(**options)
+
+
+def check_names(kind: type[DataclassInstance], options: Mapping[str, object], setting: str, owner: str) -> None:
+    """Raise UsageError if an option is no field of a dataclass. Arguments: see `options_of`."""
+    names = [field.name for field in fields(kind)]
+    for name in options:
+        if name not in names:
+            hint = nearest(str(name), names)
+            raise UsageError(f"{setting} has no setting {name!r}.{hint} {owner} {', '.join(names)}.")
 
 
 # A value of each type in words, and whether a value is one. YAML's true and false are no numbers.

@@ -42,11 +42,13 @@ def fit(
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    best_checkpoint = load_weights(model, run.checkpoint, read_checkpoint(Path(run.checkpoint)))
-    val = None
+    final = read_checkpoint(Path(run.checkpoint))  # the best one, or the last one without validation
+    load_weights(model, run.checkpoint, final)
+    val = test = None
     if run.best.best_model_path:
-        val = Score.from_dict(best_checkpoint.get("cifar_lit", {}).get("score"), data.class_count)
-    test = _score("test", trainer, model, data) if run.command == "train" else None
+        val = Score.from_dict(final.get("cifar_lit", {}).get("score"), data.class_count)
+    if run.command == "train":  # `fit` does not test
+        test = _score("test", trainer, model, data)
     if val and not test:
         trainer.loggers = []  # This pass only collects predictions; the score is already logged.
         _score("validate", trainer, model, data)
@@ -100,7 +102,7 @@ def write_results(
 def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
     """Raise UsageError, before a run folder is created, if data, model and devices are incompatible."""
     check_card(model_card(model, data))
-    data.trainer = trainer
+    data.trainer = trainer  # The Trainer sets it later. Checks and loaders read its callbacks and devices.
     check_features(model, trainer, data)
     data.train_dataloader()  # Fail early if a batch cannot be split across the devices.
 

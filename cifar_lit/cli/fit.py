@@ -65,7 +65,7 @@ from cifar_lit.training.checkpoint import (
     regular_checkpoint,
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
-from cifar_lit.training.metrics import TOP, value_names
+from cifar_lit.training.metrics import value_names
 from cifar_lit.training.optimizers import OPTIMIZERS
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers
 from cifar_lit.training.schedules import ScheduleSettings
@@ -591,7 +591,7 @@ def check_settings(settings: Namespace) -> None:
     check_net(model["net"], model["net_options"] or {})
     for name in filter(is_import_path, (model["optimizer"], model["schedule"])):
         import_callable(name)
-    check_choice("model.monitor", model["monitor"], value_names(TOP + 1, model["metrics"] or {}))
+    check_choice("model.monitor", model["monitor"], value_names(True, model["metrics"] or {}))
 
 
 def adjust_to_features(settings: Namespace) -> None:

@@ -21,6 +21,7 @@ from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import newcombe_margin
 from cifar_lit.text import counted, say
 from cifar_lit.train import Results
+from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.metrics import Score
 
 MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer lists are left out
@@ -84,7 +85,7 @@ def _classes_text(data: ImageData) -> str:
 
 
 def _source_text(data: ImageData, device: str) -> str:
-    if data.placed("train")[1] != "device":
+    if data.placed("train").place != "device":
         return f"read by {counted(data.workers, 'worker')}"
     return "in CPU memory" if device == "cpu" else "in GPU memory"
 
@@ -93,11 +94,11 @@ def _step_rows(trainer: pl.Trainer, settings: Mapping[str, object], data: ImageD
     """Return the start card's rows about batches and the optimizer."""
     share = data.batch_size // trainer.world_size
     relation = "=" if share * trainer.world_size == data.batch_size else "≈"
-    steps = -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches)
+    steps = counted(steps_per_epoch(trainer), "step")
     epochs = counted(data.epochs, "epoch") if data.epochs else "unlimited epochs"
     optimizer = f"{settings['optimizer']} · lr {settings['lr']:g} · {settings['schedule']}"
     return {
-        "batch": f"{data.batch_size} {relation} {trainer.world_size} × {share} · {counted(steps, 'step')} per epoch",
+        "batch": f"{data.batch_size} {relation} {trainer.world_size} × {share} · {steps} per epoch",
         "optimizer": f"{optimizer} · {epochs} · seed {data.seed}",
     }
 

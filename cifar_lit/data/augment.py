@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,17 +18,18 @@ from torch.nn import functional as F
 from cifar_lit.data import operations
 from cifar_lit.data.draws import WORD, beta, integers, key_words, uniform
 from cifar_lit.data.moves import cut_out, flip_and_shift, within
-from cifar_lit.errors import UsageError, check_choice, nearest
+from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.settings import check_names
 
 # torchvision's defaults (Zhong et al., 2017). The ratio is width / height.
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (1 / 3.3, 1 / 0.3)
-# Range of each setting that is one number. The first four are whole.
+# Range of each setting that is one number.
 LIMITS: dict[str, tuple[float, float]] = {
     "crop": (0, 2047), "cutout": (0, 2047), "magnitude": (0, operations.BINS - 1), "operations": (1, 8),
     "brightness": (0, 4), "contrast": (0, 4), "saturation": (0, 4), "hue": (0, 0.5), "rotation": (0, 180),
     "perspective": (0, 1), "blur": (0, 16), "erasing": (0, 1), "mixup": (0, 100), "cutmix": (0, 100),
 }  # fmt: skip
-WHOLE = tuple(LIMITS)[:4]
+WHOLE = ("crop", "cutout", "magnitude", "operations")
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,11 @@ class Augment:
     @classmethod
     def of(cls, settings: Augment | Mapping[str, Any] | None) -> Augment:
         """Return the augmentation for settings by name; None turns all off."""
-        if isinstance(settings, Augment):
+        if isinstance(settings, cls):
             return settings
-        names = [field.name for field in fields(cls)]
-        for name in settings or ():
-            if name not in names:
-                hint = nearest(str(name), names)
-                raise UsageError(f"data.augment has no setting {name!r}.{hint} It has {', '.join(names)}.")
+        if not isinstance(settings, Mapping | None):
+            raise UsageError(f"data.augment must hold settings by name, not {settings!r}")
+        check_names(cls, settings or {}, "data.augment", "It has")
         return cls(**(settings or {}))
 
     def __post_init__(self) -> None:
@@ -114,7 +113,10 @@ class Augment:
     @property
     def computes(self) -> bool:
         """Whether anything but `flip`, `crop` and `cutout` is set."""
-        return self != Augment(self.flip, self.crop, self.cutout)
+        moves = Augment(flip=self.flip, crop=self.crop, cutout=self.cutout)
+        if self.policy == "none":  # its settings have no effect
+            moves = replace(moves, operations=self.operations, magnitude=self.magnitude)
+        return self != moves
 
     @property
     def mixes(self) -> bool:
@@ -132,10 +134,12 @@ class Augment:
         """Return the keys of an epoch's draws of `flip`, `crop` and `cutout`, see `integers`; None without them."""
         keys = []
         for stream, values in self._move_values(height, width).items():
-            is_alternating = stream == "flip" and self.flip == "alternating"
-            first, second = key_words(stream, seed, 0 if is_alternating else epoch)
-            if is_alternating and epoch % 2:
-                second ^= WORD  # mirrors the other half
+            if stream == "flip" and self.flip == "alternating":
+                first, second = key_words(stream, seed, 0)  # the same halves in all epochs
+                if epoch % 2:
+                    second ^= WORD  # inverts the bits of every draw, which swaps the halves
+            else:
+                first, second = key_words(stream, seed, epoch)
             keys.append((first, second, len(values), values.start))
         return torch.tensor(keys).T.contiguous() if keys else None
 
@@ -150,7 +154,7 @@ class Augment:
             values |= {"cutout row": range(height), "cutout column": range(width)}
         return values
 
-    def move(self, images: Tensor, rows: Tensor, keys: Tensor | None, fill: Tensor | None = None) -> Tensor:
+    def move(self, images: Tensor, rows: Tensor, keys: Tensor | None, fill: Tensor) -> Tensor:
         """Return the images at `rows`, flipped, cropped and cut out: uint8 (B, H, W, C).
 
         Args:
@@ -162,8 +166,8 @@ class Augment:
         if keys is None:
             return images.index_select(0, rows)
         drawn = dict(zip(self._move_values(*images.shape[1:3]), integers(rows, keys).unbind(1), strict=True))
-        batch = flip_and_shift(images, rows, *map(drawn.get, ("flip", "row shift", "column shift")))
-        if self.cutout and fill is not None:
+        batch = flip_and_shift(images, rows, drawn.get("flip"), drawn.get("row shift"), drawn.get("column shift"))
+        if self.cutout:
             batch = cut_out(batch, drawn["cutout row"], drawn["cutout column"], self.cutout, fill)
         return batch
 
@@ -218,16 +222,21 @@ class Augment:
             labels, rows: int64 (B,), rows of the image set.
         """
         count, channels, height, width = images.shape
-        draws = uniform(rows, 6, "mixing", seed, epoch)
-        order = draws[:, 0].argsort(stable=True)
+        place, size, top, left, kind, angle = uniform(rows, 6, "mixing", seed, epoch).unbind(1)
+        order = place.argsort(stable=True)
         partners = torch.empty_like(order).index_copy_(0, order, order.roll(1))  # the next image in a random ring
-        is_paste = draws[:, 4] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
-        weights = torch.zeros_like(draws[:, :1, None])
-        if self.mixup:
-            weights = (beta(draws[:, 1], draws[:, 5], self.mixup) * ~is_paste)[:, None, None]
+        paste_share = 0.0
         if self.cutmix:
-            shares = beta(draws[:, 1], draws[:, 5], self.cutmix) * is_paste
-            boxes = operations.cutmix_boxes(shares, draws[:, 2:4], height, width)
+            paste_share = 1.0
+        if self.mixup and self.cutmix:
+            paste_share = 0.5
+        is_paste = kind < paste_share
+        weights = torch.zeros_like(place[:, None, None])
+        if self.mixup:
+            weights = (beta(size, angle, self.mixup) * ~is_paste)[:, None, None]
+        if self.cutmix:
+            shares = beta(size, angle, self.cutmix) * is_paste
+            boxes = operations.cutmix_boxes(shares, torch.stack((top, left), 1), height, width)
             rows_within, columns_within = within(boxes, height, width)
             # One weight for each value of a row of pixels. Broadcasting over 3 channels is far slower.
             columns_within = columns_within.repeat_interleave(channels, 1)

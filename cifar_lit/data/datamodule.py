@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,14 +16,14 @@ from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.loaders import EvalLoader, FitLength, TrainLoader, count_batches, fit_length, in_order, shuffled
-from cifar_lit.data.preprocessing import Placement, Preprocessing
+from cifar_lit.data.preprocessing import Placed, Placement, Preprocessing
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.source_settings import parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault, split_record
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.hooks import methods
+from cifar_lit.hooks import method
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.text import listed
@@ -99,11 +98,13 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         cache_dir: str | None = None,
         labels: str | None = None,
     ) -> None:
+        # `super()` adds __class__. Statistics are compared as measured, see `_all_settings`.
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "mean", "std")}
         super().__init__()
-        split = Split.of(split)
+        split = Split.of(given.pop("split"))
         self.augment = Augment.of(given.pop("augment"))
-        self.given = plain_settings("data", {**given, "split": asdict(split)})
+        self.given = plain_settings("data", given)
+        self.given |= plain_settings("data.split", asdict(split))
         self.given |= plain_settings("data.augment", asdict(self.augment))
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
@@ -186,18 +187,18 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         """The training device."""
         return self.trainer.strategy.root_device if self.trainer else torch.device("cpu")
 
-    def placed(self, part: str) -> tuple[ImageSet, str]:
-        """Return the `train` or `test` images, and their placement, `device` or `host`."""
+    def placed(self, part: str) -> Placed:
+        """Return the `train` or `test` images, on the device or the host."""
         return self.placement.placed(part, self.device)
 
     @property
     def reads_ahead(self) -> bool:
         """Whether worker processes prefetch the training images from their file."""
-        return self.placed("train")[1] == "host"
+        return self.placed("train").place == "host"
 
     def plain_images(self, count: int) -> Tensor:
         """Return evenly spaced training images, normalised but not augmented: float32 (count, C, H, W)."""
-        images, _ = self.placed("train")
+        images = self.placed("train").images
         rows = spread_rows(self.split[0], count).to(images.images.device)
         return self.preprocessing.normalise(images.take(rows))
 
@@ -217,16 +218,16 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
 
     def train_dataloader(self) -> TrainLoader:
         """Create the training loader of this rank."""
-        self.preprocessing.check()
         self.record  # noqa: B018 (loads the test images too, before any image is added to their folder)
         if self.augment.mixes and not self._rank_settings["weighted"]:
             fault = "data.augment mixup and cutmix need a model that reads batch.targets"
             raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
-        images, _ = self.placed("train")
-        order = shuffled if self.shuffle and not self._overfits else in_order
-        if order is shuffled:
-            for make in self._of_features("order"):
-                order = make(self.train_images.labels)
+        images = self.placed("train").images
+        order = in_order
+        if self.shuffle and not self._overfits:
+            order = shuffled
+            if make_order := self._of_feature("order"):
+                order = make_order(self.train_images.labels)
         settings: dict[str, Any] = {
             "source": images, "indices": self.split[0], "batch_size": self.batch_size,
             "augment": self.augment, "fill": self.preprocessing.mean_colour(images.images.device),
@@ -235,22 +236,25 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             "pin_memory": self.reads_ahead and self.device.type != "cpu",
             **self._rank_settings,
         }  # fmt: skip
-        self._train_loader = TrainLoader(**settings)
-        for make in self._of_features("train_loader") if not self._overfits else ():
-            self._train_loader = make(settings, self._length, self.device)
+        make_loader = self._of_feature("train_loader")
+        if make_loader and not self._overfits:
+            loader = make_loader(settings, self._length, self.device)
+        else:
+            loader = TrainLoader(**settings)
         if self._resumed is not None:
-            self._train_loader.load_state_dict(self._resumed)
-        return self._train_loader
+            loader.load_state_dict(self._resumed)
+        self._train_loader = loader
+        return loader
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """Create the validation loader of this rank, or an empty list if there are no validation images."""
-        loader = EvalLoader(self.placed("train")[0], self.split[1], self.eval_batch_size, **self._rank_settings)
+        loader = EvalLoader(self.placed("train").images, self.split[1], self.eval_batch_size, **self._rank_settings)
         return loader if len(loader) else []
 
     def test_dataloader(self) -> EvalLoader:
         """Create the loader of this rank's test batches."""
         rows = torch.arange(len(self.test_images))
-        return EvalLoader(self.placed("test")[0], rows, self.eval_batch_size, **self._rank_settings)
+        return EvalLoader(self.placed("test").images, rows, self.eval_batch_size, **self._rank_settings)
 
     predict_dataloader = test_dataloader
 
@@ -264,9 +268,9 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         weighted = module is None or getattr(module, "weighs_batches", False)
         return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": weighted}
 
-    def _of_features(self, name: str) -> list[Any]:
-        """Return the methods of this name of the Trainer's callbacks, see `hooks`; at most one is expected."""
-        return methods(self.trainer, name) if self.trainer else []
+    def _of_feature(self, name: str) -> Any:
+        """Return the method of this name of one of the Trainer's callbacks, see `hooks`; None without one."""
+        return method(self.trainer, name) if self.trainer else None
 
     @property
     def _overfits(self) -> bool:
@@ -287,9 +291,8 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
 
     def side(self, epoch: int) -> int | None:
         """Return the side of training images in an epoch, in pixels; None for full size."""
-        for side in self._of_features("side"):
-            return side(epoch, self.epochs)
-        return None
+        side = self._of_feature("side")
+        return side(epoch, self.epochs) if side else None
 
     # ---- length and position of a fit
 
@@ -337,12 +340,12 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             return
         saved = saved_settings(state_dict)
         may_change = [f"data.{name}" for name in self.may_change]
-        changed_settings(saved, self.given, may_change)
+        changed_settings(saved, self.given, may_change)  # before images are loaded
         loaded = self.parts
         self._keep_split(state_dict)
         if self.trainer and self.parts is not loaded:
-            self.setup("fit")
-        changed_settings(saved, self._all_settings, may_change)
+            self.setup("fit")  # drops the loader of all images
+        changed_settings(saved, self._all_settings, may_change)  # with the statistics of the kept split
         if "position" in state_dict:
             self._resumed = state_dict
 
@@ -352,18 +355,27 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         Images that were added since are left out, because the split of all images could test on training images. A note
         reports other changes. Raise UsageError for other classes, whose score would mean nothing.
         """
-        names = {f"data.{name}" for name in ("dataset", "val_size", *asdict(self.settings))} & self.given.keys()
-        with suppress(UsageError):  # a checkpoint of another program or version
+        try:
             saved = saved_settings(state)
-            if all(saved.get(name) == self.given[name] for name in names - {"data.url", "data.cache_dir"}):
-                try:
-                    self._keep_split(state)
-                except UsageError as error:
-                    note_once(f"scores may be too high, because images have changed since the training: {error}")
+        except UsageError:  # a checkpoint of another program or version
+            saved = {}
+        if self._selects_same_images(saved):
+            try:
+                self._keep_split(state)
+            except UsageError as error:
+                note_once(f"scores may be too high, because images have changed since the training: {error}")
         classes = state.get("classes") if isinstance(state, Mapping) else None
         if isinstance(classes, list) and classes != [*self.classes]:
             fault = f"the checkpoint was trained on other classes ({listed(map(str, classes))[:200]}) than these"
             raise UsageError(f"{fault} ({listed(self.classes)}): name the folder of its own data")
+
+    def _selects_same_images(self, saved: Mapping[str, object]) -> bool:
+        """Return whether the settings of images and split are those of a checkpoint, except where files come from."""
+        names = {"data.dataset", "data.val_size"}
+        names |= {f"data.{field.name}" for field in fields(self.settings)}
+        names |= {f"data.split.{field.name}" for field in fields(self.settings.split)}
+        names = (names & self.given.keys()) - {"data.url", "data.cache_dir"}
+        return all(saved.get(name) == self.given[name] for name in names)
 
     def _keep_split(self, state: Mapping[str, object]) -> None:
         """Leave out images that were added since the training began. Raise UsageError if its images have changed."""
@@ -371,6 +383,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         if not isinstance(record, Mapping):
             raise Failure("the checkpoint does not hold the split of its training: use another checkpoint")
         rows = recorded_rows(record)
+        # Leave out new images, unless these images are already known to be those of the checkpoint.
         if rows is not None and (self._record is None or self._record["digest"] != record.get("digest")):
             self.settings = replace(self.settings, only=frozenset(name for name, _, _ in rows))
             self._build_parts()

@@ -56,7 +56,9 @@ def count_batches(images: int, batch_size: int, parts: int = 1) -> int:
         parts: number of devices that each need images of every batch.
     """
     full, remaining = divmod(images, batch_size)
-    return full + (remaining >= 2 * parts or full == 0)
+    if full == 0 or remaining >= 2 * parts:
+        return full + 1
+    return full
 
 
 class FitLength(NamedTuple):
@@ -126,11 +128,11 @@ class TrainLoader:
         indices: int64 (N,), rows of the training images.
         batch_size: images per global batch.
         augment: augmentation; the loader applies `flip`, `crop` and `cutout`.
+        fill: uint8 (C,), colour of a cutout.
         order: function that puts the rows in the order of an epoch.
         seed: seed of order and augmentation.
         rank: rank of this process.
         world: number of devices.
-        fill: uint8 (C,), colour of a cutout.
         workers: number of processes that prefetch batches; 0 for images in memory.
         pin_memory: whether workers return page-locked memory.
         weighted: whether the model multiplies its loss by `Batch.loss_weight`. Otherwise a last batch with fewer than
@@ -144,12 +146,12 @@ class TrainLoader:
     indices: Tensor
     batch_size: int
     augment: Augment
+    fill: Tensor
     _: KW_ONLY
     order: Order = shuffled
     seed: int = 0
     rank: int = 0
     world: int = 1
-    fill: Tensor | None = None
     workers: int = 0
     pin_memory: bool = False
     weighted: bool = True
@@ -190,7 +192,7 @@ class TrainLoader:
         self._resume = (state["epoch"], state["position"])
 
     def __iter__(self) -> Iterator[Batch]:
-        # The Trainer calls `iter` before `set_epoch`. A generator's body runs only on the first `next`.
+        # The Trainer calls `iter` before `set_epoch`. This body first runs at the first `next`, when `epoch` is set.
         epoch, position = self._resume
         self.position = 0
         if epoch == self.epoch:
@@ -205,10 +207,10 @@ class TrainLoader:
 
     def _batches(self, current: Pass) -> Iterator[Batch]:
         """Yield this rank's batches of a pass, from the current position on."""
-        batches = current.rows.split(self.batch_size)[self.position - current.first : current.end - current.first]
-        parts = [self._part(batch) for batch in batches]
-        size = max(1, BLOCK_BYTES // (math.prod(self.source.input_shape) * self.batch_size))
-        blocks = [parts[start : start + size] for start in range(0, len(parts), size)]
+        start, end = self.position - current.first, current.end - current.first  # numbers within the pass
+        parts = [self._part(batch) for batch in current.rows.split(self.batch_size)[start:end]]
+        length = max(1, BLOCK_BYTES // (math.prod(self.source.input_shape) * self.batch_size))  # batches of a block
+        blocks = [parts[first : first + length] for first in range(0, len(parts), length)]
         batches_of_blocks: Iterable[list[Batch]] = map(current.make, blocks)
         if self.workers:
             from cifar_lit.data.read_ahead import read_ahead
@@ -257,7 +259,7 @@ class BatchMaker:
     source: ImageSet
     augment: Augment
     keys: Tensor | None
-    fill: Tensor | None
+    fill: Tensor
     epoch: int
 
     def __call__(self, block: Block) -> list[Batch]:

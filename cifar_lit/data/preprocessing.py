@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
+from cifar_lit.data.operations import transform
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.memory import free_memory
@@ -44,16 +46,10 @@ class Preprocessing:
         seed: int = 0,
     ) -> None:
         self.parts = parts
-        self._augment = augment or Augment()
-        self._augments = self._augment.computes
+        self._settings = augment or Augment()
         self.seed = seed
         self._mean, self._std = mean, std
         self._constants: Tensor | None = None  # mean and std on the device of the batches
-
-    def check(self) -> None:
-        """Raise UsageError if the settings are invalid for the size of the images."""
-        _, height, width = self.parts.train_images.input_shape
-        self._augment.check(height, width)
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
@@ -91,25 +87,24 @@ class Preprocessing:
 
     def train_batch(self, batch: Batch, side: int | None = None) -> Batch:
         """Augment and normalise a batch for training, scaled to `side` if given."""
-        return self.augment(batch, partial(self.normalise, side=side))
+        return self.augment_batch(batch, partial(self.normalise, side=side))
 
-    def augment(self, batch: Batch, finish: Finish) -> Batch:
+    def augment_batch(self, batch: Batch, finish: Finish) -> Batch:
         """Augment the images of a batch one by one, apply `finish`, then mix images."""
         key = (batch.indices, self.seed, batch.epoch)
         images, targets = self.augment_images(batch.images, *key, finish), batch.targets
-        if self._augment.mixes:
+        if self._settings.mixes:
             classes = len(self.parts.train_images.classes)
-            images, targets = self._augment.mix(images, batch.labels, classes, *key)
+            images, targets = self._settings.mix(images, batch.labels, classes, *key)
         return replace(batch, images=images, targets=targets)
 
     def augment_images(self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Finish) -> Tensor:
         """Augment images one by one, as functions of (seed, epoch, row), and apply `finish`."""
-        if not self._augments:
+        if not self._settings.computes:
             return finish(images)
-        from cifar_lit.data.operations import transform
-
         count, height, width, channels = images.shape
-        drawn, blur = self._augment.draw(rows, seed, epoch, height, width), self._augment.blur
+        drawn = self._settings.draw(rows, seed, epoch, height, width)
+        blur = self._settings.blur
         fill = self._constants_on(images.device)[0] * 255
         if images.device.type != "cpu":
             return finish(transform(images, drawn, fill, blur))
@@ -132,15 +127,15 @@ class Preprocessing:
         return self._constants
 
 
-def channel_statistics(images: ImageSet, rows: Tensor, limit: int = 50_000) -> tuple[list[float], list[float]]:
+MEASURED = 50_000  # images, evenly spaced
+
+
+def channel_statistics(images: ImageSet, rows: Tensor) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each channel for pixels in [0, 1], rounded to 4 digits.
 
-    Args:
-        images: the images.
-        rows: int64 (N,), rows to measure.
-        limit: number of rows to measure at most, evenly spaced.
+    rows: int64 (N,), rows to measure; of more than `MEASURED`, as many.
     """
-    rows = spread_rows(rows, limit)
+    rows = spread_rows(rows, MEASURED)
     channels, height, width = images.input_shape
     pixels = height * width * len(rows)
     total, squares = torch.zeros(2, channels, dtype=torch.float64)
@@ -199,6 +194,13 @@ PLACEMENTS = ("auto", "device", "host")
 MAX_MEMORY_SHARE = 0.5  # the net, activations and other programs need the rest
 
 
+class Placed(NamedTuple):
+    """Images, and their place: `device` or `host`."""
+
+    images: ImageSet
+    place: str
+
+
 class Placement:
     """Place the images of a data set, once for each device.
 
@@ -212,18 +214,18 @@ class Placement:
         check_choice("data.placement", kind, PLACEMENTS)
         self.parts = parts
         self.kind = kind
-        self._placed: dict[tuple[str, torch.device], tuple[ImageSet, str]] = {}
+        self._placed: dict[tuple[str, torch.device], Placed] = {}
 
-    def placed(self, part: str, device: torch.device) -> tuple[ImageSet, str]:
-        """Return the `train` or `test` images, and their placement, `device` or `host`."""
+    def placed(self, part: str, device: torch.device) -> Placed:
+        """Return the `train` or `test` images, placed."""
         key = (part, device)
         if key not in self._placed:
-            images: ImageSet = getattr(self.parts, f"{part}_images")
-            placement = self.place_of(images, free_memory(device))
-            if placement == "device":
+            images = self.parts.train_images if part == "train" else self.parts.test_images
+            place = self.place_of(images, free_memory(device))
+            if place == "device":
                 images.prefetch()
                 images = replace(images, images=images.images.to(device), labels=images.labels.to(device), mapped=False)
-            self._placed[key] = images, placement
+            self._placed[key] = Placed(images, place)
         return self._placed[key]
 
     def place_of(self, images: ImageSet, free: int | None) -> str:

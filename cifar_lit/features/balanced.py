@@ -28,8 +28,8 @@ def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
     epoch and over all epochs, any two images of a class occur equally often, plus or minus one. So do any two classes.
     """
     count = len(labels)
-    shuffled = np.random.default_rng([_CYCLES, seed]).permutation(count)
-    by_class = shuffled[np.argsort(labels.numpy()[shuffled], kind="stable")]
+    permutation = np.random.default_rng([_CYCLES, seed]).permutation(count)
+    by_class = permutation[np.argsort(labels.numpy()[permutation], kind="stable")]
     _, starts = np.unique(labels.numpy()[by_class], return_index=True)
     cycles = np.split(by_class, starts[1:])
     parts = []

@@ -41,6 +41,7 @@ class EarlyStop(EarlyStopping):
             epochs = trainer.max_epochs or -1
             validations = math.ceil(self._given * epochs) if epochs > 0 else 2**31
         monitor, mode = pl_module.monitored
+        # The constructor also resets the score and the count of an earlier fit.
         super().__init__(
             monitor, mode=mode, patience=validations, strict=False, check_finite=False, check_on_train_epoch_end=False
         )

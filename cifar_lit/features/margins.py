@@ -40,6 +40,9 @@ class Margins(Callback):
         sums: int64 (2, N) on the device of the net: sum of the margins in units, and number of steps, of each image.
     """
 
+    def __init__(self) -> None:
+        self.sums = torch.zeros(2, 0, dtype=torch.int64)
+
     def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError if the images have no rows or are mixed."""
         if not hasattr(data, "train_images"):

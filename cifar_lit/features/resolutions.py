@@ -69,13 +69,17 @@ class Resolutions(Callback):
 
     def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError for sizes that do not fit the images, or that the net refuses."""
+        if not hasattr(data, "side"):
+            raise UsageError("resolutions needs ImageData, which scales the images: train on ImageData")
         channels, height, width = data.input_shape
         check_resolutions(self._sides, height, width)
         net, h = model.part("net"), model.hparams
         any_size = isinstance(net, nn.Module) or net_spec(net).any_size
         if not (any_size() if callable(any_size) else any_size):
             raise UsageError(f"{h['net']} takes images of one size: leave resolutions out")
-        for side in self._sides if not isinstance(net, nn.Module) else ():
+        if isinstance(net, nn.Module):
+            return
+        for side in self._sides:
             size = (side, round(side * width / height))
             build_on_meta_device(
                 net, image_size=size, channels=channels, num_classes=data.class_count, width=h["width"],
@@ -83,10 +87,11 @@ class Resolutions(Callback):
             )  # fmt: skip
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Raise UsageError for a datamodule that has no sizes."""
+        """Check that the images can be scaled, also for a module that calls no checks."""
+        if stage != "fit":
+            return
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if stage == "fit" and not hasattr(data, "side"):
-            raise UsageError("resolutions needs ImageData, which scales the images: train on ImageData")
+        self.check(pl_module, data)
         self._full_side = data.input_shape[1]
 
     def side(self, epoch: int, epochs: int | None) -> int | None:

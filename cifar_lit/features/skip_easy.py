@@ -100,10 +100,7 @@ class HardRoundsLoader(TrainLoader):
         length = max(1, round((1 - self.skip_easy) * len(self.indices) / self.batch_size))  # batches
         size = min(length * self.batch_size, len(self.indices))
         number, batches_done = divmod(self.position - begin, length)
-        rounds_per_epoch = -(-len(self) // length)
-        epoch, batch = self.skip_from
-        # Round numbers continue the epoch numbers, so that alternating flips alternate.
-        draw_epoch = epoch + (batch > 0) + (self.epoch - epoch) * rounds_per_epoch + number
+        draw_epoch = self._draw_epoch(number, rounds_per_epoch=math.ceil(len(self) / length))
         if batches_done == 0 or len(self.hard) != size:  # a new round, or a checkpoint with other images
             rows = shuffled(self.indices, self.seed, draw_epoch)  # random order of equal losses
             losses = self.losses.gather()[rows]
@@ -111,6 +108,14 @@ class HardRoundsLoader(TrainLoader):
         first = begin + number * length
         rows, end = self.epoch_rows(draw_epoch, self.hard), min(first + length, len(self))
         return Pass(first, end, rows, self.maker(draw_epoch))
+
+    def _draw_epoch(self, number: int, rounds_per_epoch: int) -> int:
+        """Return the epoch whose draws a round uses. The numbers continue, so that alternating flips alternate."""
+        first_epoch, first_batch = self.skip_from
+        first_draw = first_epoch
+        if first_batch > 0:  # the batches of that epoch before the first round have drawn with its number
+            first_draw += 1
+        return first_draw + (self.epoch - first_epoch) * rounds_per_epoch + number
 
     def _full_batches(self, epoch: int) -> int:
         """Return the number of batches of an epoch before the first round."""

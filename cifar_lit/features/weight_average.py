@@ -32,11 +32,6 @@ class WeightAverage(EMAWeightAveraging):
         super().__init__(decay=decay, use_buffers=True)
         self.decay = decay
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Create the average on the device of the fit, to which the module is moved later."""
-        self._device = trainer.strategy.root_device
-        super().setup(trainer, pl_module, stage)
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Convert the average to float64 if the weights are: a swap or a resume would round them."""
         if self._average_model is not None and pl_module.dtype == torch.float64:

@@ -15,6 +15,7 @@ from cifar_lit.errors import UsageError
 from cifar_lit.memory import MAX_FLOATS
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.collectives import broadcast_from_first
+from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Whitening(Callback):
             raise UsageError("whitening.bias_epochs needs one of our schedules, such as model.schedule triangular")
         end = self.bias_epochs or math.inf
         if interval == "step":
-            end *= max(1, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
+            end *= steps_per_epoch(trainer)
         if not schedule.end_early("whitening", end):
             raise UsageError("this net has no whitening layer with a bias to train: leave whitening.bias_epochs out")
         return end

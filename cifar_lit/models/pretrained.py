@@ -23,7 +23,7 @@ SIDE_STEP = 32  # pixels: most nets halve their images five times
 OPTIONS = ("side", "drop_rate", "drop_path_rate")
 
 
-class Preprocessing(NamedTuple):
+class Pretraining(NamedTuple):
     """Preprocessing of the images on which a net was pretrained.
 
     Args:
@@ -118,7 +118,7 @@ def takes_any_size(name: str) -> bool:
     return not (cfg is not None and cfg.fixed_input_size)
 
 
-def preprocessing(net: str) -> Preprocessing | None:
+def pretraining_of(net: str) -> Pretraining | None:
     """Return the preprocessing of a timm or torchvision net by name, None for other nets."""
     if net.startswith(TIMM):
         cfg = import_timm().get_pretrained_cfg(timm_name(net))
@@ -127,7 +127,7 @@ def preprocessing(net: str) -> Preprocessing | None:
         side = cfg.input_size[1]
         if not cfg.fixed_input_size:
             side = max(side, round(side / (cfg.crop_pct or 1) / SIDE_STEP) * SIDE_STEP)
-        return Preprocessing(list(cfg.mean), list(cfg.std), (side, side))
+        return Pretraining(list(cfg.mean), list(cfg.std), (side, side))
     if "." in net:
         return None
     from torchvision import models
@@ -139,7 +139,7 @@ def preprocessing(net: str) -> Preprocessing | None:
     if net in INCEPTIONS:  # torchvision builds a conversion from ImageNet's mean and std into the pretrained net
         mean = std = [0.5] * 3
     side = (transform.crop_size if net.startswith(FIXED_SIZE) else transform.resize_size)[0]
-    return Preprocessing(mean, std, (side, side))
+    return Pretraining(mean, std, (side, side))
 
 
 def timm_spec(name: str) -> NetSpec:

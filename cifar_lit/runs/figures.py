@@ -192,7 +192,7 @@ def augmented_sample(data: ImageData, count: int, epoch: int = 0) -> Tensor:
     """Return the first `count` training images of an epoch as augmented by `data`: uint8 (count, C, H, W)."""
     loader = data.train_loader
     (batch,) = loader.maker(epoch)([(loader.epoch_rows(epoch)[:count], 1.0)])
-    batch = data.preprocessing.augment(batch, lambda images: images.permute(0, 3, 1, 2))
+    batch = data.preprocessing.augment_batch(batch, lambda images: images.permute(0, 3, 1, 2))
     return batch.images.float().round().clamp(0, 255).byte().cpu()
 
 

@@ -267,10 +267,11 @@ class EpochLines(Callback):
         parts = []
         if self._validated and "val/loss" in (metrics := trainer.callback_metrics):
             names = {"loss": "loss", "accuracy": "acc"}
-            names.setdefault(pl_module.hparams["monitor"], pl_module.hparams["monitor"])
-            parts.append(
-                "val " + " ".join(f"{text} {float(metrics[f'val/{name}']):.4f}" for name, text in names.items())
-            )
+            monitor = pl_module.hparams["monitor"]
+            if monitor not in names:
+                names[monitor] = monitor
+            scores = [f"{text} {float(metrics[f'val/{name}']):.4f}" for name, text in names.items()]
+            parts.append(f"val {' '.join(scores)}")
         self._validated = False
         parts.append(f"{seconds:.1f} s")
         if images:  # a fit of the last layer alone takes no steps
@@ -288,8 +289,11 @@ class EpochLines(Callback):
 
 def fitting(parts: list[str], width: int) -> str:
     """Join the parts of an epoch line. On a narrow terminal, drop the speed, then the seconds."""
-    lines = (" · ".join(parts[: len(parts) - dropped]) for dropped in range(3))
-    return next((line for line in lines if len(line) <= width), " · ".join(parts[:-2]))
+    for dropped in range(3):
+        line = " · ".join(parts[: len(parts) - dropped])
+        if len(line) <= width:
+            break
+    return line
 
 
 # ---- divergence
@@ -338,15 +342,18 @@ class SlowdownWarning(Callback):
 
     def __init__(self) -> None:
         self._usual, self._steps = math.inf, 0  # the shortest time of a step so far, and the steps of a measurement
+        self._has_warned = False
         self._begin: tuple[float, float] | None = None  # wall-clock and processor time at the begin of a measurement
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
     ) -> None:
         """Begin to measure. A GPU computes a step after it has ended here."""
-        if self._begin is None and trainer.is_global_zero and pl_module.device.type == "cpu":
+        if self._has_warned or not trainer.is_global_zero or pl_module.device.type != "cpu":
+            return
+        if self._begin is None:
             self._begin, self._steps = (time.perf_counter(), time.process_time()), 0
-            psutil.cpu_percent()
+            psutil.cpu_percent()  # begins the interval that the next call measures
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
@@ -355,13 +362,17 @@ class SlowdownWarning(Callback):
         self._steps += 1
         if self._begin is None or (seconds := time.perf_counter() - self._begin[0]) < self.SECONDS:
             return
-        cores, threads = (time.process_time() - self._begin[1]) / seconds, torch.get_num_threads()
-        step, self._begin = seconds / self._steps, None
-        if step > self.FACTOR * self._usual and cores < threads - 0.25 and psutil.cpu_percent() > 90:
+        threads = torch.get_num_threads()
+        cores = (time.process_time() - self._begin[1]) / seconds
+        step = seconds / self._steps
+        self._begin = None
+        is_slow = step > self.FACTOR * self._usual
+        lacks_cores = cores < threads - 0.25
+        if is_slow and lacks_cores and psutil.cpu_percent() > 90:
             fewer = f", or stop this training and add --resume --threads {max(1, int(cores))}" if threads > 1 else ""
             slow = f"a step takes {step / self._usual:.0f} times its usual time, because other programs use the cores"
             note(f"{slow} ({cores:.1f} are left for {counted(threads, 'thread')}): end them{fewer}")
-            self.SECONDS = math.inf  # no further warning
+            self._has_warned = True
         self._usual = min(self._usual, step)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -420,12 +420,11 @@ def describe_net(settings: Any) -> str:
     return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
 
 
-def load_weights(model: pl.LightningModule, path: str | Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Load the weights of a checkpoint that was read from `path`; return it. Raise Failure for another net."""
+def load_weights(model: pl.LightningModule, path: str | Path, checkpoint: dict[str, Any]) -> None:
+    """Load the weights of a checkpoint that was read from `path`. Raise Failure for another net."""
     try:
         model.load_state_dict(checkpoint["state_dict"])
     except RuntimeError:
         saved = describe_net(checkpoint.get("hyper_parameters", {}))
         remedy = "leave out --net and the data flags, or use those of the checkpoint"
         raise Failure(f"{path} holds weights of {saved}, not of {describe_net(model.hparams)}: {remedy}") from None
-    return checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,11 @@ import lightning.pytorch as pl
 def within_epoch(trainer: pl.Trainer) -> bool:
     """Return whether the epoch continues after this batch, and no accumulated gradients would be lost."""
     return not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not trainer.fit_loop._should_accumulate()
+
+
+def steps_per_epoch(trainer: pl.Trainer) -> int:
+    """Return the optimizer steps of an epoch, at least 1. The loaders must be set up."""
+    return max(1, math.ceil(int(trainer.num_training_batches) / trainer.accumulate_grad_batches))
 
 
 def is_last_epoch(trainer: pl.Trainer) -> bool:

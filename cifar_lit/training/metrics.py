@@ -126,7 +126,7 @@ class Score(NamedTuple):
     @property
     def values(self) -> dict[str, float]:
         """All numbers of the score by name. A metric of `model.metrics` replaces a built-in one of the same name."""
-        names = value_names(TOP if self.top5 is None else TOP + 1)
+        names = value_names(self.top5 is not None)
         return {name: getattr(self, name) for name in names} | dict(self.further)
 
     def logged(self, stage: str) -> dict[str, float]:
@@ -138,10 +138,12 @@ class Score(NamedTuple):
 RESERVED = ("accuracy", "loss", "images", "interval", "per_class", "tta", "calibration", "fingerprint")
 
 
-def value_names(num_classes: int, further: Iterable[str] = ()) -> list[str]:
+def value_names(has_top5: bool, further: Iterable[str] = ()) -> list[str]:
     """Return the names of the values in a score; `further` are the names of `model.metrics`."""
-    top5 = ["top5"] if num_classes > TOP else []
-    return list(dict.fromkeys(["accuracy", "loss", "balanced_accuracy", "macro_f1", *top5, *further]))
+    names = ["accuracy", "loss", "balanced_accuracy", "macro_f1"]
+    if has_top5:
+        names.append("top5")
+    return names + [name for name in further if name not in names]
 
 
 class Evaluation(nn.Module):
@@ -196,13 +198,16 @@ class Evaluation(nn.Module):
     @property
     def names(self) -> list[str]:
         """Names of the values in a score."""
-        return value_names(self.confusion.num_classes, map(str, self.further))
+        return value_names(self.top5 is not None, map(str, self.further))
 
     def reset(self) -> None:
         """Reset all metrics."""
         for metric in (self.loss, self.confusion, self.top5, self.further):
             if metric is not None:
                 metric.reset()
+
+
+NON_FINITE, FINITE_BATCHES = 3, 4  # columns of `RunningMetrics.sums` after loss, hits and images
 
 
 class RunningMetrics:
@@ -213,14 +218,15 @@ class RunningMetrics:
         images: number of images, counted on the host.
         batches: number of batches, equal on all devices; a device may have no images of a batch.
         non_finite: 1 after a NaN or infinite loss, else 0; float32 scalar.
-        finite_steps: number of batches before that loss; float32 scalar.
+        finite_batches: number of batches before that loss; float32 scalar.
         epoch: loss, hits and images of all devices in the logged rows of this epoch.
     """
 
     def __init__(self, device: torch.device, loss: float = 0.0, hits: float = 0.0, images: float = 0) -> None:
-        self.loss, self.hits, self.non_finite, self.finite_steps = (
-            torch.tensor(value, device=device) for value in (loss, hits, 0.0, 0.0)
-        )
+        self.loss = torch.tensor(loss, device=device)
+        self.hits = torch.tensor(hits, device=device)
+        self.non_finite = torch.tensor(0.0, device=device)
+        self.finite_batches = torch.tensor(0.0, device=device)
         self.images = int(images)
         self.batches = 0
         self.epoch = [0.0, 0.0, 0.0]
@@ -228,7 +234,7 @@ class RunningMetrics:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that a training step writes to."""
-        return self.loss, self.hits, self.non_finite, self.finite_steps
+        return self.loss, self.hits, self.non_finite, self.finite_batches
 
     def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch: mean loss (detached), logits (B, classes) and labels, int64 (B,)."""
@@ -238,16 +244,16 @@ class RunningMetrics:
     def watch(self, loss: Tensor) -> None:
         """Record on the device whether this loss is finite."""
         self.non_finite.copy_(torch.maximum(self.non_finite, 1.0 - loss.isfinite().float()))
-        self.finite_steps.add_(1.0 - self.non_finite)
+        self.finite_batches.add_(1.0 - self.non_finite)
 
     def sums(self) -> Tensor:
-        """Return loss, hits, images, `non_finite` and `finite_steps` of this device: float32 (5,)."""
+        """Return loss, hits, images, `non_finite` and `finite_batches` of this device: float32 (5,)."""
         images = self.hits.new_full((), self.images)  # `new_tensor` would synchronise the device
-        return torch.stack((self.loss, self.hits, images, self.non_finite, self.finite_steps))
+        return torch.stack((self.loss, self.hits, images, self.non_finite, self.finite_batches))
 
     def start_row(self) -> None:
         """Reset the sums of a row."""
-        for tensor in (self.loss, self.hits, self.finite_steps):
+        for tensor in (self.loss, self.hits, self.finite_batches):
             tensor.zero_()
         self.images = self.batches = 0
 

@@ -16,6 +16,7 @@ from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hooks import methods
 from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
 from cifar_lit.settings import options_of
+from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.schedules import ScheduleSettings, schedule_from
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class SGDSettings:
         built = SGD(groups, lr, fused=True)
         for group in built.param_groups:
             # Create the buffers here: torch leaves new buffers uninitialised if `found_inf` skips the first step.
-            for parameter in group["params"] if group["momentum"] else ():
+            if not group["momentum"]:
+                continue
+            for parameter in group["params"]:
                 built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return built
 
@@ -207,7 +210,7 @@ def _check_decay(weight_decay: float) -> None:
 
 def optimizer_settings(name: str, options: Mapping[str, object] | None) -> OptimizerSettings | None:
     """Return the settings of one of OPTIMIZERS, None for an import path; raise UsageError for invalid ones."""
-    if "." in name:  # else an import path, or the name of a class
+    if "." in name:  # an import path, or the name of a class
         return None
     check_choice("model.optimizer", name, tuple(OPTIMIZERS))
     return options_of(OPTIMIZERS[name], options or {}, OPTIONS, f"{name} has")
@@ -268,11 +271,13 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
         if option not in accepted:
             raise UsageError(f"{part_name(optimizer)} takes no {option}: leave {OPTIONS}.{option} out")
     groups = regroup(pair_of_groups(net, lr, options.get("weight_decay", 0.0)))
-    has_own_rates = len({group["lr"] for group in groups}) > 1
-    for group in groups:  # their values would replace those that a function sets itself
-        if "lr" not in accepted and not has_own_rates:
+    has_own_rates = len({group["lr"] for group in groups}) > 1  # split by depth, see `Finetune.input_lr`
+    sets_rate = "lr" not in accepted and not has_own_rates
+    for group in groups:
+        # A value in a group would replace the one that the function sets itself.
+        if sets_rate:
             del group["lr"]
-        if "weight_decay" not in options and group["role"] == "weights":
+        if group["role"] == "weights" and "weight_decay" not in options:
             del group["weight_decay"]
     built: Optimizer = build_part(build, "model.optimizer", Optimizer, groups, lr=lr, **options)
     return built
@@ -312,8 +317,7 @@ def configure_optimizers(model: _Optimized, trainer: Trainer) -> object:
     steps = trainer.estimated_stepping_batches
     if steps == math.inf:
         raise UsageError("a schedule needs an end: set --epochs or --trainer.max_steps, or --model.schedule constant")
-    steps_per_epoch = max(1, math.ceil(int(trainer.num_training_batches) / trainer.accumulate_grad_batches))
-    built = schedule_from(optimizer, schedule, options, int(steps), steps_per_epoch)
+    built = schedule_from(optimizer, schedule, options, int(steps), steps_per_epoch(trainer))
     every = ScheduleSettings.interval(options)
     if isinstance(built, ReduceLROnPlateau):
         every = "epoch"

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.collectives import gather_rows
 from cifar_lit.training.loop_position import is_last_epoch, validates_next
-from cifar_lit.training.metrics import RunningMetrics
+from cifar_lit.training.metrics import FINITE_BATCHES, NON_FINITE, RunningMetrics
 
 
 class Row(NamedTuple):
@@ -59,12 +59,10 @@ def record_event(device: torch.device) -> object:
 
 def logged_group(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the parameter group whose rate is logged: the first, or if that is split by depth, its last layers."""
-    first = optimizer.param_groups[0]
-    logged = first
-    for group in optimizer.param_groups:
-        if group.get("role") == first.get("role", ""):
-            logged = group
-    return logged
+    first: dict[str, object] = optimizer.param_groups[0]
+    if "role" not in first:  # an optimizer of another package
+        return first
+    return [group for group in optimizer.param_groups if group.get("role") == first["role"]][-1]
 
 
 def log_values(trainer: pl.Trainer, values: Mapping[str, float], epoch: int, step: int) -> None:
@@ -150,7 +148,9 @@ class TrainingRows:
         self.log()
         model, trainer = self._model, self._model.trainer
         loop = trainer.fit_loop.epoch_loop
-        late = self.late and not validates_next(trainer) and not (loop.done and is_last_epoch(trainer))
+        training_ends = loop.done and is_last_epoch(trainer)
+        must_wait = validates_next(trainer) or training_ends
+        late = self.late and not must_wait
         norm = None
         if loop.batch_progress.is_last_batch:
             norm = get_total_norm([parameter.detach() for parameter in model.net.parameters()])
@@ -195,8 +195,8 @@ class TrainingRows:
         return gather_rows(self._model.trainer, self._model, self._model.running.sums())  # type: ignore[arg-type]
 
     def _check(self, sums: Tensor, start: int, epoch: int) -> None:
-        if sums[:, 3].any():
-            step = start + int(sums[:, 4].min()) // self._model.trainer.accumulate_grad_batches
+        if sums[:, NON_FINITE].any():
+            step = start + int(sums[:, FINITE_BATCHES].min()) // self._model.trainer.accumulate_grad_batches
             raise NotFiniteLoss(f"the loss is not finite at step {step} of epoch {epoch}")
 
 

@@ -192,6 +192,17 @@ def test_each_image_is_mixed_with_one_other_determined_by_the_rows() -> None:
 # ---- settings
 
 
+def test_settings_of_a_policy_compute_nothing_without_a_policy() -> None:
+    assert not Augment(flip="random", crop=2, cutout=3, operations=3, magnitude=5).computes
+    assert Augment(policy="randaugment").computes and Augment(blur=0.5).computes
+
+
+@pytest.mark.parametrize("settings", [5, "crop", [2]])
+def test_augmentation_that_is_no_mapping_is_refused(settings: Any) -> None:
+    with pytest.raises(UsageError, match=r"data\.augment must hold settings by name, not "):
+        ImageData("shapes", augment=settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [

@@ -144,7 +144,7 @@ def test_a_memory_mapped_file_gives_each_device_the_same_batches(tmp_path: Path,
         data.trainer = trainer_at(0, 1, global_rank=rank)
         loader = data.train_dataloader()
         batches.append([[part.tolist() for part in (each.images, each.labels, each.indices)] for each in loader])
-        assert data.placed("train")[0].mapped == (placement == "host")
+        assert data.placed("train").images.mapped == (placement == "host")
     assert batches[0] == batches[1] and len(batches[0]) == 3
 
 

@@ -34,7 +34,7 @@ def image_set(count: int, size: int = 3) -> ImageSet:
 
 
 def train_loaders(source: ImageSet, batch_size: int, world: int = 1, **settings: Any) -> list[TrainLoader]:
-    settings = {"indices": torch.arange(len(source)), "augment": Augment(), **settings}
+    settings = {"indices": torch.arange(len(source)), "augment": Augment(), "fill": MOVES["fill"], **settings}
     return [TrainLoader(source, batch_size=batch_size, rank=rank, world=world, **settings) for rank in range(world)]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from cifar_lit.errors import UsageError
-from cifar_lit.features.resolutions import check_resolutions, side_at
+from cifar_lit.features.resolutions import Resolutions, check_resolutions, side_at
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,11 @@ def test_invalid_resolutions_are_refused_and_the_limits_are_allowed(resolutions:
     check_resolutions({4: 0.1, 28: 0.2, 27: 0.7}, 28, 32)
     for allowed, height, width in (({8: 1.0}, 8, 8), ({}, 2, 2), ({16: 0.5}, 256, 64)):
         check_resolutions(allowed, height, width)
+
+
+def test_another_datamodule_is_refused_in_a_fit_and_ignored_in_a_test() -> None:
+    trainer: Any = SimpleNamespace(datamodule=None)
+    model: Any = None
+    Resolutions({16: 0.5}).setup(trainer, model, "test")
+    with pytest.raises(UsageError, match="resolutions needs ImageData"):
+        Resolutions({16: 0.5}).setup(trainer, model, "fit")

@@ -26,7 +26,7 @@ def loader_of(count: int, rows: torch.Tensor, skip_from: tuple[int, int] = (1, 0
     source = ImageSet(images, torch.zeros(count, dtype=torch.int64), ("a",))
     losses = LastLosses(count, torch.device("cpu"))
     skips: dict[str, Any] = {"losses": losses, "skip_easy": 0.6, "skip_from": skip_from}
-    return HardRoundsLoader(source, rows, 10, Augment(flip="alternating"), **skips)
+    return HardRoundsLoader(source, rows, 10, Augment(flip="alternating"), torch.zeros(3).byte(), **skips)
 
 
 def test_late_epochs_repeat_the_images_that_are_hardest_at_each_round() -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.preprocessing import normalise
+from cifar_lit.data.preprocessing import Placed, normalise
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.features import whitening
@@ -92,7 +92,7 @@ def test_whitening_uses_the_placed_images_and_counts_towards_training_time(monke
 
     monkeypatch.setattr(WhitenedNet, "initialise", record)
     images = data.train_images
-    data.placement._placed["train", CPU] = replace(images, images=255 - images.images), "device"
+    data.placement._placed["train", CPU] = Placed(replace(images, images=255 - images.images), "device")
     fitted(classifier(**SMALL), data, clock, Whitening(), max_epochs=1)
     assert torch.equal(inputs[0], normalised(data, 255 - images.images[data.split[0]]))
 

@@ -9,7 +9,7 @@ import torch
 
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.features.finetune.pretrained import PACKAGED_NET, load_pretrained
-from cifar_lit.models.pretrained import preprocessing
+from cifar_lit.models.pretrained import pretraining_of
 from cifar_lit.models.registry import build_net, net_spec, with_versions
 
 pytest.importorskip("timm")
@@ -65,9 +65,9 @@ def test_preprocessing_matches_the_pretraining() -> None:
         ("vit_b_16", imagenet, (224, 224)),
         ("googlenet", [0.5] * 3, (256, 256)),  # from TensorFlow
     ):
-        found = preprocessing(name)
+        found = pretraining_of(name)
         assert found is not None and found.image_size == size and found.mean == pytest.approx(mean, abs=0.02)
-    assert preprocessing("shapenet") is None and preprocessing("my_nets.Net") is None
+    assert pretraining_of("shapenet") is None and pretraining_of("my_nets.Net") is None
 
 
 def test_nets_that_check_state_dict_versions_load_plain_tensors_with_versions() -> None:

@@ -24,7 +24,7 @@ from cifar_lit.errors import UsageError, check_choice, first_line, nearest
 from cifar_lit.plugins import check_allowed
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.text import NOT_A_FILE_NAME, is_file_name
-from cifar_lit.training.metrics import TOP, value_names
+from cifar_lit.training.metrics import value_names
 
 KEYS = ("name", "recipe", "settings", "search", "objective", "sampler", "pruner", "trials", "time", "seed")
 FIGURES = ("train/loss", "train/accuracy", "train_seconds", "images_per_second", "parameters")  # besides val/ metrics
@@ -173,7 +173,7 @@ class SweepFile:
             required = {name: allowed[0] for name, allowed in parameter.when.items()}
             for value in parameter.limits:
                 cli.check({**self.settings, **lowest, **required, parameter.name: value})
-        metrics = [f"val/{name}" for name in value_names(TOP + 1, base.model.metrics or {})]
+        metrics = [f"val/{name}" for name in value_names(True, base.model.metrics or {})]
         for objective in self.objectives:
             check_choice("objective", objective, (*metrics, *FIGURES))
         return base

@@ -107,7 +107,7 @@ class Capture(Callback):
         if self._steps is not None:
             self._steps.batch = batch
             if not hasattr(batch, "loss_weight"):
-                self._steps.batch = Pair(*batch)
+                self._steps.batch = PairBatch(*batch)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Release the graphs before the net leaves the device."""
@@ -126,7 +126,7 @@ class Capture(Callback):
 
 
 @dataclass
-class Pair:
+class PairBatch:
     """The batch of a loader that yields pairs, with those attributes of `data.batch.Batch` that a graph needs."""
 
     images: Tensor
@@ -138,12 +138,12 @@ class Pair:
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.images, self.labels))
 
-    def clone(self) -> Pair:
+    def clone(self) -> PairBatch:
         """Return a copy in other memory."""
-        return Pair(self.images.clone(), self.labels.clone())
+        return PairBatch(self.images.clone(), self.labels.clone())
 
 
-TrainingBatch: TypeAlias = "Batch | DeferredBatch | Pair"
+TrainingBatch: TypeAlias = "Batch | DeferredBatch | PairBatch"
 
 
 def example_batches(
@@ -190,7 +190,7 @@ class GraphedSteps:
     """
 
     def __init__(self, model: ImageClassifier, compile_net: bool) -> None:
-        self.batch: TrainingBatch = Pair(torch.empty(0), torch.empty(0))
+        self.batch: TrainingBatch = PairBatch(torch.empty(0), torch.empty(0))
         self._model = model
         self._module = device_graphs(model.device)
         self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
@@ -234,35 +234,50 @@ class GraphedSteps:
     def _step(self, batch: TrainingBatch) -> Tensor:
         if isinstance(batch, DeferredBatch) and batch.may_be_changed:
             batch = batch.made
+        if isinstance(batch, DeferredBatch):
+            self._copy_keys(batch.maker.keys)
         key = (*_shape(batch), batch.loss_weight, getattr(self._model.net, "bias_is_final", False))
-        if isinstance(batch, DeferredBatch) and batch.maker.keys is not self._epoch_keys:
-            self._epoch_keys = batch.maker.keys
-            assert self._epoch_keys is not None
-            if self._keys is None:
-                self._keys = torch.empty_like(self._epoch_keys)
-            self._keys.copy_(self._epoch_keys)
         if key in self._captured:
             graph, inputs, loss = self._captured[key]
             torch._foreach_copy_(inputs, _inputs(batch))
             graph.replay()
-        elif self._warm_ups.setdefault(key, 0) < WARM_UP_STEPS:
-            self._warm_ups[key] += 1
-            self._stream.wait_stream(self._module.current_stream())
-            with self._module.stream(self._stream):
-                loss = self._run(batch)
-            self._module.current_stream().wait_stream(self._stream)
-        else:
-            if isinstance(batch, DeferredBatch):
-                static: TrainingBatch = batch.with_inputs(batch.indices.clone(), self._keys)
-            else:
-                static = batch.clone()
-            graph = self._module.CUDAGraph()
-            # With thread_local, another thread that pins memory does not invalidate the capture.
-            with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                loss = self._run(static)
-            self._captured[key] = graph, _inputs(static), loss
-            graph.replay()
+            return loss
+        warm_ups = self._warm_ups.get(key, 0)
+        if warm_ups < WARM_UP_STEPS:
+            self._warm_ups[key] = warm_ups + 1
+            return self._warm_up(batch)
+        self._captured[key] = graph, _, loss = self._capture(batch)
+        graph.replay()  # capturing has run nothing
         return loss
+
+    def _copy_keys(self, keys: Tensor | None) -> None:
+        """Copy the keys of a new epoch to where the graphs read them."""
+        if keys is None or keys is self._epoch_keys:
+            return
+        self._epoch_keys = keys
+        if self._keys is None:
+            self._keys = torch.empty_like(keys)
+        self._keys.copy_(keys)
+
+    def _warm_up(self, batch: TrainingBatch) -> Tensor:
+        """Run a step on the stream of the graphs."""
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            loss = self._run(batch)
+        self._module.current_stream().wait_stream(self._stream)
+        return loss
+
+    def _capture(self, batch: TrainingBatch) -> tuple[Any, list[Tensor], Tensor]:
+        """Return a graph of a step on a batch of this shape, its inputs, and its loss."""
+        if isinstance(batch, DeferredBatch):
+            static: TrainingBatch = batch.with_inputs(batch.indices.clone(), self._keys)
+        else:
+            static = batch.clone()
+        graph = self._module.CUDAGraph()
+        # With thread_local, another thread that pins memory does not invalidate the capture.
+        with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            loss = self._run(static)
+        return graph, _inputs(static), loss
 
     def _run(self, batch: TrainingBatch) -> Tensor:
         """Run a step without synchronising. After a non-finite loss, `found_inf` keeps steps from changing anything.

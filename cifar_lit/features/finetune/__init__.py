@@ -26,8 +26,8 @@ from cifar_lit.features.finetune.head import (
     write_features,
 )
 from cifar_lit.features.finetune.pretrained import IMAGENET, head_path, load_pretrained, net_head
-from cifar_lit.hooks import callbacks_with, methods
-from cifar_lit.models.pretrained import Preprocessing, preprocessing
+from cifar_lit.hooks import callbacks_with, method
+from cifar_lit.models.pretrained import Pretraining, pretraining_of
 from cifar_lit.runs.model_file import read_card
 from cifar_lit.text import counted, duration_text, say
 from cifar_lit.training.checkpoint import RunCheckpoint
@@ -48,7 +48,7 @@ class Finetune(Callback):
         head_views: number of views of each training image on which the last layer is first fitted. The first view is
             plain, the others are augmented. 0 skips this fit.
         unfreeze: train the net after its last layer is fitted. With false, only the last layer is fitted.
-        frozen: share of the net's parameters, starting at the input, that stay fixed.
+        frozen: share of the net's parameter tensors, starting at the input, that stay fixed.
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers (Howard
             and Ruder, ULMFiT, 2018, 3.2). Default: lr.
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
@@ -82,9 +82,9 @@ class Finetune(Callback):
         """Set mean, std and image size of the data to those of the pretraining, where the settings leave them open."""
         data, net = settings.data, settings.model.net
         card = read_card(own.get("weights", IMAGENET))  # None unless a run wrote them
-        pretraining = preprocessing(net)
+        pretraining = pretraining_of(net)
         if card:
-            pretraining = Preprocessing(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
+            pretraining = Pretraining(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
         if not pretraining:
             return
         source = SOURCES.get(data.dataset)
@@ -164,19 +164,20 @@ class Finetune(Callback):
         val_features = self._features(trainer, model, net_key, val, 1) if len(val) else None
         head, seconds = net_head(model.net), 0.0
         if features is not None:
-            weights = None
-            for class_weights in methods(trainer, "class_weights"):
-                weights = class_weights()
-            weight, bias, seconds = fit_head(features, labels[train], classes, self.head_views, weights)
+            class_weights = method(trainer, "class_weights")
+            weights = class_weights() if class_weights else None
+            fitted = fit_head(features, labels[train], classes, self.head_views, weights)
+            seconds = fitted.seconds
             with torch.no_grad():
-                head.weight.copy_(weight)
-                head.bias.copy_(bias)
+                head.weight.copy_(fitted.weight)
+                head.bias.copy_(fitted.bias)
         broadcast_from_first(trainer, head.weight, head.bias)
         text, scalars = f"last layer fitted in {seconds:.1f} s", {}
         if len(val):
             model.evaluation.reset()
-            # Only the first device has features. The other devices contribute an empty batch.
-            logits = torch.zeros(0, classes) if val_features is None else F.linear(val_features.float(), weight, bias)
+            logits = torch.zeros(0, classes)  # only the first device has features
+            if features is not None and val_features is not None:
+                logits = F.linear(val_features.float(), fitted.weight, fitted.bias)
             model.evaluation.update(*move_data_to_device((logits, labels[val][: len(logits)]), model.device))
             model.score = model.evaluation.compute()
             scalars = model.score.logged("val")
@@ -222,7 +223,8 @@ class Finetune(Callback):
             if not trainer.strategy.broadcast(features is not None):
                 rank_rows = rows[rank::world]
                 rows_or_one = rank_rows if len(rank_rows) else rows[:1]  # there may be fewer images than devices
-                with progress(f"features{f' of view {view + 1}' * bool(view)}", len(rows_or_one)) as advance:
+                title = f"features of view {view + 1}" if view else "features"
+                with progress(title, len(rows_or_one)) as advance:
                     batches = batches_of_view(data, rows_or_one, view)
                     features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
                 if world > 1:

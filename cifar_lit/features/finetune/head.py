@@ -151,7 +151,10 @@ def fit_head(
     mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
     rows = (features - mean) / std
     losses = torch.zeros(len(STRENGTHS))
-    for part in range(min(FOLDS, int(fold.max()) + 1) if len(rows) <= MAX_FOLDED else 1):
+    fold_count = 1
+    if len(rows) <= MAX_FOLDED:
+        fold_count = min(FOLDS, int(fold.max()) + 1)
+    for part in range(fold_count):
         held_out = fold == part
         solutions = _solve(rows[~held_out], targets[~held_out], num_classes, STRENGTHS, class_weights)
         for index, (weight, bias) in enumerate(solutions):
