@@ -14,19 +14,31 @@ from contract.command_line import run_process
 from test_house import PACKAGE, SOURCES, imported
 
 from cifar_lit.cli.main import OWN
-from cifar_lit.features import FEATURES
+from cifar_lit.features import FEATURES as FEATURE_NAMES
 
 EXTRAS = [path.parent for path in sorted((PACKAGE / "extras").glob("*/__init__.py"))]
+FEATURES = [path for path in sorted((PACKAGE / "features").iterdir()) if path.stem in FEATURE_NAMES]
 NAMED_IN = {"extras": {PACKAGE / "cli/main.py"}}  # the tables that name optional parts by a string
 
-# Trains, then asks for the commands of the deleted part. Prints the exit codes.
+# In a fork for each folder, trains with the package in it, then runs further lines, and writes the exit codes. The
+# forks share the libraries, which take longer to import than the training.
 PROGRAM = """
-import json, sys
-import cifar_lit
-from cifar_lit.cli import main
-lines = ["train --recipe quickstart --accelerator cpu --data.count 300 --data.val_size 60 --epochs 1", *sys.argv[1:]]
-codes = [main(line.split()) for line in lines]
-print(json.dumps([cifar_lit.__file__, codes]))
+import contextlib, json, os, sys
+import lightning.pytorch.cli, tensorboard, torchvision
+train = "train --recipe quickstart --accelerator cpu --data.count 300 --data.val_size 60 --epochs 1"
+for folder, *lines in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        with open("out.txt", "w") as out, open("err.txt", "w") as err:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                import cifar_lit
+                from cifar_lit.cli import main
+                codes = [main(line.split()) for line in (train, *lines)]
+        with open("codes.json", "w") as file:
+            json.dump([cifar_lit.__file__, codes], file)
+        os._exit(0)
+    os.wait()
 """
 
 
@@ -52,8 +64,8 @@ def test_no_extra_imports_another_extra() -> None:
             assert [name for name in names(path) if f"{name}.".startswith(others)] == [], path
 
 
-def package_without(part: Path, folder: Path) -> Path:
-    """Return a copy of the package in `folder` without a file or folder."""
+def package_without(part: Path, folder: Path) -> None:
+    """Copy the package to `folder` without a file or folder."""
     copy = folder / "cifar_lit"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     deleted = copy / part.relative_to(PACKAGE)
@@ -61,32 +73,45 @@ def package_without(part: Path, folder: Path) -> Path:
         shutil.rmtree(deleted)
     else:
         deleted.unlink()
-    return copy
+
+
+def further_lines(part: Path) -> list[str]:
+    """Return the command lines that a package without this part refuses."""
+    if part.parent.name == "features":
+        return [f"fit --recipe quickstart --{part.stem} true"]
+    module = ".".join(part.relative_to(PACKAGE.parent).parts)
+    return [name for name, target in OWN.items() if target.startswith((f"{module}.", f"{module}:"))]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
+    """Train without each part. Return the folders with the copy of the package, exit codes and output, by part."""
+    folders = {part: tmp_path_factory.mktemp(part.stem) for part in (*EXTRAS, *FEATURES)}
+    jobs = []
+    for part, folder in folders.items():
+        package_without(part, folder)
+        jobs.append([str(folder), *further_lines(part)])
+    answer = run_process([sys.executable, "-c", PROGRAM, json.dumps(jobs)], tmp_path_factory.mktemp("server"))
+    assert answer.code == 0, answer.err
+    return folders
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", EXTRAS, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_a_training_succeeds_without_an_optional_part_and_its_commands_say_so(part: Path, tmp_path: Path) -> None:
-    copy = package_without(part, tmp_path)
-    module = ".".join(part.relative_to(PACKAGE.parent).with_suffix("").parts)
-    commands = [name for name, target in OWN.items() if target.startswith((f"{module}.", f"{module}:"))]
-    answer = run_process([sys.executable, "-c", PROGRAM, *commands], tmp_path, PYTHONPATH=str(tmp_path))
-    file, codes = json.loads(answer.lines[-1])
-    assert Path(file).parent == copy
-    assert codes == [0, *[2] * len(commands)], answer.err
-    assert [line for line in answer.error_lines if line.startswith("cifar-lit: ")] == [
-        f"cifar-lit: the command {name!r} is missing in this installation, with {OWN[name].partition(':')[0]}: "
-        "install cifar-lit again"
-        for name in commands
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_training_succeeds_without_a_feature_whose_flag_is_then_unknown(feature: str, tmp_path: Path) -> None:
-    folder = PACKAGE / "features" / feature
-    package_without(folder if folder.is_dir() else folder.with_suffix(".py"), tmp_path)
-    line = f"fit --recipe quickstart --{feature} true"
-    answer = run_process([sys.executable, "-c", PROGRAM, line], tmp_path, PYTHONPATH=str(tmp_path))
-    assert json.loads(answer.lines[-1])[1] == [0, 2], answer.err
-    assert f"there is no flag --{feature}." in answer.err
+@pytest.mark.parametrize("part", (*EXTRAS, *FEATURES), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_training_succeeds_without_an_optional_part_whose_commands_and_flags_are_then_unknown(
+    part: Path, trained: dict[Path, Path]
+) -> None:
+    folder, lines = trained[part], further_lines(part)
+    errors = (folder / "err.txt").read_text()
+    file, codes = json.loads((folder / "codes.json").read_text())
+    assert Path(file).parent == folder / "cifar_lit"
+    assert codes == [0, *[2] * len(lines)], errors
+    refusals = [line for line in errors.splitlines() if line.startswith("cifar-lit: ")]
+    if part in FEATURES:
+        assert f"there is no flag --{part.stem}." in refusals[0]
+    else:
+        assert refusals == [
+            f"cifar-lit: the command {name!r} is missing in this installation, with {OWN[name].partition(':')[0]}: "
+            "install cifar-lit again"
+            for name in lines
+        ]

@@ -61,6 +61,7 @@ def test_the_weights_of_a_run_come_with_its_normalisation() -> None:
     assert_refused(run_command(*SMALL, "--weights", "lightning_logs"), 2, "no weights lightning_logs/model.saf")
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_fine_tuning_as_one() -> None:
     words = (*SMALL, *SHAPENET, "--finetune.fixed_norms", "true", "--epochs", "1", "--data.cache_dir")
     answers = [run_command(*words, "cache-1"), *(rank.answer() for rank in fork_pair([*words, "cache-2"], Path.cwd()))]

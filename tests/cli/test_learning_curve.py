@@ -107,19 +107,6 @@ def test_a_repeated_command_trains_only_what_is_missing(
 
 
 @pytest.mark.slow
-def test_two_devices_train_on_the_same_images_as_one(curve: tuple[Path, str]) -> None:
-    words = [*SMALL, "--devices", "2", "--epochs", "1"]
-    shutil.copytree(curve[0] / "lightning_logs", "lightning_logs")
-    record = json.loads((PARENT / "learning-curve.json").read_text())
-    (PARENT / "learning-curve.json").write_text(json.dumps({"command": words, "settings": record["settings"]}))
-    shutil.rmtree(PARENT / "small-3")  # one training is enough to see that its ranks start
-    answer = run_command(*words, "--learning-curve")
-    assert answer.code == 0, answer.err
-    alone, pair = metrics_of(curve[0] / PARENT / "small-3"), metrics_of(PARENT / "small-5")
-    assert pair["devices"] == 2 and pair["data"] == alone["data"]
-
-
-@pytest.mark.slow
 def test_folders_without_validation_images_and_with_few_images_work() -> None:
     draw_folder(Path("animals"), {"cat": 9, "dog": 9, "owl": 4})
     words = (*SMALL, "--dataset", "folder", *NO_SHAPES, "--data-dir", "animals", "--data.val_size", "0")

@@ -36,7 +36,10 @@ TUTORIALS = {
 
 
 # Nets that other recipes of the default tier train too.
-SLOW = ("finetune", "resnet18", "resnet18_c100", "resnet18_30_c100", "fast95", "fast96", "fast100")
+SLOW = (
+    "finetune", "resnet18", "resnet18_c100", "resnet18_30", "resnet18_30_c100", "fast95", "fast96", "fast100",
+    "laptop90", "laptop100", "sjnet", "wrn28_10_c100",
+)  # fmt: skip
 RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in recipe_names()]
 
 

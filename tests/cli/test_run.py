@@ -146,6 +146,7 @@ def test_a_callback_that_monitors_an_unknown_metric_is_refused_before_training()
 STRICT = [sys.executable, "-W", "error", "-m", "cifar_lit"]  # every warning is an error
 
 
+@pytest.mark.slow
 def test_a_run_prints_no_warnings_or_tips_except_the_table_of_a_profiler(working_folder: Path) -> None:
     answer = run_process([*STRICT, "train", *ONE_EPOCH, "--trainer.profiler", "simple"], working_folder)
     titles = [line for line in answer.err.splitlines() if line and not line.startswith(("|", "-"))]

@@ -45,6 +45,7 @@ def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -
     assert expected.format(**results["accuracy"]) in answer.out.splitlines()
 
 
+@pytest.mark.slow
 def test_equal_seeds_of_two_groups_are_compared_and_a_finished_group_is_not_reused() -> None:
     for words in (("--seeds", "0-1"), ("--seeds", "0-2", "--lr", "0.001")):
         assert run_command("train", *SHORT, *words).code == 0

@@ -127,6 +127,7 @@ def test_results_name_the_best_trial_and_a_repeated_command_trains_nothing(fake:
     assert sweep("--epochs", "3", "--batch-size", "8").code == 0 and len(fake) == 5
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_trials_and_a_continued_sweep_draws_new_ones(fake: list[list[str]]) -> None:
     write(seed=1, sampler="random", trials=2)
     assert sweep().code == 0
@@ -138,6 +139,7 @@ def test_the_same_seed_gives_the_same_trials_and_a_continued_sweep_draws_new_one
     assert len({trial.params["model.lr"] for trial in trials()}) == 4
 
 
+@pytest.mark.slow
 def test_a_grid_has_all_combinations_and_conditions_leave_settings_out(fake: list[list[str]]) -> None:
     search = {
         "model.optimizer_options.momentum": {"range": [0.5, 0.9], "step": 0.4, "if": {"model.optimizer": "sgd"}},
@@ -157,6 +159,7 @@ def test_a_grid_has_all_combinations_and_conditions_leave_settings_out(fake: lis
     assert best["data"]["mean"] in search["data.mean"]["choice"]
 
 
+@pytest.mark.slow
 def test_two_objectives_give_a_pareto_front(fake: list[list[str]]) -> None:
     write(objective=["val/accuracy", "train_seconds"], trials=5)
     answer = sweep()
@@ -208,6 +211,7 @@ def test_a_full_disk_ends_the_sweep_and_the_trial_is_continued(fake: list[list[s
     assert sweep().code == 0 and [row["state"] for row in rows()] == ["complete"]
 
 
+@pytest.mark.slow
 def test_a_recipe_without_validation_images_gets_some(fake: list[list[str]]) -> None:
     write(settings={"data.val_size": 0})
     answer = sweep()
@@ -338,6 +342,7 @@ def test_a_database_that_never_answers_is_refused(statement: str, fake: list[lis
     assert not fake
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [

@@ -50,6 +50,7 @@ def test_a_killed_rank_ends_the_others_and_the_lowest_remaining_rank_names_it(ra
     assert ranks[2].wait() == (1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Rank], frozen: int) -> None:
     os.kill(ranks[frozen].pid, signal.SIGSTOP)
@@ -69,6 +70,7 @@ def test_a_run_that_is_suspended_and_continued_as_a_whole_loses_no_rank(ranks: l
     assert [rank.wait() for rank in ranks if rank.process.poll() is not None] == []
 
 
+@pytest.mark.slow
 @two_idle_ranks
 @pytest.mark.parametrize("both", [False, True])
 def test_the_error_of_failing_ranks_is_printed_once(ranks: list[Rank], both: bool) -> None:
@@ -99,6 +101,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_torchrun_and_one_reports_it() -> None:
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).parent}"}
     with subprocess.Popen([sys.executable, "-c", AGENT], stdin=-1, stdout=-1, text=True, env=environment) as torchrun:
@@ -156,6 +159,7 @@ def test_a_rank_that_slept_does_not_report_the_others_as_silent(pair: Pair, monk
     assert (pair.first._look(), pair.second._look()) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_rank_is_stuck_only_if_it_stays_behind_the_others_without_progress(pair: Pair) -> None:
     for first, second in ((0, 0), (1, 0), (1, 1), (2, 1), (2, 2)):
         pair.first.position, pair.second.position = [1, 0, first, 0], [1, 0, second, 0]
@@ -225,6 +229,7 @@ WRONG = b'{"token": "wrong", "rank": 1, "name": "", "machine": ""}\n'
 SECOND_RANK_1 = WRONG.replace(b"wrong", b"token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", WRONG, SECOND_RANK_1, b"half"])
 def test_a_stranger_on_the_port_is_rejected_and_ends_nothing(pair: Pair, text: bytes) -> None:
     with socket.create_connection(("127.0.0.1", pair.first.port), 5) as stranger:

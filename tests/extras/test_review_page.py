@@ -21,6 +21,8 @@ from cifar_lit.cli import main
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 
 

@@ -9,6 +9,8 @@ from browser import Open, Opened
 from extras.serving import Service, picture
 from inference.small_nets import CLASSES
 
+pytestmark = pytest.mark.slow
+
 DROP = """([base64, name, kind, how]) => {
     const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
     const files = new DataTransfer();

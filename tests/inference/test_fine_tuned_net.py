@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contract.command_line import rows_of, run_command
-from extras.serving import running
 from PIL import Image, ImageDraw
 
 import cifar_lit
@@ -76,25 +74,3 @@ def test_classify_and_explain_work_at_its_image_size(run: Path) -> None:
     assert np.ptp(np.asarray(mapped, float) - 0.4 * grey, axis=(0, 1)).max() > 60  # the heat map varies
     classifier = cifar_lit.load(run)
     assert classifier.prepare("photos/test/bars/0.jpg").shape == (1, 3, SIDE, SIDE)
-
-
-@pytest.mark.slow
-def test_the_service_predicts_the_same_as_the_net(run: Path) -> None:
-    pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
-    expected = cifar_lit.load(run).predict("photos/test/bars/0.jpg")[0]
-    with running(run) as service:
-        answer = service.predict(Path("photos/test/bars/0.jpg").read_bytes()).json
-        large = io.BytesIO()
-        photo(1, 0).resize((3000, 2000)).save(large, "JPEG")
-        assert service.predict(large.getvalue()).json["label"] == "discs"
-    assert answer["label"] == expected.label == "bars"
-    assert answer["probability"] == pytest.approx(expected.probability, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_export_to_onnx_agrees_on_its_photos(run: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="pip install 'cifar-lit[export]'")
-    answer = run_command("export", run, "--to", "onnx")
-    assert answer.code == 0, answer.err
-    assert answer.lines[0] == "checking on 8 test images of folder photos"
-    assert "predicted classes agree on 8 of 8" in answer.out

@@ -60,8 +60,8 @@ def on_gpu(placement: str) -> tuple[ImageData, TrainLoader]:
 
 def test_images_on_the_device_give_the_batches_of_the_cpu() -> None:
     data, loader = on_gpu("auto")
-    assert data.placed("train")[0].images.device.type == "cuda"
-    assert (data.placed("train")[1], data.placed("test")[1]) == ("device", "device")
+    assert data.placed("train").images.images.device.type == "cuda"
+    assert (data.placed("train").place, data.placed("test").place) == ("device", "device")
     on_cpu = shapes_data(augment=data.augment).train_dataloader()
     for epoch in (0, 1):
         for each in (loader, on_cpu):
@@ -85,7 +85,7 @@ def test_an_epoch_of_batches_is_transferred_without_synchronisation() -> None:
 
 def test_images_on_the_host_arrive_in_pinned_memory_and_train_the_same_net(monkeypatch: pytest.MonkeyPatch) -> None:
     data, loader = on_gpu("host")
-    assert data.placed("train")[0].images.device.type == "cpu"
+    assert data.placed("train").images.images.device.type == "cpu"
     batches = list(loader)
     assert [len(batch.labels) for batch in batches] == [16] * 6 + [4]
     assert all(batch.images.is_pinned() and batch.labels.is_pinned() for batch in batches)

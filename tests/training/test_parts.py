@@ -71,6 +71,7 @@ def test_two_devices_do_the_same_without_a_warning_about_sync_dist(pair: tuple[s
     assert "sync_dist" not in pair[0]
 
 
+@pytest.mark.slow
 def test_our_classes_score_alike_on_two_devices(pair: tuple[str, Path], alone: dict[str, dict[str, Any]]) -> None:
     both = result_of(pair, "ours", 0)
     assert both["tested"] == pytest.approx(alone["ours"]["tested"], abs=1e-6)

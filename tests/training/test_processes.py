@@ -86,7 +86,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def stages(
     forking: Callable[..., Any], pool: ThreadPoolExecutor, pair_run: object, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Future[tuple[Path, dict[str, list[list[int]]]]]]:
@@ -161,6 +161,7 @@ def test_a_stopped_run_resumes_with_the_command_that_it_prints(tmp_path: Path, a
     assert_same_run(tmp_path, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_in_stages_ends_like_an_uninterrupted_one(
     name: str, stages: Future[tuple[Path, dict[str, list[list[int]]]]], pair: Path, tmp_path: Path

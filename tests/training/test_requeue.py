@@ -22,6 +22,7 @@ WORDS = ["train", *SETTINGS]
 USR1, TERM = str(int(signal.SIGUSR1)), str(int(signal.SIGTERM))
 
 
+@pytest.mark.slow
 def test_slurms_signal_saves_and_requeues_and_the_restarted_job_ends_bit_equal(tmp_path: Path, alone: Path) -> None:
     """The signal comes in the test after the fit. test_processes has a signal within the fit."""
     path = scontrol(tmp_path / "bin")
