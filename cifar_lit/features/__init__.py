@@ -2,7 +2,8 @@
 
 `Trainer(callbacks=[WeightAverage(decay=0.999)])` in Python, `weight_average: {decay: 0.999}` in a recipe, and
 `--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here.
-The callbacks run in this order.
+The callbacks run in this order. jsonargparse reads a class with @final as a group of settings, and others as a
+class_path.
 """
 
 from __future__ import annotations

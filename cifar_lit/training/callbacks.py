@@ -202,6 +202,8 @@ class LiveBar(RichProgressBar):
             return columns
         return [*columns[:3], TimeRemainingColumn(compact=True)]
 
+    # RichProgressBar has no public hook between creating the bar and starting it, nor one for the description.
+
     def _init_progress(self, trainer: pl.Trainer) -> None:
         """Shrink the bar on a narrow terminal, where rich would wrap the metrics."""
         super()._init_progress(trainer)

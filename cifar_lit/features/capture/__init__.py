@@ -208,6 +208,7 @@ class GraphedSteps:
 
     def step(self, closure: Any) -> None:
         """Run a step on `batch`, and store its loss in Lightning's closure, which is not called."""
+        # Lightning reads the result of a step from here. Calling the closure would run the step itself.
         closure._result = ClosureResult(self._step(self.batch))
 
     def rehearse(self, batches: Iterable[TrainingBatch]) -> None:
