@@ -82,6 +82,7 @@ def test_the_last_run_is_the_ordinary_one_and_its_report_shows_the_curve(
     assert "Which classes need images" in ordinary and "<code>train --learning-curve</code> measures" in ordinary
 
 
+@pytest.mark.slow
 def test_a_repeated_command_trains_only_what_is_missing(
     curve: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_wandb_continues_the_run_of_a_killed_and_resumed_training(wandb: Any) ->
     assert_no_secret(RUN)
 
 
+@pytest.mark.slow
 def test_wandb_without_an_account_gets_settings_and_curves_offline(wandb: Any) -> None:
     answer = train("--logger", "wandb", WANDB_PROJECT="mine", WANDB_TAGS="a,b", WANDB_RUN_GROUP="grouped")
     (line,) = [line for line in answer.lines if line.startswith("wandb ")]

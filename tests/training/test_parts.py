@@ -78,6 +78,7 @@ def test_our_classes_score_alike_on_two_devices(pair: tuple[str, Path], alone: d
     assert both["validated"] == pytest.approx(alone["ours"]["validated"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_foreign_module_gets_no_padding_or_empty_batch_on_two_devices(pair: tuple[str, Path]) -> None:
     first, second = (result_of(pair, "our data", rank) for rank in (0, 1))
     assert first["lowest label"] == second["lowest label"] == 0
