@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import pytest
@@ -16,8 +18,11 @@ from inference.odd_files import bomb, scan_bomb
 from inference.small_nets import CLASSES
 from PIL import Image
 from starlette.exceptions import HTTPException
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 import cifar_lit
+from cifar_lit.extras.serve.connections import MAX_CONNECTIONS, LimitedProtocol
 from cifar_lit.extras.serve.images import Images, Limits, parse_body
 
 FORM = "multipart/form-data; boundary=x-y"
@@ -209,3 +214,19 @@ def test_only_local_host_names_and_same_origin_pages_are_answered(service: Servi
         answer = service.predict(picture(), {**JPEG, "Host": "localhost:8000", "Origin": origin})
         assert (answer.status, "pages of other sites" in answer.error) == (403, True), origin
     assert service.predict(picture(), {**JPEG, "Origin": service.url}).status == 200
+
+
+def test_a_new_client_is_never_the_one_that_is_dropped() -> None:
+    async def transports_of_clients(count: int) -> list[Mock]:
+        config, state = Config(Mock(), log_config=None), ServerState()
+        config.load()
+        transports = []
+        for _ in range(count):
+            client = LimitedProtocol(config=config, server_state=state, app_state={})
+            transports.append(Mock(**{"get_extra_info.return_value": None}))
+            client.connection_made(transports[-1])
+            client.deadline += 60  # it sends fast
+        return transports
+
+    transports = asyncio.run(transports_of_clients(MAX_CONNECTIONS + 1))
+    assert [transport.abort.called for transport in transports] == [True] + [False] * MAX_CONNECTIONS

@@ -34,17 +34,19 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.deadline = self.loop.time() + BODY_SECONDS
+        self.deadline = math.inf
         self._is_idle = True  # nothing was received since the last answer
         self._transferred = 0  # bytes since the last look at the deadline
         self._unsent = 0  # bytes of the answer that the system has not accepted yet
 
     def connection_made(self, transport: Any) -> None:
-        """Accept a connection. Drop the slowest one if there are too many."""
+        """Accept a connection. Drop the slowest of the others if there are too many."""
         super().connection_made(transport)
+        self.deadline = self.loop.time() + BODY_SECONDS
         self._timer = self.loop.call_later(TICK_SECONDS, self._tick)
-        if len(self.connections) > MAX_CONNECTIONS:
-            slowest = min(self.connections, key=lambda connection: getattr(connection, "deadline", math.inf))
+        others = self.connections - {self}
+        if len(others) >= MAX_CONNECTIONS:
+            slowest = min(others, key=lambda connection: getattr(connection, "deadline", math.inf))
             slowest.transport.abort()
             self.connections.discard(slowest)
 
