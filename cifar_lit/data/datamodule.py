@@ -125,7 +125,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self._val_size = val_size
         self._placement, self._mean, self._std = placement, mean, std
         self._build_parts()
-        self._train_loader: TrainLoader | None = None
         self._resumed: dict[str, object] | None = None
 
     def __str__(self) -> str:
@@ -133,6 +132,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         return f"{type(self).__name__}({self.dataset!r})"
 
     def _build_parts(self) -> None:
+        self._train_loader: TrainLoader | None = None
         self.parts = SplitImages(self.dataset, self.settings, self._val_size)
         self.placement = Placement(self.parts, self._placement)
         self.preprocessing = Preprocessing(
@@ -341,19 +341,16 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         saved = saved_settings(state_dict)
         may_change = [f"data.{name}" for name in self.may_change]
         changed_settings(saved, self.given, may_change)  # before images are loaded
-        loaded = self.parts
         self._keep_split(state_dict)
-        if self.trainer and self.parts is not loaded:
-            self.setup("fit")  # drops the loader of all images
         changed_settings(saved, self._all_settings, may_change)  # with the statistics of the kept split
         if "position" in state_dict:
             self._resumed = state_dict
 
     def evaluate_split_of(self, state: Mapping[str, object]) -> None:
-        """Use the split of a checkpoint to evaluate it, if the settings of images and split are those of its training.
+        """Use the split of a checkpoint to evaluate it on the images of its training.
 
         Images that were added since are left out, because the split of all images could test on training images. A note
-        reports other changes. Raise UsageError for other classes, whose score would mean nothing.
+        reports other changes, also of the split. Raise UsageError for other classes, whose score would mean nothing.
         """
         try:
             saved = saved_settings(state)
@@ -363,17 +360,15 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             try:
                 self._keep_split(state)
             except UsageError as error:
-                note_once(f"scores may be too high, because images have changed since the training: {error}")
+                note_once(f"scores may be too high, because images or their split have changed: {error}")
         classes = state.get("classes") if isinstance(state, Mapping) else None
         if isinstance(classes, list) and classes != [*self.classes]:
             fault = f"the checkpoint was trained on other classes ({listed(map(str, classes))[:200]}) than these"
             raise UsageError(f"{fault} ({listed(self.classes)}): name the folder of its own data")
 
     def _selects_same_images(self, saved: Mapping[str, object]) -> bool:
-        """Return whether the settings of images and split are those of a checkpoint, except where files come from."""
-        names = {"data.dataset", "data.val_size"}
-        names |= {f"data.{field.name}" for field in fields(self.settings)}
-        names |= {f"data.split.{field.name}" for field in fields(self.settings.split)}
+        """Return whether the settings of the images are those of a checkpoint, except where downloads come from."""
+        names = {"data.dataset", *(f"data.{field.name}" for field in fields(self.settings))}
         names = (names & self.given.keys()) - {"data.url", "data.cache_dir"}
         return all(saved.get(name) == self.given[name] for name in names)
 

@@ -80,11 +80,11 @@ def test_images_that_were_loaded_before_the_checkpoint_are_replaced(photos: Path
     data, resumed = own_data(photos), own_data(photos)
     before, state = sides(data), data.state_dict()
     save_photo(photos / "bee/99.png", 99)
-    assert len(resumed.train_images) + len(resumed.test_images) == 61
+    assert len(resumed.train_loader.indices) + len(resumed.split[1]) + len(resumed.test_images) == 61
     resumed.load_state_dict(state)
     assert sides(resumed) == before
     assert resumed.statistics == data.statistics
-    assert sorted(torch.cat([batch.indices for batch in resumed.train_dataloader()]).tolist()) == data.split[0].tolist()
+    assert sorted(torch.cat([batch.indices for batch in resumed.train_loader]).tolist()) == data.split[0].tolist()
 
 
 def test_rows_added_to_a_table_change_no_side(photos: Path) -> None:
@@ -257,12 +257,15 @@ def test_an_evaluation_uses_the_split_of_the_training(photos: Path, capsys: pyte
     data = own_data(photos)
     before, state = sides(data), data.state_dict()
     add_images(photos)
-    (evaluated := own_data(photos)).evaluate_split_of(state)
+    (evaluated := own_data(photos, cache_dir=str(photos.parent / "other"))).evaluate_split_of(state)
     assert sides(evaluated) == before
     assert "too high" not in capsys.readouterr().err
+    for changed in ({"split": Split(seed=7)}, {"val_size": 0.3}):
+        own_data(photos, **changed).evaluate_split_of(state)
+        assert "scores may be too high, because images or their split have changed" in capsys.readouterr().err
     (photos / "bee/01.png").unlink()
     own_data(photos).evaluate_split_of(state)
-    assert "scores may be too high, because images have changed since" in capsys.readouterr().err
+    assert "have changed: images of this run are missing (1 of" in capsys.readouterr().err
 
 
 def test_an_evaluation_on_other_images_uses_all_of_them(photos: Path) -> None:
