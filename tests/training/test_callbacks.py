@@ -332,3 +332,11 @@ def test_float16_gradients_that_overflow_skip_their_step(tmp_path: Path) -> None
     assert done.global_step == 4 * BATCHES and done.precision_plugin.state_dict()["scale"] < 2.0**26
     assert not same(weights(model), before)
     assert read_checkpoint(tmp_path / "last.ckpt")["epoch"] == 3
+
+
+def test_an_epoch_line_drops_its_last_parts_only_if_it_does_not_fit() -> None:
+    parts = ["epoch 1/2", "train loss 1.0", "0.5 s", "900 images/s"]
+    whole = " · ".join(parts)
+    assert callbacks.fitting(parts, len(whole)) == whole
+    assert callbacks.fitting(parts, len(whole) - 1) == "epoch 1/2 · train loss 1.0 · 0.5 s"
+    assert callbacks.fitting(parts, 3) == "epoch 1/2 · train loss 1.0"

@@ -142,6 +142,19 @@ def test_an_optimizer_by_import_path_is_built_with_its_options() -> None:
             build_optimizer(Whitened(), f"torch.optim.{name}", 0.1, **settings)
 
 
+@pytest.mark.parametrize(("input_lr", "rates"), [(0.1, [0.5, 0.5]), (0.02, [0.02, 0.1])])
+def test_a_function_sets_the_rate_unless_rates_differ_by_depth(input_lr: float, rates: list[float]) -> None:
+    def own_sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.5)
+
+    def regroup(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        groups[0]["lr"] = input_lr
+        return groups
+
+    optimizer = build_optimizer(Whitened(), own_sgd, 0.1, regroup=regroup)
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+
+
 # ---- checkpoints
 
 

@@ -259,6 +259,13 @@ def test_a_late_row_with_a_non_finite_loss_ends_the_fit_before_a_checkpoint(
 
 
 @pytest.mark.usefixtures("late")
+def test_with_accumulated_gradients_the_step_of_a_late_non_finite_loss_is_the_optimizers() -> None:
+    watch = LambdaCallback(on_train_start=lambda _, model: model.watch_losses())
+    with pytest.raises(NotFiniteLoss, match=r"^the loss is not finite at step 1 of epoch 0$"):
+        fitted(classifier(), broken_data(3), LateRows(), watch, accumulate_grad_batches=2, log_every_n_steps=1)
+
+
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("stop", [3, 7, 8, 10])
 def test_a_resumed_run_logs_each_late_row_once(stop: int, tmp_path: Path) -> None:
     def run(resume: Path | None = None, stop: int = -1) -> list[Any]:
