@@ -369,6 +369,8 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     def _selects_same_images(self, saved: Mapping[str, object]) -> bool:
         """Return whether the settings of the images are those of a checkpoint, except where downloads come from."""
         names = {"data.dataset", *(f"data.{field.name}" for field in fields(self.settings))}
+        if self.train_images.names is None:  # Another split leaves the test images of a named data set where they are.
+            names |= {"data.val_size", *(f"data.split.{field.name}" for field in fields(self.settings.split))}
         names = (names & self.given.keys()) - {"data.url", "data.cache_dir"}
         return all(saved.get(name) == self.given[name] for name in names)
 
