@@ -356,7 +356,9 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             saved = saved_settings(state)
         except UsageError:  # a checkpoint of another program or version
             saved = {}
-        if self._selects_same_images(saved):
+        record = state.get("split") if isinstance(state, Mapping) else None
+        has_names = isinstance(record, Mapping) and "rows" in record
+        if self._selects_same_images(saved, has_names):
             try:
                 self._keep_split(state)
             except UsageError as error:
@@ -366,10 +368,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             fault = f"the checkpoint was trained on other classes ({listed(map(str, classes))[:200]}) than these"
             raise UsageError(f"{fault} ({listed(self.classes)}): name the folder of its own data")
 
-    def _selects_same_images(self, saved: Mapping[str, object]) -> bool:
+    def _selects_same_images(self, saved: Mapping[str, object], has_names: bool) -> bool:
         """Return whether the settings of the images are those of a checkpoint, except where downloads come from."""
         names = {"data.dataset", *(f"data.{field.name}" for field in fields(self.settings))}
-        if self.train_images.names is None:  # Another split leaves the test images of a named data set where they are.
+        if not has_names:  # Another split does not move the test images of a published data set.
             names |= {"data.val_size", *(f"data.split.{field.name}" for field in fields(self.settings.split))}
         names = (names & self.given.keys()) - {"data.url", "data.cache_dir"}
         return all(saved.get(name) == self.given[name] for name in names)
