@@ -148,9 +148,15 @@ class Trials:
                 time.sleep(POLL)
                 optuna.storages.fail_stale_trials(self.study)
             else:
-                return
+                break
+        self._record_seconds()  # A time limit may have passed after the last trial recorded its end.
         if self.fault:
             raise self.fault
+
+    def _record_seconds(self) -> None:
+        """Store the time that all commands of the sweep have taken so far."""
+        seconds = max(time.monotonic() - self.start, self.study.user_attrs.get("seconds", 0))
+        self.study.set_user_attr("seconds", seconds)
 
     def _run(self, trial: Trial) -> list[float]:
         """Run an attempt of a trial on the devices of a free worker."""
@@ -170,7 +176,7 @@ class Trials:
 
     def _after(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Enqueue an interrupted trial again, or print the line of a finished one."""
-        study.set_user_attr("seconds", max(time.monotonic() - self.start, study.user_attrs.get("seconds", 0)))
+        self._record_seconds()
         error = trial.user_attrs.get("error", "")
         if trial.state == TrialState.FAIL and not error:
             RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES)(study, trial)
