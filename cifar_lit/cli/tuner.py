@@ -128,7 +128,8 @@ class RangeTest(Callback):
         with trainer.precision_plugin.forward_context(), torch.no_grad():
             loss = float(torch.stack([pl_module.training_step(batch, 0) for batch in self._probe]).mean())
         self.losses.append(loss)
-        trainer.should_stop = not loss <= BLOWN_UP * min(self.losses) or len(self.losses) == len(self.factors)
+        has_diverged = math.isnan(loss) or loss > BLOWN_UP * min(self.losses)
+        trainer.should_stop = has_diverged or len(self.losses) == len(self.factors)
 
 
 def learning_rate(model: ImageClassifier, data: ImageData, make_trainer: MakeTrainer) -> float:

@@ -245,8 +245,9 @@ def _open(url: str, start: int) -> tuple[Any, int, int]:
         raise _MirrorError("a web page instead of the file")
     if getattr(response, "status", None) != 206:  # the server does not know Range, or the file is local
         start = 0
-    length = getattr(response, "length", None) or 0
-    return response, start, start + length if length else 0
+    length = getattr(response, "length", None)
+    total = start + length if length else 0
+    return response, start, total
 
 
 def _size(path: Path) -> int:

@@ -110,7 +110,8 @@ class _Reader:
             folders, images = self.contents(path)
             if len(folders) != 1 or len(images) > 1:
                 return path
-            ((name, (inner, *_)),) = folders.items()
+            name = next(iter(folders))
+            inner = folders[name][0]
             if stop(name) or not _inner_folders(inner):
                 return path
             path = inner

@@ -96,19 +96,27 @@ def agree_on_port(store: Store, rank: int, world: int, restarts: int, limit: flo
 
     if rank > 0:
         write(f"hello/{rank}", [token, restarts])
-        while token not in (answer := read("answer", {"acknowledged": []}))["acknowledged"]:
+        answer = read("answer", {"acknowledged": []})
+        while token not in answer["acknowledged"]:
             wait()
+            answer = read("answer", {"acknowledged": []})
         write(f"confirmed/{rank}", answer["token"])
-        while (agreed := read("agreed", {"token": ""}))["token"] != answer["token"]:
+        agreed = read("agreed", {"token": ""})
+        while agreed["token"] != answer["token"]:
             wait()
+            agreed = read("agreed", {"token": ""})
         return agreed["port"], agreed["restarts"]
     others = range(1, world)
-    hellos = None
+    answered = None
     while any(read(f"confirmed/{other}", "") != token for other in others):
-        if hellos != (hellos := [read(f"hello/{other}", ["", 0]) for other in others]):
+        hellos = [read(f"hello/{other}", ["", 0]) for other in others]
+        if hellos != answered:
             write("answer", {"token": token, "acknowledged": [hello for hello, _ in hellos]})
+            answered = hellos
         wait()
-    counts = [restarts, *(read(f"hello/{other}", None)[1] for other in others), int(read("agreed", None) is not None)]
+    counts = [restarts, *(read(f"hello/{other}", None)[1] for other in others)]
+    if read("agreed", None) is not None:  # from before a restart
+        counts.append(1)
     port = free_port()
     write("agreed", {"token": token, "port": port, "restarts": max(counts)})
     return port, max(counts)

@@ -85,13 +85,15 @@ class OwnClients:
         host = ",".join(headers.getlist("host")).lower()  # two headers make an invalid name
         # Browsers send Origin, except with a GET from a page of the same site. Behind a TLS proxy it is https.
         is_own_page = {*headers.getlist("origin")} <= {f"http://{host}", f"https://{host}"}
-        app = self.app
+        answer = self.app
         if not self._is_own_name(host):
             remedy = "use the address that the console shows, or start it with --host and that name"
-            app = error_response(400, f"this service does not answer to {host[:80]!r}: {remedy}")
+            answer = error_response(400, f"this service does not answer to {host[:80]!r}: {remedy}")
         elif scope["method"] not in ("GET", "HEAD") and not is_own_page:
-            app = error_response(403, "pages of other sites may not use this service: use its own page, or a program")
-        await app(scope, receive, send)
+            answer = error_response(
+                403, "pages of other sites may not use this service: use its own page, or a program"
+            )
+        await answer(scope, receive, send)
 
     def _is_own_name(self, host: str) -> bool:
         """Return whether a Host header, with any port, names this machine. Strangers may own other *.localhost."""

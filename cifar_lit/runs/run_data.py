@@ -157,7 +157,9 @@ class RunData:
     def __init__(self, model: Path, card: ModelCard, data_dir: str | None = None) -> None:
         self.card, self.data_dir = card, data_dir
         run = model.parent
-        self.values = data_settings(run, card, None, data_dir) or data_settings(run, card, "folder", data_dir)
+        self.values = data_settings(run, card, None, data_dir)
+        if not self.values:  # without a config.yaml
+            self.values = data_settings(run, card, "folder", data_dir)
         self.dataset = str(self.values.get("dataset", "folder"))
         names = {field.name for field in fields(SourceSettings)}
         source = {name: value for name, value in self.values.items() if name in names}

@@ -233,9 +233,10 @@ def _newest_run(logs: Path, needs_test: bool | None, first: bool) -> Path:
         if is_finished(run, needs_test) or not newest_checkpoint(run).is_file():
             continue
         if run != newest and first:
-            state = "has no checkpoint"
             if is_finished(newest, needs_test):
                 state = "is finished"
+            else:
+                state = "has no checkpoint"
             note(f"resuming {display_path(run)}: the newest run, {display_path(newest)}, {state}")
         return run
     return newest

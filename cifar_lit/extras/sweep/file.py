@@ -23,13 +23,12 @@ from cifar_lit.cli.trust import further_files
 from cifar_lit.errors import UsageError, check_choice, first_line, nearest
 from cifar_lit.plugins import check_allowed
 from cifar_lit.runs.config_file import check_choices, plain_values
-from cifar_lit.text import NOT_A_FILE_NAME, is_file_name
+from cifar_lit.text import NOT_A_FILE_NAME, duration_seconds, is_file_name
 from cifar_lit.training.metrics import value_names
 
 KEYS = ("name", "recipe", "settings", "search", "objective", "sampler", "pruner", "trials", "time", "seed")
 FIGURES = ("train/loss", "train/accuracy", "train_seconds", "images_per_second", "parameters")  # besides val/ metrics
 SPLIT = ("data.val_size", "data.split.seed", "data.split.folds", "data.split.fold")
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_GRID = 1000  # trials
 Direction = Literal["minimize", "maximize"]
 
@@ -103,10 +102,10 @@ class SweepFile:
             raise UsageError("objective names one metric, or two without a pruner (pruner: none) for a Pareto front")
         self.seconds = math.inf
         if "time" in content:
-            duration = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(content["time"]))
-            if not duration:
+            seconds = duration_seconds(str(content["time"]))
+            if seconds is None:
                 raise UsageError(f"time must be a duration such as 90m or 2h, not {content['time']}")
-            self.seconds = float(duration[1]) * UNITS[duration[2]]
+            self.seconds = seconds
         self.seed = _whole_number("seed", content.get("seed", 0), 0)
         self.trials: float = 40
         if "trials" in content:
