@@ -94,7 +94,7 @@ def train(words: Sequence[str]) -> Metrics:
             process.wait()
         if process.returncode:
             errors.seek(0)
-            raise as_error(process.returncode, errors.read(), "the training")
+            raise as_error(process.returncode, errors.read())
         runs = [path.parent for path in Path(logs).glob("*/metrics.json")]
         if len(runs) != 1:
             raise Failure(f"the training left {len(runs)} results, not 1: leave out flags that shorten or repeat it")

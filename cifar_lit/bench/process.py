@@ -49,9 +49,9 @@ def ask_to_stop(process: subprocess.Popen[str], number: int = signal.SIGTERM) ->
     process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", number))
 
 
-def as_error(code: int, stderr: str, what: str) -> Failure | UsageError:
-    """Return the error of a failed cifar-lit command, with the last line of stderr as text."""
-    lines = [f"{what} ended with exit code {code}", *stderr.strip().splitlines()]
+def as_error(code: int, stderr: str) -> Failure | UsageError:
+    """Return the error of a failed training, with the last line of stderr as text."""
+    lines = [f"the training ended with exit code {code}", *stderr.strip().splitlines()]
     line = lines[-1].removeprefix("cifar-lit: ")
     if code == 2:
         return UsageError(line)

@@ -65,12 +65,13 @@ def _summed_products(images: Tensor, patch: int) -> Tensor:
     return torch.bmm(patches, patches.mT).sum(0)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
-HEAD_POOLS = ("max", "avg")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+PATCH = 2  # side of the whitened patches in pixels; the first layer has 2 · channels · PATCH² filters
 SWITCHES = ("residual", "pad_input", "whiten_bias")
 MAX_DEPTH = 100  # convolutions in a group
 MAX_SIDE = 7  # pixels, of a kernel
 NORM_EPS = 1e-12  # airbench's value; only avoids a division by 0
+NORM_MOMENTUM = 0.4  # weight of the current batch in the running statistics of the norms
 
 
 @dataclass(frozen=True)
@@ -84,31 +85,20 @@ class WhitenedOptions:
             shrinks the feature maps by a pixel.
         residual: in each group, add the output of the first convolution before the last activation.
         inner: for each group, channels of the convolutions between its first and its last. None: the group's width.
-        patch: side of the whitened patches in pixels. The first layer has 2 · channels · patch² filters.
-        stride: stride of the first layer. A stride of 2 with patches of 4 pixels halves the resolution and saves time.
         pad_input: pad the input of the first layer with zeros to a multiple of four channels, as GPU tensor cores
             require. The logits are the same up to rounding.
         whiten_bias: train the bias of the first layer. With false, no gradient is computed at full resolution, which
             saves a tenth of the time on a CPU.
-        activation: gelu, silu or relu.
-        head_pool: global pooling before the head, max or avg.
-        norm_momentum: weight of the current batch in the running statistics of the norms.
-        logit_scale: factor of the logits (1/9 in airbench's recipe for SGD). None: 1 / last width, and the weights of
-            the head start with a standard deviation of 1 (airbench's recipe for Muon).
+        activation: gelu or silu.
     """
 
     widths: list[int] = field(default_factory=lambda: [64, 256, 256])
     depth: int | list[int | list[int]] = 2
     residual: bool = False
     inner: list[int] | None = None
-    patch: int = 2
-    stride: int = 1
     pad_input: bool = False
     whiten_bias: bool = True
     activation: str = "gelu"
-    head_pool: str = "max"
-    norm_momentum: float = 0.4
-    logit_scale: float | None = None
 
     def __post_init__(self) -> None:
         groups = len(self.widths) if isinstance(self.widths, list) else 0
@@ -123,12 +113,7 @@ class WhitenedOptions:
             ("depth", valid_sides, f"made of kernel sides from 1 to {MAX_SIDE} pixels, all odd except the first"),
             ("inner", self.inner is None or _are_counts(self.inner, groups), f"null, or {channels}"),
             *((name, isinstance(getattr(self, name), bool), "true or false") for name in SWITCHES),
-            ("patch", _is_count(self.patch), "a positive integer"),
-            ("stride", _is_count(self.stride) and self.stride <= self.patch, f"from 1 to {self.patch} (patch) pixels"),
             ("activation", self.activation in tuple(ACTIVATIONS), f"one of {', '.join(ACTIVATIONS)}"),
-            ("head_pool", self.head_pool in HEAD_POOLS, f"one of {', '.join(HEAD_POOLS)}"),
-            ("norm_momentum", _is_positive(self.norm_momentum) and self.norm_momentum <= 1, "above 0 and at most 1"),
-            ("logit_scale", self.logit_scale is None or _is_positive(self.logit_scale), "a number above 0, or null"),
         ]
         for name, valid, rule in rules:
             if not valid:
@@ -143,11 +128,6 @@ class WhitenedOptions:
         """The kernel sides of each group in pixels."""
         depths = self.depth if isinstance(self.depth, list) else [self.depth] * len(self.widths)
         return [depth if isinstance(depth, list) else [3] * depth for depth in depths]
-
-    @property
-    def padding(self) -> int:
-        """Padding of the first layer in pixels: 0 for 2×2 patches, as in airbench. Strides divide the sides exactly."""
-        return (self.patch - 1) // 2 if self.stride == 1 else (self.patch - self.stride + 1) // 2
 
 
 OPTIONS = tuple(WhitenedOptions.__dataclass_fields__)
@@ -166,17 +146,13 @@ def _are_sides(sides: list[Any]) -> bool:
     return counts and max(sides) <= MAX_SIDE and all(side % 2 for side in sides[1:])
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < float("inf")
-
-
 def min_size(**options: Any) -> int:
     """Return the smallest height and width for which at least one pixel remains after the last group."""
     settings = WhitenedOptions(**options)
     side = 1
     for first_kernel, *_ in reversed(settings.kernels):
         side = 2 * side + (first_kernel + 1) % 2
-    return max(settings.patch, (side - 1) * settings.stride + settings.patch - 2 * settings.padding)
+    return side + PATCH - 1
 
 
 class WhitenedNet(nn.Module):
@@ -206,8 +182,8 @@ class WhitenedNet(nn.Module):
     ) -> None:
         super().__init__()
         settings = WhitenedOptions(**options)
-        filters = 2 * channels * settings.patch**2
-        self.whiten = nn.Conv2d(channels, filters, settings.patch, stride=settings.stride, padding=settings.padding)
+        filters = 2 * channels * PATCH**2
+        self.whiten = nn.Conv2d(channels, filters, PATCH)
         self.whiten.weight.requires_grad_(False)
         nn.init.zeros_(cast("Tensor", self.whiten.bias)).requires_grad_(settings.whiten_bias)
         self.register_buffer("whitened", torch.tensor(False))
@@ -218,11 +194,10 @@ class WhitenedNet(nn.Module):
         groups = zip([filters, *widths], widths, inner, settings.kernels, strict=False)
         self.groups = nn.Sequential(*(Group(*group, settings) for group in groups))
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
-        self.pool = settings.head_pool
-        self.logit_scale = settings.logit_scale or 1 / widths[-1]
-        if settings.logit_scale is None:
-            with torch.no_grad():
-                self.head.weight.div_(self.head.weight.std())
+        # As in airbench's recipe for Muon: weights of standard deviation 1, and logits scaled by the width.
+        self.logit_scale = 1 / widths[-1]
+        with torch.no_grad():
+            self.head.weight.div_(self.head.weight.std())
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of normalised images."""
@@ -232,7 +207,7 @@ class WhitenedNet(nn.Module):
             maps = self._whitened(images.type(self.whiten.weight.dtype))
         maps = maps.detach() if self.bias_is_final else maps
         maps = self.groups(self.activation(_to_autocast_dtype(maps)))
-        pooled = F.max_pool2d(maps, maps.shape[2:]) if self.pool == "max" else maps.mean((2, 3))
+        pooled = F.max_pool2d(maps, maps.shape[2:])
         with _no_autocast(images):
             logits: Tensor = self.head(pooled.flatten(1).type(self.head.weight.dtype))
             return logits * self.logit_scale
@@ -247,12 +222,12 @@ class WhitenedNet(nn.Module):
         if not self.zero_channels:
             return self.whiten(images)
         padded, weight = (F.pad(tensor, (0, 0, 0, 0, 0, self.zero_channels)) for tensor in (images, self.whiten.weight))
-        return F.conv2d(padded, weight, self.whiten.bias, self.whiten.stride, self.whiten.padding)
+        return F.conv2d(padded, weight, self.whiten.bias)
 
     @torch.no_grad()
     def initialise(self, images: Tensor) -> None:
         """Compute the first layer's filters from normalised float images (N, channels, height, width)."""
-        self.whiten.weight.copy_(whitening_filters(images, self.whiten.kernel_size[0]))
+        self.whiten.weight.copy_(whitening_filters(images, PATCH))
         self.whitened.fill_(True)
 
 
@@ -270,7 +245,7 @@ class Group(nn.Module):
         shapes = list(zip(sources, [*sources[1:], outputs], kernels, strict=True))
         self.convs = nn.ModuleList(nn.Conv2d(*shape, padding=(shape[2] - 1) // 2, bias=False) for shape in shapes)
         self.norms = nn.ModuleList(
-            nn.BatchNorm2d(units, eps=NORM_EPS, momentum=options.norm_momentum) for _, units, _ in shapes
+            nn.BatchNorm2d(units, eps=NORM_EPS, momentum=NORM_MOMENTUM) for _, units, _ in shapes
         )
         self.activation = ACTIVATIONS[options.activation]
         self.residual = options.residual and depth > 1

@@ -11,8 +11,6 @@ from typing import Any
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
@@ -24,7 +22,6 @@ COLUMNS = (
     "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
     "test/loss", "test/accuracy", "val/balanced_accuracy", "val/macro_f1", "test/balanced_accuracy", "test/macro_f1",
 )  # fmt: skip
-MAIN_SETTINGS = ("recipe", "net", "lr", "optimizer")  # first columns of TensorBoard's hparams tab
 # Settings shown in TensorBoard's hparams tab.
 COMPARED = (
     "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
@@ -141,15 +138,6 @@ def _is_before(row: Mapping[str, str], step: int) -> bool:
         return False
 
 
-def _put_main_settings_first(experiment: Summary) -> None:
-    """Mark the main settings as differing between runs, because TensorBoard shows such settings first."""
-    plugin_data = experiment.value[0].metadata.plugin_data
-    content = HParamsPluginData.FromString(plugin_data.content)
-    for setting in content.experiment.hparam_infos:
-        setting.differs = setting.name in MAIN_SETTINGS
-    plugin_data.content = content.SerializeToString()
-
-
 class TensorBoardCurves(TensorBoardLogger):
     """TensorBoard's event file in the run folder, with settings and scores for the hparams tab.
 
@@ -181,9 +169,7 @@ class TensorBoardCurves(TensorBoardLogger):
             if scores and self._settings is not None:
                 # The settings and the names of the scores must be written before the first score.
                 names = [f"test/{score}" for score in scores] + [f"val/{score}" for score in scores]
-                experiment, *session = hparams(self._settings, dict.fromkeys(names, 0))
-                _put_main_settings_first(experiment)
-                for summary in (experiment, *session):
+                for summary in hparams(self._settings, dict.fromkeys(names, 0)):
                     self.experiment._get_file_writer().add_summary(summary)
                 self._settings = None
             super().log_metrics(scalars, step)

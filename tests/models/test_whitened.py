@@ -52,10 +52,10 @@ def test_the_default_net_has_the_layers_of_airbench94() -> None:
         module.register_forward_hook(lambda _module, _inputs, output: sides.append(output.shape[2:]))
     assert net(random_images(32)).shape == (6, 10)
     assert [tuple(side) for side in sides] == [(31, 31), (15, 15), (7, 7), (3, 3)]
-    assert (net.activation, net.pool, net.logit_scale) == (F.gelu, "max", 1 / 256)
+    assert (net.activation, net.logit_scale) == (F.gelu, 1 / 256)
 
 
-def reference_logits(net: Any, images: Tensor, activation: Any, residual: bool, head_pool: str) -> Tensor:
+def reference_logits(net: Any, images: Tensor, activation: Any, residual: bool) -> Tensor:
     """Return the logits of the net in evaluation mode, computed layer by layer from its weights."""
 
     def normalise(maps: Tensor, norm: nn.BatchNorm2d) -> Tensor:
@@ -72,25 +72,24 @@ def reference_logits(net: Any, images: Tensor, activation: Any, residual: bool, 
         for conv, norm in list(zip(group.convs, group.norms, strict=True))[1:]:
             maps = normalise(conv2d(maps, conv.weight), norm)
             maps = activation(maps + before if residual and conv is group.convs[-1] else maps)
-    pooled = maps.amax((2, 3)) if head_pool == "max" else maps.mean((2, 3))
-    return pooled @ net.head.weight.T
+    return maps.amax((2, 3)) @ net.head.weight.T / net.head.in_features
 
 
 @pytest.mark.parametrize(
-    ("activation", "depth", "residual", "head_pool"),
+    ("activation", "depth", "residual"),
     [
-        ("gelu", 1, False, "max"),
-        ("relu", 2, True, "max"),
-        ("silu", 3, True, "avg"),
-        ("gelu", [3, 1], True, "avg"),
-        ("silu", [[3, 1, 1], [2, 5]], True, "max"),
+        ("gelu", 1, False),
+        ("gelu", 2, True),
+        ("silu", 3, True),
+        ("gelu", [3, 1], True),
+        ("silu", [[3, 1, 1], [2, 5]], True),
     ],
 )
-def test_the_net_computes_its_documented_layers(activation: str, depth: Any, residual: bool, head_pool: str) -> None:
-    net = build(**TINY, activation=activation, depth=depth, residual=residual, head_pool=head_pool, logit_scale=0.25)
+def test_the_net_computes_its_documented_layers(activation: str, depth: Any, residual: bool) -> None:
+    net = build(**TINY, activation=activation, depth=depth, residual=residual)
     net, images = with_statistics(net), random_images(seed=9)
     with torch.no_grad():
-        expected = 0.25 * reference_logits(net, images, getattr(F, activation), residual, head_pool)
+        expected = reference_logits(net, images, getattr(F, activation), residual)
         torch.testing.assert_close(net(images), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -118,16 +117,9 @@ def test_pad_input_changes_neither_logits_nor_gradients(channels: int, further: 
     assert net.zero_channels == further
 
 
-@pytest.mark.parametrize(("patch", "stride", "first"), [(3, 1, 32), (4, 2, 16), (4, 4, 8)])
-def test_the_stride_sets_the_resolution_of_the_first_layer(patch: int, stride: int, first: int) -> None:
-    net = build(size=32, widths=[8], patch=patch, stride=stride)
-    net.initialise(random_images(32))
-    assert net.whiten(random_images(32)).shape == (6, 6 * patch**2, first, first)
-
-
 @pytest.mark.parametrize(
     ("options", "least"),
-    [({}, 9), ({"widths": [8] * 3, "patch": 4, "stride": 2}, 16), ({"widths": [8, 8], "depth": [1, [2, 3]]}, 7)],
+    [({}, 9), ({"widths": [8] * 2}, 5), ({"widths": [8, 8], "depth": [1, [2, 3]]}, 7)],
 )
 def test_the_smallest_image_size_follows_from_the_options(options: dict[str, Any], least: int) -> None:
     assert build(size=least, **options)(random_images(least)).shape == (6, 5)
@@ -141,9 +133,9 @@ def test_the_smallest_image_size_follows_from_the_options(options: dict[str, Any
 
 @pytest.mark.parametrize("whiten_bias", [True, False])
 def test_only_whitening_weights_and_norm_scales_are_frozen(whiten_bias: bool) -> None:
-    net = build(**TINY, norm_momentum=0.443, whiten_bias=whiten_bias)
+    net = build(**TINY, whiten_bias=whiten_bias)
     for norm in (norm for group in net.groups for norm in group.norms):  # the values of airbench
-        assert (norm.eps, norm.momentum) == (1e-12, 0.443)
+        assert (norm.eps, norm.momentum) == (1e-12, 0.4)
         assert torch.equal(norm.weight, torch.ones_like(norm.weight)) and not norm.bias.any()
     net(random_images()).square().sum().backward()
     norms = {f"groups.{group}.norms.{place}.weight" for group in (0, 1) for place in (0, 1)}
@@ -164,22 +156,18 @@ def test_convolutions_start_as_the_identity_on_their_common_channels(widths: lis
             assert others.abs().max() <= bound and float(others.std()) == pytest.approx(bound / 3**0.5, rel=0.1)
 
 
-def test_the_logit_scale_sets_the_initial_head() -> None:
-    scaled, plain = build(widths=[8, 64]).eval(), build(widths=[8, 64], logit_scale=1.0).eval()
-    assert float(scaled.head.weight.detach().std()) == pytest.approx(1, rel=1e-5)
-    assert float(plain.head.weight.detach().std()) == pytest.approx((3 * 64) ** -0.5, rel=0.1)  # torch's default
-    plain.load_state_dict(scaled.state_dict())
-    torch.testing.assert_close(scaled(random_images()), plain(random_images()) / 64)
+def test_the_head_starts_with_a_standard_deviation_of_1() -> None:
+    assert float(build(widths=[8, 64]).head.weight.detach().std()) == pytest.approx(1, rel=1e-5)
 
 
-@pytest.mark.parametrize(("channels", "patch"), [(3, 2), (1, 3)])
-def test_initialise_sets_the_whitening_filters_and_a_flag_in_the_state_dict(channels: int, patch: int) -> None:
-    net, other = (build(channels=channels, patch=patch, **TINY).to(memory_format=torch.channels_last) for _ in "12")
+@pytest.mark.parametrize("channels", [3, 1])
+def test_initialise_sets_the_whitening_filters_and_a_flag_in_the_state_dict(channels: int) -> None:
+    net, other = (build(channels=channels, **TINY).to(memory_format=torch.channels_last) for _ in "12")
     images = random_images(channels=channels)
     net.initialise(images)
-    assert torch.equal(net.whiten.weight, whitening_filters(images, patch))
+    assert torch.equal(net.whiten.weight, whitening_filters(images, 2))
     assert net.whiten.weight.is_contiguous(memory_format=torch.channels_last) and not net.whiten.weight.requires_grad
-    assert torch.equal(net.whiten.bias, torch.zeros(2 * channels * patch**2))
+    assert torch.equal(net.whiten.bias, torch.zeros(8 * channels))
     assert net.whitened and not other.whitened
     other.load_state_dict(net.state_dict())
     assert other.whitened
@@ -265,11 +253,7 @@ def test_under_autocast_the_first_and_last_layer_stay_in_float32() -> None:
             {"residual": True, "depth": 1},
             "residual needs two convolutions in a group: set depth above 1",
         ),
-        ({"patch": 2.5}, "patch must be a positive integer, not 2.5"),
-        ({"stride": 3}, "stride must be from 1 to 2 (patch) pixels, not 3"),
-        ({"activation": "glu"}, "activation must be one of gelu, silu, relu, not 'glu'. Did you mean gelu?"),
-        ({"head_pool": "mean"}, "head_pool must be one of max, avg, not 'mean'"),
-        ({"logit_scale": float("nan")}, "logit_scale must be a number above 0, or null, not nan"),
+        ({"activation": "glu"}, "activation must be one of gelu, silu, not 'glu'. Did you mean gelu?"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(options: dict[str, Any], line: str) -> None:

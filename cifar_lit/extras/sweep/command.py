@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 
 from cifar_lit.bench.commands import BenchParser
 from cifar_lit.cli.flags import LOGS
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import UsageError, check_packages
 
 DESCRIPTION = """Search settings with Optuna. FILE.yaml names the recipe, the settings to search and the objective:
 
@@ -41,8 +40,7 @@ def sweep(argv: list[str]) -> None:
     options, words = parser.parse_known_args(argv)
     if options.confirm < 0 or options.confirm == 1 or options.grace < 1:
         raise UsageError("--confirm needs 2 seeds or more, or 0 for no confirmation; --grace needs 1 second or more")
-    if find_spec("optuna") is None:
-        raise Failure('sweep needs a missing package (optuna): pip install "cifar-lit[sweep]"')
+    check_packages("sweep", ("optuna",), "sweep")
     from cifar_lit.cli.quiet import quieten
 
     quieten()

@@ -252,7 +252,7 @@ class Trials:
             return
         if ending:
             raise ending
-        error = as_error(code, (folder / "errors.txt").read_text("utf-8", errors="replace"), "the training")
+        error = as_error(code, (folder / "errors.txt").read_text("utf-8", errors="replace"))
         if "disk is full" in str(error):
             raise error
         if " is writing " in str(error):  # by the training of a killed command
