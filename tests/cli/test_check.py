@@ -18,11 +18,15 @@ from cifar_lit.hardware import Machine
 GPU = Machine("a CPU", 4, False, (("H200", 2**37),), gpu_bf16=True)
 
 
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "BATCH", 8)
+
+
 def test_a_working_device_is_listed_with_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     # Probe the CPU in this process: in its own it would take half a minute.
     probes = {"machine": check.run_probe, "cpu": check.try_device}
     monkeypatch.setattr(check, "run_probe", lambda target: probes[target](target))
-    monkeypatch.setattr(check, "BATCH", 8)
     answer = run_command("devices", "--check", "--accelerator", "cpu")
     assert (answer.code, answer.err) == (0, "")
     (line,) = answer.out.splitlines()
@@ -94,7 +98,6 @@ def test_a_gpu_is_checked_in_its_default_precision(monkeypatch: pytest.MonkeyPat
         trained.append(dtype)
         return train("cpu", dtype)
 
-    monkeypatch.setattr(check, "BATCH", 4)
     monkeypatch.setattr(check, "train", train_on_the_cpu)
     monkeypatch.setattr(check, "detect_machine", lambda: Machine("", 1, False, (("T4", 1),), gpu_fp16=True))
     assert " · float16 " in check.try_device("cuda:0")
@@ -105,6 +108,5 @@ def test_a_gpu_is_checked_in_its_default_precision(monkeypatch: pytest.MonkeyPat
 def test_a_device_that_computes_wrong_numbers_fails(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gelu, factors = torch.nn.functional.gelu, {torch.float32: factor}
     monkeypatch.setattr(torch.nn.GELU, "forward", lambda self, x: gelu(x) * factors.get(x.dtype, 1))
-    monkeypatch.setattr(check, "BATCH", 8)
     with pytest.raises(Failure, match=r"wrong losses in float32: off by .*, where 1e-04 is allowed"):
         check.try_device("cpu")

@@ -96,20 +96,15 @@ def test_auto_lr_scales_all_rates(data: ImageData, monkeypatch: pytest.MonkeyPat
 
 def test_parameter_groups_keep_the_ratio_of_their_rates(data: ImageData) -> None:
     rates: list[list[float]] = []
-    read = LambdaCallback(on_before_zero_grad=lambda trainer, model, optimizer: rates.append(rates_of(optimizer)))
-    model = make_model(
-        0.02,
-        optimizer="muon",
-        optimizer_options={"head_lr": 2.0},
-        schedule="cosine",
-        schedule_options={"warmup_epochs": 1},
-    )
-    fit_copy(model, data, partial(make_trainer, read), RangeTest([0.5, 1.0, 1.0]), max_epochs=2)
+
+    def read(trainer: pl.Trainer, model: ImageClassifier, optimizer: torch.optim.Optimizer) -> None:
+        rates.append([group["lr"] for group in optimizer.param_groups])
+
+    schedule: dict[str, Any] = {"schedule": "cosine", "schedule_options": {"warmup_epochs": 1}}
+    model = make_model(0.02, optimizer="muon", optimizer_options={"head_lr": 2.0}, **schedule)
+    make = partial(make_trainer, LambdaCallback(on_before_zero_grad=read))
+    fit_copy(model, data, make, RangeTest([0.5, 1.0, 1.0]), max_epochs=2)
     assert [sorted(set(step)) for step in rates[1:]] == [[0.01, 1.0], [0.02, 2.0]]  # after the first two steps
-
-
-def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [group["lr"] for group in optimizer.param_groups]
 
 
 def test_gradients_of_several_batches_are_one_step_of_the_search(data: ImageData) -> None:
