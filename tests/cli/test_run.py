@@ -196,7 +196,9 @@ def test_the_calibration_error_is_reported_with_and_without_temperature(run_dir:
     assert f"{calibration['tempered_error']:.3f}" in page
 
 
-def test_a_run_without_validation_images_uses_the_temperature_of_its_recipe(working_folder: Path) -> None:
+def test_without_validation_images_the_recipe_gives_the_temperature_and_test_images_the_reject_scores(
+    working_folder: Path,
+) -> None:
     losses = []
     for number, words in enumerate(((), ("--model.temperature", "0.5")), 1):
         assert run_command(*ONE_EPOCH, "--data.val_size", "0", *words).code == 0
@@ -207,12 +209,16 @@ def test_a_run_without_validation_images_uses_the_temperature_of_its_recipe(work
         if not words:
             assert (calibration["temperature"], calibration["tempered_error"]) == (None, None)
             assert loaded.card.temperature is None and "There is no temperature" in page
+            images = ImageData(**config_of(run)["data"]).test_images.images.permute(0, 3, 1, 2)
+            assert loaded.card.reject == pytest.approx(reject_scores(novelty(loaded(images))), abs=1e-4)
     assert losses[0] == losses[1]  # losses are without it
     assert loaded.card.temperature == calibration["temperature"] == 0.5
     assert calibration["tempered_error"] != calibration["error"] > 0
     assert "(T = 0.50, from model.temperature)" in page
     answer = run_command("test", "--config", NEW_RUN / "config.yaml", "--ckpt_path", NEW_RUN / "checkpoints/last.ckpt")
     assert answer.code == 0, answer.err
+    assert run_command("fit", *ONE_EPOCH, "--data.val_size", "0", "--logs", "fit").code == 0
+    assert cifar_lit.load("fit/small-1").card.reject is None  # `fit` sees no test image
 
 
 def test_the_temperature_of_a_recipe_is_used_if_there_are_few_validation_images(working_folder: Path) -> None:
@@ -225,16 +231,6 @@ def test_the_temperature_of_a_recipe_is_used_if_there_are_few_validation_images(
         assert (card.temperature == 0.5) == (val_size == "19")
         assert card.reject is not None  # the test images, or the validation images
         assert ("(T = 0.50, from model.temperature)" in (run / "report.html").read_text()) == (val_size == "19")
-
-
-def test_without_validation_images_the_scores_for_reject_come_from_the_test_images(working_folder: Path) -> None:
-    assert run_command(*ONE_EPOCH, "--data.val_size", "0").code == 0
-    loaded = cifar_lit.load(NEW_RUN)
-    settings = {**config_of(NEW_RUN)["data"]}
-    images = ImageData(**settings).test_images.images.permute(0, 3, 1, 2)
-    assert loaded.card.reject == pytest.approx(reject_scores(novelty(loaded(images))), abs=1e-4)
-    assert run_command("fit", *ONE_EPOCH, "--data.val_size", "0").code == 0  # sees no test image
-    assert cifar_lit.load("lightning_logs/small-2").card.reject is None
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "21", "nan", "0.01", "warm"])
