@@ -271,10 +271,7 @@ def test_a_sweep_of_the_same_name_with_other_settings_is_refused(fake: list[list
         ({"search": {"model.lr": {"range": [-1, 0.5]}}}, "the learning rate must be above 0"),
         ({"search": {"model.lr": {"choice": []}}}, "search: model.lr: name one space"),
         ({"search": {"model.optimizer": {"choice": ["sgd", "sdg"]}}}, "sdg"),
-        (
-            {"search": {"model.lr": {"log": [0.1, 0.2], "if": {"model.net": "lenet"}}}},
-            "must have these choices",
-        ),
+        ({"search": {"model.lr": {"log": [0.1, 0.2], "if": {"model.net": "lenet"}}}}, "must have these choices"),
         ({"search": {"data.val_size": {"range": [0.1, 0.2]}}}, "the same validation images"),
         ({"settings": {"model.lr": 0.1}}, "it is fixed"),
         ({"objective": "test/accuracy"}, "objective must be one of val/accuracy"),
@@ -380,11 +377,7 @@ def test_rows_of_a_database_that_no_sweep_writes_are_refused(statement: str, fak
         (("--storage", "nowhere"), 2, "--storage is not the URL"),
         (("--storage", "sqlite://"), 2, "--storage names a database that workers can share"),
         (("--storage", "sqlite:///a.db?password=secret"), 2, "its password is in ~/.pgpass"),
-        (
-            ("--storage", "sqlite:////nowhere/a.db"),
-            1,
-            "/nowhere/a.db: unable to open database file. Fix that",
-        ),
+        (("--storage", "sqlite:////nowhere/a.db"), 1, "/nowhere/a.db: unable to open database file. Fix that"),
         (("--config", "small.yaml"), 2, "takes its recipe from the file"),
     ],
 )
