@@ -194,7 +194,7 @@ class WhitenedNet(nn.Module):
         groups = zip([filters, *widths], widths, inner, settings.kernels, strict=False)
         self.groups = nn.Sequential(*(Group(*group, settings) for group in groups))
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
-        # As in airbench's recipe for Muon: weights of standard deviation 1, and logits scaled by the width.
+        # airbench's recipe for Muon: weights of standard deviation 1, and logits scaled by the width.
         self.logit_scale = 1 / widths[-1]
         with torch.no_grad():
             self.head.weight.div_(self.head.weight.std())
