@@ -104,6 +104,13 @@ def limit_busy_waiting(sleep_at_once: bool = False) -> None:
         os.environ.update(dict.fromkeys(SPIN_LIMITS, "0"))
 
 
+def has_amx() -> bool:
+    """Return whether the CPU has Intel's matrix units."""
+    import torch
+
+    return torch.cpu._is_amx_tile_supported()  # no public name
+
+
 def detect_machine() -> Machine:
     """Return the devices of this machine."""
     import torch
@@ -125,7 +132,7 @@ def detect_machine() -> Machine:
     return Machine(
         cpu=_cpu_name(),
         threads=core_count(),
-        bf16=torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),  # no public names
+        bf16=torch.cpu._is_avx512_bf16_supported() or has_amx(),  # no public name
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
         gpu_bf16=bool(gpus) and (is_rocm or oldest >= 8),
         gpu_fp16=bool(gpus) and (is_rocm or oldest >= 7) and not lacks_cores,

@@ -27,6 +27,7 @@ from cifar_lit.data.preprocessing import normalise, shrink
 from cifar_lit.errors import UsageError
 from cifar_lit.features.resolutions import side_at
 from cifar_lit.hardware import choose_precision, detect_machine
+from cifar_lit.memory import keep_freed_memory
 from cifar_lit.models.tta import view_logits
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.text import duration_text, note
@@ -107,6 +108,7 @@ def train(part: tuple[str, float, dict[str, Any], int]) -> tuple[str, tuple[floa
     """
     name, seconds, settings, seed = part
     torch.set_num_threads(1)
+    keep_freed_memory()
     sides = (settings.get("resolutions") or {}).get("sides", {})
     resolutions = {int(side): share for side, share in sides.items()}
     data, model = build(settings["model"], {**settings["data"], "val_size": HELD_OUT, "seed": seed})
