@@ -27,7 +27,7 @@ from lightning.pytorch.loggers import Logger
 from cifar_lit import hardware
 from cifar_lit.cli import trust
 from cifar_lit.cli.errors import PARSER_SETTINGS, long_flags, parsed
-from cifar_lit.cli.flags import AUTO, LOGS, OWN, SHORT, Command, arguments, recipe_path
+from cifar_lit.cli.flags import AUTO, DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
 from cifar_lit.cli.tuner import SEARCHED, scaled, search
@@ -70,7 +70,6 @@ from cifar_lit.training.optimizers import OPTIMIZERS
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers
 from cifar_lit.training.schedules import ScheduleSettings
 
-DEFAULT_RECIPES = {"gpu": "fast94", "bf16": "laptop", "cpu": "laptop91"}  # bf16: CPUs with bfloat16 instructions
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
 # torch's limit of 30 minutes would also count the time for which a scheduler suspends all ranks.
 WATCHED_TIMEOUT = timedelta(days=7)
@@ -213,13 +212,7 @@ class TrainingCLI(LightningCLI):
             return run / "config.yaml"
         if command.configs or command.asks_only:
             return None
-        machine = hardware.detect_machine()
-        if machine.gpus and command.value("trainer.accelerator") != "cpu":
-            command.recipe = DEFAULT_RECIPES["gpu"]
-        elif machine.bf16:
-            command.recipe = DEFAULT_RECIPES["bf16"]
-        else:
-            command.recipe = DEFAULT_RECIPES["cpu"]
+        command.recipe = DEFAULT_RECIPES[machine_kind(command.value("trainer.accelerator"))]
         return recipe_path(command.recipe)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]

@@ -105,6 +105,7 @@ AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
+DEFAULT_RECIPES = {"gpu": "fast94", "bf16": "laptop", "cpu": "laptop91"}  # bf16: CPUs with bfloat16 instructions
 RECIPES = Path(__file__).parent.parent / "recipes"
 GROUPS = ("--data.augment", "--data.split")
 NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
@@ -163,6 +164,16 @@ class Command:
     def value(self, flag: str) -> str | None:
         """Return the last value of a long flag; None if it is not given."""
         return next(reversed(self.values(flag)), None)
+
+
+def machine_kind(accelerator: str | None = None) -> str:
+    """Return the kind of this machine, a key of `DEFAULT_RECIPES`. accelerator: "cpu" ignores the GPUs."""
+    from cifar_lit.hardware import detect_machine  # imports torch
+
+    machine = detect_machine()
+    if machine.gpus and accelerator != "cpu":
+        return "gpu"
+    return "bf16" if machine.bf16 else "cpu"
 
 
 def recipe_names() -> list[str]:

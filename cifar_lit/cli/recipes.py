@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from cifar_lit.cli import flags
 from cifar_lit.cli.console import for_tables
 from cifar_lit.errors import UsageError
 from cifar_lit.text import say
+
+# Columns of training times by the kind of machine, see `flags.machine_kind`: title, and name in the headers.
+TIMES = {"bf16": ("CPU, bf16", "CPU with bf16"), "cpu": ("CPU", "CPU without"), "gpu": ("GPU", "GPU")}
 
 
 def list_recipes(argv: list[str]) -> None:
@@ -26,16 +30,31 @@ def list_recipes(argv: list[str]) -> None:
         for path in paths:
             say(*path.read_text().splitlines())
         return
-    # Without column lines, the table fits 100 columns. At 80, only descriptions are wrapped.
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("recipe", "what", "accuracy", "data", "time", "measured on"):
-        table.add_column(title, no_wrap=title != "what")
+    kind = flags.machine_kind()
+    default = flags.DEFAULT_RECIPES[kind]
+    rows = []
     for name in flags.recipe_names():
         header = recipe_header(flags.recipe_path(name))
+        accuracy, data, times = measured(header)
+        texts = [f"{times[column]:,.0f} s" if column in times else "–" for column in TIMES]
+        title = f"{name} *" if name == default else name
         what = header[0].removeprefix(f"{name} — ")
-        table.add_row(name, what, *measured(header))
+        rows.append((times.get(kind, math.inf), (title, what, accuracy, data, *texts)))
+    # Without column lines, the table fits 100 columns. At 80, only descriptions are wrapped.
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("recipe", "what", "accuracy", "data"):
+        table.add_column(title, no_wrap=title != "what")
+    for title, _ in TIMES.values():
+        table.add_column(title, no_wrap=True, justify="right")
+    for _, row in sorted(rows):
+        table.add_row(*row)
     for_tables().print(table)
-    say("", "train:    python scripts/train.py --recipe NAME", "details:  cifar-lit recipes NAME")
+    say(
+        "",
+        f"* the default here. Training times: two cores or one GPU; sorted by those of this machine, {TIMES[kind][0]}.",
+        "train:    python scripts/train.py --recipe NAME",
+        "details:  cifar-lit recipes NAME",
+    )
 
 
 def recipe_header(path: Path) -> list[str]:
@@ -48,20 +67,21 @@ def recipe_header(path: Path) -> list[str]:
     return lines
 
 
-def measured(header: list[str]) -> tuple[str, str, str, str]:
-    """Return accuracy, data set, training time and hardware from the header of a recipe."""
+def measured(header: list[str]) -> tuple[str, str, dict[str, float]]:
+    """Return accuracy, data set, and training times in seconds by kind of machine from the header of a recipe."""
     fields = {}
     for line in header:
         name, _, value = line.partition(":")
         fields[name] = value.strip()
     score, _, details = fields["Score"].partition("; ")
     if score.startswith("not measured"):
-        return "–", "–", "–", "not yet"
+        return "–", "–", {}
     if score.startswith("as "):
-        return score, score, score, score
+        return score, score, {}
     accuracy = score.partition(" (")[0]
     data = fields.get("Data", details).partition(",")[0]
-    seconds = float(fields["Time"].partition(" s")[0])
-    threads = re.search(r"(\d+) threads?", fields["Hardware"])
-    hardware = f"{threads[1]} CPU threads" if threads else fields["Hardware"].partition(", ")[0]
-    return accuracy, data, f"{seconds:.0f} s", hardware
+    times = {}
+    for kind, (_, phrase) in TIMES.items():
+        if found := re.search(rf"([\d.,]+) s on a {phrase}(;|$)", fields["Times"]):
+            times[kind] = float(found[1].replace(",", ""))
+    return accuracy, data, times

@@ -24,6 +24,7 @@ from script import run_script
 
 from cifar_lit.bench.commands import BENCHES
 from cifar_lit.bench.report import FEW, machine_text, spread, spread_text
+from cifar_lit.cli.recipes import TIMES
 from cifar_lit.errors import UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
@@ -215,14 +216,19 @@ def _source(
 
 
 def updated_header(text: str, root: Path) -> str:
-    """Return a recipe with current score, time, hardware and date, if its header names a JSON file."""
-    file = re.search(r"^# File: +(\S+)$", text, re.MULTILINE)
-    if not file:
+    """Return a recipe with current score, times, hardware and date, if its header names JSON files.
+
+    The first file has all of these, further ones only the time on another kind of machine.
+    """
+    files = [root / file for file in re.findall(r"^# File: +(\S+)$", text, re.MULTILINE)]
+    if not files:
         return text
+    name = re.findall(r"\w+", text)[0]
     fields = dict.fromkeys(("Score", "Time", "Hardware", "Date"), UNMEASURED)
-    if (root / file[1]).exists():
-        name = re.findall(r"\w+", text)[0]
-        fields = header_fields(name, read_figures(root / file[1]))
+    if files[0].exists():
+        fields = header_fields(name, read_figures(files[0]))
+    times = [time_text(name, read_figures(file)) for file in files if file.exists()]
+    fields["Times"] = "; ".join(times) or UNMEASURED
     for field, value in fields.items():
         text = re.sub(rf"^# {field}: .*$", f"# {field}:".ljust(12) + value, text, count=1, flags=re.MULTILINE)
     return text
@@ -331,6 +337,20 @@ def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
     if texts.get("start to result", "–") != "–":
         time += f"; {texts['start to result']} from process start to result"
     return {"Score": score, "Time": time, "Hardware": f"{_machine(figures)}, {first['precision']}", "Date": date}
+
+
+def time_text(name: str, figures: Mapping[str, Any]) -> str:
+    """Return the training time of a recipe and the kind of machine, as `cifar-lit recipes` reads it."""
+    first = figures
+    if figures.get("bench") == "recipe":
+        runs = figures["recipes"][name]["runs"]
+        first, seconds = runs[0], texts_of(runs)["training time"]
+    else:
+        seconds = _run_texts(figures)["training time"]
+    kind = "gpu"
+    if first["accelerator"] == "cpu":
+        kind = "bf16" if "bf16" in first["precision"] else "cpu"
+    return f"{seconds.partition(' s')[0]} s on a {TIMES[kind][1]}"
 
 
 def _machine(figures: Mapping[str, Any]) -> str:

@@ -195,6 +195,13 @@ def test_an_unmeasured_recipe_gets_the_figures_of_its_file(tmp_path: Path) -> No
     content = (RESULTS / "cpu/recipe-fast94.json").read_text().replace('"fast94"', '"fast95"')
     (tmp_path / "results/gpu/fast95.json").write_text(content)
     assert "# Score:    93.08 ± 0.20 % (n = 3)" in table.updated_header(header, tmp_path)
+    further = json.loads(content)
+    for number, run in enumerate(further["recipes"]["fast95"]["runs"]):
+        run |= {"accelerator": "cuda", "seconds": 1500 + number, "first": False}
+    (tmp_path / "results/gpu/more.json").write_text(json.dumps(further))
+    both = f"{header}# File:     results/gpu/more.json\n# Times:    1 s\n"
+    times = "# Times:    435.7 s on a CPU with bf16; 1,501 s on a GPU"
+    assert times in table.updated_header(both, tmp_path).splitlines()
     gpu = table.table_text(TABLES["gpu"], tmp_path / "results", tmp_path)
     assert "| `fast95` | 95 % with TTA | 93.08 ± 0.20 % (n = 3) |" in gpu and "| `fast96` | 96 % with TTA | not" in gpu
 
