@@ -33,8 +33,8 @@ WHAT = (
     "tutorial and some steps of every recipe, at each of its image sizes, take turns, so that other load on the "
     "machine affects all of them. Times of whole epochs follow from their numbers of batches."
 )
-EPOCHS = 10  # of the tutorial
-BATCHES = 100  # of the tutorial in a round: training batches, and a fifth as many test batches
+EPOCHS = 10  # the tutorial trains for ten
+BATCHES = 100  # training batches of the tutorial in a round, with a fifth as many test batches
 WARM_UP, STEPS = 2, 5  # steps at each image size in a round
 UNIT = "unit: ten epochs of the tutorial with their tests"
 
