@@ -16,6 +16,7 @@ from torch import Tensor
 from cifar_lit.cli.flags import recipe_names, recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features.capture import GraphedSteps
+from cifar_lit.models import strips
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.training.classifier import ImageClassifier
 
@@ -23,6 +24,12 @@ SETTINGS: dict[str, Any] = {name: plain_values(recipe_path(name)) for name in re
 CAPTURED = [name for name, settings in SETTINGS.items() if settings.get("capture")]
 # The other captured recipes differ from these in widths, lengths and data sets only.
 DIFFERENT = ["fast94", "fast97", "resnet18_30", pytest.param("wrn28_10", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def _no_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for a GPU. On a CPU with AMX, steps that are not compiled would round differently."""
+    monkeypatch.setattr(strips, "has_amx", lambda: False)
 
 
 @pytest.fixture
