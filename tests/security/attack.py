@@ -13,7 +13,8 @@ from cifar_lit.cli import main
 
 # The user's own files, beside the runs.
 OUTSIDE = {"Documents/letter.txt": "dear friend", "notes.txt": "mine", ".ssh/config": "Host *"}
-MAX_CPU_SECONDS, MAX_MEGABYTES = 1.0, 100.0  # for a refusal; accepted input has no limit
+# For a refusal; accepted input has no limit. A busy machine takes twice as long as a quiet one.
+MAX_CPU_SECONDS, MAX_MEGABYTES = 3.0, 100.0
 
 
 @dataclass(frozen=True)
