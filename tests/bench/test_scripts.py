@@ -15,6 +15,7 @@ import profile_step
 import pytest
 import step
 import torch
+import units
 import variants
 from limit import Kind
 from loops import BareLoop
@@ -41,6 +42,13 @@ SMALL = "--accelerator cpu --dataset shapes --data.count 90 --json f.json"
 def test_loops_are_measured_in_alternating_rounds(module: ModuleType, line: str, label: str) -> None:
     run_module("script.py", module, f"{line} {SMALL}".split())
     assert json.loads(Path("f.json").read_text())["headline"][label]["n"] == 2
+
+
+def test_units_are_the_seconds_of_a_training_over_those_of_the_tutorial() -> None:
+    run_module("script.py", units, ["quickstart", "--dataset", "shapes", "--rounds", "1", "--json", "f.json"])
+    values = {label: value["median"] for label, value in json.loads(Path("f.json").read_text())["headline"].items()}
+    expected = values["quickstart: training"] / values[units.UNIT]
+    assert values["quickstart: units"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_bare_loop_computes_the_weights_of_the_trainer(small_subject: Any) -> None:
