@@ -19,7 +19,6 @@ from cifar_lit.models.registry import build_net
 
 WITHOUT_TORCH = """
 import sys
-from dataclasses import replace
 from cifar_lit.cli import main
 lines = ["--help", "--version", "recipes quickstart", "trian", "fit --recipe quikstart", "train --epochs"]
 codes = [main(line.split()) for line in lines]

