@@ -101,7 +101,7 @@ def test_requests_without_the_token_from_other_sites_and_invalid_decisions_are_r
 def test_labels_are_reviewed_with_keys_and_buttons(review: Review, open_page: Open) -> None:
     opened = open_page(review.url)
     page = opened.page
-    page.wait_for_selector("#review:not([hidden])")
+    page.wait_for_selector("[aria-busy=false] #review:not([hidden])")
     images = review.images
     assert len(images) == 30
     first = images[0]
@@ -156,7 +156,7 @@ def test_the_page_fits_its_window_and_shows_where_the_focus_is(
     review: Review, open_page: Open, width: int, height: int, scheme: str
 ) -> None:
     opened = open_page(review.url, width=width, height=height, scheme=scheme)
-    opened.page.wait_for_selector("#review:not([hidden])")
+    opened.page.wait_for_selector("[aria-busy=false] #review:not([hidden])")
     assert (opened.overflow, opened.low_contrasts) == (0, [])
     bottom = "document.getElementById('nearest').getBoundingClientRect().bottom"
     assert opened.page.evaluate(bottom) <= height  # the most similar images are visible without scrolling
@@ -181,7 +181,7 @@ def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(tmp_pat
     (run / "config.yaml").write_text(yaml.safe_dump({"data": settings}))
     with reviewing(run, "--trust") as review:
         opened = open_page(review.url, width=390)
-        opened.page.wait_for_selector("#review:not([hidden])")
+        opened.page.wait_for_selector("[aria-busy=false] #review:not([hidden])")
         assert opened.overflow == 0
         for count, digit in enumerate("20", 1):
             opened.page.keyboard.press(digit)
