@@ -10,6 +10,7 @@ import argparse
 import atexit
 import csv
 import html
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -38,6 +40,7 @@ from cifar_lit import ImageData
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.augment import Augment
 from cifar_lit.runs.figures import augmented_sample, confusion_matrix, gallery
+from cifar_lit.stats import SHARE, mean_interval
 
 ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs" / "pictures", ROOT / "results" / "pictures"
@@ -187,6 +190,37 @@ def draw_mistakes() -> None:
     save(mistakes(16, columns=8), DOCS / "mistakes.png")
 
 
+def draw_cpu_record() -> None:
+    """Accuracy over training time in units, with 95 % intervals, of all entries of the CPU record."""
+
+    def figures(name: str) -> dict[str, Any]:
+        return dict(json.loads((ROOT / "results" / "cpu" / f"{name}.json").read_text(encoding="utf-8")))
+
+    figure, axes = plt.subplots(figsize=(WIDTH, 4.2))
+    tables = yaml.safe_load((ROOT / "results" / "tables.yaml").read_text(encoding="utf-8"))
+    for part, filled in zip(tables["cpu-record"]["parts"], (True, False), strict=True):
+        units = re.findall(r"<(\S+) \| {0}: units>", part["cells"][1])[0]
+        for (name,) in part["rows"]:
+            time = figures(units)["headline"][f"{name}: units"]["median"]
+            runs = figures(f"recipe-{name}")["recipes"][name]["runs"]
+            plain, views = [run["accuracy"] for run in runs], [run["views"]["accuracy"] for run in runs]
+            for scores, colour in ((plain, BLUE), (views, ORANGE)):
+                mean = mean_interval(scores, SHARE)
+                height = 100 * mean["mean"]
+                limits = None
+                if mean["low"] is not None:
+                    limits = [[height - 100 * mean["low"]], [100 * mean["high"] - height]]
+                axes.errorbar(time, height, limits, fmt="o", color=colour, mfc=colour if filled else "white", capsize=2)
+            axes.annotate(name, (time, 100 * np.mean(plain)), xytext=(6, -9), textcoords="offset points")
+    for colour, label in ((BLUE, "test accuracy"), (ORANGE, "with test-time augmentation")):
+        axes.plot([], [], "o", color=colour, label=label)
+    axes.plot([], [], "o", color="grey", mfc="white", label="earlier and other recipes")
+    axes.set(xlabel="training time in units (ten epochs of the tutorial)", ylabel="%", xlim=(0, None))
+    axes.grid()
+    axes.legend(loc="lower right")
+    save(pixels_of(figure), RESULTS / "cpu-record.png")
+
+
 # ---- Pictures of pages
 
 
@@ -280,6 +314,7 @@ PICTURES = {
     **{"first-run": draw_first_run, "classes": draw_classes, "pixels": draw_pixels, "augmentation": draw_augmentation},
     **{"curves": draw_curves, "confusion": draw_confusion, "mistakes": draw_mistakes, "terminal": draw_terminal},
     **{"report": draw_report, "serve": draw_serve, "tensorboard": draw_tensorboard, "review": draw_review},
+    "cpu-record": draw_cpu_record,
 }
 
 

@@ -55,7 +55,7 @@ def compare(words: list[str]) -> None:
     """Compare runs; raise UsageError if there are none."""
     parser = command_parser("compare", DESCRIPTION)
     add = parser.add_argument
-    add("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/laptop-*', or a folder of runs")
+    add("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/cpu91-*', or a folder of runs")
     add("--plot", type=str | None, default=None, help="draw the learning curves of all runs into this PNG file")
     add("--csv", type=str | None, default=None, help="write a row for each run to this file (- for standard output)")
     add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")

@@ -88,7 +88,7 @@ class RunRecord:
 def find_runs(names: Sequence[str]) -> list[Path]:
     """Return the run folders selected by `names`, without repetitions.
 
-    A name is a run folder, a folder of runs, or a pattern such as `logs/laptop-*`. A folder without any run is returned
+    A name is a run folder, a folder of runs, or a pattern such as `logs/cpu91-*`. A folder without any run is returned
     as it is, and `read_run` reports that it is broken. Raise UsageError for a name that matches no folder.
     """
     runs: dict[Path, Path] = {}
@@ -119,7 +119,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _sorted_folders(paths: Iterable[Path]) -> list[Path]:
-    """Return the folders among paths, laptop-2 before laptop-10."""
+    """Return the folders among paths, cpu91-2 before cpu91-10."""
     folders = [path for path in paths if path.is_dir()]
     return sorted(folders, key=lambda folder: natural_key(folder.name))
 

@@ -79,7 +79,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "fast95": FAST,
     "fast96": FAST,
     "folder": (),
-    "laptop": WHITENED,
+    "cpu91": WHITENED,
     "lenet": ("--batch-size", "4"),
     "quickstart": ("--data.val_size", "19"),
     "quickstart+ema": ("--data.val_size", "19", "--weight_average.decay", "0.9", "--trainer.gradient_clip_val", "0.5"),

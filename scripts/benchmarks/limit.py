@@ -46,7 +46,7 @@ CONVOLUTIONS = {aten.convolution.default: 1, aten.convolution_backward.default: 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this measurement."""
-    recipes = ["laptop", "laptop90", "fast94"]
+    recipes = ["cpu91", "cpu92", "fast94"]
     parser.add_argument("--recipes", nargs="+", default=recipes, metavar="NAME", help="packaged recipes or YAML files")
     parser.add_argument("--precisions", nargs="+", default=list(AUTOCAST), choices=AUTOCAST, help="precisions")
     parser.add_argument("--steps", type=int, default=1, help="steps in a round; use 20 on a GPU")

@@ -1,4 +1,4 @@
-"""Profile a recipe's training step: python scripts/benchmarks/profile_step.py --recipe laptop."""
+"""Profile a recipe's training step: python scripts/benchmarks/profile_step.py --recipe cpu91."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overhead of the Trainer in a recipe's training steps: python scripts/benchmarks/step.py --recipe laptop."""
+"""Overhead of the Trainer in a recipe's training steps: python scripts/benchmarks/step.py --recipe cpu91."""
 
 from __future__ import annotations
 

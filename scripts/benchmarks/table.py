@@ -266,12 +266,14 @@ def short(text: str) -> str:
 
 
 def figure_texts(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Return all figures of a file by label. Labels of recipes begin with the name: `laptop: training`."""
+    """Return all figures of a file by label. Labels of recipes begin with the name: `cpu91: training`."""
     if figures.get("bench") == "recipe":
         entries = {name: texts_of(entry["runs"]) for name, entry in figures["recipes"].items()}
         return {f"{name}: {label}": text for name, texts in entries.items() for label, text in texts.items()}
     if "bench" in figures:
         units = figures["unit"]
+        if figures["bench"] == "variants" and "runs" in figures:
+            return variant_texts(figures["runs"])
         return {label: spread_text(value, units.get(label, "")) for label, value in figures["headline"].items()}
     return _run_texts(figures)
 
@@ -300,6 +302,20 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
         "peak memory": peak,
     }
+
+
+def variant_texts(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+    """Return the mean held-out accuracy of each variant, and its mean difference to the unchanged recipe, by seed."""
+    base = {run["seed"]: run["accuracy"] for run in runs["unchanged"]}
+    texts = {}
+    for name, same in runs.items():
+        texts[f"{name}: held-out accuracy"] = mean_text([run["accuracy"] for run in same])
+        mean = mean_interval([run["accuracy"] - base[run["seed"]] for run in same])
+        limits = limits_text(mean, "+.2f", 0.01)
+        texts[f"{name}: difference"] = (
+            f"{100 * mean['mean']:+.2f} points (n = {mean['n']}{'; ' if limits else ''}{limits})"
+        )
+    return texts
 
 
 def mean_text(fractions: Sequence[float]) -> str:

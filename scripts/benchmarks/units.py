@@ -1,4 +1,4 @@
-"""Training time of recipes in units, the tutorial's ten epochs: python scripts/benchmarks/units.py laptop."""
+"""Training time of recipes in units, the tutorial's ten epochs: python scripts/benchmarks/units.py cpu91."""
 
 from __future__ import annotations
 

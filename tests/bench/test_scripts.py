@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,6 @@ from timed_fit import Stopwatch, fit, model_settings
 from training import recorded_graphs
 
 from cifar_lit.bench.commands import run_module
-from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.features import capture as captured
 
@@ -111,14 +109,21 @@ def test_settings_of_a_model_are_read_as_in_a_training() -> None:
             model_settings(flags.split())
 
 
-def test_a_variant_chooses_its_images_at_the_start_of_each_epoch() -> None:
-    data = ImageData("shapes", count=40, image_size=8, val_size=0, batch_size=10)
-    rows = data.split[0]
-    choices = (rows, rows[:20], rows[5:15])
-    batches = variants.batches(data, iter(choices).__next__)
-    indices = torch.cat([batch[2] for batch in islice(batches, 4 + 2 + 1)])
-    for epoch, choice in zip(indices.split([40, 20, 10]), choices, strict=True):
-        assert torch.equal(epoch.sort().values, choice)
+def test_variants_are_compared_seed_by_seed_on_held_out_images_and_a_finished_training_is_not_repeated() -> None:
+    Path("v.json").write_text('{"small": ["--batch-size", "10"]}')
+    line = ["v.json", "--recipe", "quickstart", "--held-out", "100", "--json", "f.json"]
+    line += ["--data.count", "300", "--epochs", "2", "--accelerator", "cpu"]
+    run_module("script.py", variants, [*line, "--runs", "1"])
+    first = json.loads(Path("f.json").read_text())["runs"]
+    run_module("script.py", variants, [*line, "--runs", "2"])
+    figures = json.loads(Path("f.json").read_text())
+    runs = figures["runs"]
+    assert {name: same[:1] for name, same in runs.items()} == first  # their seconds would differ
+    assert [[one["seed"] for one in same] for same in runs.values()] == [[0, 1], [0, 1]]
+    pairs = zip(runs["unchanged"], runs["small"], strict=True)
+    differences = sorted(100 * (small["accuracy"] - unchanged["accuracy"]) for unchanged, small in pairs)
+    headline = figures["headline"]["small: difference"]
+    assert (headline["n"], headline["low"], headline["high"]) == (2, *map(pytest.approx, differences))
 
 
 # ---- limit.py

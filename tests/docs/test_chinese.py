@@ -19,10 +19,10 @@ COUNTERPARTS = {
 }
 # Only about downloads in China. No command is left out of a Chinese page.
 ONLY_CHINESE = {
-    f"python scripts/train.py --recipe laptop --data.url {MIRROR}/cifar/cifar-10-python.tar.gz",
+    f"python scripts/train.py --recipe cpu91 --data.url {MIRROR}/cifar/cifar-10-python.tar.gz",
     f"python scripts/train.py --recipe laptop100 --data.url {MIRROR}/cifar/cifar-100-python.tar.gz",
     f"python scripts/train.py --recipe fashion_cnn --data.url {MIRROR}/fashion_mnist/",
-    "python scripts/train.py --recipe laptop --data-dir datasets",
+    "python scripts/train.py --recipe cpu91 --data-dir datasets",
 }
 
 

@@ -55,9 +55,9 @@ SMALL_NET = {
 }
 AVERAGED = "--weight_average.decay 0.9 --data.val_size 20"
 RECIPES = {  # whitened nets under Muon
-    "laptop (growing images, mirrored views), bfloat16": shortened("laptop", "bf16-mixed"),
-    "laptop, float32, averaged weights, the best of them": shortened("laptop", f"32-true {AVERAGED}"),
-    "laptop, bfloat16, two processes": shortened("laptop", "bf16-mixed", processes=2),
+    "cpu91 (growing images, mirrored views), bfloat16": shortened("cpu91", "bf16-mixed"),
+    "cpu91, float32, averaged weights, the best of them": shortened("cpu91", f"32-true {AVERAGED}"),
+    "cpu91, bfloat16, two processes": shortened("cpu91", "bf16-mixed", processes=2),
     "fast94 (all views), float32": shortened("fast94", "32-true --trainer.log_every_n_steps 5"),
     "fast94, bfloat16, images from workers": shortened("fast94", f"bf16-mixed {WORKERS}"),
 }

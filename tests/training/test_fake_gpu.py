@@ -58,7 +58,7 @@ def image_data(settings: dict[str, Any], images: ImageSet) -> ImageData:
     return data
 
 
-# Left out: fast94, laptop or resnet18 with other widths, lengths or data sets.
+# Left out: fast94, cpu91 or resnet18 with other widths, lengths or data sets.
 REPEATS = ("fast95", "fast96", "fast97", "fast100", "laptop100", "resnet18_c100", "resnet18_30_c100", "wrn28_10_c100")
 RECIPES = [name for name in recipe_names() if name not in REPEATS]
 
