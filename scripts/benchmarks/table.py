@@ -218,17 +218,24 @@ def _source(
 def updated_header(text: str, root: Path) -> str:
     """Return a recipe with current score, times, hardware and date, if its header names JSON files.
 
-    The first file has all of these, further ones only the time on another kind of machine.
+    The first file has all of these, further ones only the time on a kind of machine. Times by units.py take precedence,
+    because those of different machines and days cannot be compared.
     """
     files = [root / file for file in re.findall(r"^# File: +(\S+)$", text, re.MULTILINE)]
     if not files:
         return text
     name = re.findall(r"\w+", text)[0]
     fields = dict.fromkeys(("Score", "Time", "Hardware", "Date"), UNMEASURED)
+    measured = [read_figures(file) for file in files if file.exists()]
     if files[0].exists():
-        fields = header_fields(name, read_figures(files[0]))
-    times = [time_text(name, read_figures(file)) for file in files if file.exists()]
-    fields["Times"] = "; ".join(times) or UNMEASURED
+        fields = header_fields(name, measured[0])
+    in_units = [figures for figures in measured if figures.get("bench") == "units"]
+    if in_units:
+        texts = {label: short(text) for label, text in figure_texts(in_units[0]).items()}
+        fields["Time"] = f"{texts[f'{name}: typical training']}; {texts[f'{name}: units']} the tutorial's ten epochs"
+        fields["Hardware"] = f"{_machine(in_units[0])}, {in_units[0]['settings']['precision']}"
+    times = dict(kind_and_time(name, figures) for figures in measured)
+    fields["Times"] = "; ".join(f"{time} on a {TIMES[kind][1]}" for kind, time in times.items()) or UNMEASURED
     for field, value in fields.items():
         text = re.sub(rf"^# {field}: .*$", f"# {field}:".ljust(12) + value, text, count=1, flags=re.MULTILINE)
     return text
@@ -355,18 +362,20 @@ def header_fields(name: str, figures: Mapping[str, Any]) -> dict[str, str]:
     return {"Score": score, "Time": time, "Hardware": f"{_machine(figures)}, {first['precision']}", "Date": date}
 
 
-def time_text(name: str, figures: Mapping[str, Any]) -> str:
-    """Return the training time of a recipe and the kind of machine, as `cifar-lit recipes` reads it."""
-    first = figures
-    if figures.get("bench") == "recipe":
+def kind_and_time(name: str, figures: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the kind of machine and the training time of a recipe, as `cifar-lit recipes` reads it."""
+    if figures.get("bench") == "units":
+        first = {"accelerator": "cpu", "precision": figures["settings"]["precision"]}
+        time = figure_texts(figures)[f"{name}: typical training"]
+    elif figures.get("bench") == "recipe":
         runs = figures["recipes"][name]["runs"]
-        first, seconds = runs[0], texts_of(runs)["training time"]
+        first, time = runs[0], texts_of(runs)["training time"]
     else:
-        seconds = _run_texts(figures)["training time"]
+        first, time = dict(figures), _run_texts(figures)["training time"]
     kind = "gpu"
     if first["accelerator"] == "cpu":
         kind = "bf16" if "bf16" in first["precision"] else "cpu"
-    return f"{seconds.partition(' s')[0]} s on a {TIMES[kind][1]}"
+    return kind, time.partition(" (")[0]
 
 
 def _machine(figures: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.loaders import count_batches
 from cifar_lit.errors import UsageError
 from cifar_lit.features.resolutions import side_at
+from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -31,12 +32,14 @@ WHAT = (
     "Measure the training time of recipes on this machine's CPU, in units. A unit is ten epochs of the tutorial's "
     "hand-written loop (batch size 64, float32, each epoch with its test). In each round, some batches of the "
     "tutorial and some steps of every recipe, at each of its image sizes, take turns, so that other load on the "
-    "machine affects all of them. Times of whole epochs follow from their numbers of batches."
+    "machine affects all of them. Times of whole epochs follow from their numbers of batches. The typical training "
+    "time is that of a machine with a certain time of a unit."
 )
 EPOCHS = 10  # the tutorial trains for ten
 BATCHES = 100  # training batches of the tutorial in a round, with a fifth as many test batches
 WARM_UP, STEPS = 2, 5  # steps at each image size in a round
 UNIT = "unit: ten epochs of the tutorial with their tests"
+TYPICAL_UNIT = 220.3  # seconds on two cores of an AMD EPYC (results/cpu/budget.json), for times that can be compared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", dest="root", metavar="PATH", help="folder of CIFAR-10's archive")
     parser.add_argument("--dataset", default="cifar10", help="shapes for a trial run")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds")
+    precision = choose_precision(detect_machine(), "cpu")[0]
+    parser.add_argument("--precision", default=precision, help="of the recipes, such as 32-true")
 
 
 def run(settings: argparse.Namespace) -> None:
@@ -65,7 +70,9 @@ def run(settings: argparse.Namespace) -> None:
     for name, seconds in trainings.items():
         if seconds:
             rows.append((f"{name}: training", spread(seconds), "s"))
-            rows.append((f"{name}: units", spread(one / unit for one, unit in zip(seconds, units, strict=False)), "×"))
+            ratios = [one / unit for one, unit in zip(seconds, units, strict=False)]
+            rows.append((f"{name}: units", spread(ratios), "×"))
+            rows.append((f"{name}: typical training", spread(TYPICAL_UNIT * ratio for ratio in ratios), "s"))
     publish("units", {**vars(settings), "recipes": [*trainings]}, settings.dataset, rows)
 
 
@@ -116,8 +123,8 @@ def training_seconds(name: str, settings: argparse.Namespace) -> float:
     total = 0.0
     for side in dict.fromkeys(of_epochs):
         flags = argparse.Namespace(
-            recipe=name, net=None, lr=None, batch_size=None, precision=None, dataset=settings.dataset,
-            root=settings.root, count=10_000, accelerator="cpu",
+            recipe=name, net=None, lr=None, batch_size=None, precision=settings.precision,
+            dataset=settings.dataset, root=settings.root, count=10_000, accelerator="cpu",
         )  # fmt: skip
         subject = subject_from(flags)
         features = {key: values for key, values in subject.features.items() if key not in ("resolutions", "skip_easy")}

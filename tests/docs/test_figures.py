@@ -192,6 +192,14 @@ def test_an_unmeasured_recipe_gets_the_figures_of_its_file(tmp_path: Path) -> No
     both = f"{header}# File:     results/gpu/more.json\n# Times:    1 s\n"
     times = "# Times:    435.7 s on a CPU with bf16; 1,501 s on a GPU"
     assert times in table.updated_header(both, tmp_path).splitlines()
+    values = {"fast95: typical training": (112.5, "s"), "fast95: units": (0.51, "×")}
+    units = {"bench": "units", "settings": {"precision": "bf16-mixed"}, "environment": further["environment"]}
+    units["headline"] = {label: {"n": 5, "median": value, "low": 0.1, "high": 9} for label, (value, _) in values.items()}
+    units["unit"] = {label: unit for label, (_, unit) in values.items()}
+    (tmp_path / "results/gpu/units.json").write_text(json.dumps(units))
+    comparable = table.updated_header(f"{both}# File:     results/gpu/units.json\n", tmp_path).splitlines()
+    assert "# Time:     112.5 s (n = 5); 0.51 × (n = 5) the tutorial's ten epochs" in comparable
+    assert "# Times:    112.5 s on a CPU with bf16; 1,501 s on a GPU" in comparable
     gpu = table.table_text(TABLES["gpu"], tmp_path / "results", tmp_path)
     assert "| `fast95` | 95 % with TTA | 93.08 ± 0.20 % (n = 3) |" in gpu and "| `fast96` | 96 % with TTA | not" in gpu
 
