@@ -47,6 +47,7 @@ def test_units_are_the_seconds_of_a_training_over_those_of_the_tutorial() -> Non
     values = {label: value["median"] for label, value in json.loads(Path("f.json").read_text())["headline"].items()}
     expected = values["quickstart: training"] / values[units.UNIT]
     assert values["quickstart: units"] == pytest.approx(expected, rel=1e-3)
+    assert values["quickstart: typical training"] == pytest.approx(220.3 * expected, rel=1e-3)
 
 
 def test_the_bare_loop_computes_the_weights_of_the_trainer(small_subject: Any) -> None:
@@ -120,6 +121,7 @@ def test_variants_are_compared_seed_by_seed_on_held_out_images_and_a_finished_tr
     runs = figures["runs"]
     assert {name: same[:1] for name, same in runs.items()} == first  # their seconds would differ
     assert [[one["seed"] for one in same] for same in runs.values()] == [[0, 1], [0, 1]]
+    assert len({one["loss"] for same in runs.values() for one in same}) == 4  # another seed or flag, another training
     pairs = zip(runs["unchanged"], runs["small"], strict=True)
     differences = sorted(100 * (small["accuracy"] - unchanged["accuracy"]) for unchanged, small in pairs)
     headline = figures["headline"]["small: difference"]

@@ -58,9 +58,11 @@ def test_a_recipe_trains_tests_and_writes_a_complete_run_folder(name: str, monke
     assert each_epoch == (["epoch-00.ckpt", "epoch-01.ckpt"] if name == "sjnet" else [])
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-def test_the_default_recipe_of_a_cpu_is_cpu91(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = replace(hardware.detect_machine(), bf16=bf16, gpus=())
+@pytest.mark.parametrize(("bf16", "gpus"), [(True, ()), (False, ()), (True, (("a GPU", 2**34),))])
+def test_the_default_recipe_of_a_cpu_is_cpu91(
+    bf16: bool, gpus: tuple[tuple[str, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(hardware.detect_machine(), bf16=bf16, gpus=gpus)
     monkeypatch.setattr(hardware, "detect_machine", lambda: machine)
     answer = run_command("fit", *SHORT, *NARROW, "--epochs", "1")
     assert answer.code == 0, answer.err
