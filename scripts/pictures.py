@@ -199,7 +199,7 @@ def draw_cpu_record() -> None:
     figure, axes = plt.subplots(figsize=(WIDTH, 4.2))
     tables = yaml.safe_load((ROOT / "results" / "tables.yaml").read_text(encoding="utf-8"))
     for part, filled in zip(tables["cpu-record"]["parts"], (True, False), strict=True):
-        units = re.findall(r"<(\S+) \| {0}: units>", part["cells"][1])[0]
+        units = re.findall(r"<(\S+) \| \{0\}: units>", part["cells"][1])[0]
         for (name,) in part["rows"]:
             time = figures(units)["headline"][f"{name}: units"]["median"]
             runs = figures(f"recipe-{name}")["recipes"][name]["runs"]
