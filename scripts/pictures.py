@@ -211,7 +211,8 @@ def draw_cpu_record() -> None:
                 if mean["low"] is not None:
                     limits = [[height - 100 * mean["low"]], [100 * mean["high"] - height]]
                 axes.errorbar(time, height, limits, fmt="o", color=colour, mfc=colour if filled else "white", capsize=2)
-            axes.annotate(name, (time, 100 * np.mean(plain)), xytext=(6, -9), textcoords="offset points")
+            place, side = ((-6, 4), "right") if filled else ((6, -9), "left")
+            axes.annotate(name, (time, 100 * np.mean(plain)), xytext=place, ha=side, textcoords="offset points")
     for colour, label in ((BLUE, "test accuracy"), (ORANGE, "with test-time augmentation")):
         axes.plot([], [], "o", color=colour, label=label)
     axes.plot([], [], "o", color="grey", mfc="white", label="earlier and other recipes")
