@@ -18,7 +18,6 @@ from script import run_script
 
 from cifar_lit.bench.report import Row, figures_of, publish, spread, write_figures
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.text import note
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
@@ -27,7 +26,6 @@ WHAT = (
     "test images are not used. If the --json file exists, only missing trainings are done. The variants should take "
     "the same time: see units.py."
 )
-HELD_OUT = 10_000
 UNCHANGED = "unchanged"  # name of the recipe itself
 
 
@@ -36,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE.json", help="flags of each variant by its name")
     parser.add_argument("--recipe", default="cpu91", help="recipe to vary")
     parser.add_argument("--runs", type=int, default=8, help="number of seeds")
-    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="number of held-out training images")
+    parser.add_argument("--held-out", type=int, default=10_000, help="number of held-out training images")
     parser.set_defaults(flags=[])
     parser.epilog = "Further flags, such as --data-dir DATA, go to all trainings."
 
@@ -59,10 +57,10 @@ def run(settings: argparse.Namespace) -> None:
     common = ["--data.val_size", str(settings.held_out), *settings.flags]
     progress = Progress(len(plans), "training")
     with ThreadPoolExecutor(2) as pool, suppress(Interrupted):
-        jobs = [pool.submit(train, settings.recipe, seed, name, [*common, *changes[name]]) for seed, name in plans]
+        jobs = {pool.submit(train, settings.recipe, seed, [*common, *changes[name]]): name for seed, name in plans}
         try:
             for number, job in enumerate(as_completed(jobs)):
-                name, one = job.result()
+                name, one = jobs[job], job.result()
                 runs[name] = sorted([*runs[name], one], key=lambda known: int(known["seed"]))
                 if target:
                     write_figures(target, figures_of("variants", kept, rows_of(runs), runs=runs))
@@ -75,7 +73,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """Return accuracies, their differences to the unchanged recipe with the same seed, and processor times."""
+    """Return accuracies, their differences to the unchanged recipe with the same seed, and training times."""
     base = {one["seed"]: one["accuracy"] for one in runs[UNCHANGED]}
     rows: list[Row] = []
     for name, same in runs.items():
@@ -89,19 +87,17 @@ def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[Row]:
     return rows
 
 
-def train(recipe: str, seed: int, name: str, flags: list[str]) -> tuple[str, dict[str, Any]]:
-    """Train one variant; return its name, and seed, held-out accuracy, held-out loss and seconds of the training."""
+def train(recipe: str, seed: int, flags: list[str]) -> dict[str, Any]:
+    """Train one variant; return seed, held-out accuracy, held-out loss and seconds of the training."""
     with TemporaryDirectory() as logs:
         command = [sys.executable, "-m", "cifar_lit", "fit", "--recipe", recipe, "--seed", str(seed), "--logs", logs]
         answer = subprocess.run([*command, "--threads", "1", "--logger", "csv", *flags], capture_output=True, text=True)
         found = list(Path(logs).glob("*/metrics.json"))
         if answer.returncode or not found:
-            raise Failure(f"{name}, seed {seed}: {answer.stderr.strip() or 'the training was stopped'}")
+            raise Failure(f"seed {seed} with {' '.join(flags)}: {answer.stderr.strip() or 'the training was stopped'}")
         metrics = json.loads(found[0].read_text(encoding="utf-8"))
-    held_out = metrics["val"]
-    note(f"{name}, seed {seed}: {100 * held_out['accuracy']:.2f} %")
-    scores = {"accuracy": held_out["accuracy"], "loss": held_out["loss"], "seconds": metrics["train_seconds"]}
-    return name, {"seed": seed, **scores}
+    scores = {name: metrics["val"][name] for name in ("accuracy", "loss")}
+    return {"seed": seed, **scores, "seconds": metrics["train_seconds"]}
 
 
 if __name__ == "__main__":
