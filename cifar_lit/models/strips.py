@@ -64,6 +64,6 @@ def convolve(conv: nn.Module, maps: Tensor) -> Tensor:
     """
     weight = cast("Tensor", conv.weight)
     is_suited = weight.shape[-1] == 3 and maps.shape[-1] <= MAX_WIDTH and maps.dtype == torch.bfloat16
-    if torch.compiler.is_compiling() or not is_suited or maps.device.type != "cpu" or not has_amx():
+    if not is_suited or maps.device.type != "cpu" or not has_amx():
         return cast("Tensor", conv(maps))
     return StripConvolution.apply(maps, weight.type(maps.dtype))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from script import run_script
+from variants import differences_of
 
 from cifar_lit.bench.commands import BENCHES
 from cifar_lit.bench.report import FEW, machine_text, spread, spread_text
@@ -313,11 +314,10 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def variant_texts(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
     """Return the mean held-out accuracy of each variant, and its mean difference to the unchanged recipe, by seed."""
-    base = {run["seed"]: run["accuracy"] for run in runs["unchanged"]}
     texts = {}
     for name, same in runs.items():
         texts[f"{name}: held-out accuracy"] = mean_text([run["accuracy"] for run in same])
-        mean = mean_interval([run["accuracy"] - base[run["seed"]] for run in same])
+        mean = mean_interval(differences_of(runs, name))
         limits = limits_text(mean, "+.2f", 0.01)
         texts[f"{name}: difference"] = (
             f"{100 * mean['mean']:+.2f} points (n = {mean['n']}{'; ' if limits else ''}{limits})"

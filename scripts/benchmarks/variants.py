@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from itertools import product
@@ -51,7 +52,7 @@ def run(settings: argparse.Namespace) -> None:
     target = Path(settings.json) if settings.json else None
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in changes}
     if target and target.exists():
-        runs |= json.loads(target.read_text(encoding="utf-8"))["runs"]
+        runs |= runs_of(target, kept)
     done = {(one["seed"], name) for name, same in runs.items() for one in same}
     plans = [plan for plan in product(range(settings.runs), changes) if plan not in done]
     common = ["--data.val_size", str(settings.held_out), *settings.flags]
@@ -72,15 +73,41 @@ def run(settings: argparse.Namespace) -> None:
     publish("variants", {**kept, "json": settings.json}, title, rows_of(runs), runs=runs)
 
 
+def runs_of(path: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the trainings in a file of results; raise UsageError if they were done with other settings.
+
+    Variants may be added to a file.
+    """
+    known = json.loads(path.read_text(encoding="utf-8"))
+    earlier = known["settings"]
+    changed = [name for name in ("recipe", "held_out") if earlier[name] != settings[name]]
+    flags = settings["changes"]
+    changed += [f"variant {name!r}" for name, same in earlier["changes"].items() if flags.get(name) != same]
+    if changed:
+        raise UsageError(f"{path} was measured with another {', '.join(changed)}: choose another --json file")
+    runs: dict[str, list[dict[str, Any]]] = known["runs"]
+    return runs
+
+
+def differences_of(runs: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> list[float]:
+    """Return how much more accurate a variant is than the unchanged recipe, for each seed that both were trained with.
+
+    Args:
+        runs: trainings by variant, as `train` returns them.
+        name: the variant.
+    """
+    base = {one["seed"]: one["accuracy"] for one in runs[UNCHANGED]}
+    return [one["accuracy"] - base[one["seed"]] for one in runs[name] if one["seed"] in base]
+
+
 def rows_of(runs: dict[str, list[dict[str, Any]]]) -> list[Row]:
     """Return accuracies, their differences to the unchanged recipe with the same seed, and training times."""
-    base = {one["seed"]: one["accuracy"] for one in runs[UNCHANGED]}
     rows: list[Row] = []
     for name, same in runs.items():
         if not same:
             continue
         rows.append((f"{name}: held-out accuracy", spread(100 * one["accuracy"] for one in same), "%"))
-        differences = [100 * (one["accuracy"] - base[one["seed"]]) for one in same if one["seed"] in base]
+        differences = [100 * difference for difference in differences_of(runs, name)]
         if name != UNCHANGED and differences:
             rows.append((f"{name}: difference", spread(differences), "points"))
         rows.append((f"{name}: training", spread(one["seconds"] for one in same), "s"))

@@ -128,6 +128,21 @@ def test_variants_are_compared_seed_by_seed_on_held_out_images_and_a_finished_tr
     assert (headline["n"], headline["low"], headline["high"]) == (2, *map(pytest.approx, differences))
 
 
+@pytest.mark.parametrize(
+    ("flags", "recipe", "named"),
+    [('["--lr", "0.2"]', "quickstart", "variant 'low'"), ('["--lr", "0.1"]', "cpu91", "recipe")],
+)
+def test_trainings_of_other_variants_or_of_another_recipe_are_not_continued(
+    flags: str, recipe: str, named: str
+) -> None:
+    earlier = {"recipe": "quickstart", "held_out": 100, "changes": {"unchanged": [], "low": ["--lr", "0.1"]}}
+    Path("f.json").write_text(json.dumps({"settings": earlier, "runs": {"unchanged": [], "low": []}}))
+    Path("v.json").write_text(f'{{"low": {flags}}}')
+    with pytest.raises(UsageError, match=f"another {named}: choose another --json file"):
+        line = ["v.json", "--recipe", recipe, "--held-out", "100", "--runs", "1", "--json", "f.json"]
+        run_module("script.py", variants, line)
+
+
 # ---- limit.py
 
 
