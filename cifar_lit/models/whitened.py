@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.spec import NetSpec
-from cifar_lit.models.strips import convolve
 from cifar_lit.models.tutorial_nets import scaled
 
 EPS = 5e-4  # airbench's value; limits the amplification of directions with little variance
@@ -256,10 +255,10 @@ class Group(nn.Module):
 
     def forward(self, maps: Tensor) -> Tensor:
         """Return the feature maps."""
-        maps = F.max_pool2d(convolve(self.convs[0], maps), 2)
+        maps = F.max_pool2d(self.convs[0](maps), 2)
         first = maps = self.activation(self.norms[0](maps))
         for index in range(1, len(self.convs)):
-            maps = self.norms[index](convolve(self.convs[index], maps))
+            maps = self.norms[index](self.convs[index](maps))
             if self.residual and index == len(self.convs) - 1:
                 maps = maps + first
             maps = self.activation(maps)

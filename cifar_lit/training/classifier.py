@@ -19,6 +19,7 @@ from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hooks import callbacks_with, methods
 from cifar_lit.memory import keep_freed_memory, return_freed_memory
 from cifar_lit.models.checks import check_shapes
+from cifar_lit.models.fast_gradients import fast_gradients
 from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
@@ -188,7 +189,8 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         """Return the mean loss of a batch, multiplied by its `loss_weight` if it has one (see `data.batch.Batch`)."""
         images, labels = batch
         weight = getattr(batch, "loss_weight", 1.0)
-        logits = self(images)
+        with fast_gradients(images):
+            logits = self(images)
         targets = getattr(batch, "targets", None)
         if targets is None:
             targets = labels

@@ -16,7 +16,7 @@ from torch import Tensor
 from cifar_lit.cli.flags import recipe_names, recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features.capture import GraphedSteps
-from cifar_lit.models import strips
+from cifar_lit.models import fast_gradients
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.training.classifier import ImageClassifier
 
@@ -27,9 +27,9 @@ DIFFERENT = ["fast94", "fast97", "resnet18_30", pytest.param("wrn28_10", marks=p
 
 
 @pytest.fixture(autouse=True)
-def _no_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU stands for a GPU. On a CPU with AMX, steps that are not compiled would round differently."""
-    monkeypatch.setattr(strips, "has_amx", lambda: False)
+def _plain_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for a GPU."""
+    monkeypatch.setattr(fast_gradients, "convolve", torch.conv2d)
 
 
 @pytest.fixture

@@ -1,0 +1,134 @@
+"""Gradients of convolutions in bfloat16 on CPUs, where oneDNN computes some of them many times as slowly as others.
+
+- The gradient of the weights of a 3×3 convolution on small maps takes a time that depends on the number of images
+  rather than on their size (measured on CPUs with AMX). Several images are therefore joined to a wide one.
+- Gradients of depthwise convolutions take up to 70 times as long as in float32. They are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_input, conv2d_weight
+from torch.overrides import TorchFunctionMode
+
+from cifar_lit.hardware import has_amx
+
+LENGTH = 10  # images in a strip; from 5 to 50, the time hardly differs
+MAX_WIDTH = 8  # pixels; on wider images, joining them takes as long as it saves
+MIN_CHANNELS = 128  # with fewer, joining takes longer than it saves
+
+
+def fast_gradients(images: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which a net computes its convolutions so that their gradients are fast.
+
+    Args:
+        images: the net's input. On other devices than a CPU, the context changes nothing.
+    """
+    if images.device.type == "cpu":
+        return _FastGradients()
+    return nullcontext()
+
+
+class _FastGradients(TorchFunctionMode):
+    """Replace calls of `conv2d`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.conv2d:
+            func = convolve
+        return func(*args, **(kwargs or {}))
+
+
+def convolve(
+    maps: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Return the same as `torch.nn.functional.conv2d`, computed so that the gradients in bfloat16 are fast."""
+    dtype = maps.dtype
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    shape = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    is_handled = dtype == torch.bfloat16 and bias is None and maps.ndim == 4 and not isinstance(padding, str)
+    if is_handled and groups == maps.shape[1] > 1:
+        return cast("Tensor", DepthwiseConvolution.apply(maps.type(dtype), weight.type(dtype), shape))
+    if is_handled and _suits_strips(maps, weight, shape) and has_amx():
+        return cast("Tensor", StripConvolution.apply(maps.type(dtype), weight.type(dtype)))
+    return F.conv2d(maps, weight, bias, **shape)
+
+
+def _suits_strips(maps: Tensor, weight: Tensor, shape: Mapping[str, Any]) -> bool:
+    """Return whether a convolution has the form of a StripConvolution, and gains by it."""
+    plain = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    is_small = maps.shape[3] <= MAX_WIDTH and min(weight.shape[:2]) >= MIN_CHANNELS
+    return is_small and weight.shape[2:] == (3, 3) and shape == plain
+
+
+class DepthwiseConvolution(torch.autograd.Function):
+    """A depthwise convolution whose gradients are computed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, maps: Tensor, weight: Tensor, shape: Mapping[str, Any]) -> Tensor:
+        """Return the convolution of maps (B, C, H, W). shape: stride, padding, dilation and groups."""
+        ctx.save_for_backward(maps, weight)
+        ctx.shape = shape
+        return F.conv2d(maps, weight, **shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return the gradients of the maps and of the weight, if required, in their dtype."""
+        maps, weight = ctx.saved_tensors
+        dtype, gradient = maps.dtype, gradient.float()
+        of_maps = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_maps = conv2d_input(maps.shape, weight.float(), gradient, **ctx.shape).type(dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = conv2d_weight(maps.float(), weight.shape, gradient, **ctx.shape).type(dtype)
+        return of_maps, of_weight, None
+
+
+class StripConvolution(torch.autograd.Function):
+    """A 3×3 convolution with a padding of 1 pixel, whose weight gradient is computed from strips of images."""
+
+    @staticmethod
+    def forward(ctx: Any, maps: Tensor, weight: Tensor) -> Tensor:
+        """Return the convolution of maps (B, C, H, W) with a weight (D, C, 3, 3)."""
+        ctx.save_for_backward(maps, weight)
+        return F.conv2d(maps, weight, padding=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of the maps and of the weight, if required."""
+        maps, weight = ctx.saved_tensors
+        of_maps = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_maps = conv2d_input(maps.shape, weight, gradient, padding=1)
+        if ctx.needs_input_grad[1]:
+            of_weight = conv2d_weight(in_strips(maps), weight.shape, in_strips(gradient), padding=1)
+        return of_maps, of_weight
+
+
+def in_strips(maps: Tensor) -> Tensor:
+    """Join images side by side, each followed by a column of zeros, so that no 3×3 window sees two images.
+
+    Args:
+        maps: (B, C, H, W). If `LENGTH` does not divide B, images of zeros are added.
+
+    Returns:
+        (strips, C, H, LENGTH · (W + 1)), in the channels-last format.
+    """
+    missing = -len(maps) % LENGTH
+    padded = F.pad(maps, (0, 1, 0, 0, 0, 0, 0, missing)).permute(0, 2, 3, 1)
+    rows = padded.unflatten(0, (-1, LENGTH)).transpose(1, 2)  # (strips, H, LENGTH, W + 1, C)
+    return rows.flatten(2, 3).permute(0, 3, 1, 2)
