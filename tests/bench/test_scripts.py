@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import gradients
 import input as input_script
 import limit
 import profile_step
@@ -108,6 +109,18 @@ def test_settings_of_a_model_are_read_as_in_a_training() -> None:
     for flags in ("--epochs 3", "--data.augment.crop 2", "--model.tta"):
         with pytest.raises(UsageError, match="not a flag of this measurement"):
             model_settings(flags.split())
+
+
+def test_steps_with_fast_gradients_are_compared_with_those_without_and_in_float32() -> None:
+    Path("small.yaml").write_text(
+        "model: {net: whitened, net_options: {widths: [4]}}\ndata: {batch_size: 4}\nfinetune: {frozen: 0.5}\n"
+    )
+    run_module("script.py", gradients, ["small.yaml:12", "--rounds", "2", "--json", "f.json"])
+    headline = json.loads(Path("f.json").read_text())["headline"]
+    assert {label: row["n"] for label, row in headline.items()} == {
+        "small.yaml, 12 px: fast / plain": 2,
+        "small.yaml, 12 px: fast / float32": 2,
+    }
 
 
 def test_variants_are_compared_seed_by_seed_on_held_out_images_and_a_finished_training_is_not_repeated() -> None:
