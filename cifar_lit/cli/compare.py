@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cifar_lit.cli.console import for_tables
+from cifar_lit.cli.console import for_tables, write_or_say
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
@@ -76,9 +76,9 @@ def compare(words: list[str]) -> None:
     if settings.plot:
         _plot(settings.plot, runs, grouped if several else [])
     if settings.csv:
-        _write("--csv", settings.csv, _as_csv(runs, differences))
+        write_or_say("--csv", settings.csv, _as_csv(runs, differences))
     if settings.json:
-        _write("--json", settings.json, _as_json(runs, differences, grouped, tests, over_seeds))
+        write_or_say("--json", settings.json, _as_json(runs, differences, grouped, tests, over_seeds))
     if "-" in (settings.csv, settings.json):
         return
     names = [run.name for run in runs]
@@ -250,15 +250,6 @@ def _plot(name: str, runs: Sequence[RunRecord], grouped: Sequence[dict[str, Any]
             plot_curves(runs, list(labels.values()), partial)
     except ValueError as error:
         raise Failure(f"{error}: leave --plot out") from None
-
-
-def _write(flag: str, name: str, text: str) -> None:
-    """Write text to a file, or to standard output (-)."""
-    if name == "-":
-        say(*text.splitlines())
-        return
-    with writing(Path(name).expanduser(), f"Choose another place with {flag}.") as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from cifar_lit.text import printable
+from cifar_lit.files import writing
+from cifar_lit.text import printable, say
 
 
 class TextConsole(Console):
@@ -22,3 +24,12 @@ class TextConsole(Console):
 def for_tables() -> Console:
     """Return a console as wide as the terminal. Without a terminal, it has 200 columns: rich would wrap rows at 80."""
     return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def write_or_say(flag: str, name: str, text: str) -> None:
+    """Write text to the file that a flag names, or to standard output (-)."""
+    if name == "-":
+        say(*text.splitlines())
+        return
+    with writing(Path(name).expanduser(), f"Choose another place with {flag}.") as partial:
+        partial.write_text(text, encoding="utf-8")
