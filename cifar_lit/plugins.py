@@ -193,6 +193,14 @@ def build_part(part: object, setting: str, kind: type, *arguments: object, **set
     return built
 
 
+def optional_function(target: str, purpose: str) -> Any:
+    """Return a function of an extra, `module:function`; raise UsageError for `purpose` without the module."""
+    module, _, function = target.partition(":")
+    if not Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py").is_file():
+        raise UsageError(f"{purpose} is missing in this installation, with {module}: install cifar-lit again")
+    return getattr(import_module(module), function)
+
+
 def is_import_path(name: str) -> bool:
     """Return whether a name of a net or data set is dotted, such as `my_nets.MyNet`."""
     return "." in name and all(part.isidentifier() for part in name.split("."))

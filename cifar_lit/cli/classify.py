@@ -23,7 +23,7 @@ from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
 from cifar_lit.hardware import limit_busy_waiting, resolve_device
 from cifar_lit.memory import keep_freed_memory
-from cifar_lit.runs.run_folder import display_path
+from cifar_lit.runs.run_folder import HUB, display_path
 from cifar_lit.text import note, printable
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _settings(argv: list[str]) -> Namespace:
     )
     parser = command_parser("classify", description)
     add = parser.add_argument
-    add("run", type=str, metavar="RUN", help="run folder, or its model.safetensors")
+    add("run", type=str, metavar="RUN", help="run folder, its model.safetensors, or hf://USER/NAME@REVISION")
     paths = "files, folders, patterns such as '*.jpg' or '**/*.png', or - to read paths from standard input"
     add("paths", type=str, nargs="*", metavar="PATH", help=paths)
     add("--top", type=int, default=3, help="number of classes to print for each image")
@@ -113,7 +113,7 @@ def _settings(argv: list[str]) -> Namespace:
 
 
 def _may_be_run(path: str) -> bool:
-    if path.endswith(".safetensors"):
+    if path.endswith(".safetensors") or path.startswith(HUB):
         return True
     # Path raises errors for impossible names.
     return os.path.exists(f"{path}/config.yaml") or os.path.exists(f"{path}/model.safetensors")  # noqa: PTH110

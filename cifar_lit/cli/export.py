@@ -25,7 +25,7 @@ def export(
     argv: list[str],
     command: str = "export",
     description: str = DESCRIPTION,
-    to: str = "onnx, torch-export, safetensors",
+    to: str = "onnx, torch-export, safetensors, or hub DIR (export --to hub --help)",
 ) -> None:
     """Export a net, and print the differences in predictions, size and speed.
 

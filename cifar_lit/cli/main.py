@@ -7,12 +7,13 @@ import signal
 import sys
 from contextlib import suppress
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
-from cifar_lit.plugins import all_imports_allowed, guard_child_processes, only_allowed_imports
+from cifar_lit.plugins import all_imports_allowed, guard_child_processes, only_allowed_imports, optional_function
 from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import accept_any_encoding, note, say
 
@@ -32,7 +33,8 @@ commands
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
   review     correct labels in the browser, the most suspicious first
   compare    compare the settings and accuracies of runs, with a significance test
-  export     export a net to ONNX, torch-export or safetensors, and check the file
+  export     export a net to ONNX, torch-export or safetensors, and check the file;
+             export RUN --to hub DIR writes a repository for the Hugging Face hub, with a model card
   mobile     export a net to phones, as LiteRT or Core ML
   serve      serve a net over HTTP, with a web page to try it
   sweep      search settings with trials on validation images, and confirm the best one
@@ -66,10 +68,8 @@ Every Trainer, model and data setting is a flag too (--trainer.x, --model.x, --d
 Precedence: recipe < --config files < flags.
 """
 
-PACKAGE = Path(__file__).parent.parent
-
 # Commands other than LightningCLI's. Each function takes the arguments after the command, and may return an exit code.
-# This table is the only place in the core that names an extra: without its folder, the command is answered in one line.
+# In the core, only this table and `inference.load` name an extra. Without its folder, it is answered in one line.
 OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
@@ -81,6 +81,7 @@ OWN = {
     "review": "cifar_lit.extras.label.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
+    "export --to hub": "cifar_lit.extras.hub.folder:export_to_hub",
     "mobile": "cifar_lit.extras.mobile.formats:mobile",
     "serve": "cifar_lit.extras.serve.command:serve",
     "sweep": "cifar_lit.extras.sweep.command:sweep",
@@ -135,6 +136,8 @@ def _run(argv: list[str], default: str) -> int:
     name, arguments = default, argv
     if argv and not argv[0].startswith("-"):
         name, arguments = argv[0], argv[1:]
+    if name == "export" and ("--to=hub" in arguments or ("--to", "hub") in pairwise(arguments)):
+        name = "export --to hub"
     if name in flags.TRAINING:
         _train(flags.parse(name, arguments), arguments)
         return 0
@@ -143,12 +146,9 @@ def _run(argv: list[str], default: str) -> int:
         raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
     trusted = "--trust" in arguments and name != "bench"  # bench passes its flags on
     _allow_runs(arguments, trusted)
-    module, _, function = OWN[name].partition(":")
-    if not (PACKAGE.parent / Path(*module.split("."))).with_suffix(".py").is_file():
-        text = f"the command {name!r} is missing in this installation, with {module}: install cifar-lit again"
-        raise UsageError(text)
+    run = optional_function(OWN[name], f"the command {name!r}")
     with all_imports_allowed(trusted):
-        code: int | None = getattr(import_module(module), function)([word for word in arguments if word != "--debug"])
+        code: int | None = run([word for word in arguments if word != "--debug"])
     return code or 0
 
 

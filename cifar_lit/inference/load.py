@@ -13,14 +13,15 @@ from torch import Tensor
 
 from cifar_lit.data.decode import Preparation, decode, pixels_of
 from cifar_lit.errors import Failure
-from cifar_lit.plugins import all_imports_allowed
+from cifar_lit.plugins import all_imports_allowed, optional_function
 from cifar_lit.runs.card import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
-from cifar_lit.runs.run_folder import read_metrics
+from cifar_lit.runs.run_folder import HUB, read_metrics
 from cifar_lit.text import printable
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
+FETCH = "cifar_lit.extras.hub.fetch:fetch"  # for models on the Hugging Face hub
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,16 @@ def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifi
     """Return the classifier of a run folder, or of a `model.safetensors`, on a device such as "cuda".
 
     Args:
-        path: the folder or file.
+        path: the folder or file, or a model on the Hugging Face hub as `hf://USER/NAME@REVISION`.
         device: device of the net.
         trust: import a net that the file names by its import path, such as `my_nets.MyNet`. Its code runs.
 
     Raises:
         UsageError: there is no such file, or it names a net to import.
-        Failure: the file is damaged or was not written by this program.
+        Failure: the file is damaged or was not written by this program, or it cannot be downloaded.
     """
+    if isinstance(path, str) and path.startswith(HUB):
+        path = optional_function(FETCH, HUB)(path)
     with all_imports_allowed(trust):
         net = load_model_file(path)
     test = read_metrics(Path(path)).get("test") or {}

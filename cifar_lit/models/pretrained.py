@@ -89,10 +89,7 @@ def build_timm_net(
         raise UsageError(f"model.net_options.side must be {min(image_size)} … {MAX_SIDE} pixels, not {side!r}")
     timm = import_timm()
     short = timm_name(name)
-    size = image_size
-    if side:
-        shorter = min(image_size)
-        size = (round(side * image_size[0] / shorter), round(side * image_size[1] / shorter))
+    size = scaled_size(image_size, side)
     cfg = timm.get_pretrained_cfg(short)
     fixed: dict[str, Any] = {"img_size": size} if cfg is not None and cfg.fixed_input_size else {}
     try:
@@ -106,6 +103,14 @@ def build_timm_net(
     if side:
         net.register_forward_pre_hook(partial(_upscale, size=size))
     return net
+
+
+def scaled_size(image_size: tuple[int, int], side: int | None) -> tuple[int, int]:
+    """Return (height, width) of images that `build_timm_net` has upscaled to a shorter side."""
+    if side is None:
+        return image_size
+    shorter = min(image_size)
+    return round(side * image_size[0] / shorter), round(side * image_size[1] / shorter)
 
 
 def _upscale(net: nn.Module, inputs: tuple[Tensor, ...], size: tuple[int, int]) -> Tensor:

@@ -168,7 +168,7 @@ def render(
         images=len(predictions.labels),
         correct=correct,
         interval=wilson_interval(correct, len(predictions.labels)),
-        summary=_summary(metrics),
+        summary=summary(metrics),
         charts=_charts(read_curves(run)),
         smoothing=_label_smoothing(run / "config.yaml"),
         matrix=matrix.tolist(),
@@ -220,7 +220,7 @@ def _title(name: str) -> str:
     return TITLES.get(name, name.replace("_", " "))
 
 
-def _summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (label, text) of the facts in metrics.json, and of the scores on the test and validation images."""
     facts = []
     for name, (label, form) in FACTS.items():

@@ -24,6 +24,8 @@ from cifar_lit.text import note
 FIGURES = ("epochs", "batch_size", "parameters", "train_seconds", "images_per_second", "test_seconds")
 MAX_FIGURE = 1e15
 LOCK, OWNER = ".lock", ".owner"
+MODEL = "model.safetensors"
+HUB = "hf://"  # begin of the name of a model on the Hugging Face hub
 JOB = ".job"  # scheduler job that started the run
 PREVIOUS = "checkpoints/previous.ckpt"
 CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in order of preference for a resume
@@ -336,13 +338,13 @@ def weights_file(path: str | Path) -> Path:
     """Return the `model.safetensors` of a run folder, or the file itself; raise UsageError if there is none."""
     file = Path(path).expanduser()
     if file.is_dir():
-        file = file / "model.safetensors"
+        file = file / MODEL
     if not file.exists():
         raise UsageError(f"there is no {file}: name the folder of a finished run, or a model.safetensors")
     if file.suffix == ".ckpt":
         remedy = "the folder of a finished run"
         run = file.parent.parent
-        if (run / "model.safetensors").is_file():
+        if (run / MODEL).is_file():
             remedy = display_path(run)
         raise UsageError(f"{file} is a checkpoint: name {remedy} instead")
     return file

@@ -1,0 +1,1 @@
+"""Exchange trained nets with the Hugging Face hub."""
