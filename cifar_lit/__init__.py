@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cifar_lit.inference.load import load
     from cifar_lit.training.classifier import ImageClassifier
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["ImageClassifier", "ImageData", "__version__", "load"]
 
 _MODULES = {
