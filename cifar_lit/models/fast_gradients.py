@@ -87,14 +87,14 @@ class DepthwiseConvolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return the gradients of the maps and of the weight, if required, in their dtype."""
+        """Return the gradients of the maps and of the weight, if required. Autograd rounds them to bfloat16."""
         maps, weight = ctx.saved_tensors
-        dtype, gradient = maps.dtype, gradient.float()
+        gradient = gradient.float()
         of_maps = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_maps = conv2d_input(maps.shape, weight.float(), gradient, **ctx.shape).type(dtype)
+            of_maps = conv2d_input(maps.shape, weight.float(), gradient, **ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = conv2d_weight(maps.float(), weight.shape, gradient, **ctx.shape).type(dtype)
+            of_weight = conv2d_weight(maps.float(), weight.shape, gradient, **ctx.shape)
         return of_maps, of_weight, None
 
 

@@ -97,6 +97,7 @@ STRIPS, DEPTHWISE, PLAIN = "StripConvolutionBackward", "DepthwiseConvolutionBack
         ({"padding": "same"}, PLAIN),
         ({"dtype": torch.float32}, PLAIN),
         ({"channels": 8, "groups": 8, "stride": 2, "kernel_size": 5, "width": 20}, DEPTHWISE),
+        ({"channels": 8, "groups": 8, "padding": "same"}, PLAIN),
         ({"channels": 8, "groups": 4}, PLAIN),
         ({"channels": 1, "groups": 1}, PLAIN),
         ({"channels": 8, "groups": 8, "dtype": torch.float32}, PLAIN),
