@@ -92,12 +92,15 @@ class RankProgress(Callback):
     All ranks go through the same positions: stage (fit or evaluation), epoch, step, part of the step.
     """
 
-    def __init__(self, watch: RankWatch) -> None:
+    def __init__(self, watch: RankWatch, folder: RunFolder) -> None:
         self._watch = watch
+        self._folder = folder
         self._stage = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin a stage."""
+        """Begin a stage. The run folder exists by now."""
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._watch.folder = self._folder.path
         self._stage += 1
         self._watch.position = [self._stage, trainer.current_epoch, 0, 0]
 
@@ -366,7 +369,7 @@ class TrainingCLI(LightningCLI):
             callbacks.append(SlowdownWarning())
         callbacks += features
         if self.watch:
-            callbacks.append(RankProgress(self.watch))
+            callbacks.append(RankProgress(self.watch, self.run.folder))
         loggers = [logger for logger in as_list(configured.logger) if isinstance(logger, Logger)]
         if configured.logger is not False:
             loggers = self.run.loggers(self.step) + loggers

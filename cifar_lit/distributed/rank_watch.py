@@ -12,6 +12,7 @@ the others wait.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -48,9 +49,10 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 # A small process beside each rank kills it when it is frozen. A rank that was stopped (SIGSTOP), or waits forever in a
 # driver or a file system, runs none of its threads. No other machine can kill it. The watchdog counts heartbeats, not
-# time, so that it stands still when a terminal or a scheduler suspends the whole run.
+# time, so that it stands still when a terminal or a scheduler suspends the whole run. First it asks for the stacks: a rank
+# that is stuck in C code and keeps Python's lock still handles SIGUSR2 (see `_start_watchdog`).
 WATCHDOG = """
-import os, select, signal, sys
+import os, select, signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 rank, heartbeat, allowed = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
@@ -63,6 +65,8 @@ while missed < allowed and os.getppid() == rank:
     else:
         missed += 1
 if os.getppid() == rank:
+    os.kill(rank, signal.SIGUSR2)
+    time.sleep(1)
     os.kill(rank, signal.SIGKILL)
 """
 
@@ -130,6 +134,7 @@ class RankWatch(threading.Thread):
         self.children: dict[int, subprocess.Popen[bytes]] = {}  # ranks that this process has started
         self.children_started = 0.0  # in seconds of `now`
         self.advice: Callable[[], str] = lambda: ""  # returns how to resume
+        self.folder: Path | None = None  # run folder, for the stacks of a rank that hangs
         self.release: Callable[[], None] = lambda: None  # called before the process is killed, to unlock the run folder
         self.store_port = 0  # port of torch's store for the process group, served by the first rank
         self.connections: dict[int, JsonSocket] = {}
@@ -164,6 +169,7 @@ class RankWatch(threading.Thread):
     def _start_watchdog(self) -> None:
         if not hasattr(os, "set_blocking"):  # Windows has no signal that suspends a process
             return
+        faulthandler.register(signal.SIGUSR2, file=2)  # written without Python's lock, which a frozen rank may hold
         missed = round((self.limit + 2.0) / self.heartbeat_seconds)  # after the others have reported this rank
         argv = [sys.executable, "-I", "-S", "-c", WATCHDOG, *map(str, (os.getpid(), self.heartbeat_seconds, missed))]
         with suppress(OSError):  # a run works without a watchdog
@@ -276,6 +282,8 @@ class RankWatch(threading.Thread):
 
     def _end(self, fault: Fault) -> None:
         """Give the main thread time to exit by itself, then kill the process."""
+        if fault.kind == STUCK and fault.rank == self.info.rank:
+            self.write_stacks()
         self.close()
         if self.main_thread_ends.wait(EXIT_SECONDS[fault.kind]):
             time.sleep(REQUEUE_SECONDS if fault.kind == STOPPED else CLEANUP_SECONDS)
@@ -290,6 +298,15 @@ class RankWatch(threading.Thread):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(fault.code)
+
+    def write_stacks(self) -> None:
+        """Write the Python stacks of all threads to stderr, and to `stacks-rank-N.txt` in the run folder."""
+        name, _ = self.members[self.info.rank]
+        note(f"cifar-lit: {name} hangs. Its threads:")
+        faulthandler.dump_traceback(2)
+        if self.folder:
+            with suppress(OSError), (self.folder / f"stacks-rank-{self.info.rank}.txt").open("wb") as file:
+                faulthandler.dump_traceback(file)
 
     def close(self) -> None:
         """Stop watching."""

@@ -3,6 +3,7 @@
 `python rank_process.py RANK WORLD [PORT] [--parent]` prints the port for the other ranks, or `joined`.
 """
 
+import ctypes
 import os
 import socket
 import subprocess
@@ -86,10 +87,28 @@ def run_command(watch: RankWatch, command: str) -> None:
         os._exit(0)
     elif command == "hang":  # blocks the main thread as a collective does
         threading.Event().wait()
+    elif command.startswith("hang in "):
+        watch.folder = Path(command.removeprefix("hang in "))
+        read_a_lost_file_system()
+    elif command == "ahead":  # in the next step, waiting for a rank that hangs
+        watch.position = [1]
+        threading.Event().wait()
+    elif command == "keep the lock":
+        wait_in_c()
     elif command in ("end", "lost"):  # lost: a collective failed because another rank is gone
         if line := join.leave("cifar-lit: no more paper", 1, lost=command == "lost"):
             print(line, file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def read_a_lost_file_system() -> None:
+    time.sleep(TIMEOUT)
+
+
+def wait_in_c() -> None:
+    """Read from an empty pipe in C, without releasing Python's lock: no other thread of this rank runs."""
+    pipe, _ = os.pipe()
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
 
 
 if __name__ == "__main__":

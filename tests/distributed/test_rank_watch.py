@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from rank_process import ENVIRONMENT, LIMIT, TIMEOUT, Rank, start_ranks
 
@@ -59,6 +60,35 @@ def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Ra
     assert "has sent no heartbeat for 2 s: it is frozen, or its machine is unreachable" in line
     assert ranks[2].wait() == (1, "")
     assert ranks[frozen].wait()[0] == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@two_idle_ranks
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_rank_that_hangs_writes_its_stacks_before_it_is_ended(ranks: list[Rank], stuck: int, tmp_path: Path) -> None:
+    ranks[stuck].write(f"hang in {tmp_path}")
+    ranks[1 - stuck].write("ahead")
+    code, text = ranks[stuck].wait()
+    name = f"rank {stuck} (process {ranks[stuck].pid} on {socket.gethostname()})"
+    first, _, stacks = text.partition("\n")
+    assert (code, first) == (1, f"cifar-lit: {name} hangs. Its threads:")
+    written = (tmp_path / f"stacks-rank-{stuck}.txt").read_text()
+    for each in (stacks, written):
+        assert "in read_a_lost_file_system\n" in each and "in write_stacks\n" in each
+    other = ranks[1 - stuck].wait()[1]
+    assert f"cifar-lit: {name} has kept the others waiting for 3 s" in other and "most recent call" not in other
+    assert [path.name for path in tmp_path.iterdir()] == [f"stacks-rank-{stuck}.txt"]
+
+
+@pytest.mark.slow
+@two_idle_ranks
+def test_a_rank_that_keeps_pythons_lock_writes_its_stacks_before_its_watchdog_kills_it(ranks: list[Rank]) -> None:
+    while not psutil.Process(ranks[1].pid).children():  # its watchdog
+        time.sleep(0.02)
+    ranks[1].write("keep the lock")
+    code, text = ranks[1].wait()
+    assert code == -signal.SIGKILL
+    assert "in wait_in_c\n" in text and "rank_watch.py" in text
 
 
 @pytest.mark.slow
@@ -173,8 +203,9 @@ def test_a_rank_is_stuck_only_if_it_stays_behind_the_others_without_progress(pai
 
 
 def test_the_position_of_a_rank_grows_with_each_step_validation_and_stage() -> None:
-    watch, trainer = SimpleNamespace(position=[]), SimpleNamespace(current_epoch=0)
-    progress, positions = RankProgress(watch), []  # type: ignore[arg-type]
+    watch, folder = SimpleNamespace(position=[]), SimpleNamespace(path=Path("a-run"))
+    trainer = SimpleNamespace(current_epoch=0, fast_dev_run=False)
+    progress, positions = RankProgress(watch, folder), []  # type: ignore[arg-type]
 
     def move(hook: str, *values: Any) -> None:
         getattr(progress, hook)(trainer, None, *values)
@@ -190,6 +221,7 @@ def test_the_position_of_a_rank_grows_with_each_step_validation_and_stage() -> N
     move("setup", "test")
     move("on_test_epoch_start")
     assert positions == sorted(positions) and len({tuple(position) for position in positions}) == len(positions)
+    assert watch.folder == folder.path
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])

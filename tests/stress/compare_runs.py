@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cifar_lit.training.checkpoint import read_checkpoint
 
-NOT_RESULTS = (".lock", ".owner", ".job")  # left by a kill, or by the scheduler's job
+# Left by a kill, by the scheduler's job, or by a rank that hung.
+NOT_RESULTS = (".lock", ".owner", ".job", "stacks-rank-0.txt", "stacks-rank-1.txt")
 # Times, clocks, and the digest of a model, which follows from its other fields.
 NEVER_EQUAL = ("train_seconds", "images_per_second", "test_seconds", "seconds", "validation", "sha256")
 # Values that depend on the number of processes: random states, partial sums and batch counts of each process, and the

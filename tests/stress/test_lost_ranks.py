@@ -107,6 +107,8 @@ def carry_out(case: Case, folder: Path, expected: Path, limit: float) -> dict[st
     outcome["seconds"] = round(time.monotonic() - fault_time, 2)
     outcome["left"] = training.clear(AFTER)
     lines = [line for line in training.log.read_text().splitlines() if "cifar-lit: " in line]
+    stacks = "".join(path.read_text() for path in folder.glob(f"lightning_logs/*/stacks-rank-{case.rank}.txt"))
+    outcome["stacks"] = [text.count("fault_hooks.py") for text in (stacks, training.log.read_text())]
     outcome["messages"] = " | ".join(dict.fromkeys(lines))
     resumed = Training(case.way, ["train", "--resume"], folder)
     code = resumed.code(START)
@@ -143,3 +145,4 @@ def test_a_run_that_loses_a_rank_ends_soon_names_it_leaves_no_process_and_can_be
     for case in outcomes:
         if case["fault"] in (KILL, HANG, FREEZE) and case["way"] == OWN:
             assert f"rank {case['rank']} (process " in case["messages"]
+        assert case["stacks"] == ([1, 1] if case["fault"] == HANG else [0, 0])
