@@ -49,8 +49,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 # A small process beside each rank kills it when it is frozen. A rank that was stopped (SIGSTOP), or waits forever in a
 # driver or a file system, runs none of its threads. No other machine can kill it. The watchdog counts heartbeats, not
-# time, so that it stands still when a terminal or a scheduler suspends the whole run. First it asks for the stacks: a rank
-# that is stuck in C code and keeps Python's lock still handles SIGUSR2 (see `_start_watchdog`).
+# time, so that it stands still when a terminal or a scheduler suspends the whole run. First it asks for the
+# stacks with SIGUSR2, which also a rank handles that hangs in C code and keeps Python's lock.
 WATCHDOG = """
 import os, select, signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

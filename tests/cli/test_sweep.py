@@ -8,8 +8,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,10 @@ from cifar_lit.bench.process import started
 from cifar_lit.cli.flags import parse
 
 optuna = pytest.importorskip("optuna")
+from sqlalchemy.engine import URL  # noqa: E402
+
 from cifar_lit.extras.sweep.file import SweepFile  # noqa: E402
+from cifar_lit.extras.sweep.trials import open_study  # noqa: E402
 
 FOLDER = Path("lightning_logs/lr")
 SPACE = {"model.lr": {"log": [0.01, 0.1]}, "data.augment.crop": {"range": [0, 2]}}
@@ -385,6 +390,19 @@ def test_wrong_flags_are_one_line(words: tuple[str, ...], code: int, line: str) 
     write()
     assert_refused(run_command("sweep", "lr.yaml", *words), code, line)
     assert not Path("lightning_logs").exists()
+
+
+def test_workers_that_start_together_open_a_new_database(tmp_path: Path) -> None:
+    """Each creates the tables that it has not found, and Optuna leaves the collision to the caller."""
+    write()
+    url, barrier = URL.create("sqlite", database=str(tmp_path / "sweep.db")), threading.Barrier(3)
+
+    def open_new() -> str:
+        barrier.wait()
+        return open_study(url, SweepFile(Path("lr.yaml")), 30, []).study_name
+
+    with ThreadPoolExecutor(3) as workers:
+        assert [worker.result() for worker in [workers.submit(open_new) for _ in range(3)]] == ["lr"] * 3
 
 
 def test_an_unreachable_database_is_named_without_its_password() -> None:

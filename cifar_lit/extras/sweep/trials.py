@@ -21,6 +21,7 @@ import yaml
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from cifar_lit.bench.process import as_error, ask_to_stop, kill_group, started
 from cifar_lit.cli.several import find_run
@@ -32,6 +33,7 @@ from cifar_lit.text import printable, say
 
 POLL = 0.5  # seconds
 SAME = 3  # failures in a row, at the start, that end the sweep
+MAX_COLLISIONS = 10  # attempts to open a new database together with other workers
 MAX_RETRIES = 20  # for an interrupted trial
 MAX_KILLED = 3  # for a trial whose training is killed, for example because memory ran out
 
@@ -50,13 +52,23 @@ def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str
     is_file = url.get_backend_name() == "sqlite"
     if is_file:
         check_database(Path(str(url.database)).resolve())
-    storage = RDBStorage(
-        url.render_as_string(hide_password=False),
-        {"connect_args": {"timeout" if is_file else "connect_timeout": 30}, "pool_pre_ping": True},
-        heartbeat_interval=max(1, grace // 6),
-        grace_period=grace,
-        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
-    )
+    attempt = 1
+    while True:
+        try:
+            storage = RDBStorage(
+                url.render_as_string(hide_password=False),
+                {"connect_args": {"timeout" if is_file else "connect_timeout": 30}, "pool_pre_ping": True},
+                heartbeat_interval=max(1, grace // 6),
+                grace_period=grace,
+                heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
+            )
+            break
+        except DBAPIError as error:  # of workers that start together, only one can create the tables
+            collided = isinstance(error, IntegrityError) or "already exists" in str(error)
+            if not collided or attempt == MAX_COLLISIONS:
+                raise
+            attempt += 1
+            time.sleep(POLL)
     directions = [*file.objectives.values()]
     is_new = True
     try:
