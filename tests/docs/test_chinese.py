@@ -14,6 +14,7 @@ COUNTERPARTS = {
     "docs/zh/first-steps.md": "docs/first-steps.md",
     "docs/zh/own-photos.md": "docs/own-photos.md",
     "docs/zh/devices.md": "docs/many-devices.md",
+    "docs/zh/colab-and-kaggle.md": "docs/colab-and-kaggle.md",
     "docs/zh/errors.md": "docs/troubleshooting.md",
     "docs/zh/from-a-hand-written-loop.md": "docs/from-a-hand-written-loop.md",
 }

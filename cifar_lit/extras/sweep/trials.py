@@ -63,7 +63,8 @@ def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str
                 heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=MAX_RETRIES),
             )
             break
-        except DBAPIError as error:  # of workers that start together, only one can create the tables
+        except DBAPIError as error:
+            # Workers that start together all try to create the tables, and all but one fail.
             collided = isinstance(error, IntegrityError) or "already exists" in str(error)
             if not collided or attempt == MAX_COLLISIONS:
                 raise

@@ -1,0 +1,53 @@
+"""Two agents of torchrun, as on two machines, train one net together."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_runs import LIMIT, SCRIPT, SETTINGS, STEPS_PER_EPOCH, assert_same_run, environment
+
+from cifar_lit.distributed.join import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]
+
+
+def start(folder: Path, node: int, words: list[str], **variables: str) -> subprocess.Popen[bytes]:
+    """Start an agent in the folder that both machines share."""
+    command = [sys.executable, "-m", "torch.distributed.run", *words, *SCRIPT, *SETTINGS]
+    with (folder / f"{node}.txt").open("wb") as output:
+        streams: dict[str, Any] = {"stdout": output, "stderr": output, "start_new_session": True}
+        return subprocess.Popen(command, cwd=folder, env=environment(**variables), **streams)
+
+
+def end(agents: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Return the exit codes of the agents. Kill those that do not end, with their ranks."""
+    try:
+        return [agent.wait(LIMIT) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGTERM)
+
+
+def test_two_agents_restart_all_ranks_after_a_loss_and_resume(tmp_path: Path, pair: Path) -> None:
+    words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "night"]
+    lost = {"AT_STEP": str(STEPS_PER_EPOCH + 6), "AT_STEP_SIGNAL": str(int(signal.SIGKILL)), "AT_STEP_RANK": "1"}
+    codes = end([start(tmp_path, node, words, **lost) for node in (0, 1)])
+    printed = "".join((tmp_path / f"{node}.txt").read_text() for node in (0, 1))
+    assert codes == [0, 0], printed
+    assert printed.count("resuming lightning_logs/tudui-1: torchrun's job was restarted") == 1
+    assert_same_run(tmp_path, pair)
+
+
+def test_two_agents_take_ranks_and_address_from_the_variables_of_kubernetes(tmp_path: Path, pair: Path) -> None:
+    """Kubeflow Trainer sets these. torchrun itself finds the number of GPUs of a pod: here, none has any."""
+    shared = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    shared |= {"PET_MASTER_PORT": str(free_port()), "CIFAR_LIT_JOB": "night"}
+    codes = end([start(tmp_path, node, [], **shared, PET_NODE_RANK=str(node)) for node in (0, 1)])
+    assert codes == [0, 0], "".join((tmp_path / f"{node}.txt").read_text() for node in (0, 1))
+    assert_same_run(tmp_path, pair)
