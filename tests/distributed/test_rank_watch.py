@@ -203,8 +203,8 @@ def test_a_rank_is_stuck_only_if_it_stays_behind_the_others_without_progress(pai
 
 
 def test_the_position_of_a_rank_grows_with_each_step_validation_and_stage() -> None:
-    watch, folder = SimpleNamespace(position=[]), SimpleNamespace(path=Path("a-run"))
-    trainer = SimpleNamespace(current_epoch=0, fast_dev_run=False)
+    watch, folder = SimpleNamespace(position=[], folder=None), SimpleNamespace(path=Path("a-run"))
+    trainer = SimpleNamespace(current_epoch=0, fast_dev_run=True)
     progress, positions = RankProgress(watch, folder), []  # type: ignore[arg-type]
 
     def move(hook: str, *values: Any) -> None:
@@ -212,6 +212,8 @@ def test_the_position_of_a_rank_grows_with_each_step_validation_and_stage() -> N
         positions.append(watch.position)
 
     move("setup", "fit")
+    assert watch.folder is None  # a fast_dev_run has no run folder
+    trainer.fast_dev_run = False
     for trainer.current_epoch in range(2):
         for step in range(4):
             move("on_train_batch_start", None, step)

@@ -159,4 +159,5 @@ def test_workers_of_a_preempted_sweep_share_its_trials(tmp_path: Path) -> None:
     trials = [*csv.DictReader((folder / "trials.csv").open())]
     assert [trial["state"] for trial in trials] == ["complete"] * 3
     assert [trial["error"] for trial in trials] == [""] * 3
+    assert not (folder / "confirm").exists()  # once for all workers, by another command
     assert len([*folder.glob("trial-*/small-*")]) == 3  # the stopped trial was resumed, not begun again

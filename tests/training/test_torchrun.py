@@ -45,7 +45,7 @@ def test_two_agents_restart_all_ranks_after_a_loss_and_resume(tmp_path: Path, pa
 
 
 def test_two_agents_take_ranks_and_address_from_the_variables_of_kubernetes(tmp_path: Path, pair: Path) -> None:
-    """Kubeflow Trainer sets these. torchrun itself finds the number of GPUs of a pod: here, none has any."""
+    """Kubeflow Trainer sets these, with `auto` in place of the number of processes."""
     shared = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     shared |= {"PET_MASTER_PORT": str(free_port()), "CIFAR_LIT_JOB": "night"}
     codes = end([start(tmp_path, node, [], **shared, PET_NODE_RANK=str(node)) for node in (0, 1)])
