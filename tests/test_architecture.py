@@ -18,7 +18,8 @@ from cifar_lit.features import FEATURES as FEATURE_NAMES
 
 EXTRAS = [path.parent for path in sorted((PACKAGE / "extras").glob("*/__init__.py"))]
 FEATURES = [path for path in sorted((PACKAGE / "features").iterdir()) if path.stem in FEATURE_NAMES]
-NAMED_IN = {"extras": {PACKAGE / "cli/main.py", PACKAGE / "inference/load.py"}}  # they name optional parts by a string
+# They name optional parts by a string.
+NAMED_IN = {"extras": {PACKAGE / "cli/main.py", PACKAGE / "inference/load.py", PACKAGE / "plugins.py"}}
 
 # In a fork for each folder, trains with the package in it, then runs further lines, and writes the exit codes. The
 # forks share the libraries, which take longer to import than the training.

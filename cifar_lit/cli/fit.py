@@ -37,8 +37,9 @@ from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import Failure, UsageError, check_choice, nearest
 from cifar_lit.features import FEATURES, feature_class, feature_settings
+from cifar_lit.hooks import methods
 from cifar_lit.models.registry import check_net
-from cifar_lit.plugins import import_callable, is_import_path
+from cifar_lit.plugins import bucket_part, import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import (
@@ -237,6 +238,7 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
         text = "also write checkpoints within epochs: every 500 (steps) or 10m (one is always written at the end)"
         parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
+        parser.add_argument("--copy_to", type=str | None, default=None, help="bucket for a copy of the run: s3://…")
         text = (
             "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb and mlflow, with commas between"
         )
@@ -325,7 +327,7 @@ class TrainingCLI(LightningCLI):
             given["logs"] = trained.get("logs")  # a resumed run stays in its folder
             may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
             may_change += [f"model.{name}" for name in ImageClassifier.may_change]
-            may_change += [f"data.{name}" for name in ImageData.may_change]
+            may_change += [f"data.{name}" for name in ImageData.may_change] + ["copy_to"]
             self.changes = changed_settings(by_name(trained), by_name(given), may_change)
             self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
             self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})
@@ -368,6 +370,8 @@ class TrainingCLI(LightningCLI):
         if self.run.trains:
             callbacks.append(SlowdownWarning())
         callbacks += features
+        if self.run.trains and self.settings.copy_to:
+            callbacks.append(bucket_part("run_copy").RunCopy(self.settings.copy_to, self.run.folder))
         if self.watch:
             callbacks.append(RankProgress(self.watch, self.run.folder))
         loggers = [logger for logger in as_list(configured.logger) if isinstance(logger, Logger)]
@@ -484,6 +488,8 @@ class TrainingCLI(LightningCLI):
             interruption.resume = self._resume_line()
             raise interruption from None
         finally:
+            for finish_copy in methods(self.trainer, "finish_copy"):
+                finish_copy()
             self.run.folder.release()
             if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
                 torch.distributed.destroy_process_group()  # its threads can abort the interpreter at exit

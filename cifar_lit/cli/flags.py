@@ -35,6 +35,7 @@ _SHORT = {
     "lr": ("model.lr", "0.1"),
     "seed": ("seed_everything", "1"),
     "checkpoint-every": ("checkpoint_every", "10m"),
+    "copy-to": ("copy_to", "s3://bucket/prefix"),
     "rank-timeout": ("rank_timeout", "60"),
     "threads": ("threads", "2"),
 }

@@ -13,7 +13,14 @@ from pathlib import Path
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
-from cifar_lit.plugins import all_imports_allowed, guard_child_processes, only_allowed_imports, optional_function
+from cifar_lit.plugins import (
+    all_imports_allowed,
+    bucket_part,
+    guard_child_processes,
+    is_url,
+    only_allowed_imports,
+    optional_function,
+)
 from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import accept_any_encoding, note, say
 
@@ -44,7 +51,7 @@ flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
   --config FILE      more settings, which override the recipe's; may be repeated
   --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
-  --data-dir PATH    folder for downloaded archives, or the folder of your own images
+  --data-dir PATH    folder for downloaded archives, or your own images: a folder, a table or s3://bucket/prefix
   --net NAME         net, such as resnet18; --lr X, --batch-size N (total over all devices)
   --auto-batch       find the largest batch size that fits; --auto-lr finds a learning rate
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
@@ -58,7 +65,8 @@ flags of fit, train, validate, test and predict
   --learning-curve   train on 25, 50, 75 and 100 % of the training images (`train` only)
   --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only);
                      --json FILE also records the time and memory of each
-  --resume [PATH]    resume the newest unfinished run, or the given one
+  --resume [PATH]    resume the newest unfinished run, or the given one; s3://… gets it from a bucket first
+  --copy-to s3://…   copy the run to a bucket, after each checkpoint and at the end (also gs:// and az://)
   --trust            let configuration files and runs name any class and any path: their code can run;
                      also for classify, report, review, export and serve
   --debug            show tracebacks
@@ -69,7 +77,8 @@ Precedence: recipe < --config files < flags.
 """
 
 # Commands other than LightningCLI's. Each function takes the arguments after the command, and may return an exit code.
-# In the core, only this table and `inference.load` name an extra. Without its folder, it is answered in one line.
+# In the core, only this table, `inference.load` and `plugins.bucket_part` name extras. Without its folder, one is
+# answered in one line.
 OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
@@ -177,12 +186,14 @@ def _allow_runs(argv: list[str], trusted: bool) -> None:
 
 def _train(command: flags.Command, argv: list[str]) -> None:
     """Run fit, train, validate, test or predict. A launcher may have started several such processes."""
-    from cifar_lit.cli.launch import apply_launcher, continue_job
+    from cifar_lit.cli.launch import apply_launcher, continue_job, logs_of
     from cifar_lit.distributed.join import leave, meet_anew
 
     if command.recipe:
         flags.recipe_path(command.recipe)  # report an unknown recipe before the slow imports
     apply_launcher(command, os.environ)
+    if is_url(command.resume):
+        command.resume = str(bucket_part("run_copy").fetch_run(command.resume, logs_of(command)))
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
     hold_signals()

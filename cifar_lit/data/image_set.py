@@ -29,6 +29,7 @@ class ImageSet:
         names: names of the images, such as their paths in the folder.
         levels: values of 16-bit images that became black and white, see `decode.Preparation`.
         skipped: names of unreadable images that were left out.
+        versions: hash of size and ETag of each image's object in a bucket, int64 (N,).
 
     Raises:
         ValueError: for an invalid shape, dtype, label or class name.
@@ -43,6 +44,7 @@ class ImageSet:
     names: Sequence[str] | None = None
     levels: tuple[int, int] | None = None
     skipped: Sequence[str] = ()
+    versions: Tensor | None = None
 
     def __post_init__(self) -> None:
         images, labels, groups = self.images, self.labels, self.groups

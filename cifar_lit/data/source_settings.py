@@ -11,6 +11,7 @@ from pathlib import Path
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.files import as_on_disk
+from cifar_lit.plugins import bucket_part, is_url
 
 MAX_SIDE = 2048  # pixels; the nets are designed for small images
 
@@ -72,7 +73,9 @@ class SourceSettings:
 
     @property
     def path(self) -> Path:
-        """The root as a path; `data` if not given."""
+        """The root as a path; `data` if not given. Of a URL, the local copy, which is made first."""
+        if is_url(self.root):
+            return Path(bucket_part("images").local_copy(self.root, self.cache_path))
         return Path(as_on_disk(str(Path(self.root or "data").expanduser())))
 
     @property

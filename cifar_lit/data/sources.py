@@ -17,7 +17,7 @@ from cifar_lit.data.formats import IMAGES, RESIZES, TABLES
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.errors import UsageError, check_choice, nearest
-from cifar_lit.plugins import check_no_file, find_part, is_import_path, part_name
+from cifar_lit.plugins import bucket_part, check_no_file, find_part, is_import_path, is_url, part_name
 
 Load = Callable[[SourceSettings, bool], ImageSet]
 
@@ -68,7 +68,10 @@ def _has_fashion_mnist(settings: SourceSettings) -> bool:
 def _folder(settings: SourceSettings, train: bool) -> ImageSet:
     from cifar_lit.data.folder import folder
 
-    return folder(settings, train)
+    images = folder(settings, train)
+    if is_url(settings.root):
+        return replace(images, versions=bucket_part("images").versions(settings, images.names))
+    return images
 
 
 def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
@@ -98,7 +101,7 @@ SOURCES: dict[str, Source] = {
         partial(_cifar, "cifar100"), partial(_has_cifar, "cifar100"), _sizes(32, 3, 100), {"fine": 100, "coarse": 20}
     ),
     "fashion_mnist": Source(_fashion_mnist, _has_fashion_mnist, _sizes(28, 1, 10)),
-    "folder": Source(_folder, at_hand=lambda settings: settings.root is not None and settings.path.exists()),
+    "folder": Source(_folder, at_hand=lambda each: bool(each.root) and (is_url(each.root) or each.path.exists())),
     "shapes": Source(_shapes),
 }
 
@@ -128,6 +131,8 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
     check_choice("data.resize", settings.resize, RESIZES)
     ignores_folders = dataset in SOURCES and dataset != "folder" and settings.root
+    if ignores_folders and is_url(settings.root):
+        raise UsageError(f"a bucket holds own images, but the data set is {dataset}: add --dataset folder")
     # `at_hand` comes last, because it computes checksums.
     if ignores_folders and _has_class_folders(settings.path) and not (source.fixed and source.at_hand(settings)):
         reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"

@@ -150,11 +150,13 @@ def split_rows(parts: SplitImages) -> list[Row]:
 
 
 def image_hashes(images: ImageSet) -> list[int]:
-    """Return the CRC-32 of class name and pixels of each image, only of the class name for a large data set."""
+    """Return the CRC-32 of class name and pixels of each image; of a large data set, of class name and version."""
     seeds = [zlib.crc32(name.encode()) for name in images.classes]
     labels = images.labels.tolist()
     if images.images.nbytes > MAX_HASHED:
-        return [seeds[label] for label in labels]
+        if images.versions is None:
+            return [seeds[label] for label in labels]
+        return [zlib.crc32(b"%d" % each, seeds[label]) for each, label in zip(images.versions, labels, strict=True)]
     pixels = images.images.flatten(1).numpy()
     return [zlib.crc32(row, seeds[label]) for row, label in zip(pixels, labels, strict=True)]
 
