@@ -51,7 +51,8 @@ flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
   --config FILE      more settings, which override the recipe's; may be repeated
   --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
-  --data-dir PATH    folder for downloaded archives, or your own images: a folder, a table or s3://bucket/prefix
+  --data-dir PATH    folder for downloaded archives, or your own images: a folder, a table or
+                     s3://bucket/prefix
   --net NAME         net, such as resnet18; --lr X, --batch-size N (total over all devices)
   --auto-batch       find the largest batch size that fits; --auto-lr finds a learning rate
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)

@@ -28,11 +28,19 @@ def fast_gradients(images: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which a net computes its convolutions so that their gradients are fast.
 
     Args:
-        images: the net's input. On other devices than a CPU, the context changes nothing.
+        images: the net's input. On other devices than a CPU, or in another dtype than bfloat16, the context changes
+            nothing.
     """
-    if images.device.type == "cpu":
+    if images.device.type == "cpu" and _dtype_of_convolutions(images) == torch.bfloat16:
         return _FastGradients()
     return nullcontext()
+
+
+def _dtype_of_convolutions(maps: Tensor) -> torch.dtype:
+    """Return the dtype in which maps on a CPU are convolved."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return maps.dtype
 
 
 class _FastGradients(TorchFunctionMode):
@@ -56,9 +64,7 @@ def convolve(
     groups: int = 1,
 ) -> Tensor:
     """Return the same as `torch.nn.functional.conv2d`, computed so that the gradients in bfloat16 are fast."""
-    dtype = maps.dtype
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    dtype = _dtype_of_convolutions(maps)
     shape = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     is_handled = dtype == torch.bfloat16 and bias is None and maps.ndim == 4 and not isinstance(padding, str)
     if is_handled and groups == maps.shape[1] > 1:

@@ -84,8 +84,7 @@ def step_seconds(
 ) -> float:
     """Return the seconds of a forward and backward pass."""
     started = time.perf_counter()
-    context = fast_gradients(images) if fast else nullcontext()
-    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16), context:
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16), fast_gradients(images) if fast else nullcontext():
         loss = F.cross_entropy(net(images), labels)
     loss.backward()
     net.zero_grad()

@@ -113,8 +113,11 @@ def test_strips_are_used_on_cpus_with_amx_only(monkeypatch: pytest.MonkeyPatch) 
     assert kind_of_gradient(groups=MIN_CHANNELS) == DEPTHWISE
 
 
-def test_other_devices_get_no_context() -> None:
-    assert isinstance(fast_gradients(torch.empty(1, device="meta")), nullcontext)
+def test_other_devices_and_dtypes_get_no_context() -> None:
+    assert isinstance(fast_gradients(torch.empty(1)), nullcontext)
+    assert not isinstance(fast_gradients(torch.empty(1).bfloat16()), nullcontext)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert isinstance(fast_gradients(torch.empty(1, device="meta")), nullcontext)
 
 
 @pytest.mark.usefixtures("_amx")
