@@ -255,11 +255,22 @@ def test_an_mlflow_database_has_the_run_with_its_tags_and_the_printed_line_opens
     assert not Path("mlruns").exists()
 
 
+def wait_for_server(server: subprocess.Popen[bytes], address: str) -> None:
+    """Return when `address` answers; fail when the server has ended, or after two minutes."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "the server has ended: see server.txt"
+        with suppress(OSError), urllib.request.urlopen(address):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"{address} did not answer within two minutes")
+
+
 @pytest.mark.slow
 def test_mlflow_server_continues_the_run_of_a_killed_training_and_no_file_has_its_password(
     mlflow: Any, tmp_path: Path
 ) -> None:
-    pytest.importorskip("flask", reason="the server needs the whole of mlflow: pip install 'cifar-lit[mlflow]'")
+    pytest.importorskip("huey", reason="the server needs the whole of mlflow: pip install 'cifar-lit[mlflow]'")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -268,10 +279,7 @@ def test_mlflow_server_continues_the_run_of_a_killed_training_and_no_file_has_it
     with (tmp_path / "server.txt").open("w") as log:
         server = subprocess.Popen([*map(str, command)], env=environment(tmp_path), stdout=log, stderr=log)
     try:
-        for _ in range(600):
-            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
-                break
-            time.sleep(0.2)
+        wait_for_server(server, f"http://127.0.0.1:{port}/health")
         train_with_a_kill("mlflow", MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{port}")
         assert_tracked_by_mlflow(mlflow.MlflowClient(f"http://127.0.0.1:{port}"))
         assert_no_secret(Path("lightning_logs"))
