@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext, suppress
@@ -41,6 +42,7 @@ from cifar_lit.data.decode import (
     decode_chunks,
     decode_files,
     image_size,
+    level_sample,
 )
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.duplicates import near_duplicates
@@ -92,6 +94,31 @@ class Index(NamedTuple):
     levels: Levels | None
 
 
+# Copies files, by their paths below the root, to a folder, and returns the copies; see `extras.cloud.images`.
+Fetch = Callable[[Sequence[str], Path], list[str]]
+
+
+class Files(NamedTuple):
+    """The files to decode: those in `folder`, or copies that `fetch` writes to `place` while they are decoded."""
+
+    folder: Path
+    fetch: Fetch | None
+    place: Path
+
+    def get(self, files: Sequence[File]) -> list[str]:
+        """Return the paths of files that can be read now."""
+        if self.fetch is None:
+            return [f"{self.folder / file.path}" for file in files]
+        self.place.mkdir(exist_ok=True)
+        return self.fetch([file.path for file in files], self.place)
+
+    def release(self, paths: Sequence[str]) -> None:
+        """Delete copies that are no longer read."""
+        for path in map(Path, paths):
+            if path.parent == self.place:
+                path.unlink(missing_ok=True)
+
+
 class Decoded(NamedTuple):
     """Images of the readable files, uint8 (N, H, W, C); reasons why files are unreadable, by path; near-duplicates.
 
@@ -113,6 +140,7 @@ def decoded(
     resize: str,
     levels: Levels | None,
     cache_dir: Path,
+    fetch: Fetch | None = None,
 ) -> Decoded:
     """Return the images of `files` from the cache. Decode and cache missing images, with a progress bar.
 
@@ -127,6 +155,7 @@ def decoded(
         resize: one of `decode.RESIZES`.
         levels: see `Preparation`. If None, those of all 16-bit images.
         cache_dir: folder of all caches. If it is not writable, a note says so, and a temporary file is used.
+        fetch: function that copies files to a folder to decode them, if those of `root` are empty.
 
     Raises:
         Failure: the disk is full, or a decoding process was killed.
@@ -148,18 +177,20 @@ def decoded(
             note(f"nothing is cached: {cache_dir}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
             cache = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
+        sources = Files(folder, fetch, cache / "fetched")
+        stack.callback(shutil.rmtree, sources.place, ignore_errors=True)  # also what a killed process left
         index = _load(cache, folder, files, levels)
         if index is None:
-            levels = levels or common_levels([str(folder / file.path) for file in sorted(files)])
+            levels = levels or _common_levels(sources, files)
             preparation = Preparation((COMMON_SIZE, COMMON_SIZE), channels, resize, levels)
-            index = _decode_to(cache, folder, files, size, preparation)
+            index = _decode_to(cache, sources, files, size, preparation)
         if index.duplicates is None:
             index = _searched(cache, index)
             with suppress(OSError):  # with a full disk, near-duplicates are searched again next time
                 _write_index(cache, index)
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
-            index = _decode(cache, folder, ordered, Preparation(index.shape[1:3], channels, resize, index.levels))
+            index = _decode(cache, sources, ordered, Preparation(index.shape[1:3], channels, resize, index.levels))
         return _mapped(cache, index)
 
 
@@ -237,29 +268,39 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), prod(shape), flags=flags, prot=rights), np.uint8).reshape(shape)
 
 
+def _common_levels(sources: Files, files: Sequence[File]) -> Levels | None:
+    by_path = {file.path: file for file in sorted(files)}
+    sample = sources.get([by_path[path] for path in level_sample([*by_path])])
+    levels = common_levels(sample)
+    sources.release(sample)
+    return levels
+
+
 def _decode_to(
-    cache: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, preparation: Preparation
+    cache: Path, sources: Files, files: Sequence[File], size: tuple[int, int] | None, preparation: Preparation
 ) -> Index:
     """Decode `files` to `size`; if it is None, to their own size or to that of `preparation`."""
     if size is not None:
-        return _decode(cache, folder, files, preparation._replace(size=size))
-    own_size = _first_size(folder, files)
+        return _decode(cache, sources, files, preparation._replace(size=size))
+    own_size = _first_size(sources, files)
     if own_size is not None and max(own_size) <= MAX_OWN_SIZE:
         with suppress(SizesDiffer):
-            return _decode(cache, folder, files, preparation._replace(size=own_size), all_of_size=True)
-    return _decode(cache, folder, files, preparation)
+            return _decode(cache, sources, files, preparation._replace(size=own_size), all_of_size=True)
+    return _decode(cache, sources, files, preparation)
 
 
-def _first_size(folder: Path, files: Sequence[File]) -> tuple[int, int] | None:
+def _first_size(sources: Files, files: Sequence[File]) -> tuple[int, int] | None:
     """Return the size (H, W) of the first readable image; None if there is none."""
     for file in files:
+        paths = sources.get([file])
         with suppress(DecodeError):
-            return image_size(folder / file.path)
+            return image_size(paths[0])
+        sources.release(paths)
     return None
 
 
 def _decode(
-    cache: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
+    cache: Path, sources: Files, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
 ) -> Index:
     """Replace the cache by one of `files`. Unchanged images are copied; new and changed ones are decoded."""
     shape = (*preparation.size, preparation.channels)
@@ -285,11 +326,18 @@ def _decode(
 
     def new_rows() -> Iterator[bytes | str]:
         """Yield the pixels of each new file, or the reason why it is unreadable."""
-        paths = [f"{folder / file.path}" for file in new]
-        chunks = [paths[start : start + CHUNK] for start in range(0, len(paths), CHUNK)]
+        chunks = [new[start : start + CHUNK] for start in range(0, len(new), CHUNK)]
+        fetched: deque[list[str]] = deque()
+
+        def fetch_chunks() -> Iterator[list[str]]:
+            for chunk in chunks:
+                fetched.append(sources.get(chunk))
+                yield fetched[-1]
+
         all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
-        results = decode_chunks(chunks, preparation, all_cores, all_of_size)
+        results = decode_chunks(fetch_chunks(), preparation, all_cores, all_of_size)
         for chunk, (pixels, reasons) in zip(chunks, results, strict=True):
+            sources.release(fetched.popleft())
             readable_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
             advance(len(chunk))
             for position in range(len(chunk)):

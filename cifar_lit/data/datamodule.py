@@ -65,12 +65,13 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         url: URL or path of the archive, instead of the built-in sources.
         skip_bad: skip damaged and missing images instead of stopping.
         cache_dir: folder for decoded images; the user's cache folder if not given.
+        stream: do not copy the images of a bucket: read and decode each once, and keep the decoded images only.
         labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
             written by `cifar-lit review`, for data sets that are not your own images.
     """
 
     # Settings that may change when a fit is resumed: places and loading.
-    may_change = ("root", "url", "cache_dir", "placement", "workers", "eval_batch_size")
+    may_change = ("root", "url", "cache_dir", "stream", "placement", "workers", "eval_batch_size")
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         url: str | None = None,
         skip_bad: bool = False,
         cache_dir: str | None = None,
+        stream: bool = False,
         labels: str | None = None,
     ) -> None:
         # `super()` adds __class__. Statistics are compared as measured, see `_all_settings`.
@@ -119,7 +121,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.settings = SourceSettings(
             root=root, url=url, cache_dir=cache_dir, labels=labels, skip_bad=skip_bad, resize=resize,
             image_size=tuple(image_size) if isinstance(image_size, list) else image_size, channels=channels,
-            num_classes=num_classes, count=count, split=split,
+            num_classes=num_classes, count=count, split=split, stream=stream,
             levels=parse_levels(levels),
         )  # fmt: skip
         self._val_size = val_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import signal
@@ -207,19 +208,24 @@ def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bo
     return b"".join(pixels), bad
 
 
+def level_sample(paths: Sequence[str]) -> Sequence[str]:
+    """Return the at most `MAX_MEASURED` files that `common_levels` reads."""
+    paths = [path for path in paths if path.lower().endswith(DEEP_SUFFIXES)]
+    return paths[:: max(1, math.ceil(len(paths) / MAX_MEASURED))]
+
+
 def common_levels(paths: Sequence[str]) -> Levels | None:
-    """Return the levels of the 16-bit grey images among files, measured on at most `MAX_MEASURED` of them.
+    """Return the levels of the 16-bit grey images among files, measured on their `level_sample`.
 
     In each image, the lowest and highest thousandth may be dead pixels. Of the images, the 2 % with the lowest and
     highest values may be blank. Images that use most of the 65,536 values keep them all (None). A note reports images
     that become almost plain, because others have far darker or brighter pixels.
     """
-    paths = [path for path in paths if path.lower().endswith(DEEP_SUFFIXES)]
     lows: list[int] = []
     highs: list[int] = []
     darks: list[int] = []
     brights: list[int] = []
-    for path in paths[:: len(paths) // MAX_MEASURED + 1]:
+    for path in level_sample(paths):
         with suppress(DecodeError), _decode_errors(path):
             image = _open(_read(path))
             if image.mode.startswith("I") and image.width * image.height <= MAX_UNPACKED_PIXELS:
@@ -241,7 +247,7 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
 
 
 def decode_chunks(
-    chunks: Sequence[Sequence[str]], preparation: Preparation, all_cores: bool, all_of_size: bool = False
+    chunks: Iterable[Sequence[str]], preparation: Preparation, all_cores: bool, all_of_size: bool = False
 ) -> Iterator[Pixels]:
     """Yield the result of `decode_files` for each chunk of paths, in order. `all_cores`: a process per free core."""
     work = partial(decode_files, preparation=preparation, all_of_size=all_of_size)
@@ -249,7 +255,7 @@ def decode_chunks(
     if cores == 1:
         yield from map(work, chunks)
         return
-    workers = min(cores, len(chunks), 32)
+    workers = min(cores, 32)
     start_resource_tracker()
     limit = Image.MAX_IMAGE_PIXELS
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker, initargs=(limit,))

@@ -19,6 +19,7 @@ from cifar_lit.data.progress import note_once
 from cifar_lit.data.source_settings import SourceSettings, parse_image_size
 from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.plugins import bucket_part
 from cifar_lit.text import counted, listed, nfc
 
 
@@ -82,8 +83,9 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
             return files
         return files_of(parts_by(duplicates))
 
+    fetch = bucket_part("images").fetcher(settings) if settings.stream else None
     images, bad, duplicates, levels = decoded(
-        root, files, arrange, size, channels, settings.resize, settings.levels, settings.cache_path
+        root, files, arrange, size, channels, settings.resize, settings.levels, settings.cache_path, fetch
     )
     if bad and not settings.skip_bad:
         faults = f"{len(bad):,} of {len(files):,} images {where} are {_fault(bad)}: {_with_reasons(bad)}"

@@ -69,13 +69,16 @@ class SourceSettings:
     labels: str | None = None
     resize: str = "crop"
     levels: tuple[int, int] | None = None
+    stream: bool = False
     only: frozenset[str] | None = None
 
     @property
     def path(self) -> Path:
         """The root as a path; `data` if not given. Of a URL, the local copy, which is made first."""
         if is_url(self.root):
-            return Path(bucket_part("images").local_copy(self.root, self.cache_path))
+            return Path(bucket_part("images").local_copy(self.root, self.cache_path, self.stream))
+        if self.stream:
+            raise UsageError("data.stream reads the images of a bucket: leave it out, or name one with --data-dir")
         return Path(as_on_disk(str(Path(self.root or "data").expanduser())))
 
     @property

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import boto3
 import obstore
+from botocore.exceptions import BotoCoreError
+from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import from_url
 
@@ -79,13 +82,24 @@ def check_space(folder: Path, needed: int, url: str) -> None:
     free = shutil.disk_usage(folder).free
     if needed + SPARE_BYTES > free:
         fault = f"{url} needs {needed / 1e9:,.1f} GB, but the disk of {folder} has {free / 1e9:,.1f} GB free"
-        raise Failure(f"{fault}: free some space, or choose another folder with --data.cache_dir or --logs")
+        remedy = "free some space, choose another folder with --data.cache_dir or --logs"
+        raise Failure(f"{fault}: {remedy}, or do not copy images: --data.stream true")
 
 
 def _object(meta: Mapping[str, Any]) -> Object:
     """Return an object by what a store says of it. Stores quote ETags or not; without one, the time stands for it."""
     etag = meta["e_tag"] or meta["last_modified"].isoformat()
     return Object(meta["path"], meta["size"], etag.removeprefix("W/").strip('"'))
+
+
+def _profile(url: str) -> dict[str, Any]:
+    """Return the option with the credentials of a profile in ~/.aws, which only boto3 reads. The environment wins."""
+    if not url.startswith("s3:") or {"AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE"} & os.environ.keys():
+        return {}
+    session = boto3.Session()
+    if not session.available_profiles:  # the role of a machine or container, which obstore asks itself
+        return {}
+    return {"credential_provider": Boto3CredentialProvider(session)}
 
 
 class Reader:
@@ -95,8 +109,8 @@ class Reader:
         check_url(url, schemes)
         self.url = url
         try:
-            self.store = from_url(url, client_options=CLIENT, retry_config=RETRY)
-        except (BaseError, ValueError) as error:
+            self.store = from_url(url, client_options=CLIENT, retry_config=RETRY, **_profile(url))
+        except (BaseError, BotoCoreError, ValueError) as error:
             raise failure(error, url) from None
         self._etags_are_md5 = True  # if they have 32 digits; not in buckets with other encryption
         self._unexpected: set[str] = set()  # checksums that differ from what the store claims

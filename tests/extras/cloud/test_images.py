@@ -56,12 +56,12 @@ def load(root: object, cache: Path, train: bool = True) -> ImageSet:
 def test_bucket_and_folder_give_bit_equal_weights(url: str, photos: Path, working_folder: Path) -> None:
     words = (*SMALL, *OWN_IMAGES, "--data.val_size", 2, "--batch-size", 8, "--data.placement", "host")
     runs = []
-    for root in (photos, url):  # workers are forked after the bucket was read
-        answer = run_command(*words, "--data-dir", root)
+    for root, stream in ((photos, "false"), (url, "false"), (url, "true")):  # workers fork after the bucket was read
+        answer = run_command(*words, "--data-dir", root, "--data.stream", stream)
         assert answer.code == 0, answer.err
         runs.append(working_folder / f"lightning_logs/small-{len(runs) + 1}")
-    local, bucket = ((run / "model.safetensors").read_bytes() for run in runs)
-    assert local == bucket
+    local, *others = ((run / "model.safetensors").read_bytes() for run in runs)
+    assert others == [local, local]
     record = read_json(runs[1] / "metrics.json")["data"]
     assert len(record.pop("listing")) == 64
     assert record == read_json(runs[0] / "metrics.json")["data"]
@@ -95,7 +95,7 @@ def test_two_processes_at_once_copy_each_object_once(
 ) -> None:
     copy = images.local_copy.__wrapped__  # without the memory of this process
     with ThreadPoolExecutor() as pool:
-        assert len({*pool.map(copy, [url, url], [cache, cache])}) == 1
+        assert len({*pool.map(copy, [url, url], [cache, cache], [False, False])}) == 1
     assert len(bucket.read("GET")) == 16
     assert capsys.readouterr().err.count("waiting for another process that copies the same bucket") == 1
 
@@ -263,6 +263,37 @@ def test_no_network_is_one_line(url: str, cache: Path, monkeypatch: pytest.Monke
     with pytest.raises(Failure, match=f"^{url} cannot be read or written .*: check network") as error:
         load(url, cache)
     assert "secret" not in str(error.value)
+
+
+def test_a_profile_of_the_user_gives_credentials_unless_the_environment_does(
+    url: str, bucket: Bucket, cache: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = "aws_access_key_id = of-the-profile\naws_secret_access_key = secret\nregion = us-east-1"
+    (tmp_path / "credentials").write_text(f"[default]\n{keys}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    users: list[str] = []
+
+    def note_user(app: Any, environ: Any, start: Any) -> Any:
+        users.append(environ["HTTP_AUTHORIZATION"].partition("Credential=")[2].partition("/")[0])
+        return app(environ, start)
+
+    bucket.faults.append(("GET", note_user))
+    load(url, cache / "1")
+    assert set(users) == {"key"}
+    users.clear()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    assert torch.equal(load(url, cache / "2").images, load(photos, cache).images)
+    assert set(users) == {"of-the-profile"}
+
+
+def test_a_profile_that_does_not_exist_is_one_line(
+    url: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(Failure, match=f"^{url} cannot be read .*nobody.* could not be found"):
+        load(url, cache)
 
 
 def test_a_bucket_that_does_not_exist_is_one_line(bucket: Bucket, cache: Path) -> None:
