@@ -2,11 +2,14 @@
 
 import csv
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,11 @@ import yaml
 from contract.command_line import RECIPE, metrics_of
 from real_runs import LIMIT, SETTINGS, STEPS_PER_EPOCH, environment, only_run, run_here, same_bits
 from safetensors.torch import load_file
+
+if HAS_BUCKETS := bool(find_spec("obstore") and find_spec("moto")):
+    from extras.cloud.spoiled_bucket import bucket, new_process, server
+
+    __all__ = ["bucket", "new_process", "server"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]
 
@@ -34,7 +42,7 @@ SCONTROL = '#!/bin/sh\necho "$@" >> "$HOME/requests"\n'
 # The training of SETTINGS in place of the recipe, and a database in a file.
 CIFAR_LIT = f"""#!{sys.executable}
 import os, sys
-words = [f"sqlite:///{{os.environ['HOME']}}/sweeps.db" if "//" in word else word for word in sys.argv[1:]]
+words = [f"sqlite:///{{os.environ['HOME']}}/sweeps.db" if "sql:" in word else word for word in sys.argv[1:]]
 if words[0] == "train":
     words[1:3] = {SETTINGS}
 from cifar_lit.cli import main
@@ -127,6 +135,29 @@ def test_the_seeds_of_a_preempted_array_end_like_uninterrupted_runs(tmp_path: Pa
         alone = tmp_path / str(seed)
         assert run_here(["train", *SETTINGS, "--seed", str(seed)], alone).code == 0
         assert_equal_runs(runs[seed], only_run(alone))
+
+
+@pytest.mark.skipif(not HAS_BUCKETS, reason="pip install 'cifar-lit[cloud]' 'moto[s3,server]'")
+def test_a_job_requeued_on_another_node_resumes_from_the_bucket(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    copies = request.getfixturevalue("bucket")
+    home, node = tmp_path / "home", tmp_path / "node"
+    home.mkdir()
+    slurm = Slurm(home, "slurm.sbatch", tasks=1, **PREEMPTED, TMPDIR=str(node))
+    slurm.variables |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    page = (EXAMPLES.parent / "docs/buckets.md").read_text()
+    lines = re.findall(r"<!-- job -->\n```bash\n(.*?)```", page, re.DOTALL)[0]
+    slurm.script = home / "job.sbatch"
+    slurm.script.write_text(lines.replace("s3://my-bucket", copies.url).replace("fast94-1", "tudui-1"))
+    for restarts, code in ((0, 138), (1, 0)):
+        node.mkdir()
+        assert slurm.wait(slurm.start("5", restarts)) == code, (home / "5.out").read_text()
+        if code:
+            shutil.rmtree(node)
+    assert slurm.requests == ["requeue 5"]
+    alone = tmp_path / "alone"
+    assert run_here(["train", *SETTINGS], alone).code == 0
+    assert_equal_runs(node / "runs/tudui-1", only_run(alone))
+    assert "5/tudui-1/metrics.json" in copies.names()
 
 
 SWEEP = {
