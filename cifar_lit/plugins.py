@@ -44,8 +44,9 @@ def bucket_part(name: str) -> ModuleType:
     """Return a module of the extra `cloud`: store, images or run_copy. Raise Failure if it is not installed."""
     try:
         return import_module(f"cifar_lit.extras.cloud.{name}")
-    except ModuleNotFoundError:
-        raise Failure('URLs of object storage need the extra cloud: pip install "cifar-lit[cloud]"') from None
+    except ModuleNotFoundError as error:
+        remedy = 'pip install "cifar-lit[cloud]"'
+        raise Failure(f"URLs of object storage need the extra cloud: {remedy} ({first_line(error)})") from None
 
 
 class UntrustedName(UsageError):

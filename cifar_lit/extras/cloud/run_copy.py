@@ -16,13 +16,13 @@ from typing import Any
 import lightning.pytorch as pl
 import obstore
 from lightning.pytorch.callbacks import Callback
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError
 from obstore.store import ObjectStore
 
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.extras.cloud.store import SHA256, WRITABLE, Reader, check_space, check_url, failure
+from cifar_lit.extras.cloud.store import SHA256, WRITABLE, Reader, check_space, check_url, explained_errors
 from cifar_lit.files import PART, check_regular, read_text, without_links, write_text
 from cifar_lit.runs.run_folder import CHECKPOINTS, PREVIOUS, RunFolder, display_path
 from cifar_lit.text import is_file_name, note
@@ -87,13 +87,11 @@ class RunCopy(Callback):
         if not is_ending and not any(name.startswith("checkpoints/") for name in files):
             return
         store = Reader(self._url, WRITABLE).store  # new each time, because credentials may have been renewed
-        try:
+        with explained_errors(self._url):
             claim(store, run / OWNER, self._url)
             for name, state in files.items():
                 upload(store, name, run / name, state[0])
                 self._copied[name] = state
-        except (BaseError, FileNotFoundError) as error:
-            raise failure(error, self._url) from None
 
 
 def run_files(run: Path) -> dict[str, tuple[int, int]]:
@@ -172,7 +170,8 @@ def fetch_run(url: str, logs: Path) -> Path:
 
 def _check_not_behind(run: Path, reader: Reader) -> None:
     """Raise UsageError unless a checkpoint of the local run is the last one of its copy."""
-    copied = obstore.get(reader.store, CHECKPOINTS[0], options={"head": True}).attributes.get(SHA256)
+    with explained_errors(reader.url):
+        copied = obstore.get(reader.store, CHECKPOINTS[0], options={"head": True}).attributes.get(SHA256)
     for file in (run / "checkpoints").glob("*.ckpt"):
         with open(file, "rb", opener=without_links) as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() == copied:

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +69,15 @@ def failure(error: Exception, place: str) -> Failure:
     return Failure(f"{place} cannot be read or written ({reason}): check network, URL and names of objects")
 
 
+@contextmanager
+def explained_errors(place: str) -> Iterator[None]:
+    """Raise errors of obstore as Failure, see `failure`."""
+    try:
+        yield
+    except (BaseError, FileNotFoundError) as error:
+        raise failure(error, place) from None
+
+
 def check_path(path: str, url: str) -> bool:
     """Return True. Raise Failure if the path of an object cannot be that of a file below a folder on this system."""
     for name in path.split("/"):
@@ -117,11 +127,9 @@ class Reader:
 
     def pages(self) -> Iterator[list[Object]]:
         """Yield all objects, some at a time. Raise Failure if one cannot be a local file."""
-        try:
+        with explained_errors(self.url):
             for page in obstore.list(self.store, chunk_size=1000):
                 yield [_object(meta) for meta in page if check_path(meta["path"], self.url)]
-        except (BaseError, FileNotFoundError) as error:
-            raise failure(error, self.url) from None
 
     def read(self, item: Object, target: Path) -> None:
         """Write the content of an object to `target`. Raise Failure if it has changed or cannot be read."""
@@ -138,12 +146,10 @@ class Reader:
         options: Any = {}
         if not self.url.startswith("http"):  # a web server's ETag may be weak, and then never matches
             options["if_match"] = f'"{item.etag}"'
-        try:
+        with explained_errors(place):
             result = obstore.get(self.store, item.path, options=options)
             if _object(result.meta)[1:] != item[1:]:
                 raise PreconditionError
-        except (BaseError, FileNotFoundError) as error:
-            raise failure(error, place) from None
         claimed = str(result.attributes.get(SHA256, ""))
         digest = hashlib.new("sha256" if claimed else "md5", usedforsecurity=False)
         if not claimed and self._etags_are_md5 and re.fullmatch("[0-9a-f]{32}", item.etag):

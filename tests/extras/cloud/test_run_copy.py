@@ -203,6 +203,13 @@ def test_a_run_is_fetched_once_and_then_used_while_it_is_not_behind(copied: str,
         fetch_run(copied, Path("logs"))
 
 
+def test_a_bucket_that_cannot_be_read_when_a_run_is_compared_is_one_line(copied: str, bucket: Bucket) -> None:
+    fetch_run(copied, Path("logs"))
+    bucket.faults.append(("HEAD runs/run-1/checkpoints/last.ckpt", status(403, "AccessDenied")))
+    with pytest.raises(Failure, match=f"^{copied}: access is refused"):
+        fetch_run(copied, Path("logs"))
+
+
 def test_a_file_with_another_checksum_is_refused(copied: str, bucket: Bucket) -> None:
     bucket.faults.append(("GET .*metrics.csv", spoiled(lambda body: b"2")))
     with pytest.raises(Failure, match=r"run-1/metrics.csv arrives damaged \(its checksum differs\), 4 times"):
