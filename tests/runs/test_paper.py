@@ -90,6 +90,12 @@ def test_the_checklist_answers_what_the_runs_know_and_asks_for_the_rest() -> Non
     assert re.search(r"^\\begin\{description\}\n(\\item.*\n(  .*\n)*)+\\end\{description\}$", text, re.MULTILINE)
 
 
+def test_a_fingerprint_may_break_at_the_margin() -> None:
+    make_run(0, 0.9, data={**DATA, "images": "0123456789abcdef" * 4})
+    digits = r"0123456789abcdef\allowbreak " * 3 + "0123456789abcdef"
+    assert rf"images \texttt{{{digits}}};" in paper(["logs"])
+
+
 @pytest.mark.parametrize(
     ("accuracies", "cell", "remark"),
     [
