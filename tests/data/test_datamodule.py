@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.preprocessing import shrink
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.resolutions import Resolutions
-from cifar_lit.runs.figures import augmented_sample
 
 
 def rows_of(loader: Any) -> list[int]:
@@ -97,21 +97,6 @@ def test_one_number_applies_to_every_channel_and_replaces_the_measured_value() -
             _ = shapes_data(**settings).statistics
 
 
-def test_a_sample_shows_the_augmented_images_of_the_first_epoch() -> None:
-    data = shapes_data(augment={"crop": 2, "flip": "random", "cutout": 3})
-    shown = torch.cat([batch.images for batch in data.train_dataloader()])
-    assert torch.equal(augmented_sample(data, 40), shown[:40].permute(0, 3, 1, 2))
-
-
-def test_a_resumed_epoch_continues_at_its_position() -> None:
-    data, resumed = shapes_data(), shapes_data()
-    batches = iter(data.train_dataloader())
-    next(batches)
-    resumed.load_state_dict(data.state_dict())
-    remaining = rows_of(batches)
-    assert rows_of(resumed.train_dataloader()) == remaining and len(remaining) == 34
-
-
 # ---- placement
 
 
@@ -149,6 +134,19 @@ def test_a_memory_mapped_file_gives_each_device_the_same_batches(tmp_path: Path,
 
 
 # ---- progressive resizing
+
+SQUARES = [*((32, 32, side, side) for side in (4, 16, 20, 31, 32)), (28, 28, 21, 21)]
+RECTANGLES = [(64, 48, 32, 24), (48, 64, 24, 32), (30, 45, 20, 30), (9, 7, 5, 4), (256, 64, 16, 4)]
+
+
+@pytest.mark.parametrize(("height", "width", "side", "across"), [*SQUARES, *RECTANGLES])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_shrink_equals_area_interpolation(height: int, width: int, side: int, across: int, channels: int) -> None:
+    images = torch.randint(0, 256, (7, height, width, channels), dtype=torch.uint8)
+    before, small = images.clone(), shrink(images, side)
+    assert small.dtype == torch.float32 and torch.equal(images, before)
+    expected = F.interpolate(images.permute(0, 3, 1, 2).double(), (side, across), mode="area").permute(0, 2, 3, 1)
+    torch.testing.assert_close(small.double(), expected, rtol=0, atol=1e-4)
 
 
 def test_only_training_images_are_shrunk() -> None:

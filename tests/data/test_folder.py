@@ -241,17 +241,6 @@ def test_an_invalid_folder_is_refused_in_one_line(root: Path, spoil: Callable[[P
     assert "\n" not in str(refusal.value) and not (root.parent / "cache").exists()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"split": {"test_size": 0.0}}, {"split": {"test_size": 1.0}}, {"image_size": 0}, {"image_size": "8x2049"}],
-    ids=str,
-)
-def test_invalid_settings_are_refused_by_name(root: Path, settings: dict) -> None:
-    name = "split.test_size" if "split" in settings else "image_size"
-    with pytest.raises(UsageError, match=f"data.{name} must be"):
-        _ = ImageData("folder", str(root), **settings).train_images
-
-
 def test_damaged_images_fail_by_name_or_are_skipped_on_request(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(root / "train/cat/1.png")
     (root / "test/dog/gone.png").symlink_to(root / "nowhere.png")

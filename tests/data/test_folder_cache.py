@@ -70,14 +70,6 @@ def test_only_changed_and_added_files_are_decoded_again(
     assert open_set(root).images.shape[1:3] == (32, 32)
 
 
-def test_an_unchanged_image_that_became_readable_is_added(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image, away = root / "train/cat/1.png", root.parent / "away.png"
-    during_the_decoding(monkeypatch, lambda: image.rename(away))
-    assert values(root, skip_bad=True) == [0, 2, 3, 4]
-    away.rename(image)
-    assert values(root) == [0, 1, 2, 3, 4]
-
-
 def replace_in_index(pattern: str, text: str) -> Callable[[Path, Path], object]:
     return lambda index, data: index.write_text(re.sub(pattern, text, index.read_text()))
 

@@ -154,8 +154,6 @@ def test_invalid_batch_sizes_are_refused() -> None:
         train_loaders(source, 3, 4)
     with pytest.raises(UsageError, match="2 training images are too few for 3 devices"):
         train_loaders(source, 8, 3, indices=torch.tensor([1, 2]))
-    with pytest.raises(UsageError, match=r"data\.augment\.crop"):
-        train_loaders(source, 8, augment=Augment(crop=3))
     with pytest.raises(UsageError, match="eval_batch_size"):
         EvalLoader(source, torch.arange(20), 0)
 

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
-from torchvision.transforms.v2 import functional as oracle
 
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.loaders import epoch_order
 from cifar_lit.data.moves import cut_out, flip_and_shift
-from cifar_lit.data.preprocessing import normalise
 from cifar_lit.errors import UsageError
 
 
@@ -130,14 +128,6 @@ def test_alternating_flips_mirror_the_images_of_the_epoch_before():
 def test_a_crop_of_alternating_flips_differs_in_every_epoch():
     first, second = (looks(2, epoch, 1000, flip="alternating", crop=2) for epoch in (0, 2))
     assert 0.02 < float((first == second).flatten(1).all(1).float().mean()) < 0.06  # one of 25 shifts
-
-
-def test_normalise_equals_torchvision_and_returns_channels_last(images):
-    mean, std = torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0.2, 0.3, 0.4])
-    result = normalise(images, mean, std)
-    expected = oracle.normalize(images.permute(0, 3, 1, 2).float() / 255, mean.tolist(), std.tolist())
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
-    assert result.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_each_seed_and_epoch_has_its_own_order():
