@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
-from small_runs import classifier, fitted, shapes_data
 
-from cifar_lit.features.balanced import Balanced, balanced_order
+from cifar_lit.features.balanced import balanced_order
 
 
 @pytest.mark.parametrize("counts", [[50, 7, 1], [3, 0, 4, 10], [9, 9], [4], [1, 40, 1, 1]])
@@ -37,12 +33,3 @@ def test_a_balanced_order_depends_on_seed_and_epoch_and_mixes_the_classes() -> N
     rare = torch.tensor([0] * 90 + [1] * 10)
     shown = torch.cat([balanced_order(rare, 0, epoch) for epoch in (0, 1)])
     assert set(shown.tolist()) == set(range(100))  # all images of the common class, over two epochs
-
-
-def test_a_fit_shows_each_class_equally_often() -> None:
-    data, shown = shapes_data(), list[int]()
-    labels = torch.where(torch.arange(120) % 4 > 0, 0, data.train_images.labels % 4)
-    data.parts.train_images = replace(data.train_images, labels=labels)
-    note = LambdaCallback(on_train_batch_start=lambda _, __, batch, ___: shown.extend(batch.labels.tolist()))
-    fitted(classifier(), data, Balanced(), note, max_epochs=1)
-    assert Counter(shown) == dict.fromkeys(range(4), 25)

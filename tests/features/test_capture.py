@@ -201,21 +201,6 @@ def test_steps_are_captured_only_if_one_device_takes_them_without_other_code(
     assert can_capture(SimpleNamespace(**trainer)) == captures
 
 
-@pytest.mark.parametrize("name", ["Nesterov, clipped by norm", "adamw"])
-def test_the_tolerance_of_a_gpu_allows_rounding_but_no_wrong_rate(name: str) -> None:
-    def run(seed: int = 0, rate: float = 1.0) -> State:
-        settings = {"lr": 2**-6, **SETTINGS[name][0]}
-        model = classifier(**{**settings, "lr": rate * settings["lr"]})
-        fitted(nudged(model, seed), shapes_data(), max_epochs=5, **SETTINGS[name][2])
-        return weights(model)
-
-    expected, rounded = run(), run(seed=1)
-    for seed in (2, 3):
-        assert_rounded_alike(run(seed), expected, rounded)
-    with pytest.raises(AssertionError):
-        assert_rounded_alike(run(rate=1.1), expected, rounded)
-
-
 def run_in_float16(
     folder: Path, capture: bool, settings: Any, scale: float = 2.0**26, resume: Path | None = None, stop: int = -1
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -493,13 +478,6 @@ def test_a_non_finite_loss_changes_no_weights_or_states_and_names_its_step(
     steps = [read_checkpoint(path)["global_step"] for path in tmp_path.iterdir()]
     assert max(steps, default=0) == step // BATCHES * BATCHES
     assert all(math.isfinite(loss) for loss in rows.curve("train/loss").values())
-
-
-def test_a_late_non_finite_loss_names_its_accumulated_update() -> None:
-    late = LambdaCallback(on_train_start=lambda trainer, model: setattr(model, "_checks_on_host", False))
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 100}
-    with pytest.raises(NotFiniteLoss, match=r"the loss is not finite at step 2 of epoch 0$"):
-        fitted(classifier(), broken_data(5), late, **settings)
 
 
 def test_an_eager_step_does_not_synchronise_with_the_device() -> None:

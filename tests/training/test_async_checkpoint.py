@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from cifar_lit.errors import Failure
 from cifar_lit.features.weight_average import WeightAverage
-from cifar_lit.training.async_checkpoint import AsyncCheckpointIO, checkpoint_io, host_copy
+from cifar_lit.training.async_checkpoint import AsyncCheckpointIO, checkpoint_io
 from cifar_lit.training.callbacks import RandomState
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
@@ -202,21 +201,6 @@ def test_a_removal_and_a_save_after_the_fit_wait_for_earlier_writes(tmp_path: Pa
     assert not old.exists()
     io.save_checkpoint({"state_dict": {}}, old)
     assert old.exists()
-
-
-def test_a_copy_shares_no_memory_and_keeps_strides_types_and_module_versions() -> None:
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-    state, seen = net.state_dict(), {1, 2}
-    copy = host_copy({"state_dict": state, "seen": seen, "list": [state["0.weight"]]})
-    with torch.no_grad():
-        expected = [tensor.clone() for tensor in state.values()]
-        for tensor in state.values():
-            tensor.zero_()
-    seen.clear()
-    assert isinstance(copy["state_dict"], OrderedDict) and copy["state_dict"]._metadata == state._metadata
-    assert all(torch.equal(one, other) for one, other in zip(copy["state_dict"].values(), expected, strict=True))
-    assert copy["state_dict"]["0.weight"].stride() == state["0.weight"].stride()
-    assert copy["list"][0] is not state["0.weight"] and copy["seen"] == {1, 2}
 
 
 def test_only_a_single_process_on_an_accelerator_writes_asynchronously() -> None:

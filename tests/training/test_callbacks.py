@@ -19,11 +19,8 @@ from small_runs import (
     best_and_last,
     classifier,
     fitted,
-    float16,
-    same,
     shapes_data,
     trainer,
-    weights,
 )
 
 from cifar_lit.data.batch import Batch
@@ -323,15 +320,6 @@ def test_a_non_finite_validation_loss_is_never_the_best(tmp_path: Path, capsys: 
     assert done.current_epoch == 2 and sorted(rows.curve("val/accuracy").values()) == [0.5, 0.9]
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "validation loss" in line)
     assert f"the validation loss is not finite after step {BATCHES}" in line
-
-
-def test_float16_gradients_that_overflow_skip_their_step(tmp_path: Path) -> None:
-    model = classifier(net="signs_mlp", **MOMENTUM)
-    before = weights(model)
-    done = fitted(model, shapes_data(), *best_and_last(tmp_path), max_epochs=4, **float16(init_scale=2.0**26))
-    assert done.global_step == 4 * BATCHES and done.precision_plugin.state_dict()["scale"] < 2.0**26
-    assert not same(weights(model), before)
-    assert read_checkpoint(tmp_path / "last.ckpt")["epoch"] == 3
 
 
 def test_an_epoch_line_drops_its_last_parts_only_if_it_does_not_fit() -> None:
