@@ -10,12 +10,6 @@ from cifar_lit.settings import changed_settings, plain_settings
 LONGER = {"trainer.max_epochs": 5}
 
 
-def test_a_training_that_depends_on_its_length_cannot_be_prolonged() -> None:
-    saved = {"trainer.max_epochs": 3, "model.schedule": "one_cycle"}
-    with pytest.raises(UsageError, match="was 3 in this run, not 5: EarlyStop depends on the length"):
-        changed_settings(saved, {**saved, **LONGER}, fixes_length="EarlyStop")
-
-
 def test_other_trainings_can_be_prolonged_but_not_shortened_or_made_endless() -> None:
     saved = {"trainer.max_epochs": 3, "model.schedule": "constant"}
     assert changed_settings(saved, {**saved, **LONGER}) == LONGER

@@ -7,23 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cifar_lit.cli.flags import Command, arguments, parse, recipe_names, recipe_path
+from cifar_lit.cli.flags import Command, arguments, parse, recipe_path
 from cifar_lit.errors import UsageError
 
 
 def line(*argv: str, base: Path | None = None) -> list[str]:
     return arguments(parse("fit", list(argv)), base, "fit")
-
-
-def test_flags_override_configs_and_configs_override_the_recipe_in_any_order(working_folder: Path) -> None:
-    for name, rate in (("small", 2), ("a", 3), ("b", 4)):
-        (working_folder / f"{name}.yaml").write_text(f"model: {{lr: {rate}}}")
-    recipe_last = "--lr 1 --config a.yaml -c b.yaml --recipe small.yaml"
-    for argv in (recipe_last, "--recipe small.yaml --config a.yaml --lr 1 -c b.yaml"):
-        words = line(*argv.split(), base=recipe_path("small.yaml"))
-        assert [re.findall("lr: ([0-9])", word) for word in words[1:4]] == [["2"], ["3"], ["4"]]
-        assert words[4:] == ["--recipe=small", "--model.lr=1"]
-    assert len(line("--config=small.yaml")) == 2
 
 
 @pytest.mark.parametrize(
@@ -111,24 +100,3 @@ def test_an_argument_without_a_flag_gets_a_suggestion(working_folder: Path, argv
         parse("fit", argv)
     with pytest.raises(UsageError, match=r"Did you mean --ckpt_path run-1/checkpoints/best\.ckpt\?"):
         parse("test", ["run-1"])
-
-
-def test_a_run_folder_in_place_of_its_config_yaml_is_refused(working_folder: Path) -> None:
-    (working_folder / "run-1").mkdir()
-    (working_folder / "run-1/config.yaml").touch()
-    for refused in (lambda: recipe_path("run-1"), lambda: parse("fit", ["--config", "run-1"])):
-        with pytest.raises(UsageError, match=r"run-1/config\.yaml"):
-            refused()
-
-
-def test_a_packaged_recipe_is_given_by_name_and_another_by_path(working_folder: Path) -> None:
-    assert [recipe_path(name).stem for name in recipe_names()] == recipe_names()
-    for path in ("small.yaml", str(working_folder / "small.yaml")):
-        assert recipe_path(path) == Path(path)
-        assert "--recipe=small" in line("--recipe", path)  # the run is named after the file
-    with pytest.raises(UsageError, match=r"Did you mean quickstart\? There are .*tudui"):
-        recipe_path("quikstart")
-    with pytest.raises(UsageError, match="no recipe is called 'a/b'"):
-        recipe_path("a/b")
-    with pytest.raises(UsageError, match=r"'small'\. Your own file: small\.yaml\."):
-        recipe_path("small")

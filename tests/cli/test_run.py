@@ -221,18 +221,6 @@ def test_without_validation_images_the_recipe_gives_the_temperature_and_test_ima
     assert cifar_lit.load("fit/small-1").card.reject is None  # `fit` sees no test image
 
 
-def test_the_temperature_of_a_recipe_is_used_if_there_are_few_validation_images(working_folder: Path) -> None:
-    for number, val_size in enumerate(("19", "20"), 1):
-        words = ("--model.temperature", "0.5", "--data.val_size", val_size)
-        assert run_command(*ONE_EPOCH, *words).code == 0
-        run = Path(f"lightning_logs/small-{number}")
-        card = cifar_lit.load(run).card
-        assert card.temperature == metrics_of(run)["test"]["calibration"]["temperature"] is not None
-        assert (card.temperature == 0.5) == (val_size == "19")
-        assert card.reject is not None  # the test images, or the validation images
-        assert ("(T = 0.50, from model.temperature)" in (run / "report.html").read_text()) == (val_size == "19")
-
-
 @pytest.mark.parametrize("value", ["0", "-1", "21", "nan", "0.01", "warm"])
 def test_an_invalid_temperature_is_refused(value: str) -> None:
     assert_refused(run_command(*ONE_EPOCH, "--model.temperature", value), 2, "temperature")

@@ -61,6 +61,10 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --dataset CIFAR-10", ["'CIFAR-10'", "Did you mean cifar10?"]),
     # paths in the wrong place
     ("--recipe quickstart.yaml", ["no recipe file quickstart.yaml", "Did you mean --recipe quickstart?"]),
+    ("--recipe small", ["'small'. Your own file: small.yaml."]),
+    ("--recipe a/b", ["no recipe is called 'a/b'"]),
+    ("--recipe run-1", ["run-1 is a run folder", "run-1/config.yaml"]),
+    (f"{S} --config run-1", ["run-1/config.yaml"]),
     (f"{S} --config quickstart", ["no configuration file quickstart", "Did you mean --recipe quickstart?"]),
     ("--dataset photos", ["'photos'", "Did you mean --dataset folder --data-dir photos?"]),
     ("test --ckpt_path photos", ["photos is a folder: name a checkpoint of a run"]),
@@ -160,7 +164,9 @@ def files(working_folder: Path) -> Path:
         "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",
         "old-names.yaml": "model: {patience: 3}",
         "loose.ckpt": "",
+        "run-1/config.yaml": "",
     }.items():
+        (working_folder / name).parent.mkdir(exist_ok=True)
         (working_folder / name).write_text(text)
     (working_folder / "photos").mkdir()
     return working_folder

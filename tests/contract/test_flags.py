@@ -82,7 +82,7 @@ def test_recipe_takes_a_packaged_name_or_a_path(working_folder: Path) -> None:
 def test_flags_override_config_files_and_config_files_override_the_recipe() -> None:
     Path("one.yaml").write_text("model: {lr: 1, label_smoothing: 0.1}\ndata: {batch_size: 11}\n")
     Path("two.yaml").write_text("model: {label_smoothing: 0.2}\n")
-    config = printed_config("--lr", "3", "--config", "one.yaml", "--config", "two.yaml", *SMALL)
+    config = printed_config("--lr", "3", "--config", "one.yaml", "-c", "two.yaml", *SMALL)
     assert (config["model"]["lr"], config["model"]["label_smoothing"]) == (3, 0.2)
     assert (config["data"]["batch_size"], config["model"]["net"]) == (11, "lenet")
 

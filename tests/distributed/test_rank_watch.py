@@ -52,17 +52,6 @@ def test_a_killed_rank_ends_the_others_and_the_lowest_remaining_rank_names_it(ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_rank_ends_the_run_and_is_killed_by_its_watchdog(ranks: list[Rank], frozen: int) -> None:
-    os.kill(ranks[frozen].pid, signal.SIGSTOP)
-    code, line = ranks[1 - frozen].wait()
-    assert code == 1 and f"rank {frozen} (process {ranks[frozen].pid} on" in line
-    assert "has sent no heartbeat for 2 s: it is frozen, or its machine is unreachable" in line
-    assert ranks[2].wait() == (1, "")
-    assert ranks[frozen].wait()[0] == -signal.SIGKILL
-
-
-@pytest.mark.slow
 @two_idle_ranks
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_rank_that_hangs_writes_its_stacks_before_it_is_ended(ranks: list[Rank], stuck: int, tmp_path: Path) -> None:

@@ -141,24 +141,6 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
     assert not list(tmp_path.glob("a.onnx*"))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "quantised", "in_float"),
-    [
-        ((5, 90, 5), ["1"], ["0", "2"]),
-        ((90, 6, 4), ["0", "1"], ["2"]),
-        ((4, 90, 6), ["1", "2"], ["0"]),
-        ((9,), ["0"], []),
-    ],
-)
-def test_small_first_and_last_layers_stay_in_float(sizes: Any, quantised: list[str], in_float: list[str]) -> None:
-    names = [str(number) for number in range(len(sizes))]
-    weights = [onnx.TensorProto(name=f"w{name}", dims=[size]) for name, size in zip(names, sizes, strict=True)]
-    nodes = [onnx.helper.make_node("Gemm", [f"x{name}", f"w{name}"], [f"y{name}"], name=name) for name in names]
-    nodes.insert(1, onnx.helper.make_node("Relu", ["y0"], ["x1"], name="relu"))
-    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "net", [], [], weights))
-    assert module._layers(model) == (quantised, in_float)
-
-
 # ---- refused files
 
 

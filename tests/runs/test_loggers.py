@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from cifar_lit.errors import Failure
@@ -146,24 +145,6 @@ def read_events(run: RunFolder) -> EventAccumulator:
     events = EventAccumulator(str(run.path))
     events.Reload()
     return events
-
-
-def test_tensorboard_events_with_scalars_hparams_and_images_are_in_the_run_folder_itself(run: RunFolder) -> None:
-    board = TensorBoardCurves(run, {"lr": 0.1, "net": "lenet", "recipe": "fast"})
-    board.log_metrics({"train/loss": 2.5, "lr": 0.1, "epoch": 0}, 50)
-    board.log_metrics({"val/loss": 2.0, "val/top5": 0.5, "epoch": 1}, 100)
-    board.log_metrics({"test/loss": 2.0}, 100)
-    board.log_images("images/train", torch.zeros(3, 8, 8, dtype=torch.uint8))
-    board.save()
-    events = read_events(run)
-    assert set(events.Tags()["scalars"]) == {"train/loss", "lr", "val/loss", "val/top5", "test/loss"}
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(50, 2.5)]
-    assert events.Tags()["images"] == ["images/train"]
-    settings = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    assert all(text in settings for text in (b"lenet", b"recipe", b"lr"))
-    compared = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
-    assert all(text in compared for text in (b"test/loss", b"val/loss", b"test/top5", b"val/top5"))
-    assert [file.name.split(".")[0] for file in run.path.iterdir() if not file.name.startswith(".")] == ["events"]
 
 
 def test_the_hparams_of_a_run_have_the_options_of_its_parts_and_its_features() -> None:
