@@ -209,13 +209,3 @@ def test_timed_steps_have_the_size_and_the_state_of_their_kind(
     rates = limit.measured_rates(whitened_subject, kind, step, Namespace(steps=2, rounds=2))
     assert steps == [(12, False), *[(12, is_final)] * 5]  # the first two warm up
     assert [len(values) for values in rates.values()] == [2, 2, 2]
-
-
-def test_the_rate_of_a_training_is_its_computation_divided_by_the_time_of_its_parts() -> None:
-    operations = {Kind(24, False): 3e9, Kind(None, False): 1e9}
-    rates = {24: dict(zip(limit.RATES, ([3e9], [3e9], [3e9]), strict=True))}
-    rates[None] = dict(zip(limit.RATES, ([0.5e9], [0.5e9], [0.25e9]), strict=True))
-    figures = {label: value["median"] for label, value, _ in limit.rate_rows("x", operations, rates)}
-    assert figures["x: convolutions"] == pytest.approx(4 / 3, rel=1e-4)
-    assert figures["x: training steps"] == 0.8
-    assert figures["x: share of the matrix product"] == pytest.approx(60)

@@ -24,7 +24,6 @@ RECIPES = sorted((ROOT / "cifar_lit" / "recipes").glob("*.yaml"))
 UNITS = r"%|×(?! ?\d)|ms\b|s\b|min\b|minutes?\b|seconds?\b|hours?\b|images/s|MB\b|points?\b|times\b|million\b"
 UNITS += "|秒|分钟|小时|倍"  # Chinese pages
 NUMBER = re.compile(rf"(?<![\w.])\d[\d.,]*(?: … [\d.,]+)? ?(?:{UNITS})|\b(?:tenth|third|fifth|quarter)s?\b")
-UNITS_OF_HEADLINE = {"epoch": "s", "rate": "images/s", "share": ""}
 HEADER_FIELDS = ("Score", "Time", "Hardware", "Date")
 # Generated blocks, code and the names of confidence intervals hold no typed figures.
 NOT_TYPED = re.compile(
@@ -132,31 +131,6 @@ def test_a_page_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     page.write_text("<!-- results: nonesuch -->\n<!-- /results -->\n")
     with pytest.raises(UsageError, match="nonesuch"):
         table.updated_page(page, TABLES, RESULTS)
-
-
-def test_each_time_names_its_machine_where_a_table_has_several(tmp_path: Path) -> None:
-    def record(name: str, cpu: str, **more: object) -> None:
-        environment = {"date": "2026-11-22", "cpu": cpu, "threads": 2, "gpu": None, **more}
-        headline = {"epoch": {"n": 3, "median": 9.5, "low": 9, "high": 10}, "rate": 60.0, "share": 0.5}
-        content = {"bench": "step", "environment": environment, "headline": headline, "unit": UNITS_OF_HEADLINE}
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-
-    record("new", "AMD EPYC", bf16=True)
-    record("old", "AMD EPYC")
-    cells = '["{0}", <epoch>, <rate>, <share>]'
-    (tmp_path / "tables.yaml").write_text(f"""
-one: {{columns: &columns ["", epoch, rate, share], file: "./{{0}}", cells: &cells {cells}, rows: [[new]]}}
-two: {{columns: *columns, file: "./{{0}}", cells: *cells, rows: [[new], [old]]}}
-""")
-    one, two = table.read_tables(tmp_path).values()
-    text = table.table_text(two, tmp_path, tmp_path)
-    assert "| new | 9.5 s (n = 3; A) | 60 images/s (A) | 0.5 |\n| old | 9.5 s (n = 3; B) | 60 images/s (B)" in text
-    source = " ".join(text.partition("Measured on ")[2].split())
-    assert source.startswith(
-        "A: AMD EPYC (Zen 4 or newer) with bf16, 2 threads; B: AMD EPYC (model not recorded), 2 threads; 2026-11-22."
-    )
-    text = table.table_text(one, tmp_path, tmp_path)
-    assert "| new | 9.5 s (n = 3) | 60 images/s | 0.5 |" in text and "Measured on AMD EPYC (Zen 4" in text
 
 
 def test_the_index_of_results_lists_every_file() -> None:

@@ -1,10 +1,8 @@
 """The reference is that of the program, and the site's table of contents is complete."""
 
-import json
 import re
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from contract.command_line import ROOT
@@ -78,16 +76,3 @@ def test_every_feature_and_optimizer_has_a_table_of_its_settings() -> None:
     assert [name for name in settings if f"| `--{name}` |" not in features] == []
     assert "| `--weight_average.decay` | `float` | required |" in features
     assert [name for name in OPTIMIZERS if f"### {name}\n" not in optimizers] == []
-
-
-def test_a_schema_is_listed_with_its_nested_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "schema").mkdir()
-    score = {"type": ["object", "null"], "properties": {"loss": {"type": "number", "description": "Mean."}}}
-    val = {"$ref": "#/$defs/score", "description": "Scores."}
-    text = json.dumps({"properties": {"val": val}, "$defs": {"score": score}})
-    (tmp_path / "schema/some.json").write_text(text)
-    monkeypatch.setattr(generated, "DOCS", tmp_path)
-    assert generated.schema("some.json").splitlines()[2:] == [
-        "| `val` | object or null | Scores. |",
-        "| `val.loss` | number | Mean. |",
-    ]
