@@ -9,12 +9,9 @@ import webbrowser
 from pathlib import Path
 
 import pytest
-import torch
 from browser import Open
 from contract.command_line import assert_refused, draw_folder, metrics_of, run_command
-
-from cifar_lit.models.registry import build_net
-from cifar_lit.runs.model_file import ModelCard, save_weights
+from inference.small_nets import write_net
 
 
 @pytest.fixture
@@ -26,12 +23,7 @@ def own(run_dir: Path) -> Path:
 @pytest.fixture
 def model() -> Path:
     """Return a model file with a net of two classes, without a run."""
-    torch.manual_seed(0)
-    net = build_net("lenet", channels=3, image_size=16, num_classes=2)
-    Path("bare").mkdir()
-    card = ModelCard("lenet", 1.0, [3, 16, 16], ["a", "b"], [0.5] * 3, [0.2] * 3)
-    save_weights(Path("bare/model.safetensors"), net.state_dict(), card)
-    return Path("bare/model.safetensors")
+    return write_net(Path("bare"), "lenet", side=16, classes=["a", "b"]) / "model.safetensors"
 
 
 def headline(page: str) -> dict[str, str]:

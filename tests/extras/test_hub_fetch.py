@@ -15,6 +15,8 @@ import pytest
 import torch
 from contract.command_line import assert_refused, run_command
 from PIL import Image
+from security.hostile_files import BESIDE
+from security.hostile_models import MKDIR
 
 from cifar_lit import load
 from cifar_lit.errors import Failure, UsageError
@@ -171,34 +173,27 @@ def test_a_file_that_is_too_large_is_not_downloaded(hub: type[Hub], monkeypatch:
     assert len(hub.requests) == 1
 
 
-class Attack:
-    """A pickle that would create a file."""
-
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, ("attacked", "w")
-
-
 @pytest.mark.parametrize("fault", ["pickle", "code", "shapes", "bytes"])
 def test_a_tampered_file_is_refused_in_one_line_and_runs_nothing(
     hub: type[Hub], run: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("evil.py").write_text("open('attacked', 'w')\nclass Net: ...\n")
+    Path("evil.py").write_text(BESIDE["evil.py"])
     net, file = load_model_file(run), hub.folder / "model.safetensors"
     if fault == "pickle":
-        file.write_bytes(pickle.dumps(Attack()))
+        file.write_bytes(pickle.dumps(MKDIR))
     elif fault == "code":
-        save_weights(file, net.net.state_dict(), replace(net.card, net="evil.Net"))
+        save_weights(file, net.net.state_dict(), replace(net.card, net="evil.Evil"))
     elif fault == "shapes":
         save_weights(file, net.net.state_dict(), replace(net.card, classes=["cat", "dog"]))
     else:
         file.write_bytes(file.read_bytes()[:-4] + bytes(4))
-    reasons = {"pickle": "is not a model.safetensors", "code": "evil.Net would run code of its module",
+    reasons = {"pickle": "is not a model.safetensors", "code": "evil.Evil would run code of its module",
                "shapes": "its weights do not fit its net", "bytes": "its checksum differs"}  # fmt: skip
     answer = run_command("classify", f"hf://ada/net@{COMMIT}", "picture.png")
     errors = [line for line in answer.error_lines if line.startswith("cifar-lit: ")]
     assert answer.code in (1, 2) and len(errors) == 1 and reasons[fault] in errors[0], answer.err
-    assert not Path("attacked").exists()
+    assert not Path("ran").exists()
 
 
 def test_a_run_is_loaded_without_huggingface_hub_and_a_model_of_the_hub_names_its_extra(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from contract.command_line import SMALL, assert_refused, config_of, draw_folder, rows_of, run_command
+from inference.small_nets import write_net
 from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
@@ -21,8 +22,6 @@ from cifar_lit.extras.label.journal import Decision, Journal
 from cifar_lit.extras.label.queue import Queue
 from cifar_lit.extras.label.table import current_labels
 from cifar_lit.inference.load import load
-from cifar_lit.models.registry import build_net
-from cifar_lit.runs.model_file import ModelCard, save_weights
 
 CLASSES = ["cat", "dog", "owl"]
 
@@ -34,12 +33,7 @@ def in_working_folder(working_folder: Path) -> None:
 
 def write_run(folder: str, **data: object) -> Path:
     """Write a run with random weights on images of 16 × 16 pixels and three classes."""
-    run = Path(folder)
-    run.mkdir(parents=True)
-    torch.manual_seed(0)
-    net = build_net("lenet", channels=3, image_size=16, num_classes=3)
-    card = ModelCard("lenet", 1.0, [3, 16, 16], CLASSES, [0.5] * 3, [0.2] * 3)
-    save_weights(run / "model.safetensors", net.state_dict(), card)
+    run = write_net(Path(folder), "lenet", side=16, classes=CLASSES)
     settings = {"dataset": "folder", "image_size": 16, "cache_dir": "cache", **data}
     (run / "config.yaml").write_text(yaml.safe_dump({"data": settings}))
     return run

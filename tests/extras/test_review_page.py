@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import yaml
 from browser import Open
 from contract.command_line import draw_folder
 from extras.serving import Service, running
+from inference.small_nets import write_net
 
 from cifar_lit.cli import main
-from cifar_lit.models.registry import build_net
-from cifar_lit.runs.model_file import ModelCard, save_weights
 
 pytestmark = pytest.mark.slow
 
@@ -170,12 +168,7 @@ def test_the_page_fits_its_window_and_shows_where_the_focus_is(
 def test_classes_called_by_digits_have_their_own_keys_and_long_names_fit(tmp_path: Path, open_page: Open) -> None:
     classes = ["0", "1", "10", "2", *("W" * 150 + letter for letter in "abcdefgh")]
     draw_folder(tmp_path / "set", dict.fromkeys(classes, 2))
-    torch.manual_seed(0)
-    net = build_net("lenet", channels=3, image_size=16, num_classes=len(classes))
-    run = tmp_path / "run-1"
-    run.mkdir()
-    card = ModelCard("lenet", 1.0, [3, 16, 16], classes, [0.5] * 3, [0.2] * 3)
-    save_weights(run / "model.safetensors", net.state_dict(), card)
+    run = write_net(tmp_path / "run-1", "lenet", side=16, classes=classes)
     settings = {"dataset": "folder", "root": str(tmp_path / "set"), "image_size": 16, "val_size": 0}
     settings["cache_dir"] = str(tmp_path / "cache")
     (run / "config.yaml").write_text(yaml.safe_dump({"data": settings}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -11,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from contract.command_line import rows_of
+from inference.small_nets import write_net
 from PIL import Image
 
 import cifar_lit
 from cifar_lit.cli import main
 from cifar_lit.extras.label.journal import Decision, Journal
 from cifar_lit.extras.label.next import select
-from cifar_lit.models.registry import build_net
-from cifar_lit.runs.model_file import ModelCard, save_weights
 
 Capture = pytest.CaptureFixture[str]
 NO_DATA = (
@@ -66,11 +65,6 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def rows_of(table: str) -> list[dict[str, str]]:
-    with Path(table).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_the_table_names_readable_images_once_with_prediction_and_margin(run: Path, capsys: Capture) -> None:
     assert main(["next", str(run), "pool", "-k", "5", "--out", "made/next.csv"]) == 0
     out, err = capsys.readouterr()
@@ -82,7 +76,7 @@ def test_the_table_names_readable_images_once_with_prediction_and_margin(run: Pa
         ]
         and err == NO_DATA
     )
-    rows = rows_of("made/next.csv")
+    rows = rows_of(Path("made/next.csv"))
     assert list(rows[0]) == ["path", "label", "predicted", "probability", "margin"]
     classifier = cifar_lit.load(run)
     for row in rows:
@@ -117,7 +111,7 @@ def test_images_that_have_a_label_and_their_copies_are_left_out(run: Path, capsy
     out, err = capsys.readouterr()
     assert out.startswith("2 of 14 files (1 unreadable, 11 labelled already, 0 repeated) to label: ")
     assert "may be selected again" not in err
-    assert {Path(row["path"]).name for row in rows_of("next.csv")} == {"10.png", "11.png"}
+    assert {Path(row["path"]).name for row in rows_of(Path("next.csv"))} == {"10.png", "11.png"}
     assert main(["next", str(mine), "pool/0.png", "first-1", "--trust"]) == 2
     assert "9 files, and no readable image without a label: name folders with other images" in capsys.readouterr().err
     table.rename("moved.csv")
@@ -142,8 +136,6 @@ def test_invalid_requests_are_refused_in_one_line(argv: list[str], line: str, ru
 
 
 def test_a_net_of_a_single_class_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    net = build_net("lenet", channels=3, image_size=16, num_classes=1)
-    card = ModelCard("lenet", 1.0, [3, 16, 16], ["cat"], [0.5] * 3, [0.2] * 3)
-    save_weights(tmp_path / "one.safetensors", net.state_dict(), card)
-    assert main(["next", "one.safetensors", "pool"]) == 2
+    run = write_net(tmp_path / "one-1", "lenet", side=16, classes=["cat"])
+    assert main(["next", str(run), "pool"]) == 2
     assert "has a single class and is never unsure: name another run" in capsys.readouterr().err

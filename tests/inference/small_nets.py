@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,15 +21,21 @@ CLASSES = ["cat", "dog", "eel", "fox"]
 
 
 def write_net(
-    folder: Path, net: str = "shapenet", channels: int = 3, side: int = 32, gain: float = 1.0, resize: str = "crop"
+    folder: Path,
+    net: str = "shapenet",
+    channels: int = 3,
+    side: int = 32,
+    gain: float = 1.0,
+    resize: str = "crop",
+    classes: Sequence[str] = CLASSES,
 ) -> Path:
     """Write a run folder with random weights times `gain`. A larger gain makes predictions differ more."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    bare = build_net(net, channels=channels, image_size=side, num_classes=len(CLASSES))
+    bare = build_net(net, channels=channels, image_size=side, num_classes=len(classes))
     for parameter in bare.parameters():
         parameter.data *= gain
-    card = ModelCard(net, 1.0, [channels, side, side], CLASSES, [0.5] * channels, [0.25] * channels, resize=resize)
+    card = ModelCard(net, 1.0, [channels, side, side], [*classes], [0.5] * channels, [0.25] * channels, resize=resize)
     save_weights(folder / "model.safetensors", bare.state_dict(), card)
     return folder
 

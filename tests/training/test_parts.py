@@ -1,34 +1,23 @@
 """Both classes work under a plain Lightning Trainer, together and each with a foreign counterpart."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import real_runs
 import torch
 from lightning.pytorch.cli import LightningCLI
 from parts import COMBINATIONS, IMAGES, PlainData, PlainModel, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import cifar_lit
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.features.skip_easy import SkipEasy
 
 SCRIPT = Path(__file__).with_name("parts.py")
-
-
-def run_script(folder: Path, *words: str) -> str:
-    variables = {**os.environ, "PYTHONPATH": f"{Path(cifar_lit.__file__).parents[1]}{os.pathsep}{SCRIPT.parent}"}
-    options: dict[str, Any] = {"cwd": folder, "env": variables, "capture_output": True, "text": True, "timeout": 180}
-    process = subprocess.run([sys.executable, *words], check=False, **options)
-    assert process.returncode == 0, process.stderr[-2000:]
-    return process.stdout + process.stderr
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +30,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Return the output of two processes, and the folder of their results."""
     folder = tmp_path_factory.mktemp("pair")
-    return run_script(folder, str(SCRIPT), str(folder), "2"), folder
+    answer = real_runs.run([str(SCRIPT), str(folder), "2"], folder)
+    assert answer.code == 0, answer.err[-2000:]
+    return answer.out + answer.err, folder
 
 
 def result_of(pair: tuple[str, Path], name: str, rank: int) -> dict[str, Any]:
