@@ -15,7 +15,9 @@ from pathlib import Path
 
 from cifar_lit.data.formats import IMAGES, RESIZES, TABLES
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.shapes import shapes
 from cifar_lit.data.source_settings import SourceSettings
+from cifar_lit.data.torchvision_sets import cifar, fashion_mnist, has_cifar, has_fashion_mnist
 from cifar_lit.errors import UsageError, check_choice, nearest
 from cifar_lit.plugins import bucket_part, check_no_file, find_part, is_import_path, is_url, part_name
 
@@ -38,35 +40,8 @@ class Source:
     labels: Mapping[str, int] = field(default_factory=dict)
 
 
-# The functions of a data set import their modules on first use.
-
-
-def _cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
-    from cifar_lit.data.torchvision_sets import cifar
-
-    return cifar(name, settings, train)
-
-
-def _has_cifar(name: str, settings: SourceSettings) -> bool:
-    from cifar_lit.data.torchvision_sets import has_cifar
-
-    return has_cifar(name, settings)
-
-
-def _fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
-    from cifar_lit.data.torchvision_sets import fashion_mnist
-
-    return fashion_mnist(settings, train)
-
-
-def _has_fashion_mnist(settings: SourceSettings) -> bool:
-    from cifar_lit.data.torchvision_sets import has_fashion_mnist
-
-    return has_fashion_mnist(settings)
-
-
 def _folder(settings: SourceSettings, train: bool) -> ImageSet:
-    from cifar_lit.data.folder import folder
+    from cifar_lit.data.folder import folder  # imports the decoder
 
     images = folder(settings, train)
     if is_url(settings.root):
@@ -75,8 +50,6 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
 
 
 def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
-    from cifar_lit.data.shapes import shapes
-
     if settings.count < 10:
         raise UsageError("data.count must be at least 10 images")
     if settings.resize != "crop":
@@ -96,11 +69,11 @@ def _sizes(image_size: int, channels: int, num_classes: int) -> dict[str, int]:
 
 
 SOURCES: dict[str, Source] = {
-    "cifar10": Source(partial(_cifar, "cifar10"), partial(_has_cifar, "cifar10"), _sizes(32, 3, 10)),
+    "cifar10": Source(partial(cifar, "cifar10"), partial(has_cifar, "cifar10"), _sizes(32, 3, 10)),
     "cifar100": Source(
-        partial(_cifar, "cifar100"), partial(_has_cifar, "cifar100"), _sizes(32, 3, 100), {"fine": 100, "coarse": 20}
+        partial(cifar, "cifar100"), partial(has_cifar, "cifar100"), _sizes(32, 3, 100), {"fine": 100, "coarse": 20}
     ),
-    "fashion_mnist": Source(_fashion_mnist, _has_fashion_mnist, _sizes(28, 1, 10)),
+    "fashion_mnist": Source(fashion_mnist, has_fashion_mnist, _sizes(28, 1, 10)),
     "folder": Source(_folder, at_hand=lambda each: bool(each.root) and (is_url(each.root) or each.path.exists())),
     "shapes": Source(_shapes),
 }
