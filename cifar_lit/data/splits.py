@@ -6,7 +6,6 @@ With large groups, the shares of the classes are approximate.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -198,15 +197,12 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     small_classes = 0  # classes with fewer images or groups than folds
     for label, rows in enumerate(rows_by_class(numbers, class_sizes)):
         rows = rows[result[rows] < 0]
-        heap = [(counts[fold][label], sizes[fold], fold) for fold in range(folds)]
-        heapq.heapify(heap)
         for row in rows[np.argsort(order[rows])].tolist():
-            count, size, fold = heap[0]
+            fold = min(range(folds), key=lambda fold: (counts[fold][label], sizes[fold]))
             result[row] = fold
-            heapq.heapreplace(heap, (count + 1, size + 1, fold))
-        for _, size, fold in heap:
-            sizes[fold] = size
-        small_classes += min(heap)[0] == 0
+            sizes[fold] += 1
+            counts[fold][label] += 1
+        small_classes += min(count[label] for count in counts) == 0
     if small_classes:
         fault = f"{small_classes} of {len(classes)} classes have fewer images, or groups of them, than there are folds"
         note(f"{fault}: some folds lack them")
