@@ -156,20 +156,14 @@ def decode(
         return _upright(image, size, channels, resize, levels)
 
 
-def pixels_of(
-    image: Image.Image,
-    size: tuple[int, int] | None = None,
-    channels: int = 3,
-    resize: str = "crop",
-    levels: Levels | None = None,
-) -> np.ndarray:
+def pixels_of(image: Image.Image, preparation: Preparation) -> np.ndarray:
     """Return a PIL image of any mode as uint8 (H, W, channels), by the same steps as `decode`.
 
     Pixels of mode F must be in 0 … 1. Raise DecodeError for others, and if the image's file cannot be read.
     """
     with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
-        return _upright(image, size, channels, resize, levels)
+        return _upright(image, *preparation)
 
 
 @contextmanager

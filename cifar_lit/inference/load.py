@@ -132,7 +132,7 @@ class Classifier:
             return decode(image, *self.preparation)
         if not isinstance(image, Image.Image):
             image = _to_pil(image)
-        return pixels_of(image, *self.preparation)
+        return pixels_of(image, self.preparation)
 
 
 def _to_pil(image: Tensor | np.ndarray) -> Image.Image:

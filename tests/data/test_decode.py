@@ -116,7 +116,7 @@ def test_each_resize_mode_equals_pillows_for_all_proportions(resize: str) -> Non
         for size in ((24, 24), (24, 40), (33, 20), (64, 64)):
             expected = np.asarray(PILLOWS[resize](image, size[::-1], Image.Resampling.BICUBIC))
             assert np.array_equal(decode(io.BytesIO(data), size, resize=resize), expected), size
-            assert np.array_equal(pixels_of(image, size, resize=resize), expected)
+            assert np.array_equal(pixels_of(image, Preparation(size, resize=resize)), expected)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

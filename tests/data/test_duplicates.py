@@ -17,13 +17,13 @@ from PIL import Image, ImageEnhance
 
 from cifar_lit.data import cache, duplicates
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.decode import pixels_of
+from cifar_lit.data.decode import Preparation, pixels_of
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.splits import Split
 
 
 def stack(pictures: list[Image.Image], side: int = 32, channels: int = 3) -> np.ndarray:
-    return np.stack([pixels_of(picture, (side, side), channels) for picture in pictures])
+    return np.stack([pixels_of(picture, Preparation((side, side), channels)) for picture in pictures])
 
 
 def as_jpeg(picture: Image.Image) -> Image.Image:
