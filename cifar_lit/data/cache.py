@@ -47,8 +47,10 @@ from cifar_lit.data.decode import (
 from cifar_lit.data.download import file_lock
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.progress import progress
+from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.errors import Failure
 from cifar_lit.files import PART, read_text, write_text
+from cifar_lit.plugins import bucket_part
 from cifar_lit.text import note
 
 FORMAT = 4  # incremented when files of the cache or pixels of the decoder change
@@ -136,11 +138,7 @@ def decoded(
     files: Sequence[File],
     arrange: Callable[[Duplicates], Sequence[File]],
     size: tuple[int, int] | None,
-    channels: int,
-    resize: str,
-    levels: Levels | None,
-    cache_dir: Path,
-    fetch: Fetch | None = None,
+    settings: SourceSettings,
 ) -> Decoded:
     """Return the images of `files` from the cache. Decode and cache missing images, with a progress bar.
 
@@ -151,38 +149,37 @@ def decoded(
         files: the files, in row order if there are no near-duplicates.
         arrange: function that returns the files in row order, given the near-duplicates.
         size: (H, W) of the images. If None, a common size of up to 64 pixels is kept; else images become 32×32.
-        channels: 1 or 3.
-        resize: one of `decode.RESIZES`.
-        levels: see `Preparation`. If None, those of all 16-bit images.
-        cache_dir: folder of all caches. If it is not writable, a note says so, and a temporary file is used.
-        fetch: function that copies files to a folder to decode them, if those of `root` are empty.
+        settings: settings of the source. Without `levels`, those of all 16-bit images are used. If the folder of all
+            caches is not writable, a note says so, and a temporary file is used.
 
     Raises:
         Failure: the disk is full, or a decoding process was killed.
     """
     real_root = root.resolve()
-    key = sha256(json.dumps([FORMAT, str(real_root), size, channels, resize]).encode()).hexdigest()[:16]
-    cache = cache_dir / f"{real_root.name[:40]}-{key}"
+    channels = settings.channels or 3
+    key = sha256(json.dumps([FORMAT, str(real_root), size, channels, settings.resize]).encode()).hexdigest()[:16]
+    cache = settings.cache_path / f"{real_root.name[:40]}-{key}"
     folder = root.parent if root.is_file() else root
+    fetch = bucket_part("images").fetcher(settings) if settings.stream else None
     with ExitStack() as stack:
         try:
             if cache.is_symlink():  # not created by this program, so its target must not be changed
                 raise OSError(errno.ELOOP, f"{cache.name} is a link")
             stack.enter_context(file_lock(cache / "lock", f"decodes {root}", patience=2))
         except OSError as error:
-            index = _load(cache, folder, files, levels)
+            index = _load(cache, folder, files, settings.levels)
             if index and (index := _searched(cache, index)).files == arrange(index.duplicates or []):
                 return _mapped(cache, index)  # a read-only cache can still be used
             reason = error.strerror or type(error).__name__
-            note(f"nothing is cached: {cache_dir}: {reason}; set $CIFAR_LIT_CACHE to another folder")
+            note(f"nothing is cached: {settings.cache_path}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
             cache = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
         sources = Files(folder, fetch, cache / "fetched")
         stack.callback(shutil.rmtree, sources.place, ignore_errors=True)  # also what a killed process left
-        index = _load(cache, folder, files, levels)
+        index = _load(cache, folder, files, settings.levels)
         if index is None:
-            levels = levels or _common_levels(sources, files)
-            preparation = Preparation((COMMON_SIZE, COMMON_SIZE), channels, resize, levels)
+            levels = settings.levels or _common_levels(sources, files)
+            preparation = Preparation((COMMON_SIZE, COMMON_SIZE), channels, settings.resize, levels)
             index = _decode_to(cache, sources, files, size, preparation)
         if index.duplicates is None:
             index = _searched(cache, index)
@@ -190,7 +187,8 @@ def decoded(
                 _write_index(cache, index)
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
-            index = _decode(cache, sources, ordered, Preparation(index.shape[1:3], channels, resize, index.levels))
+            preparation = Preparation(index.shape[1:3], channels, settings.resize, index.levels)
+            index = _decode(cache, sources, ordered, preparation)
         return _mapped(cache, index)
 
 

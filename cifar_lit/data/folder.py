@@ -19,7 +19,6 @@ from cifar_lit.data.progress import note_once
 from cifar_lit.data.source_settings import SourceSettings, parse_image_size
 from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.plugins import bucket_part
 from cifar_lit.text import counted, listed, nfc
 
 
@@ -46,12 +45,12 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.root is None:
         layout = "a table, or a folder with train/<class>/… and test/<class>/…"
         raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
-    root, split, channels = settings.path, settings.split, settings.channels or 3
+    root, split = settings.path, settings.split
     size = None
     if settings.image_size is not None:
         size = parse_image_size(settings.image_size)
-    if channels not in (1, 3):
-        raise UsageError(f"folder has 1 or 3 channels, not {channels}.")
+    if (settings.channels or 3) not in (1, 3):
+        raise UsageError(f"folder has 1 or 3 channels, not {settings.channels}.")
     is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
     if split.group is not None and not is_table:
         fault = f"data.split.group names a column of a table, but {root} is not a table"
@@ -83,10 +82,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
             return files
         return files_of(parts_by(duplicates))
 
-    fetch = bucket_part("images").fetcher(settings) if settings.stream else None
-    images, bad, duplicates, levels = decoded(
-        root, files, arrange, size, channels, settings.resize, settings.levels, settings.cache_path, fetch
-    )
+    images, bad, duplicates, levels = decoded(root, files, arrange, size, settings)
     if bad and not settings.skip_bad:
         faults = f"{len(bad):,} of {len(files):,} images {where} are {_fault(bad)}: {_with_reasons(bad)}"
         raise Failure(f"{faults}; repair or remove them, or leave them out with --data.skip_bad true")
