@@ -83,17 +83,14 @@ def file_at(place: str, path: str) -> File:
 
 
 class Index(NamedTuple):
-    """Contents of index.json.
-
-    `duplicates` is None until near-duplicates have been searched. `levels` are those of 16-bit images.
-    """
+    """Contents of index.json."""
 
     shape: tuple[int, int, int, int]
     files: list[File]
     bad: dict[str, str]
     data: str
-    duplicates: Duplicates | None
-    levels: Levels | None
+    duplicates: Duplicates | None  # None until they have been searched
+    levels: Levels | None  # of 16-bit images
 
 
 # Copies files, by their paths below the root, to a folder, and returns the copies; see `extras.cloud.images`.
@@ -122,15 +119,12 @@ class Files(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Images of the readable files, uint8 (N, H, W, C); reasons why files are unreadable, by path; near-duplicates.
+    """The images of a data set."""
 
-    `levels` are those of 16-bit images, see `Preparation`.
-    """
-
-    images: np.ndarray
-    bad: dict[str, str]
+    images: np.ndarray  # of the readable files, uint8 (N, H, W, C)
+    bad: dict[str, str]  # reasons why files are unreadable, by path
     duplicates: Duplicates
-    levels: Levels | None
+    levels: Levels | None  # of 16-bit images, see `Preparation`
 
 
 def decoded(

@@ -84,17 +84,12 @@ Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; 
 
 
 class Preparation(NamedTuple):
-    """Format of decoded images.
+    """Format of decoded images."""
 
-    size: (H, W).
-    channels: 3 for RGB, 1 for grey.
-    resize: one of `RESIZES`.
-    levels: values of 16-bit grey images that become black and white; None for 0 and 65535.
-    """
-
-    size: tuple[int, int]
-    channels: int = 3
-    resize: str = "crop"
+    size: tuple[int, int]  # (H, W)
+    channels: int = 3  # 3 for RGB, 1 for grey
+    resize: str = "crop"  # one of `RESIZES`
+    # Values of 16-bit grey images that become black and white; None for 0 and 65535.
     levels: Levels | None = None
 
 

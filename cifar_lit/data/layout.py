@@ -32,15 +32,12 @@ Tree = dict[str, list[File]]  # the sorted files of each class, in label order
 
 @dataclass(frozen=True)
 class Listing:
-    """The image files of a data set.
+    """The image files of a data set."""
 
-    parts: train, then val and test if they exist; or only `all`, from which test images are drawn. All parts have the
-        same classes. Classes may be empty except in train.
-    groups: group by path, for files that must be on the same side of a split.
-    """
-
+    # Train, then val and test if they exist; or only `all`, from which test images are drawn. All parts have the same
+    # classes. Classes may be empty except in train.
     parts: dict[str, Tree]
-    groups: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)  # by path, for files that stay on one side of a split
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:

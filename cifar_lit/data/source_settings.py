@@ -52,10 +52,7 @@ def parse_levels(levels: Sequence[int] | None) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning.
-
-    only: NFC paths of the images that a resumed training began with. Later ones are left out.
-    """
+    """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning."""
 
     root: str | None = None
     url: str | None = None
@@ -70,6 +67,7 @@ class SourceSettings:
     resize: str = "crop"
     levels: tuple[int, int] | None = None
     stream: bool = False
+    # NFC paths of the images that a resumed training began with. Later ones are left out.
     only: frozenset[str] | None = None
 
     @property

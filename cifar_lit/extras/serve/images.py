@@ -23,18 +23,12 @@ from cifar_lit.threads import free_cores
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request.
+    """Limits of a request."""
 
-    Args:
-        body: bytes.
-        pixels: pixels of an image, as its header says. Larger images are not decoded.
-        images: number of images.
-        decode_seconds: CPU time to decode all images. A slower decoder is killed, and a new decoder starts in 0.3 s.
-    """
-
-    body: int = 10_000_000
-    pixels: int = 25_000_000
+    body: int = 10_000_000  # bytes
+    pixels: int = 25_000_000  # of an image, as its header says; larger images are not decoded
     images: int = 64
+    # CPU time to decode all images. A slower decoder is killed, and a new decoder starts in 0.3 s.
     decode_seconds: float = 0.5
 
 

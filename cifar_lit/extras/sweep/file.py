@@ -34,15 +34,12 @@ Direction = Literal["minimize", "maximize"]
 
 
 class Parameter(NamedTuple):
-    """A searched setting: all its choices, or else the arguments of Optuna's suggest_int or suggest_float.
-
-    when: values of other searched settings for which this one is searched.
-    """
+    """A searched setting: all its choices, or else the arguments of Optuna's suggest_int or suggest_float."""
 
     name: str
     choices: list[object]
     numbers: dict[str, Any]
-    when: dict[str, list[object]]
+    when: dict[str, list[object]]  # values of other searched settings for which this one is searched
 
     @property
     def limits(self) -> list[Any]:
