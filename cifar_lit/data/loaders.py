@@ -123,37 +123,24 @@ class TrainLoader:
     batch norm needs two. A last batch of fewer than two images per device is shared by fewer devices. Each other device
     gets two of its images with a loss weight of 0.
 
-    Args:
-        source: the images.
-        indices: int64 (N,), rows of the training images.
-        batch_size: images per global batch.
-        augment: augmentation; the loader applies `flip`, `crop` and `cutout`.
-        fill: uint8 (C,), colour of a cutout.
-        order: function that puts the rows in the order of an epoch.
-        seed: seed of order and augmentation.
-        rank: rank of this process.
-        world: number of devices.
-        workers: number of processes that prefetch batches; 0 for images in memory.
-        pin_memory: whether workers return page-locked memory.
-        weighted: whether the model multiplies its loss by `Batch.loss_weight`. Otherwise a last batch with fewer than
-            two images per device is dropped, unless it is the only batch.
-
     Raises:
         UsageError: if a global batch cannot be split across the devices.
     """
 
     source: ImageSet
-    indices: Tensor
-    batch_size: int
-    augment: Augment
-    fill: Tensor
+    indices: Tensor  # int64 (N,), rows of the training images
+    batch_size: int  # images per global batch
+    augment: Augment  # the loader applies `flip`, `crop` and `cutout`
+    fill: Tensor  # uint8 (C,), colour of a cutout
     _: KW_ONLY
     order: Order = shuffled
-    seed: int = 0
+    seed: int = 0  # of order and augmentation
     rank: int = 0
-    world: int = 1
-    workers: int = 0
-    pin_memory: bool = False
+    world: int = 1  # number of devices
+    workers: int = 0  # processes that prefetch batches; 0 for images in memory
+    pin_memory: bool = False  # whether workers return page-locked memory
+    # Whether the model multiplies its loss by `Batch.loss_weight`. Otherwise a last batch with fewer than two images
+    # per device is dropped, unless it is the only batch.
     weighted: bool = True
 
     def __post_init__(self) -> None:
@@ -280,23 +267,16 @@ class EvalLoader:
 
     The batches do not depend on the number of devices. Rank r takes batch r, r + world, and so on. If no batch is left
     for a rank, it gets a batch of padding.
-
-    Args:
-        source: the images.
-        indices: int64 (N,), rows of the images to evaluate.
-        batch_size: images per batch.
-        rank: rank of this process.
-        world: number of devices.
-        weighted: whether the model ignores images with the label `PADDING`. Otherwise the first batch is repeated
-            instead of padding, as in torch's DistributedSampler.
     """
 
     source: ImageSet
-    indices: Tensor
+    indices: Tensor  # int64 (N,), rows of the images to evaluate
     batch_size: int
     _: KW_ONLY
     rank: int = 0
-    world: int = 1
+    world: int = 1  # number of devices
+    # Whether the model ignores images with the label `PADDING`. Otherwise the first batch is repeated instead of
+    # padding, as in torch's DistributedSampler.
     weighted: bool = True
 
     def __post_init__(self) -> None:
