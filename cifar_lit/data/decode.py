@@ -122,9 +122,7 @@ def decode(
     Args:
         source: path or open file.
         size: (H, W) to scale to (bicubic, antialiased); None for the image's own size.
-        channels: 3 for RGB, 1 for grey.
-        resize: one of `RESIZES`.
-        levels: see `Preparation`.
+        channels, resize, levels: see `Preparation`.
 
     Returns:
         uint8 (H, W, channels).

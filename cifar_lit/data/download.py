@@ -51,7 +51,6 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
         name: name of the file in progress and errors.
         urls: URLs or local paths of byte-identical copies.
         md5: md5 of the file, in hexadecimal.
-        target: path to write the file to.
 
     Raises:
         Failure: the existing file has another md5, no mirror has the file, or it cannot be written.

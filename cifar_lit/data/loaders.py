@@ -48,12 +48,8 @@ def in_order(rows: Tensor, seed: int, epoch: int) -> Tensor:
 def count_batches(images: int, batch_size: int, parts: int = 1) -> int:
     """Return the number of training batches of an epoch.
 
-    A last batch with fewer than 2 images per part is dropped, unless it is the only batch.
-
-    Args:
-        images: number of training images.
-        batch_size: images per global batch.
-        parts: number of devices that each need images of every batch.
+    A last batch with fewer than 2 images per part is dropped, unless it is the only batch. parts: number of devices
+    that each need images of every batch.
     """
     full, remaining = divmod(images, batch_size)
     if full == 0 or remaining >= 2 * parts:
@@ -76,12 +72,7 @@ class FitLength(NamedTuple):
 
 
 def fit_length(trainer: Trainer | None, batches: int) -> FitLength:
-    """Return the length of a fit from the Trainer's limits of batches, epochs and steps.
-
-    Args:
-        trainer: a Trainer, or None for no limits.
-        batches: number of batches of the training loader.
-    """
+    """Return the length of a fit from the Trainer's limits of batches, epochs and steps; no Trainer, no limits."""
     if trainer is None:
         return FitLength(max(1, batches), None)
     limit = trainer.limit_train_batches

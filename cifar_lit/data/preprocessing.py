@@ -30,8 +30,7 @@ class Preprocessing:
 
     Args:
         parts: the images. Missing statistics are measured on their training part.
-        mean: mean of the channels for pixels in [0, 1], one number for all channels or one for each.
-        std: standard deviation of the channels for pixels in [0, 1], one number or one for each channel.
+        mean, std: of the channels for pixels in [0, 1], one number for all channels or one for each.
         augment: augmentation; `flip`, `crop` and `cutout` have been applied by the loader.
         seed: seed of the augmentation.
     """
@@ -155,8 +154,7 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
     Args:
         images: uint8 or float32 (B, H, W, C) in 0 … 255. Floats are changed in place.
-        mean: (C,), for pixels in [0, 1].
-        std: (C,), for pixels in [0, 1].
+        mean, std: (C,), for pixels in [0, 1].
     """
     count, height, width, channels = images.shape
     scale = (1.0 / (255.0 * std)).repeat(width)

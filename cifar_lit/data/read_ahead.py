@@ -23,13 +23,8 @@ def read_ahead(
 ) -> Iterator[Result]:
     """Yield `make(item)` for each item, in order, computed by worker processes.
 
-    Workers are forked if the system supports it, so that they share the pages of a memory-mapped file.
-
-    Args:
-        items: arguments of `make`.
-        make: picklable function.
-        workers: number of processes.
-        pin_memory: whether to return page-locked memory.
+    `make` must be picklable. Workers are forked if the system supports it, so that they share the pages of a
+    memory-mapped file. pin_memory: whether to return page-locked memory.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")  # on a machine with one core

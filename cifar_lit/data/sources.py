@@ -84,7 +84,6 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
 
     Args:
         data: a name in `SOURCES`; or a `Source` or a `load` function, or the import path of one.
-        settings: settings of the source.
         train: whether to return the training images.
 
     Raises:

@@ -29,7 +29,6 @@ class SplitImages:
 
     Args:
         dataset: the data set; see `data.sources.load_images`.
-        settings: settings of the data source.
         val_size: number (1 or more) or fraction (below 1) of the training images to validate on.
     """
 

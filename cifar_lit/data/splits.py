@@ -75,7 +75,6 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     Args:
         labels: int64 (N,).
         val_size: number of validation images if 1 or more, else their fraction.
-        seed: seed of the draw.
         groups: int64 (N,), equal for rows that must stay together.
 
     Raises:
@@ -169,8 +168,6 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     Args:
         labels: int64 (N,).
         groups: int64 (N,), equal for rows that must stay together.
-        folds: number of folds.
-        seed: seed of the draw.
 
     Raises:
         UsageError: if a fold would be empty.
@@ -255,10 +252,7 @@ def group_files(
 ) -> np.ndarray | None:
     """Return the first row of each file's group, int64 (N,), or None if every group is a single file.
 
-    Args:
-        paths: paths of the files.
-        groups: names of groups, by path.
-        duplicates: paths of each set of near-duplicates.
+    groups: names of groups, by path. duplicates: paths of each set of near-duplicates.
     """
     copies: dict[str, int] = {}
     for number, same in enumerate(duplicates):
@@ -279,13 +273,8 @@ def group_files(
 def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tensor:
     """Return a share of `rows`, int64, in their order.
 
-    Every class keeps about this share of its images, and at least one image or group. Groups stay whole.
-
-    Args:
-        images: the images that `rows` refer to.
-        rows: int64 (N,).
-        share: above 0 and at most 1. All rows are returned for 1.
-        seed: seed of the draw.
+    Every class keeps about this share of its images, and at least one image or group. Groups stay whole. share: above 0
+    and at most 1.
     """
     if share == 1:
         return rows

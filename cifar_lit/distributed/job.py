@@ -79,10 +79,7 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
 
     SLURM ends the job at once. So everything must be saved before, and stop signals are ignored from here on. All other
     ranks wait for SLURM: if one exited before the first rank, `srun --kill-on-bad-exit` could kill the first rank.
-
-    Args:
-        environment: variables of the process.
-        resume: the command that resumes the run, None without a checkpoint.
+    resume: the command that resumes the run, None without a checkpoint.
     """
     for number in filter(None, (*STOP_SIGNALS, REQUEUE)):
         signal.signal(number, signal.SIG_IGN)

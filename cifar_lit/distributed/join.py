@@ -126,7 +126,6 @@ def join(info: RankInfo, limit: float) -> RankWatch | None:
     """Start and return this process's watch, connected to the first rank; None for a single process.
 
     Args:
-        info: rank of this process.
         limit: seconds without a heartbeat after which a rank counts as lost. All ranks must connect within
             `JOIN_FACTOR` times this limit.
 

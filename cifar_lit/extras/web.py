@@ -168,10 +168,7 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn's server. It also stops at SIGHUP, ends with exit code 0, and calls `on_ready` when it has started.
 
-    Args:
-        app: the application.
-        on_ready: callback for the start.
-        http: class of the connections, uvicorn's by default.
+    http: class of the connections, uvicorn's by default.
     """
 
     def __init__(self, app: ASGIApp, on_ready: Callable[[], None], http: Any = "h11") -> None:

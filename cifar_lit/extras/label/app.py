@@ -26,8 +26,6 @@ class Review:
     """What the page of a review asks for.
 
     Args:
-        queue: the images.
-        journal: the decisions.
         write: writes the table of labels and returns its number of rows.
         about: values for the page: `run`, the `command` that trains with the table, and `open`: whether classes may be
             added.

@@ -132,9 +132,7 @@ def next_images(
     """Select at most `count` of the files. Files with equal pixels, at the size of the net, count as one.
 
     Args:
-        classifier: the net.
         files: the pool. The memory needed grows by the embedding of each file, in float16.
-        count: number of images to select.
         advance: callback with the number of files processed since the last call.
         labelled: digests of images to leave out.
 
@@ -184,7 +182,6 @@ def select(margins: Tensor, embeddings: Tensor, count: int) -> Tensor:
     Args:
         margins: difference between the two largest probabilities of each image, float (N,).
         embeddings: float (N, features).
-        count: number of images to select.
     """
     if len(margins) <= count:
         return margins.argsort(stable=True)

@@ -28,13 +28,7 @@ ANSWER_SECONDS = 20  # once a request has arrived completely
 
 
 class Service:
-    """What the page and programs ask for.
-
-    Args:
-        classifier: the net.
-        limits: limits of a request.
-        collector: keeps uncertain pictures.
-    """
+    """What the page and programs ask for."""
 
     def __init__(self, classifier: Classifier, limits: Limits, collector: Collector | None = None) -> None:
         self.classifier, self.limits, self.collector = classifier, limits, None
