@@ -287,7 +287,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         trainer = self.trainer
         if trainer and trainer.training:
             return self.preprocessing.train_batch(batch, self.side(trainer.current_epoch))
-        return self.preprocessing.eval_batch(batch)
+        return replace(batch, images=self.preprocessing.normalise(batch.images))
 
     on_after_batch_transfer.is_function_of_rows = True  # type: ignore[attr-defined]  # see features.capture.deferred
 
@@ -321,14 +321,13 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         If a schedule needs the length of the fit, Lightning sets up the loaders before it reads the checkpoint, and
         does not restore them.
         """
-        loader = self._train_loader
         state: dict[str, object] = {
             "split": self.record,
             "settings": json.dumps(self._all_settings | {"epochs": self.epochs}),
+            "classes": [*self.classes],
         }
-        state["classes"] = [*self.classes]
-        if loader is not None:
-            state |= loader.state_dict()
+        if self._train_loader is not None:
+            state |= self._train_loader.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:

@@ -80,10 +80,6 @@ class Preprocessing:
             images = shrink(images, side)
         return normalise(images, *self._constants_on(images.device))
 
-    def eval_batch(self, batch: Batch) -> Batch:
-        """Normalise a batch for evaluation."""
-        return replace(batch, images=self.normalise(batch.images))
-
     def train_batch(self, batch: Batch, side: int | None = None) -> Batch:
         """Augment and normalise a batch for training, scaled to `side` if given."""
         return self.augment_batch(batch, partial(self.normalise, side=side))

@@ -102,7 +102,7 @@ def check_evaluation(model: ImageClassifier, data: ImageData, loader: Any) -> No
     """Whiten, then score a batch with every kind of test-time augmentation."""
     net: Any = model.eval().net
     for batch in loader:
-        images, labels = data.preprocessing.eval_batch(batch)
+        images, labels = data.preprocessing.normalise(batch.images), batch.labels
         if isinstance(net, WhitenedNet):
             net.initialise(images)
         logits = model(images)
