@@ -18,6 +18,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from cifar_lit.distributed.rank_info import COORDINATOR, RankInfo, by_torchrun
 from cifar_lit.distributed.rank_watch import FAILED, JOIN_FACTOR, STOPPED, Coordinator, Fault, RankWatch, Worker
 from cifar_lit.errors import Failure
@@ -43,9 +45,7 @@ def free_port() -> int:
 
 def choose_interface(address: str) -> None:
     """Make gloo use the network interface that routes to an IPv4 address, unless the user has chosen one."""
-    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        import psutil
-
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.connect((address, 9))  # selects a route without sending anything
         for name, addresses in psutil.net_if_addrs().items():
             if udp.getsockname()[0] in (each.address for each in addresses):
