@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
-from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from cifar_lit.text import printable
 
@@ -137,20 +137,13 @@ def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
 
     An image of at most half of `largest` is a lossless PNG, a larger one a JPEG.
     """
-    file, picture = BytesIO(), _picture(image)
+    file, picture = BytesIO(), to_pil_image(image.permute(2, 0, 1))
     kind = "jpeg"
     if max(picture.size) <= largest // 2:
         kind = "png"
     picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
     picture.save(file, kind, quality=85, optimize=True)
     return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
-
-
-def _picture(image: Tensor) -> Image.Image:
-    array = image.cpu().numpy()
-    if array.shape[2] == 1:
-        array = array.squeeze(2)
-    return Image.fromarray(array)
 
 
 def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6) -> Tensor:
@@ -165,7 +158,8 @@ def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6)
         method = Image.Resampling.LANCZOS
         if max(image.shape[:2]) < cell:
             method = Image.Resampling.NEAREST  # shows single pixels
-        sheet.paste(ImageOps.pad(_picture(image), (cell, cell), method, "white"), (left, top))
+        picture = to_pil_image(image.permute(2, 0, 1))
+        sheet.paste(ImageOps.pad(picture, (cell, cell), method, "white"), (left, top))
         text = "\n".join(_short(line, 20) for line in lines)
         draw.multiline_text(
             (left + cell // 2, top + cell + 2), text, "black", font, anchor="ma", align="center", spacing=2
@@ -182,7 +176,7 @@ def captioned(image: Tensor, lines: Sequence[str]) -> Tensor:
     """Return an image with two lines of text below it, both uint8 (3, height, width)."""
     height, width = image.shape[1:]
     sheet = Image.new("RGB", (width, height + CAPTION_PIXELS), "white")
-    sheet.paste(_picture(image.permute(1, 2, 0)), (0, 0))
+    sheet.paste(to_pil_image(image), (0, 0))
     text = "\n".join(_short(line, max(4, width // 6)) for line in lines)
     ImageDraw.Draw(sheet).multiline_text(
         (width // 2, height + 2), text, "black", _font(), anchor="ma", align="center", spacing=2

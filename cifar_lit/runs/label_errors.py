@@ -189,18 +189,14 @@ def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tens
     for test_row in cosines.masked_fill(is_identical, -2.0).argsort(descending=True, stable=True)[:count].tolist():
         train_row = int(rows[test_row])
         image, other = test.images[test_row].float(), train.images[train_row].float()
-        difference = min(_difference(image, other), _difference(image, other.flip(1)))
+        squares = F.mse_loss(image, other).item(), F.mse_loss(image, other.flip(1)).item()
+        difference = math.sqrt(min(squares))
         if difference > MAX_DIFFERENCE * float(image.std()):
             continue
         caption = (f"cosine {float(cosines[test_row]):.4f}", f"difference {difference:.1f}")
         pairs.append(Pair(_labelled("Test", test, test_row), _labelled("Training", train, train_row), caption))
     conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
     return pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting
-
-
-def _difference(image: Tensor, other: Tensor) -> float:
-    """Return the root of the mean squared difference of two images."""
-    return float((image - other).square().mean().sqrt())
 
 
 def _digest(image: Tensor) -> bytes:
