@@ -39,10 +39,7 @@ def find_os_error(error: BaseException | None) -> OSError | None:
 def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
     """Return the Failure for a file of a run that could not be written.
 
-    Args:
-        path: the file.
-        error: the error of the write.
-        resumable: whether the run has a checkpoint; assumed if its folder is missing (ENOENT).
+    resumable: whether the run has a checkpoint; assumed if its folder is missing (ENOENT).
     """
     remedy = "fix that"
     if error.errno in DISK_FULL:
@@ -59,12 +56,8 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
 
     The file has the mode given by the umask, and is synced to disk.
 
-    Args:
-        path: the file to write.
-        previous: new name for an existing file at `path`.
-
-    Raises:
-        OSError: for a failed write, whichever error a library raised instead. Its filename is `path`.
+    previous: new name for an existing file at `path`.
+    Raise OSError for a failed write, whichever error a library raised instead. Its filename is `path`.
     """
     if path.absolute().parent == Path("/dev"):  # root could replace a device
         raise OSError(errno.EINVAL, "files cannot be written to /dev", str(path))
@@ -98,12 +91,9 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path, remedy: str, parents: bool = False) -> Iterator[Path]:
-    """Write a file with `atomic_write`, and raise a Failure with `remedy` for an OSError.
+    """Write a file with `atomic_write`, and raise a Failure that ends with `remedy` for an OSError.
 
-    Args:
-        path: the file to write.
-        remedy: end of the message.
-        parents: create the folder first.
+    parents: create the folder first.
     """
     try:
         if parents:

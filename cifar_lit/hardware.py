@@ -92,9 +92,7 @@ def limit_busy_waiting(sleep_at_once: bool = False) -> None:
     """Limit how long idle OpenMP threads spin, unless the user has set it. Call it before importing torch.
 
     By default, threads spin for milliseconds after each operation, which slows down other processes.
-
-    Args:
-        sleep_at_once: do not spin at all, even if an earlier call set a limit.
+    With `sleep_at_once`, they do not spin at all, even if an earlier call set a limit.
     """
     current = {name: os.environ[name] for name in SPIN_SETTINGS if name in os.environ}
     if current not in ({}, SPIN_LIMITS):
@@ -165,10 +163,7 @@ class _Gpu(Protocol):
 def lacks_code(gpus: Sequence[_Gpu], codes: Sequence[str], version: str) -> str:
     """Return why GPUs are not used: torch has no code for one of them. Empty if all of them can be used.
 
-    Args:
-        gpus: torch's properties of each GPU.
-        codes: `torch.cuda.get_arch_list()`; empty if unknown.
-        version: torch's.
+    codes: `torch.cuda.get_arch_list()`; empty if unknown.
     """
     usable = []
     unusable = []
@@ -216,7 +211,6 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
     Args:
         name: auto (a CUDA GPU, else an Apple GPU, else the CPU), cpu, gpu (also an Apple GPU), cuda or mps; gpu:1 and
             cuda:1 are the second GPU.
-        machine: detected if not given.
 
     Raises:
         UsageError: if the machine has no such device.
@@ -244,16 +238,7 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
 
 
 def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> tuple[str, int | str | list[int]]:
-    """Return accelerator and devices for the Trainer, checked against the machine.
-
-    Args:
-        machine: this machine.
-        accelerator: one of `ACCELERATORS`.
-        devices: number or list of ids, also as a string (`2`, `0,1`, `[1]`, `auto`, `-1` for all).
-
-    Raises:
-        UsageError: for invalid values, and if the machine lacks a device.
-    """
+    """Return accelerator and devices for the Trainer; raise UsageError for invalid values and missing devices."""
     if accelerator not in ACCELERATORS:
         hint = nearest(accelerator, ACCELERATORS)
         if ":" in accelerator:
@@ -291,7 +276,7 @@ def _needed_gpus(devices: int | str | list[int]) -> int:
 
 
 def parse_devices(devices: Devices) -> int | str | list[int]:
-    """Return a number, a list of ids, or "auto", from a value of --devices; raise UsageError for another value."""
+    """Return a number (-1 for all), a list of ids or "auto" from a value of --devices; raise UsageError for others."""
     text = str(devices).replace(" ", "")
     if text == "auto":
         return text

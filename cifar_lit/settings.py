@@ -36,7 +36,6 @@ def options_of(kind: type[Options], options: Mapping[str, object], setting: str,
 
     Args:
         kind: the dataclass. Its fields are numbers, switches or texts, which may be None if their default is.
-        options: values by name.
         setting: where the options come from, such as `model.optimizer_options`.
         owner: begins the sentence about valid names, such as "muon has".
 

@@ -28,11 +28,7 @@ def stop_signals() -> list[int]:
 
 
 def ignore_stop_signals(*, but: Container[int] = ()) -> None:
-    """Ignore STOP_SIGNALS in a worker process. The main process handles them and ends its workers.
-
-    Args:
-        but: signals that are not ignored.
-    """
+    """Ignore STOP_SIGNALS, except `but`, in a worker process. The main process handles them and ends its workers."""
     for number in STOP_SIGNALS:
         if number not in but:
             signal.signal(number, signal.SIG_IGN)

@@ -22,9 +22,7 @@ def t_quantile(freedom: int, confidence: float = 0.95) -> float:
     Abramowitz and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by
     bisection.
 
-    Args:
-        freedom: degrees of freedom, at least 1.
-        confidence: two-sided probability, between 0 and 1.
+    freedom: degrees of freedom, at least 1. confidence: two-sided probability, between 0 and 1.
     """
     odd = freedom % 2
     low, high = 0.0, math.pi / 2
@@ -108,9 +106,7 @@ def image_interval(differences: Sequence[float]) -> tuple[float, float] | None:
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
     """Return the 95 % score interval of a fraction (E. B. Wilson, Probable Inference, the Law of Succession, 1927).
 
-    Args:
-        right: number of correct images.
-        count: number of independent images, at least one.
+    right: number of correct images. count: number of independent images, at least one.
     """
     share, square = right / count, Z95**2 / count
     middle = (share + square / 2) / (1 + square)
@@ -124,9 +120,7 @@ def newcombe_margin(share: float, interval: tuple[float, float]) -> float:
     This is half the width of the interval of the difference between two equal fractions (R. Newcombe, Interval
     Estimation for the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10).
 
-    Args:
-        share: accuracy of both classifiers.
-        interval: Wilson interval of `share`. Both test sets have the same size.
+    share: accuracy of both classifiers. interval: its Wilson interval. Both test sets have the same size.
     """
     low, high = interval
     return math.hypot(share - low, high - share)
@@ -143,10 +137,6 @@ class McNemar(NamedTuple):
 
 def mcnemar(first: int, second: int) -> McNemar:
     """Test whether two classifiers err equally often on the same images (Q. McNemar, Psychometrika 12, 1947).
-
-    Args:
-        first: images that only the first classifier has right.
-        second: images that only the second classifier has right.
 
     Returns:
         `exact` is the two-sided probability of a split at least as uneven, if each of these images falls to either

@@ -47,10 +47,7 @@ def peak_memory() -> dict[str, int | None]:
 class Record:
     """The --json file, written after each training, and the memory of each training, kept in the folder of them all.
 
-    Args:
-        command: its file may be None.
-        folder: the folder of the trainings.
-        others: entries of other recipes in the file, by name. That of this recipe is added.
+    others: entries of other recipes in the file, by name. That of this recipe is added.
     """
 
     def __init__(self, command: Command, folder: Path, others: dict[str, Any]) -> None:

@@ -29,11 +29,7 @@ def export(
 ) -> None:
     """Export a net, and print the differences in predictions, size and speed.
 
-    Args:
-        argv: arguments of the command.
-        command: name of the command, which may be that of an extra with further formats.
-        description: text of its help.
-        to: its formats, for the help.
+    command, description, to: name, help and formats of the command, which may be that of an extra with further formats.
     """
     parser = command_parser(command, description)
     add = parser.add_argument

@@ -334,7 +334,6 @@ class TrainingCLI(LightningCLI):
             self.notes |= {"resume": display_path(self.checkpoint), "step": str(self.step)}
 
     def _config_text(self) -> str:
-        """Return the text of config.yaml."""
         return self._subcommand_parsers[self.name].dump(self.settings, skip_none=False, skip_link_targets=True)
 
     def _input_shape(self, data: ImageData) -> list[int]:
@@ -495,7 +494,6 @@ class TrainingCLI(LightningCLI):
                 torch.distributed.destroy_process_group()  # its threads can abort the interpreter at exit
 
     def _print(self, result: Results | int | None) -> None:
-        """Print the result of a command."""
         if isinstance(result, Results):
             print_results(self.run, result, self.datamodule)
         elif result:
@@ -530,11 +528,9 @@ def nested_settings() -> list[str]:
 
 
 def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
-    """Raise UsageError if a callback of Lightning monitors a value that the training does not log, or occurs twice.
+    """Raise UsageError if a callback of Lightning monitors a value that is not in `names`, or occurs twice.
 
-    Args:
-        callbacks: configured callbacks. If one is from another package, nothing is checked: it may log any value.
-        names: the values that the training logs.
+    If a callback is from another package, nothing is checked: it may log any value.
     """
     if not all(type(each).__module__.startswith("lightning.") for each in callbacks):
         return

@@ -321,8 +321,7 @@ def _is_flag(word: str) -> bool:
 def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]:
     """Return LightningCLI's command line: subcommand, base, --config files, flags.
 
-    Args:
-        base: YAML file of the settings with the lowest precedence (of a recipe or a run), or None.
+    base: YAML file of the settings with the lowest precedence (of a recipe or a run), or None.
     """
     line = [subcommand]
     files = [recipe_settings(Path(config).expanduser()) for config in command.configs]
@@ -349,9 +348,7 @@ PARTS = {"net": "resnet18", "optimizer": "sgd", "schedule": "constant"}
 def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, str | None]) -> None:
     """Remove the options of a net, optimizer or schedule that a later file, or a flag, replaces by another.
 
-    Args:
-        files: settings, later ones take precedence; changed in place.
-        typed: names of the parts that flags name.
+    files: settings, later ones take precedence; changed in place. typed: names of the parts that flags name.
     """
     for part, named in PARTS.items():
         models = []  # the model of each file, and the name of the part that its options are for

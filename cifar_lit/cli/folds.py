@@ -70,9 +70,8 @@ def finish(
 ) -> None:
     """Write folds.json, predictions.csv and label_errors.csv, and print the results.
 
-    Args:
-        runs: run folder and test metrics of each fold.
-        parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
+    runs: run folder and test metrics of each fold.
+    parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
     """
     count = write_predictions(folder / "predictions.csv", images.classes, parts, images.names)
     indices = torch.cat([part["indices"] for part in parts])

@@ -69,9 +69,6 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     """Resume the run of a restarted job, as `--resume RUN` would. The folder of a new run records its job.
 
     A command with --resume is not changed. If the run is finished, print this and exit with code 0.
-
-    Args:
-        argv: the arguments as typed.
     """
     if not command.is_one_training or (job := job_of(environment)) is None:
         return

@@ -145,9 +145,6 @@ def small_set_text(scores: Mapping[str, Any]) -> str | None:
     """Return a warning about differences that a small test set cannot show, None for a larger set.
 
     The warning holds for runs tested on different images. On the same images, `compare` shows smaller differences.
-
-    Args:
-        scores: the `test` part of metrics.json.
     """
     low, high = scores["interval"] or (0.0, 0.0)
     if (high - low) / 2 <= MAX_HALF_WIDTH:

@@ -30,8 +30,7 @@ def train_seeds(command: Command, others: dict[str, object] | None = None) -> No
 
     With --json, the file has the seeds trained so far after each training, and a repeated command trains no seed again.
 
-    Args:
-        others: results of other recipes for the same file, by name. Those of this recipe are added.
+    others: results of other recipes for the same file, by name. Those of this recipe are added.
     """
     check_several(command, "--seeds", "continues unfinished trainings by itself: leave --resume out", SETTING)
     seeds = read_seeds(command.several["seeds"])

@@ -39,8 +39,7 @@ from cifar_lit.training.orderly_stop import Interrupted
 def check_several(command: Command, flag: str, resume_remedy: str, setting: str | None = None) -> None:
     """Raise UsageError for flags that are incompatible with `flag`. Several trainings use one device by default.
 
-    Args:
-        setting: the setting that differs between the trainings.
+    setting: the setting that differs between the trainings.
     """
     others = [f"--{name}" for name in command.several if f"--{name}" != flag]
     fault = ""
@@ -179,13 +178,9 @@ def show_runs(
     names: Sequence[str],
     spreads: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Print a row of test results for each run, then their means and standard deviations.
+    """Print the results `names` of each run, then their means and standard deviations.
 
-    Args:
-        kind: title of the first column.
-        runs: results by run folder.
-        names: the results to print.
-        spreads: `stats.mean_interval` of results.
+    kind: title of the first column. spreads: `stats.mean_interval` of results.
     """
     table = Table(kind, title=title, title_justify="left", title_style="")
     for name in names:
@@ -224,8 +219,7 @@ def find_run(logs: Path | None, settings: Mapping[str, Any]) -> Path | None:
 def train_in_processes(words: Sequence[str]) -> None:
     """Run `train` with these arguments in a process group of its own, which gets the stop signals of this process.
 
-    Raise Interrupted if a signal stopped it. Raise SystemExit with its exit code if it fails.
-    It has printed the reason.
+    Raise Interrupted if a signal stopped it, or SystemExit with its exit code if it failed and printed the reason.
     """
     command = [sys.executable, "-m", "cifar_lit", "train", *words]
     with started(command, stdout=subprocess.DEVNULL) as process:

@@ -18,10 +18,7 @@ def tempered(probabilities: Tensor, temperature: float) -> Tensor:
 def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
     """Return bins of equal width over the probability of the predicted class.
 
-    Args:
-        probability: float (N,) in 0 … 1.
-        hits: bool (N,), whether the prediction is correct.
-        bins: number of bins.
+    probability: float (N,) in 0 … 1. hits: bool (N,), whether the prediction is correct.
     """
     indices = (probability * bins).ceil().long().sub(1).clamp(0, bins - 1)
     counts = torch.bincount(indices, minlength=bins)

@@ -313,9 +313,6 @@ def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tup
 
     Up to five runs on the same images are compared pairwise. With more, each is compared with the most accurate one.
 
-    Args:
-        hits: `hits_by_run` of the runs.
-
     Returns:
         The names of each pair with its test, and messages about runs that are not compared.
     """
@@ -506,13 +503,9 @@ def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) ->
 
 
 def _draw_curve(row: Sequence[Axes], curve: Curves, column: str, appearance: tuple[str, str]) -> dict[str, Line2D]:
-    """Draw a curve over epochs, and in the second panel over seconds if they are known. Return its line by label.
+    """Draw a curve over epochs, and in the second panel of the row over seconds if known. Return its line by label.
 
-    Args:
-        row: a row of panels.
-        curve: the curves of a run.
-        column: the value to draw.
-        appearance: line style and colour.
+    appearance: line style and colour.
     """
     epochs, values = curve.points(column)
     if not epochs:

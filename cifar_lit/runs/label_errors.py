@@ -87,7 +87,6 @@ def suspect_labels(
     Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
 
     Args:
-        images: images with labels.
         probabilities: predicted probabilities, float (N, classes).
         what: name of the set in alternative texts.
         held_out: rows of validation images.
@@ -119,10 +118,7 @@ class Ranking(NamedTuple):
 def rank_suspects(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Ranking:
     """Rank labels as `suspect_labels` does.
 
-    Args:
-        labels: int64 (N,).
-        probabilities: float (N, classes).
-        margins: `margins.npy` of the run, float (N,), if there is one.
+    labels: int64 (N,). probabilities: float (N, classes). margins: `margins.npy` of the run, float (N,), if it has one.
     """
     classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None])[:, 0]

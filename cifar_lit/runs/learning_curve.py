@@ -17,7 +17,6 @@ FILE, PICTURE = "learning-curve.json", "learning-curve.png"
 
 def read_points(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the points of metrics.json files, by ascending images. Runs on other images than the last are left out."""
-
     points = {}
     for metrics in runs:
         with suppress(KeyError, TypeError, ValueError):  # without a test, of another version, or damaged

@@ -141,10 +141,8 @@ def _is_before(row: Mapping[str, str], step: int) -> bool:
 class TensorBoardCurves(TensorBoardLogger):
     """TensorBoard's event file in the run folder, with settings and scores for the hparams tab.
 
-    Args:
-        run: the run folder.
-        settings: plain values for the hparams tab; None leaves the run out of it.
-        resumed_step: TensorBoard ignores earlier events after this step.
+    settings: plain values for the hparams tab; None leaves the run out of it.
+    resumed_step: TensorBoard ignores earlier events after this step.
     """
 
     def __init__(self, run: RunFolder, settings: dict[str, Any] | None, resumed_step: int | None = None) -> None:

@@ -66,8 +66,6 @@ def write_predictions(
     has the same rows, float32 (N, classes).
 
     Args:
-        path: the CSV file.
-        classes: names of the classes.
         batches: results of `ImageClassifier.predict_step`.
         files: path of each image of the data set, for an additional last column.
 

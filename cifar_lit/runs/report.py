@@ -62,11 +62,8 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
 
     If the run was tested on the same test images, its predictions are used. Otherwise they are computed again.
 
-    Args:
-        run: the run folder.
-        data: images of the run.
-        embed: `inference.embeddings.logits_and_embeddings` with the run's net.
-        device: device on which embeddings are compared.
+    embed: `inference.embeddings.logits_and_embeddings` with the run's net.
+    device: device on which embeddings are compared.
     """
     metrics = read_metrics(run)
     train, held_out, rows = _train_images(data)
@@ -133,12 +130,8 @@ def render(
 ) -> str:
     """Return the page as HTML with all text escaped.
 
-    Args:
-        run: the run folder.
-        metrics: contents of metrics.json.
-        data: the images of the run.
-        predictions: predictions for the test images.
-        findings: suspected label errors and duplicates; None if they were not searched.
+    metrics: contents of metrics.json. predictions: those for the test images.
+    findings: suspected label errors and duplicates; None if they were not searched.
     """
     classes = data.classes
     matrix = predictions.confusion(len(classes))

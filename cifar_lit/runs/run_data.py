@@ -34,11 +34,8 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
 
     Check settings from config.yaml with `check_choices` before using them.
 
-    Args:
-        run: the run folder.
-        card: metadata of the net.
-        dataset: data set to use instead of that in config.yaml, required without a config.yaml.
-        data_dir: folder of the data, if it was moved.
+    dataset: data set to use instead of that in config.yaml, required without a config.yaml.
+    data_dir: folder of the data, if it was moved.
     """
     if data_dir:
         allow_choices({"root": data_dir})

@@ -47,7 +47,6 @@ class RunFolder:
     share them between machines. So the run also holds filelock's lease, a file with the owner and a heartbeat.
 
     Args:
-        logs: folder of all runs.
         name: name of the recipe.
         path: existing run to resume, instead of a new one.
         first: whether this is the first process of the run. Other processes do not create a folder, see `follow`.
@@ -195,7 +194,6 @@ def find_resumable(logs: Path, name: str | None, needs_test: bool | None = None,
     """Return the checkpoint that `--resume` continues from.
 
     Args:
-        logs: folder of all runs.
         name: a checkpoint, a run folder, or None for the newest training in `logs`.
         needs_test: with a bool, prefer the newest run that has a checkpoint and is not finished (see `is_finished`),
             and print its name. None takes the newest run in any state.
@@ -245,10 +243,7 @@ def _newest_run(logs: Path, needs_test: bool | None, first: bool) -> Path:
 
 
 def check_files(run: Path) -> None:
-    """Raise Failure if a run folder, which may come from a stranger, is not safe to write to.
-
-    A symlink inside the folder must not point outside it; the folder itself may be a symlink.
-    """
+    """Raise Failure if a run folder, which may come from a stranger, is not safe to write to, see `check_links`."""
     curves = run / "metrics.csv"
     for name in WRITTEN:
         if (run / name).is_dir():
@@ -435,9 +430,7 @@ def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[st
     A line with fewer cells than the header is skipped: it is still being written, or was cut short by a kill or a full
     disk.
 
-    Args:
-        file: the file.
-        columns: names of the columns to return, all by default.
+    columns: names of the columns to return, all by default.
     """
     rows: list[dict[str, str]] = []
     cells = 0

@@ -47,12 +47,7 @@ class SeedPairs(NamedTuple):
 
 
 def seed_pairs(groups: Sequence[Mapping[str, object]], hits: Mapping[str, Hits]) -> list[SeedPairs]:
-    """Return the difference between each two groups that share at least two seeds.
-
-    Args:
-        groups: as `compare.groups` returns them.
-        hits: as `compare.hits_by_run` returns them.
-    """
+    """Return the difference between each two of `compare.groups` that share at least two seeds."""
     pairs = []
     for first, second in combinations(range(len(groups)), 2):
         one, other = _runs_by_seed(groups[first]), _runs_by_seed(groups[second])
