@@ -148,21 +148,17 @@ def _read_run(path: Path) -> RunRecord:
     for name in PLACES:
         settings.pop(name, None)
     record = RunRecord(path, display_path(path), settings, read_metrics(path))
-    if record.metrics:
-        notes = [_note_of_finished(record), changes_text(record.metrics)]
-        return replace(record, note="; ".join(filter(None, notes)))
-    return replace(record, note=_note_of_unfinished(record))
+    notes = [_note(record), changes_text(record.metrics)]
+    return replace(record, note="; ".join(filter(None, notes)))
 
 
-def _note_of_finished(run: RunRecord) -> str:
-    if not run.settings:
-        return "its config.yaml is missing or damaged"
-    if not run.test:
-        return "no test"
-    return ""
-
-
-def _note_of_unfinished(run: RunRecord) -> str:
+def _note(run: RunRecord) -> str:
+    if run.metrics:
+        if not run.settings:
+            return "its config.yaml is missing or damaged"
+        if not run.test:
+            return "no test"
+        return ""
     if (run.path / "metrics.json").exists():
         return "damaged: metrics.json cannot be read"
     if (run.path / "folds.json").is_file():
