@@ -258,21 +258,17 @@ def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> tupl
     if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
         fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"
         raise UsageError(f"{fault}. Use a number: --devices 2 runs two processes")
-    if kind == "gpu" and _needed_gpus(parsed) > len(machine.gpus):
+    needed_gpus = 1  # for auto
+    if isinstance(parsed, list):
+        needed_gpus = max(parsed) + 1
+    elif isinstance(parsed, int):
+        needed_gpus = parsed
+    if kind == "gpu" and needed_gpus > len(machine.gpus):
         fault = f"--devices {devices}: this machine has {machine}"
         raise UsageError(f"{fault}. Use --devices {len(machine.gpus)}, or leave it out")
     if machine.unusable and kind == "cpu":
         accelerator = "cpu"  # for auto, the Trainer would choose the GPU
     return accelerator, parsed
-
-
-def _needed_gpus(devices: int | str | list[int]) -> int:
-    """Return how many GPUs a machine must have for a parsed value of --devices."""
-    if isinstance(devices, list):
-        return max(devices) + 1
-    if isinstance(devices, str):  # auto
-        return 1
-    return devices
 
 
 def parse_devices(devices: Devices) -> int | str | list[int]:
