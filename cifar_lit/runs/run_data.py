@@ -70,10 +70,8 @@ def _recorded_settings(config: Path) -> dict[str, object]:
     """Return the data settings in a config.yaml; empty if it is missing or has none."""
     if not config.is_file():
         return {}
-    values = plain_values(config)
-    if not isinstance(values, dict) or not isinstance(values.get("data"), dict):
-        return {}
-    return dict(values["data"])
+    values = plain_values(config) or {}
+    return dict(values.get("data", {}))
 
 
 def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None) -> ImageData:
