@@ -223,27 +223,19 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     for run in tested:
         key = (run.recipe, *(_setting_text(run, name) for name in names))
         members.setdefault(key, []).append(run)
-    if any(_data_count(group) > 1 for group in members.values()):
+    if any(len({_data_text(run) for run in group} - {""}) > 1 for group in members.values()):
         names.append("data")
-        members = _split_by_data(members, _data_numbers(tested))
+        members = _split_by_data(members, tested)
     return [_summary(names, key, group) for key, group in members.items()]
 
 
-def _data_count(runs: Sequence[RunRecord]) -> int:
-    return len({_data_text(run) for run in runs} - {""})
-
-
-def _data_numbers(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """Return a number for each data set of runs, in the order of their first use, and – for an unknown one."""
+def _split_by_data(
+    members: Mapping[tuple[str, ...], Sequence[RunRecord]], runs: Sequence[RunRecord]
+) -> dict[tuple[str, ...], list[RunRecord]]:
+    """Add a number of the data to the keys, in the order of their first use in `runs`, – for unknown data."""
     numbers = {"": "–"}
     for run in runs:
         numbers.setdefault(_data_text(run), str(len(numbers)))
-    return numbers
-
-
-def _split_by_data(
-    members: Mapping[tuple[str, ...], Sequence[RunRecord]], numbers: Mapping[str, str]
-) -> dict[tuple[str, ...], list[RunRecord]]:
     split: dict[tuple[str, ...], list[RunRecord]] = {}
     for key, group in members.items():
         for run in group:
