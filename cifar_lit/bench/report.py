@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.errors import Failure
@@ -128,33 +128,23 @@ def figures_of(bench: str, settings: Mapping[str, object], rows: Iterable[Row] =
 def publish(
     bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: object
 ) -> dict[str, object]:
-    """Print rows as a table with lines below it, and write the figures to the --json file; return them."""
+    """Print rows as a table, with lines and the environment below; write figures to the --json file; return them."""
     figures = figures_of(bench, settings, rows, **more)
     if settings["json"]:
         write_figures(Path(settings["json"]), figures)
-    table = [(label, spread_text(value, unit)) for label, value, unit in rows]
-    columns = ["", "median (quartiles; range if n < 4)"]
-    print_table(figures["environment"], f"{bench} · {title}", columns, table, *lines)
-    return figures
-
-
-def print_table(
-    environment: Mapping[str, Any], title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *lines: str
-) -> None:
-    """Print a table with a title, and below it lines and the environment."""
-    table = Table(columns[0])
-    for name in columns[1:]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    footer = [machine_text(environment, "cpu")]
-    if environment["gpu"]:
-        footer.append(environment["gpu"])
-    footer.append(environment["date"])
-    for name, number in environment["versions"].items():
+    table = Table("", Column("median (quartiles; range if n < 4)", justify="right"))
+    for label, value, unit in rows:
+        table.add_row(label, spread_text(value, unit))
+    machine = figures["environment"]
+    footer = [machine_text(machine, "cpu")]
+    if machine["gpu"]:
+        footer.append(machine["gpu"])
+    footer.append(machine["date"])
+    for name, number in machine["versions"].items():
         footer.append(f"{name} {number}")
-    for part in (title, table, *lines, " · ".join(footer)):
+    for part in (f"{bench} · {title}", table, *lines, " · ".join(footer)):
         for_tables().print(part)
+    return figures
 
 
 def write_figures(path: Path, figures: Mapping[str, object]) -> None:
