@@ -154,8 +154,6 @@ def mcnemar(first: int, second: int) -> McNemar:
     for right in range(smaller, 0, -1):
         term *= right / (count - right + 1)
         total += term
-        if term < 1e-17 * total:
-            break
     exact = min(1.0, 2 * total * probability)
     observed = probability  # the split as it is, on either side
     if first == second:
