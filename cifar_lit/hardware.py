@@ -28,29 +28,17 @@ Devices = int | str | list[int]  # a value of --devices
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices that torch can use on this machine.
+    """The devices that torch can use on this machine."""
 
-    Args:
-        cpu: name of the CPU.
-        threads: number of CPU threads that this process may use.
-        bf16: whether the CPU has bfloat16 instructions (AVX512-BF16, AMX). Without them, bfloat16 is slow.
-        gpus: name and memory in bytes of each CUDA or ROCm device that this torch can use.
-        gpu_bf16: whether all GPUs have bfloat16 instructions.
-        gpu_fp16: whether all GPUs have tensor cores for float16.
-        mps: whether there is an Apple GPU.
-        cuda_build: whether this torch was built for GPUs.
-        unusable: why the GPUs are not used, with the remedy, if torch has no code for one of them.
-    """
-
-    cpu: str
-    threads: int
-    bf16: bool
-    gpus: tuple[tuple[str, int], ...] = ()
-    gpu_bf16: bool = False
-    gpu_fp16: bool = False
-    mps: bool = False
-    cuda_build: bool = True
-    unusable: str = ""
+    cpu: str  # name
+    threads: int  # CPU threads that this process may use
+    bf16: bool  # whether the CPU has bfloat16 instructions (AVX512-BF16, AMX); without them, bfloat16 is slow
+    gpus: tuple[tuple[str, int], ...] = ()  # name and bytes of each CUDA or ROCm device that this torch can use
+    gpu_bf16: bool = False  # whether all GPUs have bfloat16 instructions
+    gpu_fp16: bool = False  # whether all GPUs have tensor cores for float16
+    mps: bool = False  # whether there is an Apple GPU
+    cuda_build: bool = True  # whether this torch was built for GPUs
+    unusable: str = ""  # why the GPUs are not used, with the remedy, if torch has no code for one of them
 
     def __str__(self) -> str:
         if self.gpus:

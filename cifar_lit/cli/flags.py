@@ -114,34 +114,22 @@ NO_PATH = "#" * 256  # longer than a file name: the parser would read a file tha
 
 @dataclass
 class Command:
-    """A training command with its arguments.
+    """A training command with its arguments."""
 
-    Args:
-        name: one of TRAINING.
-        recipe: a packaged recipe, or the path of a YAML file.
-        configs: further YAML files; later ones take precedence.
-        resume: "" for the newest run, a path, or None to start a new run.
-        auto: "batch" to find a batch size, "lr" to find a learning rate before the training.
-        flags: all other flags in LightningCLI's form, each one word (`--model.lr=0.1`).
-        several: the flags for several trainings with their values as typed, "" for a flag without a value.
-        json: file for the results, times and memory of several seeds.
-        brief: print neither start card, epochs nor results.
-        job: record of the scheduler's job, stored in the folder of a new run.
-        words: the arguments as typed, without those for several trainings and --json.
-    """
-
-    name: str
-    recipe: str | None = None
-    configs: list[str] = field(default_factory=list)
+    name: str  # one of TRAINING
+    recipe: str | None = None  # a packaged recipe, or the path of a YAML file
+    configs: list[str] = field(default_factory=list)  # further YAML files; later ones take precedence
     logs: str | None = None
-    resume: str | None = None
+    resume: str | None = None  # "" for the newest run, a path, or None to start a new run
     trust: bool = False
-    auto: set[str] = field(default_factory=set)
-    flags: list[str] = field(default_factory=list)
+    auto: set[str] = field(default_factory=set)  # "batch", "lr": sizes and rates to find before the training
+    flags: list[str] = field(default_factory=list)  # all others in LightningCLI's form, such as `--model.lr=0.1`
+    # Flags for several trainings with their values as typed, "" for a flag without a value.
     several: dict[str, str] = field(default_factory=dict)
-    json: str | None = None
-    brief: bool = False
-    job: str | None = None
+    json: str | None = None  # file for the results, times and memory of several seeds
+    brief: bool = False  # print neither start card, epochs nor results
+    job: str | None = None  # record of the scheduler's job, stored in the folder of a new run
+    # The arguments as typed, without those for several trainings and --json.
     words: list[str] = field(default_factory=list, compare=False)
 
     @property

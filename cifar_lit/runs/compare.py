@@ -413,17 +413,11 @@ SIDE, ROW = 4.6, 3.1  # inches of one panel
 
 @dataclass(frozen=True)
 class Curves:
-    """The curves of a run.
+    """The curves of a run."""
 
-    Args:
-        rows: of metrics.csv, with an `epoch` each.
-        label: the run's name or that of its group, which all of its runs share.
-        seconds: of an epoch on average; 0 if unknown.
-    """
-
-    rows: list[dict[str, float]]
-    label: str
-    seconds: float
+    rows: list[dict[str, float]]  # rows of metrics.csv, with an `epoch` each
+    label: str  # the run's name or that of its group, which all of its runs share
+    seconds: float  # mean time of an epoch; 0 if unknown
 
     def points(self, column: str) -> tuple[list[float], list[float]]:
         """Return the epochs completed at each row that has a value, and the values."""

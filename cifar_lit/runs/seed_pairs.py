@@ -17,20 +17,15 @@ MANY = 1000  # seeds from which the t and normal distributions give nearly the s
 
 
 class SeedPairs(NamedTuple):
-    """The difference in test accuracy between two groups, paired by seed.
+    """The difference in test accuracy between two groups, paired by seed."""
 
-    Attributes:
-        first: number of the first group.
-        second: number of the second group.
-        over_seeds: `stats.mean_interval` of first minus second for equal seeds, and `verdict`, `stats.verdict` of these
-            differences. Other test images are not considered.
-        over_images: interval of the mean difference over test images like these, for these trained nets; None if the
-            predictions are missing or the test images differ.
-    """
-
-    first: int
+    first: int  # number of the first group
     second: int
+    # `stats.mean_interval` of first minus second for equal seeds, and `verdict`, `stats.verdict` of these differences.
+    # Other test images are not considered.
     over_seeds: dict[str, Any]
+    # Interval of the mean difference over test images like these, for these trained nets; None if the predictions are
+    # missing or the test images differ.
     over_images: tuple[float, float] | None
 
     def seeds_for(self, difference: float) -> int:
