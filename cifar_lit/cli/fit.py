@@ -290,7 +290,8 @@ class TrainingCLI(LightningCLI):
         devices = hardware.count_devices(self.machine, accelerator, trainer.devices)
         if self.name == "predict" and devices > 1:
             raise UsageError("predict runs on one device: leave --devices out, or give one")
-        if trainer.sync_batchnorm and accelerator == "cpu" and devices * trainer.num_nodes > 1:
+        self.ranks = devices * trainer.num_nodes
+        if trainer.sync_batchnorm and accelerator == "cpu" and self.ranks > 1:
             raise UsageError("--trainer.sync_batchnorm true needs GPUs, as torch's SyncBatchNorm does: leave it out")
         if devices > 1 and self.machine.kind(accelerator) == "gpu" and platform.system() == "Windows":
             raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
@@ -353,11 +354,8 @@ class TrainingCLI(LightningCLI):
         if self.name == "fit":
             self._check_scores(callbacks)
         validates = len(self.datamodule.split[1]) > 0
-        devices = (
-            hardware.count_devices(self.machine, configured.accelerator, configured.devices) * configured.num_nodes
-        )
         if self.command.auto:
-            self._search([*callbacks, *features], devices)
+            self._search([*callbacks, *features])
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run = self._make_run()
         bar = configured.enable_progress_bar is not False and sys.stdout.isatty()
@@ -381,7 +379,7 @@ class TrainingCLI(LightningCLI):
         trainer = super().instantiate_trainer(
             callbacks=callbacks,
             logger=loggers,
-            plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(configured.accelerator), devices)],
+            plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(configured.accelerator), self.ranks)],
             enable_progress_bar=bar,
             profiler=configured.profiler or NoProfiler(),
             **kwargs,
@@ -413,13 +411,13 @@ class TrainingCLI(LightningCLI):
             raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")
         check_monitors(callbacks, scores)
 
-    def _search(self, callbacks: list[Callback], devices: int) -> None:
+    def _search(self, callbacks: list[Callback]) -> None:
         """Search batch size and learning rate as --auto-batch and --auto-lr ask."""
         auto = self.command.auto
         if self.name != "fit":
             flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
             raise UsageError(f"{flags} can only be used with a new training: leave {flags} out")
-        if devices > 1:
+        if self.ranks > 1:
             raise UsageError("--auto-batch and --auto-lr need one device: search with --devices 1, then set the values")
         factor = search(auto, self.model, self.datamodule, partial(self._search_trainer, callbacks))
         self._record_search(callbacks, factor)
