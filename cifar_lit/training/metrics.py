@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.utilities import dim_zero_cat
 
@@ -54,29 +54,14 @@ class MeanLoss(Metric):
 TOP = 5  # k of the top-k accuracy, which is scored if there are more than k classes
 
 
-class TopHits(Metric):
-    """Number of images whose class is among the TOP most likely classes.
+def top_hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the number of images whose class is among the TOP most likely classes; -1 in `labels` is padding.
 
     Ties count as hits, so that the result does not depend on the device, as the order of `topk` does. A NaN logit is
     no hit.
     """
-
-    full_state_update = False
-
-    hits: Tensor  # int64 scalar
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("hits", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add logits, float32 (B, classes), and labels, int64 (B,); -1 is padding."""
-        label_logits = logits.gather(1, labels.clamp_min(0)[:, None])
-        self.hits += (((logits <= label_logits).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
-
-    def compute(self) -> Tensor:
-        """Return the number of hits, an int64 scalar."""
-        return self.hits
+    label_logits = logits.gather(1, labels.clamp_min(0)[:, None])
+    return (((logits <= label_logits).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
 
 
 class Score(NamedTuple):
@@ -156,7 +141,7 @@ class Evaluation(nn.Module):
                 raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json, or invalid: rename it")
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
-        self.top5 = TopHits() if num_classes > TOP else None
+        self.top5 = SumMetric(nan_strategy="disable") if num_classes > TOP else None
         further = {}
         for name, metric in (metrics or {}).items():
             further[name] = build_part(metric, "model.metrics", Metric, num_classes=num_classes).clone()
@@ -169,7 +154,7 @@ class Evaluation(nn.Module):
         self.loss.update(F.cross_entropy(logits, labels.clamp_min(0), reduction="none"), counted)
         self.confusion.update(logits, labels)
         if self.top5 is not None:
-            self.top5.update(logits, labels)
+            self.top5.update(top_hits(logits, labels))
         if not len(self.further):
             return
         if len(labels) and bool(counted.all()):  # Either all images of a batch are padding, or none.
