@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
 from cifar_lit.errors import UsageError, check_choice
@@ -25,10 +26,11 @@ from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.checks import NotFiniteLoss, check_finite, check_restored_state, training_settings
+from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
-from cifar_lit.training.optimizers import configure_optimizers, optimizer_settings
+from cifar_lit.training.optimizers import Group, build_optimizer, optimizer_settings
 from cifar_lit.training.rows import LateRows, TrainingRows, log_values
-from cifar_lit.training.schedules import schedule_settings
+from cifar_lit.training.schedules import ScheduleSettings, schedule_from, schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
 
 if TYPE_CHECKING:
@@ -239,12 +241,39 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         return super()._apply(fn, recurse)
 
     def configure_optimizers(self) -> object:
-        """Return the optimizer and its schedule, which spans the whole training."""
+        """Return the optimizer and its schedule, which spans the whole training.
+
+        Raises UsageError for a schedule if the training has no limit.
+        """
         for name in ("optimizer", "schedule"):
             part = self.part(name)
             if self.names_are_foreign and isinstance(part, str):
                 check_allowed(part)
-        return configure_optimizers(self, self.trainer)
+        h, trainer = self.hparams, self.trainer
+
+        def regroup(groups: list[Group]) -> list[Group]:
+            for change in methods(trainer, "parameter_groups"):
+                groups = change(groups)
+            return groups
+
+        captures = any(asks(trainer) for asks in methods(trainer, "captures"))
+        optimizer = build_optimizer(
+            self.net, self.part("optimizer"), h["lr"], h["optimizer_options"],
+            precision=str(trainer.precision), capturable=captures, regroup=regroup,
+        )  # fmt: skip
+        schedule, options = self.part("schedule"), h["schedule_options"] or {}
+        if schedule == "constant" and not options.get("warmup_epochs"):
+            return optimizer
+        trainer.fit_loop.setup_data()  # sets num_training_batches; Lightning's estimate may skip this
+        steps = trainer.estimated_stepping_batches
+        if steps == math.inf:
+            remedy = "set --epochs or --trainer.max_steps, or --model.schedule constant"
+            raise UsageError(f"a schedule needs an end: {remedy}")
+        built = schedule_from(optimizer, schedule, options, int(steps), steps_per_epoch(trainer))
+        every = ScheduleSettings.interval(options)
+        if isinstance(built, ReduceLROnPlateau):
+            every = "epoch"
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}
 
     def configure_callbacks(self) -> list[Callback]:
         """Build the net from the datamodule unless it is built. Add the callback that an accelerator needs."""

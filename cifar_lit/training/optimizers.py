@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.hooks import methods
 from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
 from cifar_lit.settings import options_of
-from cifar_lit.training.loop_position import steps_per_epoch
-from cifar_lit.training.schedules import ScheduleSettings, schedule_from
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 # These settings depend on the machine. A checkpoint does not override them.
 MACHINE_SETTINGS = ("fused", "foreach", "capturable", "products")
@@ -281,47 +272,6 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
             del group["weight_decay"]
     built: Optimizer = build_part(build, "model.optimizer", Optimizer, groups, lr=lr, **options)
     return built
-
-
-class _Optimized(Protocol):
-    """What is read of an `ImageClassifier`, which imports this module."""
-
-    net: nn.Module
-
-    @property
-    def hparams(self) -> Mapping[str, Any]: ...
-    def part(self, name: str) -> Any: ...
-
-
-def configure_optimizers(model: _Optimized, trainer: Trainer) -> object:
-    """Return the optimizer of an ImageClassifier and, unless rates are constant, its schedule, as Lightning expects.
-
-    Raises UsageError for a schedule if the training has no limit.
-    """
-    h = model.hparams
-
-    def regroup(groups: list[Group]) -> list[Group]:
-        for change in methods(trainer, "parameter_groups"):
-            groups = change(groups)
-        return groups
-
-    captures = any(asks(trainer) for asks in methods(trainer, "captures"))
-    optimizer = build_optimizer(
-        model.net, model.part("optimizer"), h["lr"], h["optimizer_options"],
-        precision=str(trainer.precision), capturable=captures, regroup=regroup,
-    )  # fmt: skip
-    schedule, options = model.part("schedule"), h["schedule_options"] or {}
-    if schedule == "constant" and not options.get("warmup_epochs"):
-        return optimizer
-    trainer.fit_loop.setup_data()  # sets num_training_batches; Lightning's estimate may skip this
-    steps = trainer.estimated_stepping_batches
-    if steps == math.inf:
-        raise UsageError("a schedule needs an end: set --epochs or --trainer.max_steps, or --model.schedule constant")
-    built = schedule_from(optimizer, schedule, options, int(steps), steps_per_epoch(trainer))
-    every = ScheduleSettings.interval(options)
-    if isinstance(built, ReduceLROnPlateau):
-        every = "epoch"
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}
 
 
 def _keep_machine_settings(optimizer: Optimizer) -> None:
