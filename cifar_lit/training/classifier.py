@@ -30,7 +30,7 @@ from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import Group, build_optimizer, optimizer_settings
 from cifar_lit.training.rows import LateRows, TrainingRows, log_values
-from cifar_lit.training.schedules import ScheduleSettings, schedule_from, schedule_settings
+from cifar_lit.training.schedules import schedule_from, schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             remedy = "set --epochs or --trainer.max_steps, or --model.schedule constant"
             raise UsageError(f"a schedule needs an end: {remedy}")
         built = schedule_from(optimizer, schedule, options, int(steps), steps_per_epoch(trainer))
-        every = ScheduleSettings.interval(options)
+        every = options.get("every", "step")
         if isinstance(built, ReduceLROnPlateau):
             every = "epoch"
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}

@@ -41,12 +41,6 @@ class ScheduleSettings:
             raise UsageError(f"{OPTIONS}.final_lr is a fraction of model.lr, 0 … 1, not {self.final_lr:g}")
         check_choice(f"{OPTIONS}.every", self.every, ("step", "epoch"))
 
-    @staticmethod
-    def interval(options: Mapping[str, Any]) -> str:
-        """Return how often a schedule is updated: every step unless the options say epoch."""
-        interval: str = options.get("every", "step")
-        return interval
-
 
 def schedule_settings(name: str, options: Mapping[str, object] | None) -> ScheduleSettings | None:
     """Return the settings of one of SCHEDULES, None for an import path. Raise UsageError for other names or options."""
@@ -153,7 +147,7 @@ def schedule_from(
         UsageError: for an invalid option, or a result that is not a torch scheduler.
     """
     settings = schedule_settings(part_name(schedule), options)
-    unit = steps_per_epoch if ScheduleSettings.interval(options) == "epoch" else 1
+    unit = steps_per_epoch if options.get("every") == "epoch" else 1
     if settings:
         warmup = settings.warmup_epochs * steps_per_epoch / unit
         return Schedule(optimizer, schedule, steps / unit, warmup, settings.final_lr)
