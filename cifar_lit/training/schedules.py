@@ -94,13 +94,9 @@ class Schedule(LambdaLR):
     def __init__(self, optimizer: Optimizer, name: str, total: float, warmup: float = 0, final: float = 0) -> None:
         if warmup < 0 or warmup >= max(total, 1e-9):
             raise UsageError(f"a warm-up of {warmup:g} takes all of {total:g} steps: lower {OPTIONS}.warmup_epochs")
-
-        def factor(done: float) -> float:  # at least 0, for captured steps
-            return max(0.0, schedule_factor(name, done, total, warmup, final))
-
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))  # LambdaLR would keep the tensor of the rate
-        super().__init__(optimizer, factor)
+        super().__init__(optimizer, partial(schedule_factor, name, total=total, warmup=warmup, final=final))
 
     def end_early(self, role: str, length: float) -> bool:
         """Let the rates of the groups with a role fall linearly to 0 over `length` steps (or epochs).
