@@ -40,7 +40,7 @@ from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features import FEATURES
-from cifar_lit.features.capture import Capture, GraphedSteps, can_capture, device_graphs
+from cifar_lit.features.capture import Capture, GraphedSteps, device_graphs
 from cifar_lit.features.whitening import Whitening
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint
@@ -198,7 +198,7 @@ def test_steps_are_captured_only_if_one_device_takes_them_without_other_code(
 ) -> None:
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer = {"strategy": strategy, "world_size": 1, "accumulate_grad_batches": 1, "callbacks": [], **settings}
-    assert can_capture(SimpleNamespace(**trainer)) == captures
+    assert Capture().captures(SimpleNamespace(**trainer)) == captures
 
 
 def run_in_float16(

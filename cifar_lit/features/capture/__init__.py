@@ -44,22 +44,6 @@ def device_graphs(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def can_capture(trainer: pl.Trainer) -> bool:
-    """Return whether steps can be replayed: on one device that supports graphs, without code within a step."""
-    if device_graphs(trainer.strategy.root_device) is None:
-        return False
-    if trainer.world_size > 1 or trainer.accumulate_grad_batches > 1:
-        return False
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler):
-            return False
-        for name in HOOKS:
-            # Look at the instance, where LambdaCallback sets its hooks.
-            if getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name):
-                return False
-    return True
-
-
 @final
 class Capture(Callback):
     """Replay training steps as CUDA graphs, unless other code must run within a step; on a CPU this has no effect.
@@ -76,8 +60,19 @@ class Capture(Callback):
         self._deferred: DeferredBatches | None = None
 
     def captures(self, trainer: pl.Trainer) -> bool:
-        """Return whether steps will be captured, so that the optimizer keeps its rates in tensors."""
-        return can_capture(trainer)
+        """Return whether steps can be replayed: on one device that supports graphs, without code within a step."""
+        if device_graphs(trainer.strategy.root_device) is None:
+            return False
+        if trainer.world_size > 1 or trainer.accumulate_grad_batches > 1:
+            return False
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientAccumulationScheduler):
+                return False
+            for name in HOOKS:
+                # Look at the instance, where LambdaCallback sets its hooks.
+                if getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name):
+                    return False
+        return True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Capture a step for each shape of batch, before the training time starts.
@@ -85,7 +80,7 @@ class Capture(Callback):
         A resumed fit captures later, because its checkpoint replaces the optimizer states.
         """
         self._release(pl_module)
-        if not can_capture(trainer):
+        if not self.captures(trainer):
             return
         pl_module.watch_losses()
         self._steps = GraphedSteps(pl_module, self.compile)
