@@ -34,6 +34,8 @@ class DeferredBatch:
         side: side of the preprocessed images in pixels, None for full size.
     """
 
+    targets = None  # images are not mixed
+
     def __init__(
         self, indices: Tensor, loss_weight: float, maker: BatchMaker, finish: Finish, side: int | None
     ) -> None:
@@ -64,10 +66,6 @@ class DeferredBatch:
     def images(self) -> Tensor:
         """The images, float32 (B, C, H, W)."""
         return self.made.images
-
-    @property
-    def targets(self) -> None:
-        """None: images are not mixed."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.images, self.labels))
