@@ -159,22 +159,21 @@ class Finetune(Callback):
         net_key = digest([*body, h["net"], h["net_options"], trainer.precision])
         features = self._features(trainer, model, net_key, train, self.head_views)
         val_features = self._features(trainer, model, net_key, val, 1) if len(val) else None
-        head, seconds = net_head(model.net), 0.0
+        head, started = net_head(model.net), time.perf_counter()
         if features is not None:
             class_weights = method(trainer, "class_weights")
             weights = class_weights() if class_weights else None
-            fitted = fit_head(features, labels[train], classes, self.head_views, weights)
-            seconds = fitted.seconds
+            weight, bias = fit_head(features, labels[train], classes, self.head_views, weights)
             with torch.no_grad():
-                head.weight.copy_(fitted.weight)
-                head.bias.copy_(fitted.bias)
+                head.weight.copy_(weight)
+                head.bias.copy_(bias)
+        text, scalars = f"last layer fitted in {time.perf_counter() - started:.1f} s", {}
         broadcast_from_first(trainer, head.weight, head.bias)
-        text, scalars = f"last layer fitted in {seconds:.1f} s", {}
         if len(val):
             model.evaluation.reset()
             logits = torch.zeros(0, classes)  # only the first device has features
             if features is not None and val_features is not None:
-                logits = F.linear(val_features.float(), fitted.weight, fitted.bias)
+                logits = F.linear(val_features.float(), weight, bias)
             model.evaluation.update(*move_data_to_device((logits, labels[val][: len(logits)]), model.device))
             model.score = model.evaluation.compute()
             scalars = model.score.logged("val")

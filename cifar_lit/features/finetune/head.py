@@ -7,13 +7,12 @@ avoids the large gradients of a random one (Kumar et al., Fine-Tuning can Distor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -116,17 +115,9 @@ MAX_FOLDED = 2000  # rows of features; with more, only one fold is held out
 MAX_FITTED = 100_000  # rows of features; more cost memory and hardly improve the accuracy
 
 
-class Head(NamedTuple):
-    """A linear layer: weight (classes, features) and bias (classes,), float32; `seconds` that its fit took."""
-
-    weight: Tensor
-    bias: Tensor
-    seconds: float
-
-
 def fit_head(
     features: Tensor, labels: Tensor, num_classes: int, views: int, class_weights: Tensor | None = None
-) -> Head:
+) -> tuple[Tensor, Tensor]:
     """Return a multinomial logistic regression with an L2 penalty of the strength that cross-validation selects.
 
     Args:
@@ -135,8 +126,10 @@ def fit_head(
         num_classes: number of classes.
         views: number of views.
         class_weights: float32 (classes,), weights of the loss.
+
+    Returns:
+        Weight (classes, features) and bias (classes,), float32.
     """
-    started = time.perf_counter()
     targets = labels.repeat(views)
     generator = torch.Generator().manual_seed(0)
     fold = torch.empty_like(labels)
@@ -162,7 +155,7 @@ def fit_head(
     best = int(losses.argmin())
     weight, bias = _solve(rows, targets, num_classes, STRENGTHS[: best + 1], class_weights)[-1]
     weight = weight / std
-    return Head(weight, bias - weight @ mean, time.perf_counter() - started)
+    return weight, bias - weight @ mean
 
 
 def _solve(
