@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
 from cifar_lit.errors import UsageError
 from cifar_lit.memory import MAX_FLOATS
@@ -20,15 +19,9 @@ from cifar_lit.training.schedules import Schedule
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch
-    from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
 
 WHITENING_IMAGES = 5_000  # airbench's value (K. Jordan, 2024)
-
-
-def images_to_whiten(data: ImageData) -> Tensor:
-    """Return normalised training images of a datamodule: float32 (B, C, H, W), at most 1 GB."""
-    return data.plain_images(min(WHITENING_IMAGES, max(1, MAX_FLOATS // math.prod(data.input_shape))))
 
 
 @final
@@ -95,7 +88,8 @@ class Whitening(Callback):
         if trainer.is_global_zero:
             data = trainer.datamodule  # type: ignore[attr-defined]
             if hasattr(data, "plain_images"):
-                images = images_to_whiten(data)
+                limit = max(1, MAX_FLOATS // math.prod(data.input_shape))  # images in 1 GB
+                images = data.plain_images(min(WHITENING_IMAGES, limit))
             else:
                 batches = islice(trainer.train_dataloader, 8)  # type: ignore[arg-type]
                 images = torch.cat([images for images, _ in batches])[:WHITENING_IMAGES]
