@@ -26,6 +26,7 @@ from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.checks import NotFiniteLoss, check_finite, check_restored_state, training_settings
+from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import Group, build_optimizer, optimizer_settings
@@ -353,10 +354,8 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         """Reset the metrics, and broadcast the running statistics of norms from the first device."""
         for metric in (self.evaluation, self.views, self._collector):
             metric.reset()
-        if self.trainer.world_size > 1:
-            for buffer in self.net.buffers():
-                if buffer.is_floating_point():
-                    torch.distributed.broadcast(buffer, 0)
+        statistics = [buffer for buffer in self.net.buffers() if buffer.is_floating_point()]
+        broadcast_from_first(self.trainer, *statistics)
 
     on_test_epoch_start = on_validation_epoch_start
 
