@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from cifar_lit.models.spec import TIMM, NetSpec
 from cifar_lit.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
 
 MAX_WIDTH = 1000.0
-# Specs by name, or where a module has one: a module is imported when its net is used.
+# Specs by name, or the place of one (MODULE:NAME): a module is imported when its net is used.
 NETS: dict[str, NetSpec | str] = {
     "whitened": "cifar_lit.models.whitened:SPEC",
     "wide_resnet": "cifar_lit.models.wide_resnet:SPEC",
@@ -87,7 +87,10 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
     """Return the spec of a net. Raise UsageError for an unknown name."""
     name = part_name(net)
     if name in NETS:  # checked first, because torchvision is slow to import
-        return _imported(NETS[name])
+        spec = NETS[name]
+        if isinstance(spec, NetSpec):
+            return spec
+        return resolve_name(spec)
     if name.startswith(TIMM):
         from cifar_lit.models.pretrained import timm_spec
 
@@ -103,15 +106,6 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
         valid = f"{', '.join(NETS)}, those of torchvision, and timm/NAME"
         raise UsageError(f"There is no net named {name!r}.{nearest(name, names)} Nets: {valid}.")
     return torchvision_spec(name)
-
-
-def _imported(spec: NetSpec | str) -> NetSpec:
-    """Return a spec that may be given by its place, MODULE:NAME."""
-    if isinstance(spec, NetSpec):
-        return spec
-    module, _, name = spec.partition(":")
-    found: NetSpec = getattr(import_module(module), name)
-    return found
 
 
 def _option_names(build: Callable[..., object]) -> tuple[str, ...] | None:
