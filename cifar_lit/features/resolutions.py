@@ -42,8 +42,6 @@ def side_at(resolutions: Mapping[int, float], epoch: int, epochs: int) -> int | 
 
     Args:
         resolutions: share of the epochs by side, in the order of training. Ends are rounded to whole epochs.
-        epoch: number of the epoch.
-        epochs: number of all epochs.
     """
     end = 0.0
     for side, share in resolutions.items():

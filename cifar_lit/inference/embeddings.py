@@ -20,7 +20,6 @@ def logits_and_embeddings(
     The embedding of an image is the input of the last linear or convolutional layer; feature maps are averaged.
 
     Args:
-        classifier: the net.
         take: returns the images of some rows, uint8 (B, H, W, C).
         rows: int64 (N,), at least one.
         advance: callback with the number of images processed since the last call.

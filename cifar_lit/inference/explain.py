@@ -36,7 +36,6 @@ def activation_maps(net: LoadedNet, images: Tensor) -> Tensor:
     over the channels. Negative values become 0. The result is scaled to the size of the image and to a maximum of 1.
 
     Args:
-        net: the net.
         images: uint8 (B, C, H, W), B > 0.
 
     Returns:

@@ -104,9 +104,7 @@ def export(
     Args:
         net: on the CPU, in evaluation mode.
         to: a key of `FORMATS`.
-        path: the file.
         sample: at least one image.
-        options: calibration images, and what to add.
 
     Returns:
         The check, and the seconds of the net and of the file for each of `TIMED_BATCHES`. None and an empty dictionary
@@ -220,23 +218,15 @@ def runner_of(net: LoadedNet) -> Runner:
 
 
 class Format(NamedTuple):
-    """A file format. An extra may add its own to `FORMATS`.
-
-    Args:
-        suffix: of the file's name.
-        write: writes a net. Raises Failure for a net that the format cannot express.
-        open: returns a runner of a file; None if files cannot be run here.
-        usage: lines that use the file: FILE stands for a Python string with its path, PATH for a word of a shell.
-        packages: packages that it needs.
-        extra: the extra of cifar-lit that installs them.
-    """
+    """A file format. An extra may add its own to `FORMATS`."""
 
     suffix: str
-    write: Callable[[LoadedNet, Path, Options], None]
-    open: Callable[[Path], Runner] | None
+    write: Callable[[LoadedNet, Path, Options], None]  # raises Failure for a net that the format cannot express
+    open: Callable[[Path], Runner] | None  # None if files cannot be run here
+    # Lines that use the file: FILE stands for a Python string with its path, PATH for a word of a shell.
     usage: tuple[str, ...]
-    packages: tuple[str, ...] = ()
-    extra: str = ""
+    packages: tuple[str, ...] = ()  # needed
+    extra: str = ""  # installs the packages
 
 
 def write_safetensors(net: LoadedNet, path: Path, options: Options) -> None:

@@ -41,7 +41,6 @@ class Muon(Optimizer):
         params: parameters, or groups of them with any of the settings below.
         lr: learning rate, a float or a 0-dim tensor on the device of the parameters, which captured steps read.
         momentum: from 0 to below 1.
-        nesterov: use Nesterov momentum.
         weight_decay: decoupled weight decay; a step removes the share lr · weight_decay.
         orthogonal: Muon (True) or SGD (False).
         rescale: set the norm of each parameter to √rows before the update. Weight decay then has no effect.

@@ -226,8 +226,6 @@ def build_optimizer(
         optimizer: one of OPTIMIZERS; or a torch optimizer, which is returned; or a class or function, or the import
             path of one, which is called with the groups, `lr` if it accepts it, and the options.
         lr: highest learning rate. A rate that a partial or a function sets itself takes precedence.
-        options: settings of the optimizer.
-        precision: precision of the Trainer.
         capturable: keep the rate of each group in a 0-dim float32 tensor on the device, which captured steps read.
         regroup: changes the parameter groups of an optimizer by name, class or function.
 

@@ -21,25 +21,15 @@ from cifar_lit.training.metrics import FINITE_BATCHES, NON_FINITE, RunningMetric
 
 
 class Row(NamedTuple):
-    """A measured row.
+    """A measured row."""
 
-    Args:
-        start: step of the previous row.
-        step: step of this row.
-        epoch: epoch of this row.
-        sums: sums of each device since the previous row, float32 (devices, 5); see `RunningMetrics.sums`.
-        lr: learning rate of the first parameter group.
-        weight_norm: norm of all weights at the end of an epoch, None in other rows.
-        copied: event after the copies to the host, None if they are complete.
-    """
-
-    start: int
+    start: int  # step of the previous row
     step: int
     epoch: int
-    sums: Tensor
+    sums: Tensor  # per device since the previous row, float32 (devices, 5); see `RunningMetrics.sums`
     lr: Tensor | float
-    weight_norm: Tensor | None
-    copied: Any
+    weight_norm: Tensor | None  # at the end of an epoch, None in other rows
+    copied: Any  # event after the copies to the host, None if they are complete
 
 
 def copy_to_host(value: object, late: bool) -> Any:
@@ -89,9 +79,6 @@ class _Measured(Protocol):
 
 class TrainingRows:
     """Log the rows of one fit: training loss and accuracy since the previous row, learning rate, norm of the weights.
-
-    Args:
-        model: the ImageClassifier that is trained.
 
     Attributes:
         step: step of the last measured row.

@@ -84,7 +84,6 @@ class Schedule(LambdaLR):
     The optimizer's rates at construction are the highest rates. Rates that are tensors are written in place.
 
     Args:
-        optimizer: the optimizer.
         name, total, warmup, final: see `schedule_factor`. Call `step` once for each unit (step or epoch) of `total`.
 
     Raises:
@@ -132,12 +131,10 @@ def schedule_from(
     """Return a schedule for all steps of a training.
 
     Args:
-        optimizer: the optimizer.
         schedule: one of SCHEDULES; or a torch scheduler, which is returned; or a class or function, or the import path
             of one, which is called with the optimizer, the options and, if its signature has it, `total_steps`.
         options: settings of the schedule; `every` says whether it is updated every step or every epoch.
-        steps: all optimizer steps of the training.
-        steps_per_epoch: optimizer steps of an epoch.
+        steps: optimizer steps of the training.
 
     Raises:
         UsageError: for an invalid option, or a result that is not a torch scheduler.

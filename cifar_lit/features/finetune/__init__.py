@@ -198,7 +198,6 @@ class Finetune(Callback):
         Args:
             net_key: cache key of the frozen net.
             rows: int64 (N,), rows of the training images.
-            views: number of views.
 
         Returns:
             float16 (views · N, features) on the CPU for the first device; None for the others.

@@ -60,7 +60,6 @@ def batches_of_view(data: ImageData, rows: Tensor, view: int) -> Iterator[Tensor
     """Yield normalised batches of training images on the training device.
 
     Args:
-        data: an ImageData.
         rows: int64 (N,), rows of its training images.
         view: 0 for plain images. Other views are augmented like the epoch of this number with seed 0, for all seeds.
     """
@@ -123,8 +122,6 @@ def fit_head(
     Args:
         features: (views · N, features), view by view.
         labels: int64 (N,).
-        num_classes: number of classes.
-        views: number of views.
         class_weights: float32 (classes,), weights of the loss.
 
     Returns:

@@ -34,7 +34,6 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
 
     Args:
         net: the net, as built by `build_net`.
-        name: name of the net.
         weights: "imagenet" for the default weights of timm or torchvision, downloaded unless a package of the extra
             `finetune` has them; or a file (safetensors or torch.save), or the folder of a finished run.
 
