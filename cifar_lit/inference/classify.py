@@ -76,9 +76,8 @@ def _matches(pattern: str) -> set[str]:
     if "**" not in parts:
         found = set()
         for path in glob.glob(pattern):  # noqa: PTH207
-            if not any(
-                map(is_skipped, {*Path(path).parts}.difference(parts))
-            ):  # a folder that the pattern names counts
+            other_parts = {*Path(path).parts}.difference(parts)  # a folder that the pattern names counts
+            if not any(map(is_skipped, other_parts)):
                 found.add(path)
         return found
     place = parts.index("**")

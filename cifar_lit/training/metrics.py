@@ -136,14 +136,13 @@ class Evaluation(nn.Module):
 
     def __init__(self, num_classes: int, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__()
-        for name in metrics or {}:
-            if not is_name(name) or csv_cell(name) != name or name in RESERVED or "." in name:
-                raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json, or invalid: rename it")
         self.loss = MeanLoss()
         self.confusion = MulticlassConfusionMatrix(num_classes, ignore_index=-1, validate_args=False)
         self.top5 = SumMetric(nan_strategy="disable") if num_classes > TOP else None
         further = {}
         for name, metric in (metrics or {}).items():
+            if not is_name(name) or csv_cell(name) != name or name in RESERVED or "." in name:
+                raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json, or invalid: rename it")
             further[name] = build_part(metric, "model.metrics", Metric, num_classes=num_classes).clone()
         self.further = MetricCollection(further, compute_groups=False)
 
