@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from loops import BareLoop
 from progress import Progress
 from script import run_script
-from timed_fit import LINEAR, Round, Stopwatch, add_training_arguments, default_warmup, fit, subject_from
+from timed_fit import LINEAR, Stopwatch, add_training_arguments, default_warmup, fit, subject_from
 
 from cifar_lit.bench.report import publish, spread
 from cifar_lit.errors import UsageError
@@ -53,38 +53,26 @@ def run(settings: argparse.Namespace) -> None:
     watch = Stopwatch(settings.steps, settings.rounds, settings.warmup, start, progress)
     with suppress(Interrupted):
         settings.precision = fit(subject, watch)
-    turns = f"{settings.steps} {'replayed steps' if settings.captured else 'steps'} of each"
-    report("step", settings, watch.rounds, "bare loop", turns)
-
-
-def report(name: str, settings: argparse.Namespace, rounds: Sequence[Round], other: str, turns: str) -> None:
-    """Publish the speed of both loops and their ratio in each round, if a round is complete.
-
-    Args:
-        name: name of the measurement.
-        settings: settings of the measurement.
-        rounds: times of both loops.
-        other: name of the other loop.
-        turns: content of a round.
-    """
+    rounds = watch.rounds
     if not rounds:
         return
     speeds = [
         ("ours", spread(turn.images / turn.ours for turn in rounds), "images/s"),
-        (other, spread(turn.images / turn.other for turn in rounds), "images/s"),
+        ("bare loop", spread(turn.images / turn.other for turn in rounds), "images/s"),
     ]
     times = [
         ("ours, a step", spread(1e3 * turn.ours / turn.steps for turn in rounds), "ms"),
-        (f"{other}, a step", spread(1e3 * turn.other / turn.steps for turn in rounds), "ms"),
+        ("bare loop, a step", spread(1e3 * turn.other / turn.steps for turn in rounds), "ms"),
     ]
-    ratio = (f"ours / {other}", spread(turn.other / turn.ours for turn in rounds), "×")
+    ratio = ("ours / bare loop", spread(turn.other / turn.ours for turn in rounds), "×")
     trained = " · ".join(filter(None, (settings.recipe, settings.net, settings.dataset)))
+    steps = "replayed steps" if settings.captured else "steps"
     publish(
-        name,
+        "step",
         vars(settings),
         f"{trained} · batch {settings.batch_size} · ours in {settings.precision}",
         [*speeds, *times, ratio],
-        f"{len(rounds)} rounds of {turns}, in turn",
+        f"{len(rounds)} rounds of {settings.steps} {steps} of each, in turn",
         rounds=len(rounds),
     )
 
