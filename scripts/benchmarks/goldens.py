@@ -78,15 +78,11 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "fast94": FAST,
     "fast95": FAST,
     "fast96": FAST,
-    "folder": (),
     "cpu91": WHITENED,
     "lenet": ("--batch-size", "4"),
     "quickstart": ("--data.val_size", "19"),
     "quickstart+ema": ("--data.val_size", "19", "--weight_average.decay", "0.9", "--trainer.gradient_clip_val", "0.5"),
     "resnet18": ("--data.image_size", "8", "--data.count", "50", "--batch-size", "8", "--lr", "0.01"),
-    "signs_mlp": (),
-    "sjnet": (),
-    "tudui": (),
 }
 SAMPLE = 16_384  # stored elements of a tensor, evenly spaced; the checksum covers all
 LEAST = 1e-3  # a larger difference is not rounding
