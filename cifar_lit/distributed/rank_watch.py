@@ -167,7 +167,7 @@ class RankWatch(threading.Thread):
             self.close()
 
     def _start_watchdog(self) -> None:
-        if not hasattr(os, "set_blocking"):  # Windows has no signal that suspends a process
+        if sys.platform == "win32":  # no signal suspends a process, and there is no SIGUSR2
             return
         faulthandler.register(signal.SIGUSR2, file=2)  # written without Python's lock, which a frozen rank may hold
         missed = round((self.limit + 2.0) / self.heartbeat_seconds)  # after the others have reported this rank

@@ -123,11 +123,14 @@ class Finetune(Callback):
         return [part for group in groups for part in by_depth(group, trained, self.input_lr)]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
-        """Fix the norms before steps are captured, and again after a validation."""
+        """Fix the norms before steps are captured."""
         if self.fixed_norms:
             freeze_norms(pl_module.net)
 
-    on_train_epoch_start = on_fit_start
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
+        """Fix the norms again after a validation."""
+        if self.fixed_norms:
+            freeze_norms(pl_module.net)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Fit the last layer, and save it as the first checkpoint, unless the training is resumed."""
