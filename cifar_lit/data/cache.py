@@ -90,7 +90,7 @@ class Index(NamedTuple):
     bad: dict[str, str]
     data: str
     duplicates: Duplicates | None  # None until they have been searched
-    levels: Levels | None  # of 16-bit images
+    levels: Levels | None  # values of black and white in 16-bit images
 
 
 # Copies files, by their paths below the root, to a folder, and returns the copies; see `extras.cloud.images`.
@@ -121,10 +121,10 @@ class Files(NamedTuple):
 class Decoded(NamedTuple):
     """The images of a data set."""
 
-    images: np.ndarray  # of the readable files, uint8 (N, H, W, C)
+    images: np.ndarray  # the readable files, uint8 (N, H, W, C)
     bad: dict[str, str]  # reasons why files are unreadable, by path
     duplicates: Duplicates
-    levels: Levels | None  # of 16-bit images, see `Preparation`
+    levels: Levels | None  # values of 16-bit images, see `Preparation`
 
 
 def decoded(

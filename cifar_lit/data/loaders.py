@@ -125,7 +125,7 @@ class TrainLoader:
     fill: Tensor  # uint8 (C,), colour of a cutout
     _: KW_ONLY
     order: Order = shuffled
-    seed: int = 0  # of order and augmentation
+    seed: int = 0  # decides order and augmentation
     rank: int = 0
     world: int = 1  # number of devices
     workers: int = 0  # processes that prefetch batches; 0 for images in memory

@@ -26,7 +26,7 @@ class Limits:
     """Limits of a request."""
 
     body: int = 10_000_000  # bytes
-    pixels: int = 25_000_000  # of an image, as its header says; larger images are not decoded
+    pixels: int = 25_000_000  # larger images, by their headers, are not decoded
     images: int = 64
     # CPU time to decode all images. A slower decoder is killed, and a new decoder starts in 0.3 s.
     decode_seconds: float = 0.5
