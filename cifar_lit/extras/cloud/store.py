@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import boto3
 import obstore
@@ -129,7 +129,14 @@ class Reader:
         """Yield all objects, some at a time. Raise Failure if one cannot be a local file."""
         with explained_errors(self.url):
             for page in obstore.list(self.store, chunk_size=1000):
-                yield [_object(meta) for meta in page if check_path(meta["path"], self.url)]
+                yield [item for item in map(self._below, page) if check_path(item.path, self.url)]
+
+    def _below(self, meta: Mapping[str, Any]) -> Object:
+        """Return a listed object with its path below the URL. For web servers, obstore gives the path on the server."""
+        item = _object(meta)
+        if not self.url.startswith("http"):
+            return item
+        return item._replace(path=item.path.removeprefix(unquote(urlsplit(self.url).path).strip("/") + "/"))
 
     def read(self, item: Object, target: Path) -> None:
         """Write the content of an object to `target`. Raise Failure if it has changed or cannot be read."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,6 +231,27 @@ def test_a_lasting_fault_names_the_object_and_the_remedy(kind: str, url: str, bu
     with pytest.raises(Failure, match=f"^{url}/dog/1.png {text}") as error:
         load(url, cache)
     assert "secret-text" not in str(error.value)
+
+
+def test_an_object_that_arrives_byte_by_byte_has_a_deadline(
+    url: str, bucket: Bucket, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(store.CLIENT, "timeout", "1s")
+    monkeypatch.setattr(store, "ATTEMPTS", 2)
+    ends = threading.Event()
+
+    def drip(app: Any, environ: Any, start: Any) -> Iterator[bytes]:
+        for byte in b"".join(app(environ, start)):
+            yield bytes([byte])
+            if ends.wait(0.2):
+                return
+
+    bucket.faults.append(("GET a/photos/dog/1.png", drip))
+    began = time.monotonic()
+    with pytest.raises(Failure, match=f"^{url}/dog/1.png arrives damaged"):
+        load(url, cache)
+    ends.set()
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("server_compares", [True, False])
