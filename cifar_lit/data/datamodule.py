@@ -67,7 +67,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         cache_dir: folder for decoded images; the user's cache folder if not given.
         stream: do not copy the images of a bucket: read and decode each once, and keep the decoded images only.
         labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
-            written by `cifar-lit review`, for data sets that are not your own images.
+            written by `cifar-lit review`, for data sets that are not your own images. Or a table of images in a bucket.
     """
 
     # Settings that may change when a fit is resumed: places and loading.

@@ -18,8 +18,10 @@ from cifar_lit.files import as_on_disk
 from cifar_lit.text import listed, nfc
 
 
-def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
-    """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the table's folder.
+def list_table(table: Path, group: str | None, skip_bad: bool, images: Path | None = None) -> Listing:
+    """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the folder `images`.
+
+    images: the table's folder if not given.
 
     A split column holds words of `PARTS`, in upper or lower case; without test rows, val is also the test set. Without
     the column, test images are drawn.
@@ -27,9 +29,9 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
     Raises:
         UsageError: the table is invalid, or files are missing and not `skip_bad`.
     """
-    folder = str(table.parent)
+    folder = str(images or table.parent)
     listed_rows = list(read_table(table, group))
-    found = find_files(table, [row.path for row in listed_rows])
+    found = find_files(table, folder, [row.path for row in listed_rows])
     missing = [path for path in dict.fromkeys(row.path for row in listed_rows) if path not in found]
     if missing and not (skip_bad and found):
         remedy = "To leave them out: --data.skip_bad true" if found else "No image below it has such a name"
@@ -65,10 +67,10 @@ def list_table(table: Path, group: str | None, skip_bad: bool) -> Listing:
 
     if repeated:
         note_once(f"{table}: {repeated:,} rows repeat an earlier row, and count once")
-    return _listing(table, rows)
+    return _listing(table, folder, rows)
 
 
-def _listing(table: Path, rows: dict[str, tuple[str, str, str]]) -> Listing:
+def _listing(table: Path, folder: str, rows: dict[str, tuple[str, str, str]]) -> Listing:
     """Return the files of rows (label, part and group by path) by part and class."""
     names = {label for label, _, _ in rows.values()}
     check_class_names(sorted(names), f"in {table}, the class")
@@ -82,7 +84,7 @@ def _listing(table: Path, rows: dict[str, tuple[str, str, str]]) -> Listing:
     parts: dict[str, Tree] = {
         part or "all": {name: [] for name in classes} for part in ("train", "val", "test", "") if part in used
     }
-    files = [file_at(os.path.join(table.parent, path), path) for path in rows]  # noqa: PTH118
+    files = [file_at(os.path.join(folder, path), path) for path in rows]  # noqa: PTH118
     for file in sorted(files, key=lambda file: (nfc(file.path), file)):
         label, part, _ = rows[file.path]
         parts[part or "all"][label].append(file)
@@ -95,16 +97,15 @@ def _listing(table: Path, rows: dict[str, tuple[str, str, str]]) -> Listing:
 # ---- From paths in a table to files.
 
 
-def find_files(table: Path, paths: Iterable[str]) -> dict[str, str]:
+def find_files(table: Path, folder: str, paths: Iterable[str]) -> dict[str, str]:
     """Return the files that paths of a table name, by the paths. Missing files are left out.
 
-    Backslashes, and accents in another Unicode form, are accepted. If no path has a file, the folders below the table
+    Backslashes, and accents in another Unicode form, are accepted. If no path has a file, the folders below `folder`
     are searched: "0001" and "0001.jpg" may then be train/0001.jpg.
 
     Raises:
         UsageError: no path has a file, and the end of one fits several files.
     """
-    folder = str(table.parent)
     unique = dict.fromkeys(paths)
     files: dict[str, str] = {}
     for path in unique:

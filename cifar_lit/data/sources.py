@@ -91,6 +91,8 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
         Failure: the images are not available.
     """
     source, kind, dataset = find_source(data), settings.labels, part_name(data)
+    if kind is not None and kind.lower().endswith(TABLES) and dataset == "folder" and is_url(settings.root):
+        kind = None  # `folder` reads it
     if kind is not None and kind.lower().endswith(TABLES):
         if dataset == "folder":
             raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,26 @@ def test_a_table_in_the_bucket_names_labels_and_parts(bucket: Bucket, photos: Pa
     train, test = (load(f"{bucket.url}/b/labels.csv", cache, part) for part in (True, False))
     assert (train.classes, len(train), test.labels.tolist()) == (("0", "1"), 12, [0, 0, 1, 1])
     assert train.versions is not None and len(train.versions.unique()) == 12
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_local_table_names_labels_and_parts_of_images_in_a_bucket(
+    stream: bool, bucket: Bucket, url: str, photos: Path, cache: Path, tmp_path: Path
+) -> None:
+    rows = [f"{('cat', 'dog')[seed % 2]}/{seed}.png,{seed % 4},{('train', 'test')[seed > 11]}" for seed in range(16)]
+    table = tmp_path / "labels.csv"
+    table.write_text("\n".join(["path,label,split", *rows]))
+    here = replace(settings(url, cache), labels=str(table), stream=stream)
+    train, test = (load_images("folder", here, part) for part in (True, False))
+    assert (train.classes, len(train), test.labels.tolist()) == (("0", "1", "2", "3"), 12, [0, 1, 2, 3])
+    copy = shutil.copytree(photos, tmp_path / "photos")
+    assert torch.equal(train.images, load(shutil.copy(table, copy), cache).images)
+    assert train.versions is not None and len(train.versions.unique()) == 12
+
+
+def test_a_missing_table_of_labels_is_refused(url: str, cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.csv"):
+        load_images("folder", replace(settings(url, cache), labels=str(tmp_path / "none.csv")), train=True)
 
 
 def test_a_process_lists_once_and_a_second_one_copies_nothing_again(
