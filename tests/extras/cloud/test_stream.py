@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.sources import load_images
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.extras.cloud import store
 
 NewProcess = Callable[[], None]
 
@@ -136,6 +139,39 @@ def test_a_table_in_the_bucket_is_read_and_its_images_are_streamed(bucket: Bucke
     streamed = load(table, cache)
     assert images_on_disk(cache) == []
     assert torch.equal(streamed.images, load(table, cache, stream=False).images)
+
+
+def test_images_larger_than_the_disk_are_streamed_and_the_refused_copy_says_so(
+    bucket: Bucket, url: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("photos/cat/large.jpg", b"1" * 1_000_000)  # damaged
+    free = SimpleNamespace(free=store.SPARE_BYTES + 500_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(Failure, match=r"do not copy images: --data\.stream true"):
+        load(url, cache, stream=False)
+    with pytest.raises(Failure, match=r"1 of 9 images .* damaged: cat/large\.jpg"):
+        load(url, cache)
+
+
+def test_a_table_may_also_list_a_local_file(bucket: Bucket, url: str, cache: Path, tmp_path: Path) -> None:
+    photo = save_photo(tmp_path / "elsewhere/9.jpg", 9)
+    rows = [f"{('cat', 'dog')[seed % 2]}/{seed}.jpg,{seed % 2}" for seed in range(8)]
+    bucket.put("photos/labels.csv", "\n".join(["path,label", *rows, f"{photo},0"]).encode())
+    table = f"{url}/labels.csv"
+    streamed = load(table, cache)
+    assert torch.equal(streamed.images, load(table, cache, stream=False).images)
+    assert photo.stat().st_size and images_on_disk(cache / "buckets")
+
+
+def test_a_copy_is_kept_when_the_bucket_is_streamed(
+    url: str, bucket: Bucket, cache: Path, new_process: NewProcess
+) -> None:
+    load(url, cache, stream=False)
+    load(url, cache)
+    bucket.requests.clear()
+    new_process()
+    load(url, cache, stream=False)
+    assert bucket.read("GET") == []
 
 
 def test_size_and_levels_of_deep_images_are_those_of_a_copy(bucket: Bucket, cache: Path, tmp_path: Path) -> None:
