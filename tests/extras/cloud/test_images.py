@@ -312,23 +312,24 @@ def test_no_network_is_one_line(url: str, cache: Path, monkeypatch: pytest.Monke
 def test_a_profile_of_the_user_gives_credentials_unless_the_environment_does(
     url: str, bucket: Bucket, cache: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = "aws_access_key_id = of-the-profile\naws_secret_access_key = secret\nregion = us-east-1"
+    keys = "aws_access_key_id = of-the-profile\naws_secret_access_key = secret\nregion = eu-west-1"
     (tmp_path / "credentials").write_text(f"[default]\n{keys}\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     users: list[str] = []
 
     def note_user(app: Any, environ: Any, start: Any) -> Any:
-        users.append(environ["HTTP_AUTHORIZATION"].partition("Credential=")[2].partition("/")[0])
+        key, _, region, *_ = environ["HTTP_AUTHORIZATION"].partition("Credential=")[2].split("/")
+        users.append(f"{key} in {region}")
         return app(environ, start)
 
     bucket.faults.append(("GET", note_user))
     load(url, cache / "1")
-    assert set(users) == {"key"}
+    assert set(users) == {"key in us-east-1"}
     users.clear()
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.delenv(name)
     assert torch.equal(load(url, cache / "2").images, load(photos, cache).images)
-    assert set(users) == {"of-the-profile"}
+    assert set(users) == {"of-the-profile in eu-west-1"}
 
 
 def test_a_profile_that_does_not_exist_is_one_line(

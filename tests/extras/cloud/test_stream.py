@@ -67,8 +67,10 @@ def test_no_image_stays_on_the_disk_and_a_second_process_reads_none(
 def test_only_a_changed_object_is_read_again(
     url: str, bucket: Bucket, cache: Path, tmp_path: Path, new_process: NewProcess
 ) -> None:
+    photos = [(tmp_path / "photos" / name).read_bytes().ljust(50_000) for name in ("cat/0.jpg", "dog/1.jpg")]
+    bucket.put("photos/cat/0.jpg", photos[0])
     before = load(url, cache)
-    bucket.put("photos/cat/0.jpg", (tmp_path / "photos/dog/1.jpg").read_bytes())
+    bucket.put("photos/cat/0.jpg", photos[1])  # as large as before
     bucket.requests.clear()
     new_process()
     after = load(url, cache)
@@ -119,6 +121,17 @@ def test_what_a_killed_process_left_is_deleted(url: str, cache: Path) -> None:
     index.unlink()
     load(url, cache)
     assert images_on_disk(cache) == []
+
+
+def test_nothing_is_read_again_when_the_folder_of_empty_files_is_lost(
+    url: str, bucket: Bucket, cache: Path, new_process: NewProcess
+) -> None:
+    before = load(url, cache)
+    shutil.rmtree(cache / "buckets")
+    bucket.requests.clear()
+    new_process()
+    assert torch.equal(load(url, cache).images, before.images)
+    assert bucket.read("GET") == []
 
 
 def test_a_file_written_to_the_folder_of_empty_files_is_not_used(

@@ -45,7 +45,11 @@ def test_a_folder_on_a_web_server_is_read_like_a_local_one(
     assert torch.equal(there.images, here.images) and there.names == here.names
 
 
-def test_all_of_a_web_server_is_read_too(address: str, shared: Path, tmp_path: Path) -> None:
+def test_all_of_a_web_server_is_read_and_gets_no_credentials_of_amazon(
+    address: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "credentials").write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     there = load(address, tmp_path / "cache", stream=False)
     here = load(tmp_path / "shared", tmp_path / "cache", stream=False)
     assert torch.equal(there.images, here.images) and len(there) == 6
