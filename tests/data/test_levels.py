@@ -12,7 +12,7 @@ from own_images import decodings, open_set, save
 from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.decode import DecodeError, common_levels, decode
+from cifar_lit.data.decode import MAX_MEASURED, DecodeError, common_levels, decode, level_sample
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 
@@ -133,3 +133,10 @@ def test_dark_colours_of_16_bits_are_refused_with_a_command(tmp_path: Path) -> N
         decode(tmp_path / "dark.png")
     (tmp_path / "bright.png").write_bytes(png(8, 8, 16, bright * 8))
     assert decode(tmp_path / "bright.png").max() == 16
+
+
+@pytest.mark.parametrize("factor", [0, 1, 2, 7])
+def test_the_sample_of_a_sample_is_the_sample(factor: int) -> None:
+    for count in range(max(1, factor * MAX_MEASURED - 1), factor * MAX_MEASURED + 2):
+        sample = level_sample([f"{number}.png" for number in range(count)] + ["photo.jpg"])
+        assert 0 < len(sample) <= MAX_MEASURED and level_sample(sample) == sample

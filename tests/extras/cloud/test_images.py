@@ -96,6 +96,19 @@ def test_a_local_table_names_labels_and_parts_of_images_in_a_bucket(
     assert train.versions is not None and len(train.versions.unique()) == 12
 
 
+def test_a_changed_object_of_a_local_table_is_noticed(
+    bucket: Bucket, url: str, photos: Path, cache: Path, tmp_path: Path, new_process: NewProcess
+) -> None:
+    rows = [f"{('cat', 'dog')[seed % 2]}/{seed}.png,{seed % 2}" for seed in range(16)]
+    (tmp_path / "labels.csv").write_text("\n".join(["path,label", *rows]))
+    here = replace(settings(url, cache), labels=str(tmp_path / "labels.csv"))
+    before = [load_images("folder", here, part).images for part in (True, False)]
+    bucket.put("a/photos/cat/0.png", (photos / "dog/1.png").read_bytes())
+    new_process()
+    after = [load_images("folder", here, part).images for part in (True, False)]
+    assert not torch.equal(torch.cat(before), torch.cat(after))
+
+
 def test_a_missing_table_of_labels_is_refused(url: str, cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.csv"):
         load_images("folder", replace(settings(url, cache), labels=str(tmp_path / "none.csv")), train=True)
