@@ -175,6 +175,21 @@ def test_a_process_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, 
     kill_group(process)  # has ended
 
 
+def test_a_signal_while_a_process_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = []
+
+    class SlowStart(subprocess.Popen[str]):
+        def __init__(self, *words: Any, **settings: Any) -> None:
+            super().__init__(*words, **settings)
+            signal.raise_signal(signal.SIGINT)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", SlowStart)
+    with pytest.raises(KeyboardInterrupt), started(SLEEP, stdout=subprocess.DEVNULL):
+        pass
+    assert [process.returncode for process in processes] == [-signal.SIGKILL]
+
+
 def test_a_child_writes_utf_8_whatever_the_console_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     with started([sys.executable, "-c", "print('·')"], stdout=subprocess.PIPE) as process:

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
+from cifar_lit.signals import stop_signals_later
 
 PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # paths, left out of the recorded settings
 
@@ -23,12 +24,11 @@ def started(command: Sequence[str], **settings: Any) -> Iterator[subprocess.Pope
     group = {"process_group": 0, "creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}  # 0 on POSIX
     text = {"encoding": "utf-8", "errors": "replace"}
     settings = {**group, **text, "env": child_environment(), "stdin": subprocess.DEVNULL, **settings}
-    with subprocess.Popen(command, **settings) as process:
-        try:
-            yield process
-        except BaseException:
-            kill_group(process)
-            raise
+    with ExitStack() as stack:
+        with stop_signals_later():  # else one could leave a process that nobody knows
+            process = stack.enter_context(subprocess.Popen(command, **settings))
+            stack.push(lambda error, *_: kill_group(process) if error else None)
+        yield process
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:
