@@ -70,7 +70,7 @@ def test_only_a_changed_object_is_read_again(
     photos = [(tmp_path / "photos" / name).read_bytes().ljust(50_000) for name in ("cat/0.jpg", "dog/1.jpg")]
     bucket.put("photos/cat/0.jpg", photos[0])
     before = load(url, cache)
-    bucket.put("photos/cat/0.jpg", photos[1])  # as large as before
+    bucket.put("photos/cat/0.jpg", photos[1])  # equally large
     bucket.requests.clear()
     new_process()
     after = load(url, cache)
