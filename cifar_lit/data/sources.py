@@ -91,15 +91,15 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
         Failure: the images are not available.
     """
     source, kind, dataset = find_source(data), settings.labels, part_name(data)
-    if kind is not None and kind.lower().endswith(TABLES) and dataset == "folder" and is_url(settings.root):
-        kind = None  # `folder` reads it
     if kind is not None and kind.lower().endswith(TABLES):
-        if dataset == "folder":
-            raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")
-        from cifar_lit.data.reviewed import with_reviewed_labels
+        if dataset != "folder":
+            from cifar_lit.data.reviewed import with_reviewed_labels
 
-        images = load_images(data, replace(settings, labels=None), train)
-        return with_reviewed_labels(images, Path(kind).expanduser()) if train else images
+            images = load_images(data, replace(settings, labels=None), train)
+            return with_reviewed_labels(images, Path(kind).expanduser()) if train else images
+        if not is_url(settings.root):
+            raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")
+        kind = None  # `folder` reads the table
     if kind is not None and kind not in source.labels:
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
