@@ -98,13 +98,6 @@ class _Reader:
                 images.append(entry.path)
         return folders, images
 
-    def inner_folders(self, path: str) -> set[str]:
-        """Return the names of the folders in a folder, in lower case; none if it also holds images."""
-        folders, images = self.contents(path)
-        if images:
-            return set()
-        return {name.lower() for name in folders}
-
     def unwrapped(self, path: str, stop: Callable[[str], bool] = lambda name: False) -> str:
         """Follow folders that hold nothing but one folder of folders, such as train/train/ or archive/dataset/.
 
@@ -116,7 +109,7 @@ class _Reader:
                 return path
             name = next(iter(folders))
             inner = folders[name][0]
-            if stop(name) or not self.inner_folders(inner):
+            if stop(name) or not _inner_folders(inner):
                 return path
             path = inner
         return path
@@ -133,7 +126,7 @@ class _Reader:
         others = [name for name, (path, *_) in folders.items() if path not in parts.values()]
         leading = parts.get("train") or parts.get("test")
         # Classes may be called train and test. Then they hold images, not folders.
-        if leading is None or (others and not self.inner_folders(leading)):
+        if leading is None or (others and not _inner_folders(leading)):
             return {}
         if "train" not in parts or len(parts) == 1:
             name = Path(leading).name
@@ -206,7 +199,7 @@ class _Reader:
             raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy_for(others)}{hint}")
         if len(folders) == 1:
             ((name, paths),) = folders.items()
-            hint = f" Did you mean --data-dir {paths[0]}?" if self.inner_folders(paths[0]) else hint
+            hint = f" Did you mean --data-dir {paths[0]}?" if _inner_folders(paths[0]) else hint
             raise UsageError(f"{path} has one class only ({name}), a classifier needs two or more.{hint}")
         self.check_not_parts(path, folders)
         check_class_names([*folders], f"in {path}, the folder")
@@ -219,9 +212,9 @@ class _Reader:
 
     def check_not_parts(self, path: str, folders: Mapping[str, list[str]]) -> None:
         """Raise UsageError if all class folders hold the same folders: then they are the parts."""
-        if not all(self.inner_folders(paths[0]) for paths in folders.values()):
+        if not all(_inner_folders(paths[0]) for paths in folders.values()):
             return
-        inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
+        inner = [_inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
         every = set().union(*inner)
         shared = sum(map(len, inner)) / (len(every) * len(inner))
         if len(every) < 2 or shared < SAME_FOLDERS:
@@ -261,6 +254,17 @@ class _Reader:
         if self.ignored:
             what = f"{len(self.ignored):,} files are not {KINDS} and are ignored: {listed(self.ignored)}."
             note_once(f"{self.root}: {what}{remedy_for(self.ignored)}")
+
+
+def _inner_folders(path: str) -> set[str]:
+    """Return the names of the folders in a folder, in lower case; none if it also holds images."""
+    names = set()
+    for entry in visible_entries(path, _unreadable):
+        if is_folder(entry):
+            names.add(nfc(entry.name).lower())
+        elif entry.name.lower().endswith(IMAGES):
+            return set()
+    return names
 
 
 def _unreadable(error: OSError) -> NoReturn:
