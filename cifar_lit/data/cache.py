@@ -178,7 +178,7 @@ def decoded(
         if index.duplicates is None:
             index = _searched(cache, index)
             with suppress(OSError):  # with a full disk, near-duplicates are searched again next time
-                write_text(cache / "index.json", json.dumps(index._asdict()))
+                _write_index(cache, index)
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
             preparation = Preparation(index.shape[1:3], channels, settings.resize, index.levels)
@@ -212,6 +212,10 @@ def read_index(cache: Path) -> Index | None:
 def _readable(index: Index) -> list[File]:
     """Return the readable files of an index, in the order of their rows."""
     return [file for file in index.files if file.path not in index.bad]
+
+
+def _write_index(cache: Path, index: Index) -> None:
+    write_text(cache / "index.json", json.dumps(index._asdict()))
 
 
 def _load(cache: Path, folder: Path, files: Sequence[File], levels: Levels | None) -> Index | None:
@@ -339,7 +343,7 @@ def _decode(
         reasons = {file.path: bad[file.path] for file in done_files if file.path in bad}
         shape_of_all = (count - len(reasons), *shape)
         index = Index(shape_of_all, done_files, reasons, data.name, duplicates, preparation.levels)
-        write_text(cache / "index.json", json.dumps(index._asdict()))
+        _write_index(cache, index)
         return index
 
     try:
