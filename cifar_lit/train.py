@@ -71,7 +71,7 @@ def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageDa
     batches: Any = trainer.predict(model, datamodule=data, return_predictions=True)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return 0
-    return write_predictions(run.folder.path / "predictions.csv", data.classes, batches, data.test_images.names)
+    return write_predictions(run.folder.path / "predictions.csv", batches, data.test_images)
 
 
 def write_results(
@@ -82,7 +82,7 @@ def write_results(
     if not trainer.is_global_zero:
         return None
     card = describe_model(model, data) if run.trains else model_card(model, data)
-    metrics = run_metrics(run, model, data, val, test, card.temperature)
+    metrics = run_metrics(run, model, data, val, test, card)
     if run.boards:
         log_pictures(run, val, test, model.predictions, data, trainer.global_step)
     if run.trains:
@@ -90,7 +90,7 @@ def write_results(
         with suppress(OSError):  # a leftover checkpoint is harmless
             (folder / PREVIOUS).unlink()
     if test and model.predictions is not None:
-        write_predictions(folder / "predictions.csv", data.classes, [model.predictions], data.test_images.names)
+        write_predictions(folder / "predictions.csv", [model.predictions], data.test_images)
         if run.trains:
             write_report(folder, metrics, model.predictions, data)
     write_metrics(folder, metrics)

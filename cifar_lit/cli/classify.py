@@ -15,6 +15,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+from cifar_lit.cli.coverage import add_coverage, coverage_of
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.data.decode import KINDS, pixel_limit
 from cifar_lit.data.formats import IMAGES
@@ -37,7 +38,7 @@ MAX_PIXELS = 100_000_000  # per image: 0.4 GB as RGBA, and briefly three times t
 EXPLAINED = "explained"
 MAX_STEM = 200  # bytes of an image's name in the name of its explanation; file systems allow 255
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
-_VALUED = ("--top", "--reject", "--sheet", "--max-pixels", "--accelerator")
+_VALUED = ("--top", "--reject", "--coverage", "--sets", "--sheet", "--max-pixels", "--accelerator")
 
 
 def classify(argv: list[str]) -> int:
@@ -46,6 +47,7 @@ def classify(argv: list[str]) -> int:
     # Idle torch threads spin on the cores that decode the next images. With sleeping threads, a small net classified
     # images of 640 × 640 twice as fast on two cores. The call has no effect after torch has been imported.
     limit_busy_waiting(sleep_at_once=True)
+
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
     from cifar_lit.runs.card import check_rate
@@ -53,6 +55,7 @@ def classify(argv: list[str]) -> int:
     classifier = load(settings.run, device=resolve_device(settings.accelerator))
     if settings.reject is not None:
         classifier.reject = check_rate(settings.reject, classifier.card.reject)
+    classifier.coverage = coverage_of(settings, classifier.card)
     keep_freed_memory()
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:
@@ -90,6 +93,7 @@ def _settings(argv: list[str]) -> Namespace:
     add("--explain", type=str, nargs="?", const=EXPLAINED, default=None, metavar="FOLDER", help=explain)
     reject = "mark images as unknown at this false-alarm rate, up to 0.5 (default: 0.05)"
     add("--reject", type=float | None, default=None, metavar="RATE", help=reject)
+    add_coverage(parser)
     add("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images (decompression bombs)")
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, _sorted_argv(argv))
@@ -254,10 +258,12 @@ def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Writ
                 print_cells(cells, row.error, "red")
                 continue
             cells[1].stylize("bold")
+            remarks = []
+            if row.set is not None:
+                remarks.append(f"{{{', '.join(row.set)}}}")
             if row.unknown:
-                print_cells(cells, "unknown", "yellow")
-            else:
-                print_cells(cells)
+                remarks.append("unknown")
+            print_cells(cells, " ".join(remarks), "yellow")
 
     names = ["file", "class", "second", "third"][: top + 1]
     for rank in range(4, top + 1):

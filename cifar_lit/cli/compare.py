@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
 from cifar_lit.runs.compare import (
+    Hits,
     RunRecord,
     data_differences,
     differing,
     find_runs,
+    group_tests,
     groups,
     hits_by_run,
     pairs,
@@ -100,7 +102,7 @@ def compare(words: list[str]) -> None:
     if over_seeds:  # a test of single nets says less
         tests, reasons = [], []
     for first, second, test in tests:
-        say(*pair_lines(first, second, test))
+        say(*pair_lines(first, second, test), *group_differences(first, second, hits))
     if tests:
         say("p: probability of a difference at least as large if both runs were equally good (McNemar's mid-p).")
         say("The test compares these trained nets, not their recipes: for those, compare means over several seeds.")
@@ -224,6 +226,23 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
     if test.mid < 0.05:
         return f"{better} is significantly better than {worse} ({p}):", counts
     return f"{better} and {worse} do not differ significantly ({p}):", counts
+
+
+def group_differences(first: str, second: str, hits: Mapping[str, Hits]) -> list[str]:
+    """Return a line for each group of test images in which one of two runs is better by McNemar's test."""
+    columns = hits[first].columns
+    tests = group_tests(columns, hits[first].correct, hits[second].correct)
+    lines = []
+    for name, test in tests.items():
+        if test.mid < 0.05:
+            worse = second
+            if test.second > test.first:
+                worse = first
+            counts = f"{test.first} images are correct only in {first}, {test.second} only in {second}"
+            lines.append(f"  {name}: {worse} is worse (p = {test.mid:.2g}): {counts}.")
+    if lines:
+        lines.append(f"  Of {len(tests)} groups, {0.05 * len(tests):.1f} would have p < 0.05 by chance.")
+    return lines
 
 
 # ---- files

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
+from cifar_lit.cli.coverage import add_coverage, coverage_of
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.run_folder import display_path, weights_file
@@ -39,6 +40,7 @@ def export(
     add("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")
     reject = "add an output `unknown` for this false-alarm rate, up to 0.5"
     add("--reject", type=float | None, default=None, help=reject)
+    add_coverage(parser)
     add("--data-dir", type=str | None, default=None, help="folder of the run's images, if they were moved")
     add("--images", type=int, default=1000, help="number of test images for the check; 0 for all")
     settings = parsed(parser, argv)
@@ -51,10 +53,11 @@ def export(
     from cifar_lit.runs.model_file import load_model_file
     from cifar_lit.runs.run_data import RunData
 
-    check_request(settings.to, settings.quantize, settings.reject)
+    check_request(settings.to, settings.quantize, settings.reject, covers=settings.coverage is not None)
     net = load_model_file(settings.run)
     if settings.reject is not None:
         check_rate(settings.reject, net.card.reject)
+    coverage = coverage_of(settings, net.card)
     model = weights_file(settings.run)
     path = Path(settings.out).expanduser() if settings.out else default_path(model, settings.to, settings.quantize)
     if path.is_dir() or not path.absolute().parent.is_dir():
@@ -66,7 +69,7 @@ def export(
     calibration = data.load(train=True, count=CALIBRATION_IMAGES) if settings.quantize else None
     sample = data.load_or_draw(settings.images)
     say(f"checking on {sample.what}")
-    options = Options(calibration, settings.reject)
+    options = Options(calibration, settings.reject, coverage)
     result, seconds = export_net(net, settings.to, path, sample, options)
 
     right_aligned = partial(Column, justify="right")

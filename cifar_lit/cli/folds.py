@@ -73,7 +73,7 @@ def finish(
     runs: run folder and test metrics of each fold.
     parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
     """
-    count = write_predictions(folder / "predictions.csv", images.classes, parts, images.names)
+    count = write_predictions(folder / "predictions.csv", parts, images)
     indices = torch.cat([part["indices"] for part in parts])
     labels = torch.cat([part["labels"] for part in parts])
     probabilities = torch.cat([part["probabilities"] for part in parts])

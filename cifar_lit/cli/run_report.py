@@ -16,6 +16,7 @@ from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.hooks import methods
 from cifar_lit.plugins import is_import_path
+from cifar_lit.runs.groups import group_lines
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import newcombe_margin
@@ -173,6 +174,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
 
 def _print_test(test: Score, scores: Mapping[str, Any], data: ImageData) -> None:
     for_tables().print(accuracy_table(test, data))
+    say(*group_lines(scores))
     warning = small_set_text(scores)
     if warning and data.dataset != "shapes" and not data.parts.folds:
         say(warning)

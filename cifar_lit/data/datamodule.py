@@ -18,7 +18,7 @@ from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.loaders import EvalLoader, FitLength, TrainLoader, count_batches, fit_length, in_order, shuffled
 from cifar_lit.data.preprocessing import Placed, Placement, Preprocessing
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.source_settings import parse_levels
+from cifar_lit.data.source_settings import parse_groups, parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault, split_record
 from cifar_lit.data.splits import Split
@@ -68,10 +68,12 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         stream: do not copy the images of a bucket: read and decode each once, and keep the decoded images only.
         labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
             written by `cifar-lit review`, for data sets that are not your own images. Or a table of images in a bucket.
+        groups: columns of the table, such as camera,site, whose values get results of their own; or `folder`, the
+            folders below the class folders. They are only reported: `split.group` keeps groups on one side.
     """
 
     # Settings that may change when a fit is resumed: places and loading.
-    may_change = ("root", "url", "cache_dir", "stream", "placement", "workers", "eval_batch_size")
+    may_change = ("root", "url", "cache_dir", "stream", "placement", "workers", "eval_batch_size", "groups")
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         cache_dir: str | None = None,
         stream: bool = False,
         labels: str | None = None,
+        groups: list[str] | str | None = None,
     ) -> None:
         # `super()` adds __class__. Statistics are compared as measured, see `_all_settings`.
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "mean", "std")}
@@ -121,7 +124,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.settings = SourceSettings(
             root=root, url=url, cache_dir=cache_dir, labels=labels, skip_bad=skip_bad, resize=resize,
             image_size=tuple(image_size) if isinstance(image_size, list) else image_size, channels=channels,
-            num_classes=num_classes, count=count, split=split, stream=stream,
+            num_classes=num_classes, count=count, split=split, stream=stream, groups=parse_groups(groups),
             levels=parse_levels(levels),
         )  # fmt: skip
         self._val_size = val_size
@@ -374,7 +377,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         names = {"data.dataset", *(f"data.{field.name}" for field in fields(self.settings))}
         if not has_names:  # Another split does not move the test images of a published data set.
             names |= {"data.val_size", *(f"data.split.{field.name}" for field in fields(self.settings.split))}
-        names = (names & self.given.keys()) - {"data.url", "data.cache_dir"}
+        names = (names & self.given.keys()) - {"data.url", "data.cache_dir", "data.groups"}
         return all(saved.get(name) == self.given[name] for name in names)
 
     def _keep_split(self, state: Mapping[str, object]) -> None:

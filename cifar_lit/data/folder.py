@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from cifar_lit.data.source_settings import SourceSettings, parse_image_size
 from cifar_lit.data.splits import draw_rows, group_files
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.text import counted, listed, nfc
+
+SUBFOLDER = "folder"  # names the folders below the class folders in `data.groups`
 
 
 def folder(settings: SourceSettings, train: bool) -> ImageSet:
@@ -58,10 +61,12 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         raise UsageError(f"{fault}: list the images in a table")
     if is_table:
         where = f"of {table}"
-        listing = list_table(table, split.group, settings.skip_bad, root if settings.labels else None)
+        listing = list_table(table, split.group, settings.skip_bad, root if settings.labels else None, settings.groups)
     else:
         where = f"below {root}"
         listing = scan(root)
+        if SUBFOLDER in settings.groups:
+            listing = replace(listing, columns={SUBFOLDER: subfolders(listing)})
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
     classes = tuple(next(iter(listing.parts.values())))
@@ -122,7 +127,24 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if groups is not None:
         group_rows = torch.from_numpy(groups)
     labels_of_rows = torch.tensor(labels, dtype=torch.int64)
-    return ImageSet(pixels, labels_of_rows, classes, val_rows, True, group_rows, paths, levels, skipped=[*bad])
+    columns = {}
+    for name, values in listing.columns.items():
+        columns[name] = [values.get(path, "") for path in paths]
+    return ImageSet(
+        pixels, labels_of_rows, classes, val_rows, True, group_rows, paths, levels, skipped=[*bad], columns=columns
+    )
+
+
+def subfolders(listing: Listing) -> dict[str, str]:
+    """Return the folder of each file below its class folder, such as cam1 of train/cat/cam1/1.jpg; empty if none."""
+    found = {}
+    for tree in listing.parts.values():
+        for name, members in tree.items():
+            for file in members:
+                folders = nfc(file.path).split("/")[:-1]
+                below = folders[folders.index(name) + 1 :] if name in folders else []
+                found[file.path] = below[0] if below else ""
+    return found
 
 
 def _readable(part: str, tree: Tree, bad: Mapping[str, str], where: str) -> tuple[list[int], list[str]]:
@@ -223,7 +245,7 @@ def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
         return listing
     if added:
         note_once(f"{root}: this run does not use {counted(added, 'image')} added since it began")
-    return Listing(parts, listing.groups)
+    return replace(listing, parts=parts)
 
 
 def _with_reasons(bad: Mapping[str, str]) -> str:

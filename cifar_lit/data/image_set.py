@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class ImageSet:
         levels: values of 16-bit images that became black and white, see `decode.Preparation`.
         skipped: names of unreadable images that were left out.
         versions: hash of size and ETag of each image's object in a bucket, int64 (N,).
+        columns: names of groups with the value of each image, such as its camera; see `data.groups`.
 
     Raises:
         ValueError: for an invalid shape, dtype, label or class name.
@@ -45,6 +46,7 @@ class ImageSet:
     levels: tuple[int, int] | None = None
     skipped: Sequence[str] = ()
     versions: Tensor | None = None
+    columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         images, labels, groups = self.images, self.labels, self.groups

@@ -38,6 +38,7 @@ class Listing:
     # classes. Classes may be empty except in train.
     parts: dict[str, Tree]
     groups: Mapping[str, str] = field(default_factory=dict)  # by path, for files that stay on one side of a split
+    columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # for `data.groups`: values by path
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cifar_lit.data.cache import file_at
@@ -18,10 +19,12 @@ from cifar_lit.files import as_on_disk
 from cifar_lit.text import listed, nfc
 
 
-def list_table(table: Path, group: str | None, skip_bad: bool, images: Path | None = None) -> Listing:
+def list_table(
+    table: Path, group: str | None, skip_bad: bool, images: Path | None = None, columns: Sequence[str] = ()
+) -> Listing:
     """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the folder `images`.
 
-    images: the table's folder if not given.
+    images: the table's folder if not given. columns: names of the columns of `Listing.columns`.
 
     A split column holds words of `PARTS`, in upper or lower case; without test rows, val is also the test set. Without
     the column, test images are drawn.
@@ -30,7 +33,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool, images: Path | No
         UsageError: the table is invalid, or files are missing and not `skip_bad`.
     """
     folder = str(images or table.parent)
-    listed_rows = list(read_table(table, group))
+    listed_rows = list(read_table(table, group, columns=columns))
     found = find_files(table, folder, [row.path for row in listed_rows])
     missing = [path for path in dict.fromkeys(row.path for row in listed_rows) if path not in found]
     if missing and not (skip_bad and found):
@@ -42,6 +45,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool, images: Path | No
     rows: dict[str, tuple[str, str, str]] = {}  # label, part and group by path
     same_files: dict[str, str] = {}  # path by the absolute path
     part_of_group: dict[str, str] = {}
+    values_of: dict[str, tuple[str, ...]] = {}  # values of `columns` by path
     repeated = 0
     for row in listed_rows:
         part = PARTS.get(row.split.lower(), "none") if row.split else ""
@@ -62,12 +66,16 @@ def list_table(table: Path, group: str | None, skip_bad: bool, images: Path | No
             fault = f"group {row.group[:80]!r} is in {part_of_group[row.group]} and in {part}: leave it in one"
         else:
             rows[path] = row.label, part, row.group
+            values_of[path] = row.values
         if fault:
             raise UsageError(f"{table}, row {row.number}: {fault}")
 
     if repeated:
         note_once(f"{table}: {repeated:,} rows repeat an earlier row, and count once")
-    return _listing(table, folder, rows)
+    by_column = {}
+    for place, column in enumerate(columns):
+        by_column[column] = {path: values[place] for path, values in values_of.items()}
+    return replace(_listing(table, folder, rows), columns=by_column)
 
 
 def _listing(table: Path, folder: str, rows: dict[str, tuple[str, str, str]]) -> Listing:

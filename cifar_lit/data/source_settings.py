@@ -50,6 +50,13 @@ def parse_levels(levels: Sequence[int] | None) -> tuple[int, int] | None:
     return levels[0], levels[1]
 
 
+def parse_groups(groups: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Return the names in `data.groups`, a list or a text with commas."""
+    if isinstance(groups, str):
+        groups = groups.split(",")
+    return tuple(dict.fromkeys(name.strip() for name in groups or ()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
     """Settings of `ImageData` that a data source may read; see `ImageData` for their meaning."""
@@ -67,6 +74,7 @@ class SourceSettings:
     resize: str = "crop"
     levels: tuple[int, int] | None = None
     stream: bool = False
+    groups: tuple[str, ...] = ()
     # NFC paths of the images that a resumed training began with. Later ones are left out.
     only: frozenset[str] | None = None
 

@@ -120,6 +120,10 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
     images = source.load(settings, train)
     if not isinstance(images, ImageSet):
         raise UsageError(f"{dataset} must return a cifar_lit.data.image_set.ImageSet, not a {type(images).__name__}")
+    for name in settings.groups:
+        if name not in images.columns:
+            remedy = "a table with this column, or `folder` for the folders below the class folders"
+            raise UsageError(f"data.groups: the images of {dataset} have no {name!r}: use {remedy}")
     return images if images.images.is_contiguous() else replace(images, images=images.images.contiguous())
 
 

@@ -53,7 +53,10 @@ class SplitImages:
         if images.names:
             names = [images.names[row] for row in rows.tolist()]
         groups = images.groups_of(rows)
-        return ImageSet(images.take(rows), images.labels[rows], images.classes, groups=groups, names=names)
+        columns = {name: [values[row] for row in rows.tolist()] for name, values in images.columns.items()}
+        return ImageSet(
+            images.take(rows), images.labels[rows], images.classes, groups=groups, names=names, columns=columns
+        )
 
     @cached_property
     def fold_rows(self) -> Tensor:

@@ -39,9 +39,12 @@ class Row(NamedTuple):
     label: str
     split: str
     group: str
+    values: tuple[str, ...] = ()  # further columns, see `read_table`
 
 
-def read_table(table: Path, group: str | None = None, labelled: bool = True) -> Iterator[Row]:
+def read_table(
+    table: Path, group: str | None = None, labelled: bool = True, columns: Sequence[str] = ()
+) -> Iterator[Row]:
     """Yield the rows of a table.
 
     The columns are named by the first row of CSV (with commas, semicolons or tabs), or by the keys of the first JSON
@@ -51,6 +54,7 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
         table: the file.
         group: the column of groups. Default: the column `group`, if the table has one.
         labelled: whether each row must have a label.
+        columns: names of further columns, for `Row.values`.
 
     Raises:
         UsageError: a column is missing, a row has no path or label, or the file is not a table.
@@ -63,13 +67,15 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True) -> 
         records = chain([(1, names)], records)
         names = ["path", "label"]
     positions = _positions(table, names, group, labelled)
+    places = [_place(table, names, column, "data.groups") for column in columns]
     rows = 0
     for number, cells in records:
         values = dict.fromkeys(COLUMNS, "")
         for column, place in positions.items():
             if place < len(cells):
                 values[column] = cells[place]
-        row = Row(number, values["path"], nfc(values["label"]), nfc(values["split"]), nfc(values["group"]))
+        further = tuple(nfc(cells[place]) if place < len(cells) else "" for place in places)
+        row = Row(number, values["path"], nfc(values["label"]), nfc(values["split"]), nfc(values["group"]), further)
         if re.search("[\0\ud800-\udfff]", row.path):  # no file system stores half of a surrogate pair
             raise UsageError(f"{table}, row {number}: no file can be called {row.path[:80]!r}")
         if row.path and (row.label or not labelled):
@@ -113,11 +119,15 @@ def _positions(table: Path, names: Sequence[str], group: str | None, labelled: b
             fault = f"has no column for the {column} ({accepted}, …), only {_listed(names)}"
             raise UsageError(f"{table} {fault}: {rule}")
     if group is not None:
-        if group not in names:
-            fault = f"{table} has no column {group!r} for data.split.group, only {_listed(names)}"
-            raise UsageError(f"{fault}.{nearest(group, names)}")
-        positions["group"] = names.index(group)
+        positions["group"] = _place(table, names, group, "data.split.group")
     return positions
+
+
+def _place(table: Path, names: Sequence[str], column: str, setting: str) -> int:
+    if column not in names:
+        fault = f"{table} has no column {column!r} for {setting}, only {_listed(names)}"
+        raise UsageError(f"{fault}.{nearest(column, names)}")
+    return names.index(column)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -159,7 +159,9 @@ def classify_files(
                 row = Row(next(indices), (), path=file.path, error=file.error or next(reasons))
                 if row.error is None:
                     best = next(predictions)
-                    row = replace(row, top=best.top, novelty=best.novelty, unknown=best.unknown)
+                    row = replace(
+                        row, top=best.top, novelty=best.novelty, unknown=best.unknown, set=best.prediction_set
+                    )
                 rows.append(row)
             yield rows, images
     except BrokenProcessPool as error:

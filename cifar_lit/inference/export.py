@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from cifar_lit.data.formats import RESIZES
 from cifar_lit.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.files import writing
-from cifar_lit.runs.card import check_rate, novelty, threshold
+from cifar_lit.runs.card import Coverage, check_rate, novelty, prediction_sets, set_limits, threshold
 from cifar_lit.runs.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 from cifar_lit.text import counted, say
@@ -52,7 +52,7 @@ TIMED_RUNS, TIMED_SECONDS = 10, 1.0  # the fastest run counts; no further run st
 Runner = Callable[[Tensor], Tensor]
 
 
-def check_request(to: str, quantize: str | None, reject: float | None = None) -> None:
+def check_request(to: str, quantize: str | None, reject: float | None = None, covers: bool = False) -> None:
     """Raise UsageError for an unknown format or invalid options, Failure if packages are missing."""
     check_choice("--to", to, FORMATS)
     if quantize not in (None, "int8"):
@@ -61,8 +61,9 @@ def check_request(to: str, quantize: str | None, reject: float | None = None) ->
         raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
     if reject is not None:
         check_rate(reject)
-        if to == "safetensors":
-            raise UsageError("a safetensors file is for `classify` and `serve`, which have --reject: leave it out")
+    if to == "safetensors" and (covers or reject is not None):
+        both = "--reject and --coverage"
+        raise UsageError(f"a safetensors file is for `classify` and `serve`, which have {both}: leave it out")
     check_packages(f"--to {to}", FORMATS[to].packages, FORMATS[to].extra)
 
 
@@ -90,6 +91,17 @@ class Options(NamedTuple):
 
     calibration: RunImages | None = None  # training images for int8 ONNX; None for float
     reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
+    coverage: Coverage | None = None  # prediction sets of the output `set`; None for no such output
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names of the outputs."""
+        names = ["probabilities"]
+        if self.reject is not None:
+            names.append("unknown")
+        if self.coverage is not None:
+            names.append("set")
+        return names
 
 
 def export(
@@ -190,26 +202,36 @@ def refuse_disagreement(result: Check, int8: bool) -> None:
 class Probabilities(nn.Module):
     """A loaded net that returns float32 probabilities (B, classes) for uint8 images (B, C, H, W).
 
-    With a false-alarm rate `reject`, it also returns whether each image is unknown, bool (B,).
+    With a false-alarm rate in the options, it also returns whether each image is unknown, bool (B,). With a coverage,
+    it also returns whether each class is in the prediction set, bool (B, classes).
     """
 
-    def __init__(self, net: LoadedNet, reject: float | None = None) -> None:
-        super().__init__()
-        self.net = net
-        self.highest: float | None = None
-        if reject is not None:
-            self.highest = threshold(net.card.reject or (), reject)
+    limits: Tensor
 
-    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def __init__(self, net: LoadedNet, options: Options = Options()) -> None:  # noqa: B008, immutable
+        super().__init__()
+        self.net, self.options = net, options
+        self.highest: float | None = None
+        if options.reject is not None:
+            self.highest = threshold(net.card.reject or (), options.reject)
+        if options.coverage is not None:
+            self.register_buffer("limits", set_limits(net.card.coverage, options.coverage).clone())
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the outputs for images."""
         return self.outputs(self.net(images))
 
-    def outputs(self, logits: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def outputs(self, logits: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the outputs for logits (B, classes)."""
         probabilities = self.net.probabilities(logits)
-        if self.highest is None:
+        outputs = [probabilities]
+        if self.highest is not None:
+            outputs.append(novelty(logits) > self.highest)
+        if self.options.coverage is not None:
+            outputs.append(prediction_sets(probabilities, self.limits, self.options.coverage.kind))
+        if len(outputs) == 1:
             return probabilities
-        return probabilities, novelty(logits) > self.highest
+        return tuple(outputs)
 
 
 def runner_of(net: LoadedNet) -> Runner:
@@ -236,8 +258,8 @@ def write_safetensors(net: LoadedNet, path: Path, options: Options) -> None:
 
 def write_program(net: LoadedNet, path: Path, options: Options) -> None:
     """Write an exported program of torch."""
-    program = traced(net, options.reject)
-    extra = {METADATA_FILE: json.dumps(metadata(net, options.reject), ensure_ascii=False, indent=2)}
+    program = traced(net, options)
+    extra = {METADATA_FILE: json.dumps(metadata(net, options), ensure_ascii=False, indent=2)}
     content = io.BytesIO()  # torch aborts the process if a write to a file fails here
     with silenced():
         torch.export.save(program, content, extra_files=extra)
@@ -253,7 +275,7 @@ def open_program(path: Path) -> Runner:
 
 def write_onnx(net: LoadedNet, path: Path, options: Options) -> None:
     """Write an ONNX file, in 8 bits if there are calibration images."""
-    model = onnx_model(net, options.reject)
+    model = onnx_model(net, options)
     if options.calibration:
         model = quantised(model, options.calibration)
     path.write_bytes(model.SerializeToString())
@@ -305,7 +327,7 @@ def first(outputs: Tensor | Sequence[Tensor]) -> Tensor:
     return outputs[0]
 
 
-def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
+def metadata(net: LoadedNet, options: Options = Options()) -> dict[str, str]:  # noqa: B008, immutable
     """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
     channels, height, width = net.card.input_shape
     levels = net.card.levels
@@ -323,10 +345,14 @@ def metadata(net: LoadedNet, reject: float | None = None) -> dict[str, str]:
         "preparation": preparation,
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
-        "card": json.dumps(asdict(net.card), ensure_ascii=False),
+        "card": json.dumps(asdict(replace(net.card, coverage=None)), ensure_ascii=False),
     }
-    if reject is not None:
-        entries |= {"reject": f"{reject:g}", "output 2": "unknown: bool (batch,)"}
+    if options.reject is not None:
+        entries |= {"reject": f"{options.reject:g}", "output 2": "unknown: bool (batch,)"}
+    if options.coverage is not None:
+        shape = f"set: bool (batch, {len(net.classes)}), the classes of the prediction set"
+        sets = json.dumps(options.coverage._asdict())
+        entries |= {"coverage": sets, f"output {len(options.outputs)}": shape}
     return entries
 
 
@@ -342,31 +368,28 @@ def silenced() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def traced(net: LoadedNet, reject: float | None = None) -> ExportedProgram:
+def traced(net: LoadedNet, options: Options) -> ExportedProgram:
     """Trace a net with any batch size. Raise Failure if torch cannot."""
     from torch.export import Dim, export
 
     example = torch.zeros(2, *net.card.input_shape, dtype=torch.uint8)  # torch would treat a batch of 1 as constant
     try:
         with silenced(), torch.no_grad():
-            program = Probabilities(net, reject).eval()
+            program = Probabilities(net, options).eval()
             return export(program, (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
     except Exception as error:  # torch raises many kinds of internal errors
         text = f"torch cannot trace the net {net.card.net} ({first_line(error)}): use --to safetensors"
         raise Failure(text) from error
 
 
-def onnx_model(net: LoadedNet, reject: float | None = None) -> ModelProto:
+def onnx_model(net: LoadedNet, options: Options) -> ModelProto:
     """Return a net as an ONNX model with metadata. Raise Failure if ONNX cannot express it, or it exceeds 2 GiB."""
-    program = traced(net, reject)
-    outputs = ["probabilities"]
-    if reject is not None:
-        outputs.append("unknown")
+    program = traced(net, options)
     try:
         with silenced():
             exported = torch.onnx.export(
                 program, (), dynamo=True, opset_version=OPSET, verbose=False,
-                input_names=["images"], output_names=outputs,
+                input_names=["images"], output_names=options.outputs,
             )  # fmt: skip
         assert exported is not None
         model: ModelProto = exported.model_proto
@@ -385,7 +408,7 @@ def onnx_model(net: LoadedNet, reject: float | None = None) -> ModelProto:
         part.doc_string = ""
     model.ir_version = IR_VERSION  # it lacks only what was removed above, and types that no net here uses
     model.producer_name = "cifar-lit"
-    for name, text in metadata(net, reject).items():
+    for name, text in metadata(net, options).items():
         model.metadata_props.add(key=name, value=text)
     return model
 

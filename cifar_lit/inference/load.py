@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from cifar_lit.data.decode import Preparation, decode, pixels_of
 from cifar_lit.errors import Failure
 from cifar_lit.plugins import all_imports_allowed, optional_function
-from cifar_lit.runs.card import FALSE_ALARMS, check_rate, novelty, threshold
+from cifar_lit.runs.card import FALSE_ALARMS, Coverage, check_rate, novelty, prediction_sets, set_limits, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import HUB, read_metrics
 from cifar_lit.text import printable
@@ -33,6 +33,8 @@ class Prediction:
     top: tuple[tuple[str, float], ...]  # the most probable classes with their probabilities, the best first
     novelty: float  # energy of the logits: high for images that resemble none of the classes
     unknown: bool | None  # whether the image is rejected; None if the model has no scores of held-out images
+    # Classes of which one is the true one with the probability `coverage`, the best first; None without `coverage`.
+    prediction_set: tuple[str, ...] | None = None
 
 
 class Classifier:
@@ -50,6 +52,7 @@ class Classifier:
         self.card, self.classes = net.card, net.classes
         channels, height, width = net.card.input_shape
         self.reject: float | None = FALSE_ALARMS  # default rate of `predict`; None marks no image
+        self.coverage: Coverage | None = None  # default sets of `predict`; None returns none
         levels = None
         if net.card.levels is not None:
             levels = (net.card.levels[0], net.card.levels[1])
@@ -72,7 +75,9 @@ class Classifier:
             return torch.zeros(0, len(self.classes))
         return self.net.logits(images)
 
-    def predict(self, images: Pictures, top: int = 3, reject: float | None = None) -> list[Prediction]:
+    def predict(
+        self, images: Pictures, top: int = 3, reject: float | None = None, coverage: float | Coverage | None = None
+    ) -> list[Prediction]:
         """Return a prediction for each image, in order; a list of one for a single image.
 
         Args:
@@ -82,27 +87,37 @@ class Classifier:
             top: number of classes in `Prediction.top`.
             reject: false-alarm rate of `Prediction.unknown`: share of images of the known classes, above 0 and up to
                 0.5, that are marked too. Default: 0.05.
+            coverage: probability that `Prediction.prediction_set` contains the true class, such as 0.95; or a
+                `Coverage`, which selects the kind of sets. Default: no sets.
 
         Raises:
-            UsageError: `reject` is invalid.
+            UsageError: `reject` or `coverage` is invalid, or needs more held-out images than this model had.
             DecodeError: a file is not a readable image.
             ValueError: an array is not an image.
             Failure: the net's logits are not finite.
         """
-        return self.predict_batch(self.prepare(images), top, reject)
+        return self.predict_batch(self.prepare(images), top, reject, coverage)
 
-    def predict_batch(self, images: Tensor, top: int = 3, reject: float | None = None) -> list[Prediction]:
+    def predict_batch(
+        self, images: Tensor, top: int = 3, reject: float | None = None, coverage: float | Coverage | None = None
+    ) -> list[Prediction]:
         """Return the result of `predict` for uint8 images (B, C, H, W) of the net's size."""
         rate = self.reject
         if reject is not None:
             rate = check_rate(reject)
+        wanted = self.coverage
+        if isinstance(coverage, Coverage):
+            wanted = coverage
+        elif coverage is not None:
+            wanted = Coverage(coverage)
         logits = self(images)
         if not logits.isfinite().all():
             raise Failure("the net's logits are not finite, because its weights are too large: use another model")
         highest = None
         if rate is not None and self.card.reject is not None:
             highest = threshold(self.card.reject, rate)
-        best_values, order = self.net.probabilities(logits).topk(min(top, len(self.classes)), dim=1)
+        probabilities = self.net.probabilities(logits)
+        best_values, order = probabilities.topk(min(top, len(self.classes)), dim=1)
         predictions = []
         for values, labels, score in zip(best_values.tolist(), order.tolist(), novelty(logits).tolist(), strict=True):
             best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
@@ -110,7 +125,19 @@ class Classifier:
             if highest is not None:
                 unknown = score > highest
             predictions.append(Prediction(*best[0], best, score, unknown))
-        return predictions
+        if wanted is None:
+            return predictions
+        names = self._sets(probabilities, wanted)
+        return [replace(prediction, prediction_set=each) for prediction, each in zip(predictions, names, strict=True)]
+
+    def _sets(self, probabilities: Tensor, wanted: Coverage) -> list[tuple[str, ...]]:
+        """Return the names in the prediction set of each image, the most probable first."""
+        limits = set_limits(self.card.coverage, wanted)
+        sets = prediction_sets(probabilities, limits, wanted.kind)
+        names = []
+        for is_in, order in zip(sets, probabilities.argsort(dim=1, descending=True), strict=True):
+            names.append(tuple(self.classes[label] for label in order[is_in[order]].tolist()))
+        return names
 
     def prepare(self, images: Pictures) -> Tensor:
         """Return images, of any type that `predict` accepts, as uint8 (N, C, H, W) of the net's size."""

@@ -10,11 +10,6 @@ from torch import Tensor
 from cifar_lit.runs.figures import Bin
 
 
-def tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """Return the probabilities (N, classes) of temperature 1 at another temperature."""
-    return (probabilities.log() / temperature).softmax(1)
-
-
 def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
     """Return bins of equal width over the probability of the predicted class.
 

@@ -18,9 +18,9 @@ from cifar_lit.data.table import read_table
 from cifar_lit.errors import UsageError
 from cifar_lit.files import file_size
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import LOCK, changes_text, display_path, read_curves, read_metrics, read_rows
+from cifar_lit.runs.run_folder import GROUP, LOCK, changes_text, display_path, read_curves, read_metrics, read_rows
 from cifar_lit.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
-from cifar_lit.text import natural_key, printable
+from cifar_lit.text import csv_cell, natural_key, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -271,6 +271,7 @@ class Hits:
 
     fingerprint: str
     correct: list[bool]
+    columns: dict[str, list[str]] = field(default_factory=dict)  # groups of each image by column, see `data.groups`
 
 
 def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
@@ -278,22 +279,28 @@ def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
     found = {}
     for run in runs:
         fingerprint = run.test.get("fingerprint")
-        if fingerprint and (correct := _hits(run)):
-            found[run.name] = Hits(fingerprint, correct)
+        if fingerprint and (hits := _hits(run, fingerprint)):
+            found[run.name] = hits
     return found
 
 
-def _hits(run: RunRecord) -> list[bool] | None:
-    """Return whether each test image was predicted correctly; None if predictions.csv lacks a test image."""
+def _hits(run: RunRecord, fingerprint: str) -> Hits | None:
+    """Return the hits of a run; None if predictions.csv lacks a test image."""
+    names = run.test.get("groups")
+    if not isinstance(names, dict):
+        names = {}
+    columns = [f"{GROUP}{csv_cell(name)}" for name in names]
     try:
-        table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted"))
-        rows = sorted((int(row["index"]), row["label"], row["predicted"]) for row in table)
+        table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted", *columns))
+        rows = sorted(table, key=lambda row: int(row["index"]))
+        indices = [int(row["index"]) for row in rows]
+        correct = [row["label"] == row["predicted"] for row in rows]
     except (KeyError, ValueError):
         return None
-    indices = [index for index, _, _ in rows]
     if len(rows) != run.test.get("images") or indices != [*range(len(rows))]:
         return None
-    return [label == predicted for _, label, predicted in rows]
+    values = {name: [row.get(column, "") for row in rows] for name, column in zip(names, columns, strict=True)}
+    return Hits(fingerprint, correct, values)
 
 
 def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
@@ -330,6 +337,23 @@ def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tup
         counts = Counter(zip(hits[first.name].correct, hits[second.name].correct, strict=False))
         tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
     return tests, messages
+
+
+def group_tests(
+    columns: Mapping[str, Sequence[str]], first: Sequence[bool], second: Sequence[bool]
+) -> dict[str, McNemar]:
+    """Apply McNemar's test to the images of each group, by column and value.
+
+    columns: value of each image by column. first, second: whether each image is correct in either run.
+    """
+    tests = {}
+    for column, values in columns.items():
+        counts: dict[str, Counter[tuple[bool, bool]]] = {}
+        for value, *pair in zip(values, first, second, strict=True):
+            counts.setdefault(value, Counter())[pair[0], pair[1]] += 1
+        for value, of_group in counts.items():
+            tests[f"{column} {value or 'without a value'}"] = mcnemar(of_group[True, False], of_group[False, True])
+    return tests
 
 
 # ---- Data.

@@ -29,6 +29,7 @@ from cifar_lit.text import MAX_NAME, is_name
 
 FORMAT = "cifar-lit 1"
 CHECKSUM = "sha256"  # key of the metadata
+SETS = ("lac", "aps")  # kinds of prediction sets
 BATCH, BATCH_PIXELS = 256, 1 << 20  # most images and pixels of a batch
 READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
 
@@ -49,6 +50,8 @@ class ModelCard:
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
     resize: str = "crop"  # how images with another aspect ratio are resized, one of `decode.RESIZES`
     levels: list[int] | None = None  # values of 16-bit images that become black and white; None for 0 and 65535
+    # Scores of the true classes of held-out images by kind of prediction set, a list for each class (see `runs.card`).
+    coverage: dict[str, list[list[float]]] | None = None
 
     @property
     def net_settings(self) -> dict[str, Any]:
@@ -212,7 +215,8 @@ def card_values(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         values = None
     if isinstance(values, dict):
-        values.setdefault("levels", None)  # files of earlier versions
+        for name in ("levels", "coverage"):  # not in files of earlier versions
+            values.setdefault(name, None)
     if not isinstance(values, dict) or values.keys() != _CHECKS.keys():
         raise InvalidFileError("its card does not say how to build its net")
     for name, check in _CHECKS.items():
@@ -222,6 +226,9 @@ def card_values(text: str) -> dict[str, Any]:
     for name in ("mean", "std"):
         if len(values[name]) != channels:
             raise InvalidFileError(f"its {name} has {len(values[name])} values for {channels} channels")
+    for scores in (values["coverage"] or {}).values():
+        if len(scores) != len(values["classes"]):
+            raise InvalidFileError(f"its coverage has {len(scores)} lists for {len(values['classes'])} classes")
     return values
 
 
@@ -284,6 +291,12 @@ def _are_levels(value: object) -> bool:
     return _are_integers(value, 2) and -(1 << 31) <= value[0] < value[1] < 1 << 31
 
 
+def _are_scores(value: object) -> bool:
+    if not isinstance(value, dict) or value.keys() != {*SETS}:
+        return False
+    return all(isinstance(scores, list) and all(map(_are_numbers, scores)) for scores in value.values())
+
+
 def _is_plain(value: object, depth: int = 0) -> bool:
     """Return whether a setting is None, a bool, a finite number, a short text, or a short list or object of these."""
     if isinstance(value, dict):
@@ -309,4 +322,5 @@ _CHECKS = {
     ),
     "resize": lambda value: value in tuple(RESIZES),
     "levels": lambda value: value is None or _are_levels(value),
+    "coverage": lambda value: value is None or _are_scores(value),
 }

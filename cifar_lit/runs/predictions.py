@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.files import atomic_write
-from cifar_lit.runs.run_folder import read_rows
+from cifar_lit.runs.run_folder import GROUP, read_rows
 from cifar_lit.text import csv_cell
 
 ROWS_AT_ONCE = 4096  # rows converted to Python numbers in one step
@@ -57,9 +58,7 @@ def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
     return PredictionTable(predictions["indices"], predictions["labels"], predicted, probability.double())
 
 
-def write_predictions(
-    path: Path, classes: Sequence[str], batches: Sequence[Mapping[str, Tensor]], files: Sequence[str] | None = None
-) -> int:
+def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], images: ImageSet) -> int:
     """Write `predictions.csv` in the order of the data set, and `probabilities.npy` beside it.
 
     Columns: index, label, predicted, probability, and probability_<class> of every class, with six digits. The array
@@ -67,7 +66,7 @@ def write_predictions(
 
     Args:
         batches: results of `ImageClassifier.predict_step`.
-        files: path of each image of the data set, for an additional last column.
+        images: the data set. Its groups are further columns (group_<name>), and its names the last one (path).
 
     Returns:
         The number of rows.
@@ -76,11 +75,13 @@ def write_predictions(
     labels = torch.cat([batch["labels"] for batch in batches])
     probabilities = torch.cat([batch["probabilities"] for batch in batches])
     order = indices.argsort(stable=True)
-    names = [csv_cell(name) for name in classes]
+    names = [csv_cell(name) for name in images.classes]
     header = ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names)]
-    if files:
-        header.append("path")
-    digits = ",".join(["%.6f"] * len(classes))
+    further = {f"{GROUP}{csv_cell(name)}": values for name, values in images.columns.items()}
+    if images.names:
+        further["path"] = images.names
+    header += further
+    digits = ",".join(["%.6f"] * len(names))
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
@@ -88,10 +89,8 @@ def write_predictions(
             part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
             for index, label, predicted, values in zip(*map(Tensor.tolist, part), strict=True):
                 cells = (digits % tuple(values)).split(",")
-                row = [index, names[label], names[predicted], cells[predicted], *cells]
-                if files:
-                    row.append(csv_cell(files[index]))
-                writer.writerow(row)
+                own = [csv_cell(values_of[index]) for values_of in further.values()]
+                writer.writerow([index, names[label], names[predicted], cells[predicted], *cells, *own])
     array = probabilities[order].float().contiguous().numpy()
     with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as file:
         # np.save uses `tofile`, whose error on a full disk has no errno.
@@ -140,10 +139,11 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
 #     path                         path as given
 #     novelty                      out-of-distribution score
 #     unknown                      whether the image is rejected (yes or no)
+#     set                          classes of the prediction set (--coverage), in CSV with | between them
 #     error                        why the file could not be read
 
 TOP = 3  # default number of classes in a row
-Value = int | float | str | bool | None
+Value = int | float | str | bool | Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ class Row:
     path: str | None = None
     novelty: float | None = None
     unknown: bool | None = None
+    set: Sequence[str] | None = None
     error: str | None = None
 
     def values(self, top: int) -> dict[str, Value]:
@@ -170,7 +171,8 @@ class Row:
         novelty = self.novelty
         if novelty is not None:
             novelty = round(novelty, 6)
-        return {**values, "path": self.path, "novelty": novelty, "unknown": self.unknown, "error": self.error}
+        values |= {"path": self.path, "novelty": novelty, "unknown": self.unknown, "set": self.set, "error": self.error}
+        return values
 
 
 class CsvRows:
@@ -193,6 +195,8 @@ def _cell(value: Value) -> object:
         return "no"
     if isinstance(value, float):
         return f"{value:.6f}"
+    if isinstance(value, tuple):
+        return csv_cell("|".join(value))
     return csv_cell(value)
 
 

@@ -28,6 +28,7 @@ from cifar_lit.runs.figures import (
     line_chart,
     reliability_diagram,
 )
+from cifar_lit.runs.groups import group_lines, group_rows
 from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, read_array, suspect_labels
 from cifar_lit.runs.learning_curve import curve_of, draw
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
@@ -175,6 +176,9 @@ def render(
         error=error,
         calibration=(metrics.get("test") or {}).get("calibration"),
         fitted=len(data.split[1]) >= MIN_HELD_OUT,
+        coverage=coverage_rows(metrics.get("test") or {}),
+        groups=group_lines(metrics.get("test") or {}),
+        group_tables=group_rows(metrics.get("test") or {}),
         mean=float(predictions.probability.mean()),
         diagram=reliability_diagram(
             "reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"
@@ -292,6 +296,27 @@ def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int])
         rows.append({**row, "accuracy": correct / tested, "low": low, "high": high, "needs": needs})
     rows.sort(key=lambda row: float(row["accuracy"]))
     return [*rows, *untested][:MAX_TABLE_CLASSES]
+
+
+def coverage_rows(test: Mapping[str, Any]) -> list[list[str]]:
+    """Return a table of the coverage and the mean size of prediction sets, all images first, then the worst classes.
+
+    test: the `test` part of metrics.json. Without coverage, or with values of other types, the table is empty.
+    """
+    try:
+        levels = test.get("coverage") or []
+        header = ["", *(f"{100 * level['coverage']:g} %" for level in levels)]
+        whole = ["all images", *(_covered(level["measured"], level["set_size"]) for level in levels)]
+        rows = []
+        for name in sorted(levels[-1]["per_class"], key=lambda name: float(levels[-1]["per_class"][name][0])):
+            rows.append([name, *(_covered(*level["per_class"][name]) for level in levels)])
+        return [header, whole, *rows[:MAX_TABLE_CLASSES]]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return []
+
+
+def _covered(share: float, size: float) -> str:
+    return f"{100 * share:.1f} % · {size:.2f}"
 
 
 def captions(

@@ -15,9 +15,12 @@ from torch import Tensor
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
-from cifar_lit.runs.calibration import expected_calibration_error, reliability, tempered
+from cifar_lit.runs.calibration import expected_calibration_error, reliability
+from cifar_lit.runs.card import MIN_HELD_OUT, measured_coverage, tempered, test_sets
 from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.figures import GALLERY_SIZE, confusion_matrix, gallery
+from cifar_lit.runs.groups import COVERED, group_results
+from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.predictions import fingerprint, prediction_table
 from cifar_lit.runs.report import captions, render
 from cifar_lit.runs.run import Run
@@ -29,9 +32,9 @@ Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 
 
 def run_metrics(
-    run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, temperature: float | None
+    run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, card: ModelCard
 ) -> dict[str, object]:
-    """Return the contents of metrics.json. temperature: from the model card."""
+    """Return the contents of metrics.json."""
     trainer, settings = model.trainer, run.settings
     accelerator = trainer.strategy.root_device.type
     if accelerator == "cuda":
@@ -69,18 +72,28 @@ def run_metrics(
     if val:
         metrics["val"] = {**val.values, "interval": accuracy_interval(val)}
     if test:
-        metrics["test"] = _test_scores(model, data, test, temperature)
+        metrics["test"] = _test_scores(model, data, test, card)
     return metrics
 
 
-def _test_scores(model: ImageClassifier, data: ImageData, test: Score, temperature: float | None) -> dict[str, object]:
+def _test_scores(model: ImageClassifier, data: ImageData, test: Score, card: ModelCard) -> dict[str, object]:
     per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
     scores: dict[str, object] = {**test.values, "images": test.images}
     scores |= {"interval": accuracy_interval(test), "per_class": per_class}
     if views := model.views_score:
         scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
     if model.predictions is not None:
-        scores["calibration"] = calibration_of(model.predictions, temperature)
+        scores["calibration"] = calibration_of(model.predictions, card.temperature)
+        probabilities, labels = (
+            tempered(model.predictions["probabilities"], card.temperature),
+            model.predictions["labels"],
+        )
+        held_out = card.coverage
+        if len(data.split[1]) < MIN_HELD_OUT:  # it comes from these test images
+            held_out = None
+        scores["coverage"] = measured_coverage(probabilities, labels, held_out, data.classes)
+        sets = test_sets(probabilities, labels, held_out, COVERED)
+        scores["groups"] = group_results(data.test_images.columns, probabilities, labels, sets)
     scores["fingerprint"] = fingerprint(data.test_images.images, data.test_images.labels)
     return scores
 

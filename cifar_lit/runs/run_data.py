@@ -156,7 +156,7 @@ class RunData:
         if not self.values:  # without a config.yaml
             self.values = data_settings(run, card, "folder", data_dir)
         self.dataset = str(self.values.get("dataset", "folder"))
-        names = {field.name for field in fields(SourceSettings)}
+        names = {field.name for field in fields(SourceSettings)} - {"groups"}  # needed for results only
         source = {name: value for name, value in self.values.items() if name in names}
         self.settings = SourceSettings(**_parsed(SourceSettings, source, display_path(run)))
 

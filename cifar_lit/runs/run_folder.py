@@ -28,6 +28,7 @@ MODEL = "model.safetensors"
 HUB = "hf://"  # begin of the name of a model on the Hugging Face hub
 JOB = ".job"  # scheduler job that started the run
 PREVIOUS = "checkpoints/previous.ckpt"
+GROUP = "group_"  # begins the columns of groups in predictions.csv
 CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in order of preference for a resume
 WRITTEN = ("config.yaml", "metrics.json", "model.safetensors", "predictions.csv", "probabilities.npy", "report.html",
            "margins.npy")  # fmt: skip

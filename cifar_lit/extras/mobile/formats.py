@@ -25,7 +25,6 @@ DESCRIPTION = (
     "Export the net of a run for phones, as LiteRT or Core ML. Input: one image. Output: probabilities. A LiteRT file "
     "is kept only if it reproduces the net's predictions on test images; of a Core ML file, the structure is checked."
 )
-OUTPUTS = ("probabilities", "unknown")
 
 
 def mobile(argv: list[str]) -> None:
@@ -37,19 +36,16 @@ def mobile(argv: list[str]) -> None:
 class Named(nn.Module):
     """A net whose outputs have names."""
 
-    def __init__(self, net: LoadedNet, reject: float | None) -> None:
+    def __init__(self, net: LoadedNet, options: Options) -> None:
         super().__init__()
-        self.net, self.predict = net, Probabilities(net, reject)
-        self.names = list(OUTPUTS)
-        if reject is None:
-            self.names.remove("unknown")
+        self.net, self.predict, self.names = net, Probabilities(net, options), options.outputs
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Return the outputs for pixels in 0 … 255, of any dtype."""
         outputs = self.predict.outputs(self.net.net((images.float() / 255 - self.net.mean) / self.net.std))
         if isinstance(outputs, Tensor):
-            return {OUTPUTS[0]: outputs}
-        return dict(zip(OUTPUTS, outputs, strict=True))
+            outputs = (outputs,)
+        return dict(zip(self.names, outputs, strict=True))
 
 
 @silenced()
@@ -60,14 +56,14 @@ def write_litert(net: LoadedNet, path: Path, options: Options) -> None:
 
     example = torch.zeros(1, *net.card.input_shape, dtype=torch.uint8)
     try:
-        model = litert_torch.convert(Named(net, options.reject).eval(), sample_kwargs={"images": example})
+        model = litert_torch.convert(Named(net, options).eval(), sample_kwargs={"images": example})
         content = model.model_content()  # its `export` aborts the process if the disk is full
     except Exception as error:  # the converter raises many kinds of errors
         raise Failure(f"litert-torch cannot convert this net ({first_line(error)}): use --to onnx") from error
     path.write_bytes(content)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("labels.txt", "\n".join(net.classes))
-        archive.writestr("metadata.json", json.dumps(metadata(net, options.reject), ensure_ascii=False))
+        archive.writestr("metadata.json", json.dumps(metadata(net, options), ensure_ascii=False))
 
 
 @silent_stderr()
@@ -78,7 +74,9 @@ def open_litert(path: Path) -> Runner:
     interpreter = Interpreter(str(path), num_threads=torch.get_num_threads())
     interpreter.allocate_tensors()  # logs; otherwise the first run does
     run = interpreter.get_signature_runner()
-    return lambda images: torch.cat([torch.from_numpy(run(images=one.numpy())[OUTPUTS[0]]) for one in images.split(1)])
+    return lambda images: torch.cat(
+        [torch.from_numpy(run(images=one.numpy())["probabilities"]) for one in images.split(1)]
+    )
 
 
 @silenced()
@@ -91,7 +89,7 @@ def write_coreml(net: LoadedNet, path: Path, options: Options) -> None:
         raise Failure(f"Core ML images are grey or RGB, but this net takes {channels} channels: use --to onnx")
     layout = ct.colorlayout.RGB if channels == 3 else ct.colorlayout.GRAYSCALE
     image = ct.ImageType(name="images", shape=(1, channels, height, width), color_layout=layout)
-    named = Named(net, options.reject).eval()
+    named = Named(net, options).eval()
     try:
         program = torch.export.export(named, (torch.zeros(image.shape.symbolic_shape),))
         program = program.run_decompositions({})
@@ -100,9 +98,7 @@ def write_coreml(net: LoadedNet, path: Path, options: Options) -> None:
                 node.args = (*node.args, node.args[1])
         outputs = [ct.TensorType(name=name) for name in named.names]
         model = ct.convert(program, inputs=[image], outputs=outputs, minimum_deployment_target=ct.target.iOS16)
-        model.user_defined_metadata.update(
-            {**metadata(net, options.reject), "input": "images: an image, not normalised"}
-        )
+        model.user_defined_metadata.update({**metadata(net, options), "input": "images: an image, not normalised"})
         with TemporaryDirectory() as folder:
             package = Path(folder) / "package" / "model.mlpackage"
             model.save(str(package))
@@ -115,9 +111,8 @@ def write_coreml(net: LoadedNet, path: Path, options: Options) -> None:
         raise Failure(f"coremltools cannot convert this net ({first_line(error)}): use --to onnx") from error
     (read,) = written.input
     shapes = {output.name: tuple(output.type.multiArrayType.shape) for output in written.output}
-    expected = dict(zip(OUTPUTS, [(1, len(net.classes)), (1,)], strict=True))
-    if options.reject is None:
-        del expected["unknown"]
+    all_shapes = {"probabilities": (1, len(net.classes)), "unknown": (1,), "set": (1, len(net.classes))}
+    expected = {name: all_shapes[name] for name in named.names}
     size = (read.type.imageType.height, read.type.imageType.width)
     if (read.name, size, shapes) != ("images", (height, width), expected):
         raise Failure(f"the Core ML file has inputs or outputs {shapes} instead of {expected}: use --to onnx")

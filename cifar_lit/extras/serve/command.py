@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
 
+from cifar_lit.cli.coverage import add_coverage, coverage_of
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import check_packages
 from cifar_lit.extras.serve.collect import MAX_FILES, Collector
@@ -24,9 +25,9 @@ DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at 
 
 POST /predict accepts one image as the body (Content-Type: image/jpeg or another image type), or a form with files
 (multipart/form-data). The response to one image is {"label", "probability", "top": [{"label", "probability"}, …]}, to a
-form {"predictions": […]} in the order sent. With --reject, each prediction has "unknown" (true or false). ?top=K
-returns K classes (default 3), ?seen=1 the image as the net gets it. GET /health describes the net. Errors are
-{"error": "one line"}. Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
+form {"predictions": […]} in the order sent. With --reject, each prediction has "unknown" (true or false); with
+--coverage, it has "set" (a list of classes). ?top=K returns K classes (default 3), ?seen=1 the image as the net gets
+it. GET /health describes the net. Errors are {"error": "one line"}. Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
 
 
 def serve(argv: list[str]) -> None:
@@ -37,6 +38,7 @@ def serve(argv: list[str]) -> None:
     add("--host", type=str, default="127.0.0.1", help="address to listen on; 0.0.0.0 for every network interface")
     add("--port", type=int, default=8000, help="port to listen on; 0 for a free one")
     add("--reject", type=float | None, default=None, help="mark images as unknown at this false-alarm rate, up to 0.5")
+    add_coverage(parser)
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     add("--max-mb", type=PositiveInt, default=10, help="largest request body in MB")
     add("--max-pixels", type=PositiveInt, default=25_000_000, help="largest image in pixels, according to its header")
@@ -68,6 +70,7 @@ def serve(argv: list[str]) -> None:
         classifier.reject = None
         if settings.reject is not None:
             classifier.reject = check_rate(settings.reject, classifier.card.reject)
+        classifier.coverage = coverage_of(settings, classifier.card)
         # Leave one core to connections and decoding: torch's threads spin while they wait.
         torch.set_num_threads(max(1, choose_threads()[0] - 1))
         keep_freed_memory()
