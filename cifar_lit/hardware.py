@@ -139,6 +139,18 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()  # processor() starts a process
 
 
+def processor(accelerator: str) -> str:
+    """Return the kind of processor that trains: two of the same kind give the same bits with the same software."""
+    import torch
+
+    if accelerator == "gpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    units = torch.backends.cpu.get_cpu_capability()
+    if has_amx():
+        units += ", AMX"
+    return f"{_cpu_name()} ({units})"
+
+
 class _Gpu(Protocol):
     """What is used of `torch.cuda.get_device_properties`."""
 

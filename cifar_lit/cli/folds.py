@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
@@ -19,12 +18,12 @@ from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.several import check_several, show_runs, train_each
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
-from cifar_lit.files import atomic_write, write_text
-from cifar_lit.runs.label_errors import rank_suspects
+from cifar_lit.files import write_text
+from cifar_lit.runs.label_errors import LIST, rank_labels, write_ranking
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_metrics
 from cifar_lit.stats import mean_interval, wilson_interval
-from cifar_lit.text import csv_cell, say
+from cifar_lit.text import say
 
 FIGURES = ("accuracy", "balanced_accuracy", "macro_f1")
 
@@ -84,14 +83,16 @@ def finish(
         spread = mean_interval([test[name] for _, test in runs])
         spreads[name] = spread
         values[name] = {"n": spread["n"], "mean": spread["mean"], "std": spread["std"]}
-    suspects = write_label_errors(folder / "label_errors.csv", images, indices, labels, probabilities)
+    ranking = rank_labels(labels, probabilities.float())
+    write_ranking(folder / LIST, images, ranking, indices, ["test"] * len(images))
+    suspects = ranking.suspects
     combined = {"accuracy": correct / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
     metrics = {"folds": [path for path, _ in runs], "test": combined, **values}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
     show_runs("test results of each fold", "fold", dict(runs), [*FIGURES, "images"], spreads)
     say(
-        f"{suspects} of {count} predictions contradict the label: {display_path(folder)}/label_errors.csv",
+        f"{suspects} of {count} predictions contradict the label: {display_path(folder)}/{LIST}",
         f"95 % interval of the accuracy {low:.4f} … {high:.4f}",
         f"accuracy over all folds {correct / count:.4f} · {count} images",
         f"results {display_path(folder)}",
@@ -99,22 +100,3 @@ def finish(
         "next:",
         f"  cifar-lit review {shlex.quote(display_path(folder))}",
     )
-
-
-def write_label_errors(path: Path, images: ImageSet, indices: Tensor, labels: Tensor, probabilities: Tensor) -> int:
-    """Write suspected label errors, the likeliest first; return their number. See `label_errors.rank_suspects`."""
-    ranking = rank_suspects(labels, probabilities.float())
-    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        columns = "index,path,label,probability_of_label,suggested,probability_of_suggested,confident"
-        writer.writerow(columns.split(","))
-        for row, confident in zip(ranking.rows.tolist(), ranking.confident.tolist(), strict=True):
-            index = int(indices[row])
-            name = ""
-            if images.names:
-                name = images.names[index]
-            label, suggested = images.classes[labels[row]], images.classes[ranking.suggested[row]]
-            cells = [index, csv_cell(name), csv_cell(label), f"{ranking.own[row]:.6f}"]
-            cells += [csv_cell(suggested), f"{ranking.best[row]:.6f}", "yes" if confident else "no"]
-            writer.writerow(cells)
-    return len(ranking.rows)

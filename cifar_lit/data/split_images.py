@@ -21,6 +21,7 @@ from cifar_lit.plugins import part_name
 from cifar_lit.text import counted, listed, nfc
 
 UNUSED, TRAIN, VAL, TEST = range(4)  # sides of a split
+SIDES = ("unused", "train", "val", "test")
 FEW_VALIDATION_IMAGES = 20  # below this, one image is more than 5 % of the accuracy
 
 
@@ -99,6 +100,11 @@ class SplitImages:
         except Exception:  # a fit needs no test images, and the function of a user may have none
             return
         yield tests, torch.full((len(tests),), TEST)
+
+    def part_names(self) -> list[str]:
+        """Return the part of each training image: train, val, test (with `folds`), or unused."""
+        _, sides = next(self.sides())
+        return [SIDES[side] for side in sides.tolist()]
 
     @property
     def class_counts(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable, Sequence, Set
 from hashlib import sha256
@@ -14,13 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.files import file_size
+from cifar_lit.files import atomic_write, file_size
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
+from cifar_lit.text import csv_cell
 
 MAX_HEADER = 1 << 16  # bytes before the numbers of a NumPy file, 128 in those of a run
 COMPARED = 1000  # test images whose pixels are compared with those of the most similar training image
 # Share of the standard deviation of the pixels. In CIFAR-10, 1 % of the test images are as near to a training image.
 MAX_DIFFERENCE = 0.4
+OUT_OF_FOLD = "out_of_fold.npy"  # of a run: probabilities from predictors that were not fitted on the image, or NaN
+LIST = "label_errors.csv"
 AT_ONCE = 256  # images compared with all training images in one step
 
 
@@ -76,47 +80,45 @@ def find_nearest(train: Tensor, test: Tensor, advance: Callable[[int], None]) ->
     return torch.cat(cosines).cpu(), torch.cat(rows).cpu()
 
 
-def suspect_labels(
-    images: ImageSet, probabilities: Tensor, what: str, held_out: Set[int] = frozenset(), margins: Tensor | None = None
-) -> Suspects:
-    """Return the labels that contradict a net's predictions, the least trusted label first (see `trust`).
+def suspect_labels(images: ImageSet, ranking: Ranking, what: str, held_out: Set[int] = frozenset()) -> Suspects:
+    """Return the suspected labels of a set with pictures, the least trusted label first.
+
+    Args:
+        what: name of the set in alternative texts.
+        held_out: rows of validation images.
+    """
+    pictures = []
+    for row in ranking.rows[: min(ranking.suspects, GALLERY_SIZE)].tolist():
+        label, predicted = images.classes[images.labels[row]], images.classes[ranking.suggested[row]]
+        own, best = float(ranking.own[row]), float(ranking.best[row])
+        name = images.name(row)
+        alt = f"{what} image {name}: label {label} {own:.2f}, predicted {predicted} {best:.2f}"
+        if row in held_out:
+            name = f"{name} · held out"
+        lines = (f"label {label} {own:.3f}", f"predicted {predicted} {best:.3f}", name)
+        pictures.append(Picture(data_uri(images.images[row]), alt, lines))
+    return Suspects(len(images), pictures, ranking.suspects, int(ranking.confident.sum()))
+
+
+class Ranking(NamedTuple):
+    """N images by how much their labels are trusted."""
+
+    rows: Tensor  # all images, the least trusted suspected label first, int64 (N,)
+    suspects: int  # number of suspected labels, which come first
+    scores: Tensor  # trust in each label, double (N,)
+    own: Tensor  # probability of the label, float (N,)
+    best: Tensor  # probability of the predicted class, float (N,)
+    suggested: Tensor  # predicted class, int64 (N,)
+    confident: Tensor  # whether confident learning counts an image as mislabelled, bool (N,)
+
+
+def rank_labels(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Ranking:
+    """Rank the labels of a set by `trust`, those first that contradict the predictions.
 
     A label is suspected if another class is more probable, or had a larger logit on average over the training.
     Confident learning has a threshold for each class: its mean probability over the images labelled with it. A
     suspected label counts as mislabelled if the predicted class reaches its threshold (C. Northcutt, L. Jiang and I.
     Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
-
-    Args:
-        probabilities: predicted probabilities, float (N, classes).
-        what: name of the set in alternative texts.
-        held_out: rows of validation images.
-        margins: `margins.npy` of the run, float (N,), if there is one.
-    """
-    ranked, own, best, suggested, confident = rank_suspects(images.labels, probabilities, margins)
-    pictures = []
-    for row in ranked[:GALLERY_SIZE].tolist():
-        label, predicted = images.classes[images.labels[row]], images.classes[suggested[row]]
-        name = images.name(row)
-        alt = f"{what} image {name}: label {label} {own[row]:.2f}, predicted {predicted} {best[row]:.2f}"
-        if row in held_out:
-            name = f"{name} · held out"
-        lines = (f"label {label} {own[row]:.3f}", f"predicted {predicted} {best[row]:.3f}", name)
-        pictures.append(Picture(data_uri(images.images[row]), alt, lines))
-    return Suspects(len(images), pictures, len(ranked), int(confident.sum()))
-
-
-class Ranking(NamedTuple):
-    """Suspected labels, and probabilities of all N images."""
-
-    rows: Tensor  # images with suspected labels, the least trusted label first, int64 (M,)
-    own: Tensor  # probability of the label, float (N,)
-    best: Tensor  # probability of the predicted class, float (N,)
-    suggested: Tensor  # predicted class, int64 (N,)
-    confident: Tensor  # whether confident learning counts each of `rows` as mislabelled, bool (M,)
-
-
-def rank_suspects(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Ranking:
-    """Rank labels as `suspect_labels` does.
 
     labels: int64 (N,). probabilities: float (N, classes). margins: `margins.npy` of the run, float (N,), if it has one.
     """
@@ -124,13 +126,55 @@ def rank_suspects(labels: Tensor, probabilities: Tensor, margins: Tensor | None 
     own = probabilities.gather(1, labels[:, None])[:, 0]
     thresholds = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
     best, suggested = probabilities.max(1)
-    is_rejected = best > own
+    suspected = best > own
     if margins is not None:
-        is_rejected |= margins < 0
-    rejected = is_rejected.nonzero()[:, 0]
-    rows = rejected[trust(labels, probabilities, margins)[rejected].argsort(stable=True)]
-    confident = (best >= thresholds[suggested])[rows]  # NaN, the threshold of a class without images, compares as false
-    return Ranking(rows, own, best, suggested, confident)
+        suspected |= margins < 0
+    scores = trust(labels, probabilities, margins)
+    rows = (scores - suspected.double()).argsort(stable=True)  # a score is below 1
+    confident = suspected & (best >= thresholds[suggested])  # false for NaN, the threshold of a class without images
+    return Ranking(rows, int(suspected.sum()), scores, own, best, suggested, confident)
+
+
+def evidence(run: Path, probabilities: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+    """Return the probabilities and margins to rank labels by: out-of-fold ones where a run has them, without margins.
+
+    Args:
+        run: a run folder, perhaps with `OUT_OF_FOLD` or margins.npy.
+        probabilities: those of the run's net, (N, classes), used for images without others.
+        rows: rows of these images in the training images, int64 (N,).
+        count: number of training images.
+    """
+    unseen = read_array(run / OUT_OF_FOLD, (count, probabilities.shape[1]))
+    if unseen is not None:
+        unseen = unseen[rows]
+        is_known = ((unseen >= 0) & (unseen <= 1)).all(1, keepdim=True)
+        return torch.where(is_known, unseen, probabilities.float()), None
+    margins = read_array(run / "margins.npy", (count,))
+    if margins is not None:
+        margins = margins[rows]
+    return probabilities, margins
+
+
+def write_ranking(path: Path, images: ImageSet, ranking: Ranking, rows: Tensor, parts: Sequence[str]) -> None:
+    """Write all labels as CSV, the most suspicious first.
+
+    rows: row of each ranked image in `images`. parts: part of each image in `images`, such as train.
+    """
+    columns = "index,path,label,probability_of_label,suggested,probability_of_suggested,score,part,suspected,confident"
+    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns.split(","))
+        for place, rank in enumerate(ranking.rows.tolist()):
+            row = int(rows[rank])
+            name = ""
+            if images.names:
+                name = images.names[row]
+            label, suggested = images.classes[images.labels[row]], images.classes[ranking.suggested[rank]]
+            cells = [row, csv_cell(name), csv_cell(label), f"{ranking.own[rank]:.6f}", csv_cell(suggested)]
+            cells += [f"{ranking.best[rank]:.6f}", f"{ranking.scores[rank]:.6f}", parts[row]]
+            for mark in (place < ranking.suspects, ranking.confident[rank]):
+                cells.append("yes" if mark else "no")
+            writer.writerow(cells)
 
 
 def trust(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Tensor:
@@ -140,7 +184,7 @@ def trust(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) 
     `margins`, it is the mean of that and the quantile of the margin over the training. After a short training, the
     margin of the net ranks planted errors better than the one over the training. After a long one it is the opposite,
     because the net memorises wrong labels (`results/cpu/label-noise.json` and `label-noise-long.json`). Arguments are
-    those of `rank_suspects`.
+    those of `rank_labels`.
     """
     logits = probabilities.double().clamp_min(1e-30).log()  # up to a constant of each image
     others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
@@ -175,10 +219,7 @@ def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tens
 
     Of the test images most similar to a training image, those whose pixels differ plainly are left out.
     """
-    first_rows: dict[bytes, int] = {}
-    for row, image in enumerate(train.images):
-        first_rows.setdefault(_digest(image), row)
-    same_rows = torch.tensor([first_rows.get(_digest(image), -1) for image in test.images])
+    same_rows = identical_rows(train, test)
     is_identical = same_rows >= 0
     count = min(int((~is_identical).sum()), COMPARED)
     pairs: list[Pair] = []
@@ -193,6 +234,14 @@ def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tens
         pairs.append(Pair(_labelled("Test", test, test_row), _labelled("Training", train, train_row), caption))
     conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
     return pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting
+
+
+def identical_rows(train: ImageSet, test: ImageSet) -> Tensor:
+    """Return the row of the first training image with the pixels of each test image, int64 (M,); -1 if none has."""
+    first_rows: dict[bytes, int] = {}
+    for row, image in enumerate(train.images):
+        first_rows.setdefault(_digest(image), row)
+    return torch.tensor([first_rows.get(_digest(image), -1) for image in test.images])
 
 
 def _digest(image: Tensor) -> bytes:

@@ -29,7 +29,16 @@ from cifar_lit.runs.figures import (
     reliability_diagram,
 )
 from cifar_lit.runs.groups import group_lines, group_rows
-from cifar_lit.runs.label_errors import Findings, find_duplicates, find_nearest, read_array, suspect_labels
+from cifar_lit.runs.label_errors import (
+    LIST,
+    Findings,
+    evidence,
+    find_duplicates,
+    find_nearest,
+    rank_labels,
+    suspect_labels,
+    write_ranking,
+)
 from cifar_lit.runs.learning_curve import curve_of, draw
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics
@@ -68,9 +77,6 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     """
     metrics = read_metrics(run)
     train, held_out, rows = _train_images(data)
-    margins = read_array(run / "margins.npy", (len(data.train_images),))
-    if margins is not None:
-        margins = margins[rows]
     test = data.test_images
     predictions = None
     tested_on = (metrics.get("test") or {}).get("fingerprint")
@@ -93,9 +99,12 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     train_logits, train_embeddings = embed_all(train, "training images")
     with progress("comparing test with training images", len(test)) as advance:
         nearest = find_nearest(train_embeddings.to(device), embeddings.to(device), advance)
+    ranking = rank_labels(train.labels, *evidence(run, train_logits.softmax(1), rows, len(data.train_images)))
+    with suppress(OSError):  # the run of somebody else
+        write_ranking(run / LIST, data.train_images, ranking, rows, data.parts.part_names())
     findings = Findings(
-        suspect_labels(train, train_logits.softmax(1), "Training", held_out, margins),
-        suspect_labels(test, logits.softmax(1), "Test"),
+        suspect_labels(train, ranking, "Training", held_out),
+        suspect_labels(test, rank_labels(test.labels, logits.softmax(1)), "Test"),
         *find_duplicates(train, test, *nearest),
     )
     return render(run, metrics, data, predictions, findings)

@@ -15,6 +15,7 @@ from torch import Tensor
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
+from cifar_lit.hardware import processor
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.runs.card import MIN_HELD_OUT, measured_coverage, tempered, test_sets
 from cifar_lit.runs.data_record import data_record
@@ -46,6 +47,7 @@ def run_metrics(
         "seed": settings.get("seed_everything"),
         "epochs": None,
         "accelerator": accelerator,
+        "processor": processor(accelerator),
         "devices": trainer.world_size,
         "threads": torch.get_num_threads(),
         "precision": str(trainer.precision),

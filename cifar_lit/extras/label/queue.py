@@ -15,25 +15,10 @@ from torch.nn import functional as F
 from cifar_lit.data.decode import DecodeError, decode, image_size
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.figures import data_uri
-from cifar_lit.runs.label_errors import rank_suspects, read_array, trust
 
 SIDE, SMALL_SIDE = 768, 160  # pixels of the image and of its neighbours on the page
 NEIGHBOURS = 5
 TOP = 9  # classes with their probabilities
-
-
-def most_suspicious(run: Path, labels: Tensor, probabilities: Tensor) -> Tensor:
-    """Return all rows, int64 (N,): suspected labels first, the likeliest error at the top, as in the report.
-
-    Args:
-        run: the run folder, with the margins of its training if they were recorded.
-        labels: int64 (N,).
-        probabilities: float (N, classes).
-    """
-    margins = read_array(run / "margins.npy", (len(labels),))
-    scores = trust(labels, probabilities, margins)
-    scores[rank_suspects(labels, probabilities, margins).rows] -= 1  # quantiles are below 1
-    return scores.argsort(stable=True)
 
 
 class Summary(NamedTuple):

@@ -24,7 +24,7 @@ from cifar_lit.data.progress import progress
 from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure, UsageError, check_packages
 from cifar_lit.extras.label.journal import JOURNAL, Journal, is_cell
-from cifar_lit.extras.label.queue import Queue, most_suspicious
+from cifar_lit.extras.label.queue import Queue
 from cifar_lit.extras.label.table import TABLE, Labels, current_labels
 from cifar_lit.files import read_text
 from cifar_lit.hardware import resolve_device
@@ -32,7 +32,7 @@ from cifar_lit.inference.classify import ImageFile, classify_files, find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
 from cifar_lit.memory import keep_freed_memory
-from cifar_lit.runs.label_errors import read_array
+from cifar_lit.runs.label_errors import LIST, evidence, rank_labels, read_array, write_ranking
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import RunFolder, display_path, weights_file
 from cifar_lit.text import counted, note, say
@@ -154,7 +154,13 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
             fault = f"{file} does not hold {shape[0]} × {shape[1]} numbers, as the data of this run need"
             raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir")
         probabilities = held_out
-    order = most_suspicious(run, images.labels, probabilities)[: settings.limit or None]
+        ranking = rank_labels(images.labels, probabilities)
+    else:
+        all_rows = torch.arange(len(images))
+        probabilities, margins = evidence(run, probabilities, all_rows, len(images))
+        ranking = rank_labels(images.labels, probabilities, margins)
+        write_ranking(run / LIST, images, ranking, all_rows, data.parts.part_names())
+    order = ranking.rows[: settings.limit or None]
     rows = order.tolist()
     names = [labels.labels[row] for row in rows]
     return Queue([keys[row] for row in rows], names, probabilities[order], embeddings[order], *train)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback, EarlyStopping
@@ -22,12 +24,15 @@ from cifar_lit.features.finetune.head import (
     compute_features,
     digest,
     fit_head,
+    out_of_fold,
     read_features,
     write_features,
 )
 from cifar_lit.features.finetune.pretrained import IMAGENET, head_path, load_pretrained, net_head
+from cifar_lit.files import atomic_write
 from cifar_lit.hooks import callbacks_with, method
 from cifar_lit.models.pretrained import Pretraining, pretraining_of
+from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.runs.model_file import read_card
 from cifar_lit.text import counted, duration_text, say
 from cifar_lit.training.checkpoint import RunCheckpoint
@@ -171,6 +176,8 @@ class Finetune(Callback):
                 head.weight.copy_(weight)
                 head.bias.copy_(bias)
         text, scalars = f"last layer fitted in {time.perf_counter() - started:.1f} s", {}
+        if features is not None:
+            _write_out_of_fold(trainer, model, features, val_features)
         broadcast_from_first(trainer, head.weight, head.bias)
         if len(val):
             model.evaluation.reset()
@@ -254,6 +261,28 @@ class Finetune(Callback):
             limit = " at most" if may_stop else ""
             stages.append(f"{layers}, {rates}about {duration_text(seconds)}{limit}")
         return "; then ".join(stages)
+
+
+def _write_out_of_fold(
+    trainer: pl.Trainer, model: ImageClassifier, features: Tensor, val_features: Tensor | None
+) -> None:
+    """Write `OUT_OF_FOLD` to the run folder: predictions for training and validation images, to find wrong labels.
+
+    features: (views · N, features) of the training images, the plain view first. val_features: (M, features).
+    """
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+    if not folder or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
+    train, val = data.split
+    rows, plain = train, features[: len(train)]
+    if val_features is not None:
+        rows, plain = torch.cat((train, val)), torch.cat((plain, val_features))
+    classes = model.hparams["num_classes"]
+    probabilities = torch.full((len(data.train_images), classes), torch.nan)
+    probabilities[rows] = out_of_fold(plain, data.train_images.labels[rows], classes)
+    with atomic_write(Path(folder).parent / OUT_OF_FOLD) as partial, partial.open("wb") as file:
+        np.save(file, probabilities.numpy())
 
 
 def freeze_norms(net: nn.Module) -> None:

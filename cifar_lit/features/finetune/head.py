@@ -129,11 +129,7 @@ def fit_head(
     """
     targets = labels.repeat(views)
     generator = torch.Generator().manual_seed(0)
-    fold = torch.empty_like(labels)
-    for label in range(num_classes):
-        class_rows = (labels == label).nonzero().flatten()
-        fold[class_rows[torch.randperm(len(class_rows), generator=generator)]] = torch.arange(len(class_rows)) % FOLDS
-    fold = fold.repeat(views)
+    fold = _draw_folds(labels, num_classes, generator).repeat(views)
     if len(targets) > MAX_FITTED:
         subset = torch.randperm(len(targets), generator=generator)[:MAX_FITTED].sort().values
         features, targets, fold = features[subset], targets[subset], fold[subset]
@@ -153,6 +149,34 @@ def fit_head(
     weight, bias = _solve(rows, targets, num_classes, STRENGTHS[: best + 1], class_weights)[-1]
     weight = weight / std
     return weight, bias - weight @ mean
+
+
+def out_of_fold(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Return the probabilities of heads that were not fitted on the image, float32 (N, classes).
+
+    The penalty is the strongest one, so that a few wrong labels change little. A class with all of its images in one
+    fold is unknown to the head that predicts them.
+
+    features: (N, features). labels: int64 (N,).
+    """
+    features = features.float()
+    rows = (features - features.mean(0)) / features.std(0).clamp_min(1e-6)
+    folds = _draw_folds(labels, num_classes, torch.Generator().manual_seed(0))
+    logits = torch.zeros(len(rows), num_classes)
+    for fold in folds.unique().tolist():
+        held_out = folds == fold
+        ((weight, bias),) = _solve(rows[~held_out], labels[~held_out], num_classes, STRENGTHS[:1], None)
+        logits[held_out] = rows[held_out] @ weight.T + bias
+    return logits.softmax(1)
+
+
+def _draw_folds(labels: Tensor, num_classes: int, generator: torch.Generator) -> Tensor:
+    """Return a fold of `FOLDS` for each label, int64 (N,), with equal shares of each class."""
+    folds = torch.empty_like(labels)
+    for label in range(num_classes):
+        rows = (labels == label).nonzero().flatten()
+        folds[rows[torch.randperm(len(rows), generator=generator)]] = torch.arange(len(rows)) % FOLDS
+    return folds
 
 
 def _solve(
