@@ -135,24 +135,18 @@ def rank_labels(labels: Tensor, probabilities: Tensor, margins: Tensor | None = 
     return Ranking(rows, int(suspected.sum()), scores, own, best, suggested, confident)
 
 
-def evidence(run: Path, probabilities: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+def evidence(run: Path, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the probabilities and margins to rank labels by: out-of-fold ones where a run has them, without margins.
 
     Args:
         run: a run folder, perhaps with `OUT_OF_FOLD` or margins.npy.
-        probabilities: those of the run's net, (N, classes), used for images without others.
-        rows: rows of these images in the training images, int64 (N,).
-        count: number of training images.
+        probabilities: those of the run's net for all training images, (N, classes), used for images without others.
     """
-    unseen = read_array(run / OUT_OF_FOLD, (count, probabilities.shape[1]))
+    unseen = read_array(run / OUT_OF_FOLD, tuple(probabilities.shape))
     if unseen is not None:
-        unseen = unseen[rows]
         is_known = ((unseen >= 0) & (unseen <= 1)).all(1, keepdim=True)
         return torch.where(is_known, unseen, probabilities.float()), None
-    margins = read_array(run / "margins.npy", (count,))
-    if margins is not None:
-        margins = margins[rows]
-    return probabilities, margins
+    return probabilities, read_array(run / "margins.npy", probabilities.shape[:1])
 
 
 def write_ranking(path: Path, images: ImageSet, ranking: Ranking, rows: Tensor, parts: Sequence[str]) -> None:

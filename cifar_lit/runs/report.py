@@ -76,7 +76,7 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
     device: device on which embeddings are compared.
     """
     metrics = read_metrics(run)
-    train, held_out, rows = _train_images(data)
+    train = data.train_images
     test = data.test_images
     predictions = None
     tested_on = (metrics.get("test") or {}).get("fingerprint")
@@ -97,38 +97,37 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
             {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": probabilities}
         )
     train_logits, train_embeddings = embed_all(train, "training images")
-    with progress("comparing test with training images", len(test)) as advance:
-        nearest = find_nearest(train_embeddings.to(device), embeddings.to(device), advance)
-    ranking = rank_labels(train.labels, *evidence(run, train_logits.softmax(1), rows, len(data.train_images)))
+    ranking = rank_labels(train.labels, *evidence(run, train_logits.softmax(1)))
     with suppress(OSError):  # the run of somebody else
-        write_ranking(run / LIST, data.train_images, ranking, rows, data.parts.part_names())
+        write_ranking(run / LIST, train, ranking, torch.arange(len(train)), data.parts.part_names())
+    others, rows = _without_test(data)
+    with progress("comparing test with training images", len(test)) as advance:
+        nearest = find_nearest(train_embeddings[rows].to(device), embeddings.to(device), advance)
     findings = Findings(
-        suspect_labels(train, ranking, "Training", held_out),
+        suspect_labels(train, ranking, "Training", set(range(len(train))).difference(data.split[0].tolist())),
         suspect_labels(test, rank_labels(test.labels, logits.softmax(1)), "Test"),
-        *find_duplicates(train, test, *nearest),
+        *find_duplicates(others, test, *nearest),
     )
     return render(run, metrics, data, predictions, findings)
 
 
-def _train_images(data: ImageData) -> tuple[ImageSet, set[int], Tensor]:
-    """Return the training images without test images, the rows among them that were not trained on, and all rows.
+def _without_test(data: ImageData) -> tuple[ImageSet, Tensor]:
+    """Return the training and validation images that are no test images, and their rows in `data.train_images`.
 
-    `data.train_images` contains test images in a cross-validation, and if the folder val/ is also the test set.
+    That contains test images in a cross-validation, and if the folder val/ is also the test set.
     """
-    train = data.train_images
-    is_held_out = torch.ones(len(train), dtype=torch.bool)
-    is_held_out[data.split[0]] = False
-    keep = torch.ones(len(train), dtype=torch.bool)
+    images = data.train_images
+    keep = torch.ones(len(images), dtype=torch.bool)
     if data.parts.folds:
         keep[data.parts.fold_rows] = False
-    elif train.names:
+    elif images.names:
         test_names = set(data.test_images.names or ())
-        keep = torch.tensor([name not in test_names for name in train.names])
+        keep = torch.tensor([name not in test_names for name in images.names])
     rows = keep.nonzero()[:, 0]
-    if not keep.all():
-        names = [train.name(row) for row in rows.tolist()]
-        train = ImageSet(train.images[rows], train.labels[rows], train.classes, names=names)
-    return train, set(is_held_out[rows].nonzero()[:, 0].tolist()), rows
+    if keep.all():
+        return images, rows
+    names = [images.name(row) for row in rows.tolist()]
+    return ImageSet(images.images[rows], images.labels[rows], images.classes, names=names), rows
 
 
 def render(

@@ -156,10 +156,9 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
         probabilities = held_out
         ranking = rank_labels(images.labels, probabilities)
     else:
-        all_rows = torch.arange(len(images))
-        probabilities, margins = evidence(run, probabilities, all_rows, len(images))
+        probabilities, margins = evidence(run, probabilities)
         ranking = rank_labels(images.labels, probabilities, margins)
-        write_ranking(run / LIST, images, ranking, all_rows, data.parts.part_names())
+        write_ranking(run / LIST, images, ranking, torch.arange(len(images)), data.parts.part_names())
     order = ranking.rows[: settings.limit or None]
     rows = order.tolist()
     names = [labels.labels[row] for row in rows]
