@@ -48,7 +48,7 @@ class Margins(Callback):
         if not hasattr(data, "train_images"):
             raise UsageError("margins needs the row of each image: train on ImageData, or leave margins out")
         if data.augment.mixes:
-            raise UsageError("margins needs one label per image: remove mixup and cutmix, or leave margins out")
+            raise UsageError("margins needs one label per image: remove mixup and cutmix, or use --margins false")
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Start without margins."""

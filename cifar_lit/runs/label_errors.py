@@ -136,7 +136,7 @@ def rank_labels(labels: Tensor, probabilities: Tensor, margins: Tensor | None = 
 
 
 def evidence(run: Path, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the probabilities and margins to rank labels by: out-of-fold ones where a run has them, without margins.
+    """Return the probabilities and margins to rank labels by: out-of-fold ones where a run has them.
 
     Args:
         run: a run folder, perhaps with `OUT_OF_FOLD` or margins.npy.
@@ -145,7 +145,7 @@ def evidence(run: Path, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
     unseen = read_array(run / OUT_OF_FOLD, tuple(probabilities.shape))
     if unseen is not None:
         is_known = ((unseen >= 0) & (unseen <= 1)).all(1, keepdim=True)
-        return torch.where(is_known, unseen, probabilities.float()), None
+        probabilities = torch.where(is_known, unseen, probabilities.float())
     return probabilities, read_array(run / "margins.npy", probabilities.shape[:1])
 
 
