@@ -19,15 +19,15 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of glibc's malloc.h
 MIN_RETURNED_BLOCK = 2**17  # bytes; the default of glibc
 
 
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step; return whether this worked (not on macOS, Windows, musl).
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory for the next step. This has no effect on macOS and Windows, and with musl.
 
     By default, glibc returns a large block to the system as soon as its tensor is freed. The system then has to clear
     new pages in the next step. With this setting, the process stays as large as at its peak.
     """
-    # Before 2.35, glibc refuses more than 32 MiB.
-    is_kept = _mallopt(_MMAP_THRESHOLD, 2**30) or _mallopt(_MMAP_THRESHOLD, 2**25)
-    return _mallopt(_TRIM_THRESHOLD, 2**31 - 1) and is_kept
+    _mallopt(_MMAP_THRESHOLD, 2**25)
+    _mallopt(_MMAP_THRESHOLD, 2**30)  # refused by glibc before 2.35
+    _mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def return_freed_memory() -> None:
@@ -40,12 +40,10 @@ def return_freed_memory() -> None:
     _mallopt(_TRIM_THRESHOLD, MIN_RETURNED_BLOCK)
 
 
-def _mallopt(parameter: int, value: int) -> bool:
-    """Set a parameter of glibc; return whether that succeeded."""
-    try:
-        return bool(ctypes.CDLL(None).mallopt(parameter, value))
-    except (AttributeError, OSError, TypeError):
-        return False
+def _mallopt(parameter: int, value: int) -> None:
+    """Set a parameter of glibc; do nothing with another C library."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -276,7 +276,8 @@ def test_devices_and_a_training_say_why_a_gpu_is_not_used(monkeypatch: pytest.Mo
 COUNT_FAULTS = """
 import resource, sys
 from cifar_lit.memory import keep_freed_memory
-assert sys.argv[1] == "default" or keep_freed_memory()
+if sys.argv[1] == "keep":
+    keep_freed_memory()
 def step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     parts = [b"x" * count for count in (3_000_000, 20_000_000, 48_000_000)]
@@ -295,7 +296,7 @@ def test_memory_freed_by_a_step_is_reused_by_the_next_without_page_faults(monkey
     assert faults["keep"] < 10
     assert faults["default"] > faults["keep"]  # about 17,000 with pages of 4 KiB
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert not keep_freed_memory()  # no effect with another C library
+    keep_freed_memory()  # no error with another C library
 
 
 @pytest.mark.slow
