@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -19,13 +18,13 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
+from cifar_lit.data.batch import Batch
 from cifar_lit.errors import first_line
 from cifar_lit.features.capture.deferred import DeferredBatch, DeferredBatches
 from cifar_lit.hooks import callbacks_with
 from cifar_lit.text import note
 
 if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
     from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
 
@@ -100,9 +99,10 @@ class Capture(Callback):
     ) -> None:
         """Keep the batch, which `optimizer_step` does not receive."""
         if self._steps is not None:
+            if not hasattr(batch, "loss_weight"):  # a pair of another loader
+                images, labels = batch
+                batch = Batch(images, labels, indices=labels.new_empty(0))
             self._steps.batch = batch
-            if not hasattr(batch, "loss_weight"):
-                self._steps.batch = PairBatch(*batch)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Release the graphs before the net leaves the device."""
@@ -120,25 +120,7 @@ class Capture(Callback):
             self._deferred = None
 
 
-@dataclass
-class PairBatch:
-    """The batch of a loader that yields pairs, with those attributes of `data.batch.Batch` that a graph needs."""
-
-    images: Tensor
-    labels: Tensor
-    indices: None = None
-    targets: None = None
-    loss_weight: float = 1.0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.images, self.labels))
-
-    def clone(self) -> PairBatch:
-        """Return a copy in other memory."""
-        return PairBatch(self.images.clone(), self.labels.clone())
-
-
-TrainingBatch: TypeAlias = "Batch | DeferredBatch | PairBatch"
+TrainingBatch = Batch | DeferredBatch
 
 
 def example_batches(
@@ -184,8 +166,9 @@ class GraphedSteps:
         batch: the next batch to train on.
     """
 
+    batch: TrainingBatch
+
     def __init__(self, model: ImageClassifier, compile_net: bool) -> None:
-        self.batch: TrainingBatch = PairBatch(torch.empty(0), torch.empty(0))
         self._model = model
         self._module = device_graphs(model.device)
         self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
@@ -285,7 +268,7 @@ class GraphedSteps:
         if isinstance(batch, DeferredBatch):
             batch = batch.make()  # here, because autocast would round smaller images to bfloat16
         with trainer.precision_plugin.train_step_context():
-            loss = self._loss(batch)  # type: ignore[arg-type]
+            loss = self._loss(batch)
         self._scaler.scale(loss).backward()
         self._scaler.unscale_(optimizer)
         model.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
