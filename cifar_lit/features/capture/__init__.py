@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
@@ -281,26 +280,20 @@ class GraphedSteps:
 
     def _loss(self, batch: Batch) -> Tensor:
         """Return the loss of the compiled net; of the net itself if the compiler fails, as without a C compiler."""
+        model = self._model
         if self._compiled is None:
-            return self._model.training_step(batch, 0)
+            return model.training_step(batch, 0)
+        model.net._compiled_call_impl = self._compiled
         try:
-            with self._compiled_net():
-                return self._model.training_step(batch, 0)
+            with torch._dynamo.config.patch(recompile_limit=COMPILED_GRAPHS):
+                return model.training_step(batch, 0)
         except torch._dynamo.exc.TorchDynamoException as error:
             self._compiled = None
             cause = first_line(getattr(error, "inner_exception", error))
             note(f"the net is not compiled, because the compiler failed ({cause}): add --capture.compile false")
-        return self._model.training_step(batch, 0)
-
-    @contextmanager
-    def _compiled_net(self) -> Iterator[None]:
-        """Call the compiled net within the block. Validation and tests run too few steps to be worth compiling for."""
-        self._model.net._compiled_call_impl = self._compiled
-        try:
-            with torch._dynamo.config.patch(recompile_limit=COMPILED_GRAPHS):
-                yield
         finally:
-            self._model.net._compiled_call_impl = None
+            model.net._compiled_call_impl = None  # validation and tests run too few steps to be worth compiling for
+        return model.training_step(batch, 0)
 
 
 def _shape(batch: TrainingBatch) -> tuple[int | None, ...]:
