@@ -82,16 +82,12 @@ class Capture(Callback):
             return
         pl_module.watch_losses()
         self._steps = GraphedSteps(pl_module, self.compile)
-        pl_module.optimizer_step = self._optimizer_step  # type: ignore[method-assign]
+        pl_module.optimizer_step = self._steps.optimizer_step  # type: ignore[method-assign]
         trainer.fit_loop.setup_data()  # creates the loader
         if DeferredBatches.supports(trainer.datamodule):  # type: ignore[attr-defined]
             self._deferred = DeferredBatches(trainer.datamodule)  # type: ignore[attr-defined]
         if not trainer.ckpt_path:
             self._steps.rehearse(example_batches(trainer, pl_module, self._deferred))
-
-    def _optimizer_step(self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: object = None) -> None:
-        assert self._steps is not None
-        self._steps.step(optimizer_closure)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
@@ -183,10 +179,10 @@ class GraphedSteps:
             model.net.compile(dynamic=False)  # one graph per size is faster than one graph for all sizes
             self._compiled, model.net._compiled_call_impl = model.net._compiled_call_impl, None
 
-    def step(self, closure: Any) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: object, optimizer_closure: Any = None) -> None:
         """Run a step on `batch`, and store its loss in Lightning's closure, which is not called."""
         # Lightning reads the result of a step from here. Calling the closure would run the step itself.
-        closure._result = ClosureResult(self._step(self.batch))
+        optimizer_closure._result = ClosureResult(self._step(self.batch))
 
     def rehearse(self, batches: Iterable[TrainingBatch]) -> None:
         """Warm up and capture a step on each batch, then restore all state. Do not call this in a resumed fit."""
