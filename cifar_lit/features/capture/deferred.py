@@ -78,10 +78,6 @@ class DeferredBatch:
     def __len__(self) -> int:
         return 2
 
-    def to(self, *args: object, **settings: object) -> DeferredBatch:
-        """Return the batch itself, which is on the device already. Called by Lightning."""
-        return self
-
     def with_inputs(self, indices: Tensor, keys: Tensor | None) -> DeferredBatch:
         """Return a new batch that reads its rows, int64 (B,), and the keys of its draws from other tensors."""
         maker = replace(self.maker, keys=keys)
