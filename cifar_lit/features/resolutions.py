@@ -37,20 +37,6 @@ def check_resolutions(resolutions: Mapping[int, float], height: int, width: int)
         raise UsageError(f"the shares in resolutions.sides add up to {total:g}: use at most 1")
 
 
-def side_at(resolutions: Mapping[int, float], epoch: int, epochs: int) -> int | None:
-    """Return the height in pixels of the images of an epoch, None for full size.
-
-    Args:
-        resolutions: share of the epochs by side, in the order of training. Ends are rounded to whole epochs.
-    """
-    end = 0.0
-    for side, share in resolutions.items():
-        end += share
-        if epoch < round(end * epochs):
-            return side
-    return None
-
-
 @final
 class Resolutions(Callback):
     """Train on smaller images first; the remaining epochs and all evaluation are at full size.
@@ -94,7 +80,14 @@ class Resolutions(Callback):
 
     def side(self, epoch: int, epochs: int | None) -> int | None:
         """Return the height in pixels of the images of an epoch, None for full size. epochs: number of all epochs."""
-        return side_at(self._sides, epoch, epochs) if epochs else None
+        if epochs is None:
+            return None
+        end = 0.0
+        for side, share in self._sides.items():
+            end += share
+            if epoch < round(end * epochs):  # whole epochs
+                return side
+        return None
 
     def card(self) -> dict[str, str]:
         """Return the line of the start card."""

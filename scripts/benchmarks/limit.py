@@ -25,7 +25,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.loaders import FitLength, count_batches
 from cifar_lit.errors import UsageError
-from cifar_lit.features.resolutions import side_at
+from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.features.skip_easy import first_hard_batch
 from cifar_lit.runs.config_file import plain_values
 
@@ -92,7 +92,7 @@ class Kind(NamedTuple):
 def images_by_kind(subject: Subject, epochs: int) -> Counter[Kind]:
     """Return the number of training images in steps of each kind, over a whole training."""
     data, bias_epochs = subject.data, subject.bias_epochs
-    sides = subject.features.get("resolutions", {}).get("sides", {})
+    resolutions = Resolutions(subject.features.get("resolutions", {}).get("sides", {}))
     count, batch_size = len(data.split[0]), data.batch_size
     length = count_batches(count, batch_size)
     total = epochs * length
@@ -103,7 +103,7 @@ def images_by_kind(subject: Subject, epochs: int) -> Counter[Kind]:
     images: Counter[Kind] = Counter()
     for step in range(total):
         epoch, batch = divmod(step, length)
-        kind = Kind(side_at(sides, epoch, epochs), step >= (bias_epochs or epochs) * length)
+        kind = Kind(resolutions.side(epoch, epochs), step >= (bias_epochs or epochs) * length)
         images[kind] += batch_size if step >= first_hard else min(batch_size, count - batch * batch_size)
     return images
 

@@ -23,7 +23,7 @@ from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.loaders import count_batches
 from cifar_lit.errors import UsageError
-from cifar_lit.features.resolutions import side_at
+from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.hardware import choose_precision, detect_machine
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.training.orderly_stop import Interrupted
@@ -118,8 +118,8 @@ def training_seconds(name: str, settings: argparse.Namespace) -> float:
     """Return the seconds of all steps of a recipe, from a few steps at each of its image sizes."""
     recipe: dict[str, Any] = plain_values(recipe_path(name))
     epochs = recipe["trainer"]["max_epochs"]
-    sides = (recipe.get("resolutions") or {}).get("sides", {})
-    of_epochs = [side_at(sides, epoch, epochs) for epoch in range(epochs)]
+    resolutions = Resolutions((recipe.get("resolutions") or {}).get("sides", {}))
+    of_epochs = [resolutions.side(epoch, epochs) for epoch in range(epochs)]
     total = 0.0
     for side in dict.fromkeys(of_epochs):
         flags = argparse.Namespace(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cifar_lit.errors import UsageError
-from cifar_lit.features.resolutions import Resolutions, check_resolutions, side_at
+from cifar_lit.features.resolutions import Resolutions, check_resolutions
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ from cifar_lit.features.resolutions import Resolutions, check_resolutions, side_
 def test_sides_follow_their_shares_in_order_and_change_at_whole_epochs(
     resolutions: dict[int, float], epochs: int, sides: list[int | None]
 ) -> None:
-    assert [side_at(resolutions, epoch, epochs) for epoch in range(epochs)] == sides
+    assert [Resolutions(resolutions).side(epoch, epochs) for epoch in range(epochs)] == sides
     for count in range(1, 200):  # shares with the sum 1 leave no epoch out by rounding
-        assert side_at({8: 0.1, 12: 0.2, 16: 0.3, 20: 0.4}, count - 1, count) is not None
+        assert Resolutions({8: 0.1, 12: 0.2, 16: 0.3, 20: 0.4}).side(count - 1, count) is not None
 
 
 @pytest.mark.parametrize(
