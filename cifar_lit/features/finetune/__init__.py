@@ -127,15 +127,14 @@ class Finetune(Callback):
         trained = [parameter for parameter in self._model.net.parameters() if parameter.requires_grad]
         return [part for group in groups for part in by_depth(group, trained, self.input_lr)]
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
-        """Fix the norms before steps are captured."""
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make batch norms use their running statistics without updating them. A validation resets this."""
         if self.fixed_norms:
-            freeze_norms(pl_module.net)
+            for module in pl_module.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
-        """Fix the norms again after a validation."""
-        if self.fixed_norms:
-            freeze_norms(pl_module.net)
+    on_fit_start = on_train_epoch_start  # before steps are captured
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Fit the last layer, and save it as the first checkpoint, unless the training is resumed."""
@@ -283,13 +282,6 @@ def _write_out_of_fold(
     probabilities[rows] = out_of_fold(plain, data.train_images.labels[rows], classes)
     with atomic_write(Path(folder).parent / OUT_OF_FOLD) as partial, partial.open("wb") as file:
         np.save(file, probabilities.numpy())
-
-
-def freeze_norms(net: nn.Module) -> None:
-    """Set batch norms to evaluation mode: they use their running statistics and do not update them."""
-    for module in net.modules():
-        if isinstance(module, _BatchNorm):
-            module.eval()
 
 
 DEPTHS = 8  # groups of adjacent layers
