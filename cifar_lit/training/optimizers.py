@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +123,6 @@ class MuonSettings:
     rest_momentum: float = 0.85
     rescale_filters: bool = True
 
-    rates: ClassVar = ("bias_lr", "head_lr")
-
     def __post_init__(self) -> None:
         _check_momentum(self.momentum, self.nesterov)
         _check_decay(self.weight_decay)
@@ -133,7 +131,7 @@ class MuonSettings:
             raise UsageError(fault)
         if not 0 <= self.rest_momentum < 1:
             raise UsageError(f"{OPTIONS}.rest_momentum must be 0 or more and below 1, not {self.rest_momentum:g}")
-        for name in self.rates:
+        for name in ("bias_lr", "head_lr"):
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise UsageError(f"{OPTIONS}.{name} must be above 0, or null, not {rate:g}")
@@ -152,11 +150,8 @@ class MuonSettings:
         whitening_bias = getattr(getattr(net, "whiten", None), "bias", None)
         whitening = [bias for bias in biases if bias is whitening_bias]
         other_biases = [bias for bias in biases if bias is not whitening_bias]
-        bias_lr = head_lr = lr
-        if self.bias_lr is not None:
-            bias_lr = self.bias_lr
-        if self.head_lr is not None:
-            head_lr = self.head_lr
+        bias_lr = self.bias_lr or lr  # a rate of 0 is refused
+        head_lr = self.head_lr or lr
         muon: Group = {
             "orthogonal": True, "momentum": self.momentum, "nesterov": self.nesterov, "rescale": self.rescale_filters,
         }  # fmt: skip
