@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pkgutil import resolve_name
 
 from torch import Tensor, nn
@@ -98,14 +99,16 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
     if not isinstance(net, str) or is_import_path(net):
         target = find_part(net, "model.net", NetSpec)
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
-    from cifar_lit.models.torchvision_nets import torchvision_names, torchvision_spec
+    from torchvision import models
 
-    names = [*NETS, *torchvision_names()]
+    from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net
+
+    names = [*NETS, *models.list_models(module=models)]
     if name not in names:
         check_no_file(name)
         valid = f"{', '.join(NETS)}, those of torchvision, and timm/NAME"
         raise UsageError(f"There is no net named {name!r}.{nearest(name, names)} Nets: {valid}.")
-    return torchvision_spec(name)
+    return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))
 
 
 def _option_names(build: Callable[..., object]) -> tuple[str, ...] | None:

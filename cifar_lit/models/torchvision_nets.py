@@ -6,7 +6,6 @@ torchvision.models is imported on first use, because the import takes seconds.
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 from torch.func import functional_call
 
 from cifar_lit.errors import UsageError
-from cifar_lit.models.spec import NetSpec
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
@@ -23,13 +21,6 @@ INCEPTIONS = ("googlenet", "inception_v3")  # their weights come from TensorFlow
 FIXED_SIZE = ("vit_", "maxvit_")  # prefixes of nets that accept only the image size they were built for
 MAXVIT_STEP = 224  # pixels: five halvings, then windows of 7×7
 MAX_TRIED_SIZE = 224  # pixels: every torchvision net accepts this size
-
-
-def torchvision_names() -> list[str]:
-    """Return the names of torchvision's classification nets."""
-    from torchvision import models
-
-    return models.list_models(module=models)
 
 
 def build_torchvision_net(
@@ -95,8 +86,3 @@ def accepts_size(net: nn.Module, channels: int, image_size: tuple[int, int]) -> 
     finally:
         net.train()
     return True
-
-
-def torchvision_spec(name: str) -> NetSpec:
-    """Return the spec of a torchvision net."""
-    return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))
