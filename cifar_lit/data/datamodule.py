@@ -16,13 +16,13 @@ from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.loaders import EvalLoader, FitLength, TrainLoader, count_batches, fit_length, in_order, shuffled
-from cifar_lit.data.preprocessing import Placed, Placement, Preprocessing
+from cifar_lit.data.preprocessing import PLACEMENTS, Placed, Preprocessing, place_images
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.source_settings import parse_groups, parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault, split_record
 from cifar_lit.data.splits import Split
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import Failure, UsageError, check_choice
 from cifar_lit.hooks import method
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
@@ -32,8 +32,8 @@ from cifar_lit.text import listed
 class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     """Load one data set, split it, and yield batches that are augmented and normalised on the device.
 
-    `parts` holds the images and their split. `placement` keeps them on the device or the host. `preprocessing` works on
-    whole batches. A batch unpacks as (images, labels), so any LightningModule can train on it.
+    `parts` holds the images and their split. `preprocessing` works on whole batches. A batch unpacks as (images,
+    labels), so any LightningModule can train on it.
 
     Args:
         dataset: cifar10, cifar100, fashion_mnist, folder or shapes; or a function (see `data.sources`), or the import
@@ -113,6 +113,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.given |= plain_settings("data.augment", asdict(self.augment))
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
+        check_choice("data.placement", placement, PLACEMENTS)
         if names_may_be_foreign() and isinstance(dataset, str):
             check_allowed(dataset)
         self.dataset = part_name(dataset)
@@ -139,7 +140,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
     def _build_parts(self) -> None:
         self._train_loader: TrainLoader | None = None
         self.parts = SplitImages(self.dataset, self.settings, self._val_size)
-        self.placement = Placement(self.parts, self._placement)
+        self._placed: dict[tuple[str, torch.device], Placed] = {}
         self.preprocessing = Preprocessing(
             self.parts, mean=self._mean, std=self._std, augment=self.augment, seed=self.seed
         )
@@ -194,7 +195,11 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
 
     def placed(self, part: str) -> Placed:
         """Return the `train` or `test` images, on the device or the host."""
-        return self.placement.placed(part, self.device)
+        key = (part, self.device)
+        if key not in self._placed:
+            images = self.train_images if part == "train" else self.test_images
+            self._placed[key] = place_images(images, self._placement, self.device)
+        return self._placed[key]
 
     @property
     def reads_ahead(self) -> bool:

@@ -1,4 +1,4 @@
-"""`Placement` of images on the device or the host, and `Preprocessing` of whole batches on their device."""
+"""Placement of images on the device or the host, and `Preprocessing` of whole batches on their device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.operations import transform
 from cifar_lit.data.split_images import SplitImages
-from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.errors import UsageError
 from cifar_lit.memory import free_memory
 
 CHUNK_BYTES = 1 << 22  # float32; a CPU augments in chunks that stay in its cache
@@ -195,37 +195,20 @@ class Placed(NamedTuple):
     place: str
 
 
-class Placement:
-    """Place the images of a data set, once for each device.
+def place_images(images: ImageSet, kind: str, device: torch.device) -> Placed:
+    """Return images on the device or the host.
 
     Args:
-        parts: the images.
         kind: device (the memory of the training device), host (their file or host memory), or auto. auto means device
             if the images fit into half of its free memory.
     """
-
-    def __init__(self, parts: SplitImages, kind: str = "auto") -> None:
-        check_choice("data.placement", kind, PLACEMENTS)
-        self.parts = parts
-        self.kind = kind
-        self._placed: dict[tuple[str, torch.device], Placed] = {}
-
-    def placed(self, part: str, device: torch.device) -> Placed:
-        """Return the `train` or `test` images, placed."""
-        key = (part, device)
-        if key not in self._placed:
-            images = self.parts.train_images if part == "train" else self.parts.test_images
-            place = self.place_of(images, free_memory(device))
-            if place == "device":
-                images.prefetch()
-                images = replace(images, images=images.images.to(device), labels=images.labels.to(device), mapped=False)
-            self._placed[key] = Placed(images, place)
-        return self._placed[key]
-
-    def place_of(self, images: ImageSet, free: int | None) -> str:
-        """Return `device` or `host`. free: free bytes of the device's memory, None if unknown."""
-        if self.kind != "auto":
-            return self.kind
+    place = kind
+    if kind == "auto":
+        free = free_memory(device)  # None if unknown
+        place = "host"
         if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free:
-            return "device"
-        return "host"
+            place = "device"
+    if place == "device":
+        images.prefetch()
+        images = replace(images, images=images.images.to(device), labels=images.labels.to(device), mapped=False)
+    return Placed(images, place)

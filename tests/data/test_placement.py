@@ -1,15 +1,14 @@
-"""`Placement` stores images on the device or on the host."""
+"""Images are placed on the device or on the host."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from cifar_lit.data.preprocessing import Placement
-from cifar_lit.data.sources import SourceSettings
-from cifar_lit.data.split_images import SplitImages
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.preprocessing import place_images
 
-CPU = torch.device("cpu")
+FREE_MEMORY = "cifar_lit.data.preprocessing.free_memory"
 
 
 @pytest.mark.parametrize(
@@ -22,18 +21,19 @@ CPU = torch.device("cpu")
         ("host", 9.0, "host"),
     ],
 )
-def test_images_are_on_the_device_up_to_half_its_free_memory(kind: str, free_sizes: float | None, place: str) -> None:
-    parts = SplitImages("shapes", SourceSettings(image_size=8, count=10))
-    images = parts.train_images
+def test_images_are_on_the_device_up_to_half_its_free_memory(
+    kind: str, free_sizes: float | None, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = ImageData("shapes", image_size=8, count=10).train_images
     free = None if free_sizes is None else round(free_sizes * images.images.nbytes)
-    assert Placement(parts, kind).place_of(images, free) == place
+    monkeypatch.setattr(FREE_MEMORY, lambda device: free)
+    assert place_images(images, kind, torch.device("cpu")).place == place
 
 
 def test_each_part_is_placed_once_and_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = SplitImages("shapes", SourceSettings(image_size=8, count=10))
-    placement = Placement(parts)
-    first = placement.placed("train", CPU)
-    monkeypatch.setattr("cifar_lit.data.preprocessing.free_memory", lambda device: 0)
-    assert placement.placed("train", CPU) is first and first[1] == "device"
-    images, place = placement.placed("test", CPU)
-    assert place == "host" and images is parts.test_images
+    data = ImageData("shapes", image_size=8, count=10)
+    first = data.placed("train")
+    monkeypatch.setattr(FREE_MEMORY, lambda device: 0)
+    assert data.placed("train") is first and first.place == "device"
+    images, place = data.placed("test")
+    assert place == "host" and images is data.test_images

@@ -92,7 +92,7 @@ def test_whitening_uses_the_placed_images_and_counts_towards_training_time(monke
 
     monkeypatch.setattr(WhitenedNet, "initialise", record)
     images = data.train_images
-    data.placement._placed["train", CPU] = Placed(replace(images, images=255 - images.images), "device")
+    data._placed["train", CPU] = Placed(replace(images, images=255 - images.images), "device")
     fitted(classifier(**SMALL), data, clock, Whitening(), max_epochs=1)
     assert torch.equal(inputs[0], normalised(data, 255 - images.images[data.split[0]]))
 

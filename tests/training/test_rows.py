@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cifar_lit.data.preprocessing import Placement
+from cifar_lit.data import datamodule
+from cifar_lit.data.preprocessing import place_images
 from cifar_lit.features.capture import Capture
 from cifar_lit.training import rows
 from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar
@@ -95,7 +96,7 @@ def test_a_training_reads_nothing_from_its_device_before_the_last_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Meta tensors raise an error when their values are read."""
-    device, placed = torch.device("meta"), Placement.placed
+    device = torch.device("meta")
     copies: list[bool] = []
 
     def copy_to_host(value: Any, late: bool) -> Any:
@@ -103,7 +104,8 @@ def test_a_training_reads_nothing_from_its_device_before_the_last_step(
         assert value is None or value.is_meta
         return value if value is None else torch.tensor([[8.0, 1.0, 4.0, 0.0, 7.0]] if value.ndim else 2.0)
 
-    monkeypatch.setattr(Placement, "placed", lambda self, part, _: placed(self, part, torch.device("cpu")))
+    on_host = torch.device("cpu")
+    monkeypatch.setattr(datamodule, "place_images", lambda images, kind, _: place_images(images, kind, on_host))
     monkeypatch.setattr(Tensor, "is_pinned", lambda _: True)
     monkeypatch.setattr(fit_loop, "has_len_all_ranks", lambda *_, **__: True)  # reads a tensor before the fit
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Event, synchronize=lambda: None))
