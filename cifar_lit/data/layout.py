@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -227,21 +227,19 @@ class _Reader:
         )
 
     def files(self, paths: Iterable[str]) -> list[File]:
-        """Return the image files in folders and below them, sorted."""
-        files = [file for path in paths for file in self.images_below(path)]
+        """Return the image files in folders and below them, sorted. Add other files to `ignored`."""
+        files: list[File] = []
+        for path in paths:
+            prefix = self.name(path)
+            for entry in walk(path, _unreadable, self.skipped):
+                if is_folder(entry):
+                    continue
+                name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
+                if entry.name.lower().endswith(IMAGES):
+                    files.append(file_at(entry.path, name))
+                else:
+                    self.ignored.append(name)
         return sorted(files, key=lambda file: (nfc(file.path), file))
-
-    def images_below(self, path: str) -> Iterator[File]:
-        """Yield the image files in a folder and below it. Add other files to `ignored`."""
-        prefix = self.name(path)
-        for entry in walk(path, _unreadable, self.skipped):
-            if is_folder(entry):
-                continue
-            name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
-            if entry.name.lower().endswith(IMAGES):
-                yield file_at(entry.path, name)
-            else:
-                self.ignored.append(name)
 
     def note(self, top: str) -> None:
         """Report the folder that was read, and what was left out."""
