@@ -87,7 +87,7 @@ class Index(NamedTuple):
 
     shape: tuple[int, int, int, int]
     files: list[File]
-    bad: dict[str, str]
+    bad: dict[str, str]  # reasons why files are unreadable, by path
     data: str
     duplicates: Duplicates | None  # None until they have been searched
     levels: Levels | None  # values of black and white in 16-bit images
@@ -118,25 +118,17 @@ class Files(NamedTuple):
                 path.unlink(missing_ok=True)
 
 
-class Decoded(NamedTuple):
-    """The images of a data set."""
-
-    images: np.ndarray  # the readable files, uint8 (N, H, W, C)
-    bad: dict[str, str]  # reasons why files are unreadable, by path
-    duplicates: Duplicates
-    levels: Levels | None  # values of 16-bit images, see `Preparation`
-
-
 def decoded(
     root: Path,
     files: Sequence[File],
     arrange: Callable[[Duplicates], Sequence[File]],
     size: tuple[int, int] | None,
     settings: SourceSettings,
-) -> Decoded:
-    """Return the images of `files` from the cache. Decode and cache missing images, with a progress bar.
+) -> tuple[np.ndarray, Index]:
+    """Return the images of the readable files, uint8 (N, H, W, C), and their index.
 
-    The array is private to the process: writing to it changes no file.
+    Missing images are decoded and cached, with a progress bar. The array is private to the process: writing to it
+    changes no file.
 
     Args:
         root: the folder that the files' paths are relative to, or a table in that folder.
@@ -163,7 +155,7 @@ def decoded(
         except OSError as error:
             index = _load(cache, folder, files, settings.levels)
             if index and (index := _searched(cache, index)).files == arrange(index.duplicates or []):
-                return _mapped(cache, index)  # a read-only cache can still be used
+                return map_images(cache / index.data, index.shape), index  # a read-only cache can still be used
             reason = error.strerror or type(error).__name__
             note(f"nothing is cached: {settings.cache_path}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
@@ -183,7 +175,7 @@ def decoded(
         if index.files != ordered:
             preparation = Preparation(index.shape[1:3], channels, settings.resize, index.levels)
             index = _decode(cache, sources, ordered, preparation)
-        return _mapped(cache, index)
+        return map_images(cache / index.data, index.shape), index
 
 
 def read_index(cache: Path) -> Index | None:
@@ -243,10 +235,6 @@ def _searched(cache: Path, index: Index) -> Index:
     for group in near_duplicates(map_images(cache / index.data, index.shape)):
         duplicates.append([readable[row].path for row in group])
     return index._replace(duplicates=duplicates)
-
-
-def _mapped(cache: Path, index: Index) -> Decoded:
-    return Decoded(map_images(cache / index.data, index.shape), index.bad, index.duplicates or [], index.levels)
 
 
 def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
