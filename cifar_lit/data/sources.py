@@ -135,11 +135,6 @@ def _has_class_folders(root: Path) -> bool:
     return False
 
 
-def at_hand(dataset: str, settings: SourceSettings) -> bool:
-    """Return whether a data set is complete, so that `load_images` only reads. Raise UsageError if it is unknown."""
-    return find_source(dataset).at_hand(settings)
-
-
 def find_source(dataset: str | Source | Load) -> Source:
     """Return the source of a data set. Raise UsageError if its name is unknown."""
     if isinstance(dataset, str) and dataset in SOURCES:

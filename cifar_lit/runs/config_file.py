@@ -224,6 +224,6 @@ def check_choices(settings: dict[str, Any]) -> None:
 
 def _has_data(dataset: str, root: str) -> bool:
     """Return whether `root` holds a complete built-in data set. Other sources could write there."""
-    from cifar_lit.data.sources import SOURCES, SourceSettings, at_hand  # imports torch
+    from cifar_lit.data.sources import SOURCES, SourceSettings  # imports torch
 
-    return dataset in SOURCES and at_hand(dataset, SourceSettings(root=root))
+    return dataset in SOURCES and SOURCES[dataset].at_hand(SourceSettings(root=root))

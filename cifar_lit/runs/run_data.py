@@ -14,7 +14,7 @@ from torch import Tensor
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import MIN_SIZE, shapes
-from cifar_lit.data.sources import SourceSettings, at_hand, load_images
+from cifar_lit.data.sources import SourceSettings, find_source, load_images
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.plugins import allow_imports, check_allowed
@@ -197,7 +197,7 @@ class RunData:
 
     def _check_at_hand(self) -> None:
         check_allowed(self.dataset)
-        if not at_hand(self.dataset, self.settings):
+        if not find_source(self.dataset).at_hand(self.settings):
             where = ""
             if self.settings.root:
                 where = f" in {self.settings.root}"

@@ -26,7 +26,7 @@ from torchvision import datasets
 from cifar_lit.data import torchvision_sets
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
-from cifar_lit.data.sources import SOURCES, Source, SourceSettings, at_hand, load_images
+from cifar_lit.data.sources import SOURCES, Source, SourceSettings, find_source, load_images
 from cifar_lit.errors import Failure, UsageError
 
 PER_FILE = 4
@@ -196,9 +196,8 @@ def test_fashion_mnist_uses_torchvisions_folder_and_has_one_channel(fashion: Ser
 @pytest.mark.parametrize(("typed", "nearest"), [("cifar-10", "cifar10"), ("Shapes", "shapes")])
 def test_an_unknown_data_set_is_answered_with_the_nearest_name(typed: str, nearest: str) -> None:
     text = rf"no data set is called '{typed}'. Did you mean {nearest}\? There are cifar10, "
-    for use in (at_hand, lambda name, settings: load_images(name, settings, train=True)):
-        with pytest.raises(UsageError, match=text):
-            use(typed, SourceSettings())
+    with pytest.raises(UsageError, match=text):
+        load_images(typed, SourceSettings(), train=True)
 
 
 @pytest.mark.parametrize("name", ["cifar", "fashion"])
@@ -206,25 +205,26 @@ def test_an_unknown_data_set_is_answered_with_the_nearest_name(typed: str, neare
 def test_at_hand_means_that_loading_writes_nothing(name: str, missing: str, request: pytest.FixtureRequest) -> None:
     served: Served = request.getfixturevalue(name)
     settings = SourceSettings(root=str(served.root))
-    assert not at_hand(served.dataset, settings)
+    assert not find_source(served.dataset).at_hand(settings)
     served.load()
     unpacked = served.root / (FOLDER if name == "cifar" else "FashionMNIST/raw")
     if missing == "a file":
         next(unpacked.iterdir()).unlink()
     elif missing == "all but the archive":
         unpacked.rename(served.root / "moved")
-    assert at_hand(served.dataset, settings) == (missing == "nothing")
+    assert find_source(served.dataset).at_hand(settings) == (missing == "nothing")
 
 
 def test_a_damaged_archive_is_not_at_hand(cifar: Served) -> None:
     cifar.load()
     os.truncate(cifar.root / FOLDER / "data_batch_3", 20)
-    assert not at_hand("cifar10", SourceSettings(root=str(cifar.root)))
+    assert not find_source("cifar10").at_hand(SourceSettings(root=str(cifar.root)))
 
 
 def test_an_existing_folder_is_at_hand_and_shapes_always_are(root: Path) -> None:
-    assert at_hand("folder", SourceSettings(root=str(root))) and at_hand("shapes", SourceSettings())
-    assert not at_hand("folder", SourceSettings(root=str(root / "none"))) and not at_hand("folder", SourceSettings())
+    folder = find_source("folder")
+    assert folder.at_hand(SourceSettings(root=str(root))) and find_source("shapes").at_hand(SourceSettings())
+    assert not folder.at_hand(SourceSettings(root=str(root / "none"))) and not folder.at_hand(SourceSettings())
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "shapes"])
@@ -272,7 +272,7 @@ def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, mon
     settings = SourceSettings(count=12)
     own = Source(lambda settings, train: shapes(train, count=settings.count, image_size=9))
     monkeypatch.setitem(SOURCES, "mine", own)
-    assert at_hand("mine", settings) and load_images("mine", settings, train=True).images.shape == (12, 9, 9, 3)
+    assert load_images("mine", settings, train=True).images.shape == (12, 9, 9, 3)
     permuted = torch.zeros(12, 3, 9, 9, dtype=torch.uint8).permute(0, 2, 3, 1)
     view = replace(shapes(True, count=12, image_size=9), images=permuted)
     monkeypatch.setitem(SOURCES, "view", Source(lambda settings, train: view))
@@ -289,7 +289,7 @@ def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, mon
     )
     monkeypatch.chdir(tmp_path)
     assert len(load_images("my_own_data.load", settings, train=True)) == 12
-    assert at_hand("my_own_data.load", settings) and not at_hand("my_own_data.remote", settings)
+    assert find_source("my_own_data.load").at_hand(settings) and not find_source("my_own_data.remote").at_hand(settings)
     with pytest.raises(UsageError, match=r"data\.channels of my_own_data.remote is 3, not 1: leave it out"):
         load_images("my_own_data.remote", SourceSettings(channels=1), train=True)
     assert len(load_images(own, settings, train=True)) == len(load_images(own.load, settings, train=True)) == 12
