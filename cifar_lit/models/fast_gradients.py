@@ -31,15 +31,16 @@ def fast_gradients(images: Tensor) -> AbstractContextManager[Any]:
         images: the net's input. On other devices than a CPU, or in another dtype than bfloat16, the context changes
             nothing.
     """
-    if images.device.type == "cpu" and _dtype_of_convolutions(images) == torch.bfloat16:
+    if images.device.type == "cpu" and autocast_dtype(images) == torch.bfloat16:
         return _FastGradients()
     return nullcontext()
 
 
-def _dtype_of_convolutions(maps: Tensor) -> torch.dtype:
-    """Return the dtype in which maps on a CPU are convolved."""
-    if torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
+def autocast_dtype(maps: Tensor) -> torch.dtype:
+    """Return the dtype in which maps are convolved: that of autocast if it is enabled, else their own."""
+    kind = maps.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
     return maps.dtype
 
 
@@ -64,7 +65,7 @@ def convolve(
     groups: int = 1,
 ) -> Tensor:
     """Return the same as `torch.nn.functional.conv2d`, computed so that the gradients in bfloat16 are fast."""
-    dtype = _dtype_of_convolutions(maps)
+    dtype = autocast_dtype(maps)
     shape = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     is_handled = dtype == torch.bfloat16 and bias is None and maps.ndim == 4 and not isinstance(padding, str)
     if is_handled and groups == maps.shape[1] > 1:

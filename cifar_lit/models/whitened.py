@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.errors import UsageError, nearest
+from cifar_lit.models.fast_gradients import autocast_dtype
 from cifar_lit.models.spec import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
 
@@ -206,7 +207,8 @@ class WhitenedNet(nn.Module):
         with _no_autocast(images):
             maps = self._whitened(images.type(self.whiten.weight.dtype))
         maps = maps.detach() if self.bias_is_final else maps
-        maps = self.groups(self.activation(_to_autocast_dtype(maps)))
+        # The activation at full resolution moves half the memory in the dtype of autocast.
+        maps = self.groups(self.activation(maps.type(autocast_dtype(maps))))
         pooled = F.max_pool2d(maps, maps.shape[2:])
         with _no_autocast(images):
             logits: Tensor = self.head(pooled.flatten(1).type(self.head.weight.dtype))
@@ -269,13 +271,6 @@ def _no_autocast(images: Tensor) -> AbstractContextManager[Any]:
     kind = images.device.type
     # torch.compile of torch 2.11 cannot trace `is_autocast_available`.
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-
-
-def _to_autocast_dtype(maps: Tensor) -> Tensor:
-    """Return `maps` in the dtype of autocast, so that the activation at full resolution moves half the memory."""
-    kind = maps.device.type
-    lower = kind != "meta" and torch.is_autocast_enabled(kind)
-    return maps.type(torch.get_autocast_dtype(kind)) if lower else maps
 
 
 SPEC = NetSpec(WhitenedNet, min_size, any_size=True, options=OPTIONS)
