@@ -68,22 +68,21 @@ def convolve(
     dtype = autocast_dtype(maps)
     shape = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     is_handled = dtype == torch.bfloat16 and bias is None and maps.ndim == 4 and not isinstance(padding, str)
-    if is_handled and groups == maps.shape[1] > 1:
-        return cast("Tensor", DepthwiseConvolution.apply(maps.type(dtype), weight.type(dtype), shape))
-    if is_handled and _suits_strips(maps, weight, shape) and has_amx():
-        return cast("Tensor", StripConvolution.apply(maps.type(dtype), weight.type(dtype)))
+    is_depthwise = groups == maps.shape[1] > 1
+    if is_handled and (is_depthwise or (_suits_strips(maps, weight, shape) and has_amx())):
+        return cast("Tensor", FastConvolution.apply(maps.type(dtype), weight.type(dtype), shape))
     return F.conv2d(maps, weight, bias, **shape)
 
 
 def _suits_strips(maps: Tensor, weight: Tensor, shape: Mapping[str, Any]) -> bool:
-    """Return whether a convolution has the form of a StripConvolution, and gains by it."""
+    """Return whether a convolution has 3×3 weights and a padding of 1 pixel, and gains by strips."""
     plain = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
     is_small = maps.shape[3] <= MAX_WIDTH and min(weight.shape[:2]) >= MIN_CHANNELS
     return is_small and weight.shape[2:] == (3, 3) and shape == plain
 
 
-class DepthwiseConvolution(torch.autograd.Function):
-    """A depthwise convolution whose gradients are computed in float32."""
+class FastConvolution(torch.autograd.Function):
+    """A convolution whose gradients are computed in float32 if it is depthwise, else from strips of images."""
 
     @staticmethod
     def forward(ctx: Any, maps: Tensor, weight: Tensor, shape: Mapping[str, Any]) -> Tensor:
@@ -96,34 +95,17 @@ class DepthwiseConvolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Return the gradients of the maps and of the weight, if required. Autograd rounds them to bfloat16."""
         maps, weight = ctx.saved_tensors
-        gradient = gradient.float()
+        is_depthwise = ctx.shape["groups"] > 1
+        if is_depthwise:
+            maps, weight, gradient = maps.float(), weight.float(), gradient.float()
         of_maps = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_maps = conv2d_input(maps.shape, weight.float(), gradient, **ctx.shape)
+            of_maps = conv2d_input(maps.shape, weight, gradient, **ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = conv2d_weight(maps.float(), weight.shape, gradient, **ctx.shape)
+            if not is_depthwise:
+                maps, gradient = in_strips(maps), in_strips(gradient)
+            of_weight = conv2d_weight(maps, weight.shape, gradient, **ctx.shape)
         return of_maps, of_weight, None
-
-
-class StripConvolution(torch.autograd.Function):
-    """A 3×3 convolution with a padding of 1 pixel, whose weight gradient is computed from strips of images."""
-
-    @staticmethod
-    def forward(ctx: Any, maps: Tensor, weight: Tensor) -> Tensor:
-        """Return the convolution of maps (B, C, H, W) with a weight (D, C, 3, 3)."""
-        ctx.save_for_backward(maps, weight)
-        return F.conv2d(maps, weight, padding=1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the maps and of the weight, if required."""
-        maps, weight = ctx.saved_tensors
-        of_maps = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_maps = conv2d_input(maps.shape, weight, gradient, padding=1)
-        if ctx.needs_input_grad[1]:
-            of_weight = conv2d_weight(in_strips(maps), weight.shape, in_strips(gradient), padding=1)
-        return of_maps, of_weight
 
 
 def in_strips(maps: Tensor) -> Tensor:

@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.models import fast_gradients as module
-from cifar_lit.models.fast_gradients import (
-    LENGTH,
-    MAX_WIDTH,
-    MIN_CHANNELS,
-    DepthwiseConvolution,
-    StripConvolution,
-    fast_gradients,
-)
+from cifar_lit.models.fast_gradients import LENGTH, MAX_WIDTH, MIN_CHANNELS, FastConvolution, fast_gradients
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.classifier import ImageClassifier
 
@@ -35,7 +28,7 @@ def test_gradients_from_strips_equal_those_of_the_plain_convolution(shape: tuple
     weight = torch.randn(4, shape[1], 3, 3, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(shape[0], 4, *shape[2:], dtype=torch.float64)
     plain = F.conv2d(maps, weight, padding=1)
-    joined = StripConvolution.apply(maps, weight)
+    joined = FastConvolution.apply(maps, weight, {"stride": 1, "padding": 1, "dilation": 1, "groups": 1})
     assert torch.equal(joined, plain)
     expected = torch.autograd.grad(plain, (maps, weight), gradient)
     actual = torch.autograd.grad(joined, (maps, weight), gradient)
@@ -51,7 +44,7 @@ def test_depthwise_gradients_equal_those_of_float32_up_to_the_rounding_of_bfloat
     shape = {"stride": stride, "padding": 2, "dilation": dilation, "groups": 6}
     maps = torch.randn(3, 6, 12, 9).bfloat16().requires_grad_(frozen != "maps")
     weight = torch.randn(6, 1, kernel, kernel).bfloat16().requires_grad_(frozen != "weight")
-    result = DepthwiseConvolution.apply(maps, weight, shape)
+    result = FastConvolution.apply(maps, weight, shape)
     trained = [tensor for tensor in (maps, weight) if tensor.requires_grad]
     actual = torch.autograd.grad(result.float().square().sum() / 2, trained)
     doubles = [tensor.detach().float().requires_grad_() for tensor in (maps, weight)]
@@ -65,7 +58,7 @@ def test_depthwise_gradients_equal_those_of_float32_up_to_the_rounding_of_bfloat
 def kind_of_gradient(
     channels: int = MIN_CHANNELS, width: int = MAX_WIDTH, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> str:
-    """Return the name of the gradient function of a convolution under autocast to bfloat16, or in a dtype."""
+    """Return how the gradients of a convolution are computed under autocast to bfloat16, or in a dtype."""
     options = {"kernel_size": 3, "padding": 1, "bias": False} | options
     conv = nn.Conv2d(channels, options.pop("outputs", channels), **options)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -73,10 +66,18 @@ def kind_of_gradient(
         with fast_gradients(maps):
             result = conv(maps)
     assert result.dtype == dtype
-    return type(result.grad_fn).__name__
+    return kind_of(result)
 
 
-STRIPS, DEPTHWISE, PLAIN = "StripConvolutionBackward", "DepthwiseConvolutionBackward", "ConvolutionBackward0"
+STRIPS, DEPTHWISE, PLAIN = "strips", "float32", "ConvolutionBackward0"
+
+
+def kind_of(result: Tensor) -> str:
+    name = type(result.grad_fn).__name__
+    if name != "FastConvolutionBackward":
+        return name
+    function: Any = result.grad_fn
+    return DEPTHWISE if function.shape["groups"] > 1 else STRIPS
 
 
 @pytest.mark.usefixtures("_amx")
@@ -141,7 +142,7 @@ def test_a_training_step_uses_them() -> None:
     net = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     model = ImageClassifier(net=net, num_classes=3, input_shape=[3, 8, 8])
     names: list[str] = []
-    net[0].register_forward_hook(lambda conv, inputs, output: names.append(type(output.grad_fn).__name__))
+    net[0].register_forward_hook(lambda conv, inputs, output: names.append(kind_of(output)))
     with torch.autocast("cpu", torch.bfloat16):
         model.training_step((torch.randn(2, 3, 8, 8), torch.tensor([0, 1])), 0)
     assert names == [DEPTHWISE]
