@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.models.fast_gradients import autocast_dtype
 from cifar_lit.models.spec import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
@@ -114,13 +114,11 @@ class WhitenedOptions:
             ("depth", valid_sides, f"made of kernel sides from 1 to {MAX_SIDE} pixels, all odd except the first"),
             ("inner", self.inner is None or _are_counts(self.inner, groups), f"null, or {channels}"),
             *((name, isinstance(getattr(self, name), bool), "true or false") for name in SWITCHES),
-            ("activation", self.activation in tuple(ACTIVATIONS), f"one of {', '.join(ACTIVATIONS)}"),
         ]
         for name, valid, rule in rules:
             if not valid:
-                value = getattr(self, name)
-                hint = nearest(str(value), ACTIVATIONS) if name == "activation" else ""
-                raise UsageError(f"model.net_options.{name} must be {rule}, not {value!r}.{hint}")
+                raise UsageError(f"model.net_options.{name} must be {rule}, not {getattr(self, name)!r}.")
+        check_choice("model.net_options.activation", self.activation, ACTIVATIONS)
         if self.residual and max(map(len, self.kernels)) == 1:
             raise UsageError("model.net_options.residual needs two convolutions in a group: set depth above 1")
 
