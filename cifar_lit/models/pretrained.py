@@ -94,12 +94,11 @@ def build_timm_net(
     fixed: dict[str, Any] = {"img_size": size} if cfg is not None and cfg.fixed_input_size else {}
     try:
         net: nn.Module = timm.create_model(short, num_classes=num_classes, in_chans=channels, **fixed, **options)
-        if not accepts_size(net, channels, size):
-            raise UsageError(f"{name} cannot take {size[0]}×{size[1]} images: try {cfg.input_size[1] if cfg else 224}")
-    except UsageError:
-        raise
+        is_valid_size = accepts_size(net, channels, size)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise UsageError(f"{name} cannot be built for {size[0]}×{size[1]} images: {first_line(error)}") from None
+    if not is_valid_size:
+        raise UsageError(f"{name} cannot take {size[0]}×{size[1]} images: try {cfg.input_size[1] if cfg else 224}")
     if side:
         net.register_forward_pre_hook(partial(_upscale, size=size))
     return net
