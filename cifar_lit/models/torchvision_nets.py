@@ -23,18 +23,14 @@ MAXVIT_STEP = 224  # pixels: five halvings, then windows of 7×7
 MAX_TRIED_SIZE = 224  # pixels: every torchvision net accepts this size
 
 
-def build_torchvision_net(
-    name: str, *, channels: int, image_size: tuple[int, int], num_classes: int, width: float
-) -> nn.Module:
+def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
     """Return the torchvision net `name` with random weights; see `registry.build_net`.
 
     For small images, nets of `SMALL_STEM` get a small stem. Other nets change only the channels of the first
-    convolution. Raises UsageError for a width other than 1, or if the net cannot take images of this size.
+    convolution. Raises UsageError if the net cannot take images of this size.
     """
     from torchvision import models
 
-    if width != 1:
-        raise UsageError(f"{name} has a fixed width: leave width at 1")
     net = models.get_model(name, weights=None, num_classes=num_classes, **_builder_settings(name, image_size))
     if name in SMALL_STEM and min(image_size) <= MAX_SMALL:
         net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, padding=1, bias=False)

@@ -188,7 +188,7 @@ def test_width_scales_only_the_hidden_layers(name: str) -> None:
         ("lenet", {"width": 0.0}, "above 0 and at most 1000, not 0.0"),
         ("lenet", {"width": 1001.0}, "at most 1000, not 1001.0"),
         ("lenet", {"width": float("nan")}, "above 0 and at most 1000, not nan"),
-        ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 has a fixed width"),
+        ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 takes no width: leave model.width at 1"),
         ("lenet", DEPTH, "net_options of lenet has no 'depth'. It has none: leave model.net_options out"),
         ("resnet18", DEPTH, "net_options of resnet18 has no 'depth'. It has none"),
         ("alexnet", {}, "alexnet cannot take 32×32 images; the smallest size is 63×63"),
