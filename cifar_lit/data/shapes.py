@@ -95,8 +95,6 @@ def shapes(
         raise UsageError(f"shapes has 1 or 3 channels, not {channels}.")
     if not 2 <= num_classes <= len(CLASSES):
         raise UsageError(f"shapes has 2 to {len(CLASSES)} classes, not {num_classes}.")
-    if count < 1 or seed < 0:
-        raise UsageError(f"shapes needs a count of at least 1 and a seed of at least 0, not {count} and {seed}.")
     free = free_memory(torch.device("cpu"))
     size_bytes = count * height * width * channels
     if free is not None and size_bytes > free:
