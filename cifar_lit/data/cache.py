@@ -22,11 +22,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext, suppress
 from hashlib import sha256
+from itertools import tee
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -307,17 +307,11 @@ def _decode(
     def new_rows() -> Iterator[bytes | str]:
         """Yield the pixels of each new file, or the reason why it is unreadable."""
         chunks = [new[start : start + CHUNK] for start in range(0, len(new), CHUNK)]
-        fetched: deque[list[str]] = deque()
-
-        def fetch_chunks() -> Iterator[list[str]]:
-            for chunk in chunks:
-                fetched.append(sources.get(chunk))
-                yield fetched[-1]
-
+        paths_to_decode, paths_to_release = tee(map(sources.get, chunks))
         all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
-        results = decode_chunks(fetch_chunks(), preparation, all_cores, all_of_size)
-        for chunk, (pixels, reasons) in zip(chunks, results, strict=True):
-            sources.release(fetched.popleft())
+        results = decode_chunks(paths_to_decode, preparation, all_cores, all_of_size)
+        for chunk, paths, (pixels, reasons) in zip(chunks, paths_to_release, results, strict=True):
+            sources.release(paths)
             readable_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
             advance(len(chunk))
             for position in range(len(chunk)):
