@@ -12,7 +12,7 @@ from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.layout import PARTS, Listing, Tree, sort_classes
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.table import read_table
+from cifar_lit.data.table import Row, read_table
 from cifar_lit.data.walk import is_folder, walk
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.files import as_on_disk
@@ -42,13 +42,13 @@ def list_table(
             f"{len(missing):,} of {len(listed_rows):,} images of {table} do not exist: "
             f"{listed(path[:200] for path in missing)}; paths are relative to {folder}/. {remedy}"
         )
-    rows: dict[str, tuple[str, str, str]] = {}  # label, part and group by path
+    rows: dict[str, Row] = {}  # by path; `split` is the part
     same_files: dict[str, str] = {}  # path by the absolute path
     part_of_group: dict[str, str] = {}
-    values_of: dict[str, tuple[str, ...]] = {}  # values of `columns` by path
     repeated = 0
     for row in listed_rows:
         part = PARTS.get(row.split.lower(), "none") if row.split else ""
+        with_part = row._replace(split=part)
         path = found.get(row.path, row.path)
         path = same_files.setdefault(os.path.abspath(os.path.join(folder, path)), path)  # noqa: PTH100, PTH118
         fault = ""
@@ -56,17 +56,16 @@ def list_table(
             fault = f"split {row.split[:80]!r} is none of {', '.join(PARTS)}.{nearest(row.split[:80], PARTS)}"
         elif path in rows:
             repeated += 1
-            values = zip(("label", "split", "group"), rows[path], (row.label, part, row.group), strict=True)
-            for column, above, here in values:
+            for column in ("label", "split", "group"):
+                above, here = getattr(rows[path], column), getattr(with_part, column)
                 if above != here:
                     fault = f"{path[:200]} has the {column} {here[:80]!r}, and {above[:80]!r} in a row above"
-        elif rows and bool(part) != bool(next(iter(rows.values()))[1]):
+        elif rows and bool(part) != bool(next(iter(rows.values())).split):
             fault = "some rows have a split, others none: give each one, or leave the column out"
         elif row.group and part_of_group.setdefault(row.group, part) != part:
             fault = f"group {row.group[:80]!r} is in {part_of_group[row.group]} and in {part}: leave it in one"
         else:
-            rows[path] = row.label, part, row.group
-            values_of[path] = row.values
+            rows[path] = with_part
         if fault:
             raise UsageError(f"{table}, row {row.number}: {fault}")
 
@@ -74,18 +73,18 @@ def list_table(
         note_once(f"{table}: {repeated:,} rows repeat an earlier row, and count once")
     by_column = {}
     for place, column in enumerate(columns):
-        by_column[column] = {path: values[place] for path, values in values_of.items()}
+        by_column[column] = {path: row.values[place] for path, row in rows.items()}
     return replace(_listing(table, folder, rows), columns=by_column)
 
 
-def _listing(table: Path, folder: str, rows: dict[str, tuple[str, str, str]]) -> Listing:
-    """Return the files of rows (label, part and group by path) by part and class."""
-    names = {label for label, _, _ in rows.values()}
+def _listing(table: Path, folder: str, rows: dict[str, Row]) -> Listing:
+    """Return the files of rows, given by path, by part and class."""
+    names = {row.label for row in rows.values()}
     check_class_names(sorted(names), f"in {table}, the class")
     classes = sort_classes(names)
     if len(classes) == 1:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
-    used = {part for _, part, _ in rows.values()}
+    used = {row.split for row in rows.values()}
     if "" not in used and ("train" not in used or len(used) == 1):
         absent = "val or test" if "train" in used else "train"
         raise UsageError(f"{table} has no {absent} rows: add some, or remove the split column to draw test images")
@@ -94,12 +93,12 @@ def _listing(table: Path, folder: str, rows: dict[str, tuple[str, str, str]]) ->
     }
     files = [file_at(os.path.join(folder, path), path) for path in rows]  # noqa: PTH118
     for file in sorted(files, key=lambda file: (nfc(file.path), file)):
-        label, part, _ = rows[file.path]
-        parts[part or "all"][label].append(file)
+        row = rows[file.path]
+        parts[row.split or "all"][row.label].append(file)
     untrained = [name for name, members in next(iter(parts.values())).items() if not members]
     if untrained:
         raise UsageError(f"{table} has no training images of class {listed(untrained)}: add some, or remove the class")
-    return Listing(parts, {path: name for path, (_, _, name) in rows.items() if name})
+    return Listing(parts, {path: row.group for path, row in rows.items() if row.group})
 
 
 # ---- From paths in a table to files.
