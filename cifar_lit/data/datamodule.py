@@ -238,9 +238,10 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             order = shuffled
             if make_order := self._of_feature("order"):
                 order = make_order(self.train_images.labels)
+        mean_colour = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
         settings: dict[str, Any] = {
             "source": images, "indices": self.split[0], "batch_size": self.batch_size,
-            "augment": self.augment, "fill": self.preprocessing.mean_colour(images.images.device),
+            "augment": self.augment, "fill": mean_colour.to(images.images.device),
             "order": order, "seed": self.seed,
             "workers": self.workers if self.reads_ahead else 0,
             "pin_memory": self.reads_ahead and self.device.type != "cpu",

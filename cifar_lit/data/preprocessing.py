@@ -70,10 +70,6 @@ class Preprocessing:
             raise UsageError(f"data.mean and data.std need {channels} numbers, or one for all channels (std above 0)")
         return mean, std
 
-    def mean_colour(self, device: torch.device) -> Tensor:
-        """Return the mean colour, uint8 (C,)."""
-        return (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8).to(device)
-
     def normalise(self, images: Tensor, side: int | None = None) -> Tensor:
         """Normalise images (B, H, W, C) in 0 … 255 to float32 (B, C, H, W), scaled to `side` if given."""
         if side is not None:
