@@ -124,9 +124,8 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.workers = workers
         self.settings = SourceSettings(
             root=root, url=url, cache_dir=cache_dir, labels=labels, skip_bad=skip_bad, resize=resize,
-            image_size=tuple(image_size) if isinstance(image_size, list) else image_size, channels=channels,
-            num_classes=num_classes, count=count, split=split, stream=stream, groups=parse_groups(groups),
-            levels=parse_levels(levels),
+            image_size=image_size, channels=channels, num_classes=num_classes, count=count, split=split, stream=stream,
+            groups=parse_groups(groups), levels=parse_levels(levels),
         )  # fmt: skip
         self._val_size = val_size
         self._placement, self._mean, self._std = placement, mean, std

@@ -27,8 +27,7 @@ def parse_image_size(value: ImageSize) -> tuple[int, int]:
         height, width = map(int, sides if len(sides) > 1 else (*sides, *sides))
     except ValueError:
         form = "a number of pixels for squares, or height x width, such as 96x128"
-        shown = str(list(value) if isinstance(value, tuple) else value)[:40]
-        raise UsageError(f"--data.image_size must be {form}, not {shown!r}") from None
+        raise UsageError(f"--data.image_size must be {form}, not {str(value)[:40]!r}") from None
     if not 1 <= min(height, width) <= max(height, width) <= MAX_SIDE:
         raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,} pixels a side, not {height}×{width}")
     return height, width
