@@ -55,7 +55,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
             target = "a checkpoint"
         remedy = "start again with a lower --lr, or resume with --precision 32-true"
         text += f"; stopped before it reached {target}. Checkpoints are intact: {remedy}"
-    elif is_out_of_memory(error):
+    elif isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)):
         text = (
             "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch, or choose a smaller --net"
         )
@@ -90,11 +90,6 @@ def _explain(error: BaseException) -> tuple[str, int]:
     else:
         text = f"{kind}: {re.sub(r' object at 0x[0-9a-f]+', '', text)} (--debug shows where)"
     return f"cifar-lit: {text}", 1
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch could not allocate memory, on any device."""
-    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:
