@@ -92,18 +92,16 @@ class CurveFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row. A new name adds a column."""
+        row: dict[str, object] = {**metrics, "step": step}
         with _writing(self._run):
-            self._write({**metrics, "step": step})
-
-    def _write(self, row: dict[str, object]) -> None:
-        path = self._run.path / "metrics.csv"
-        if row.keys() <= set(self._columns):
+            if not row.keys() <= set(self._columns):
+                self._rewrite(row)
+                return
             # Mode "a" would recreate a deleted file.
+            path = self._run.path / "metrics.csv"
             with open(path, "r+", newline="", encoding="utf-8", opener=without_links) as file:
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self._columns).writerow(row)
-        else:
-            self._rewrite(row)
 
     def _rewrite(self, *new_rows: dict[str, object]) -> None:
         """Write the header, the earlier rows and new rows."""
