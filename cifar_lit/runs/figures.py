@@ -228,10 +228,6 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
     axes.set_yticks(range(count), names, fontsize=size)
     axes.set(xlabel="predicted class", ylabel="true class")
     axes.set_title(f"{int(matrix.diag().sum()):,} of {int(matrix.sum()):,} images correct")
-    return _pixels(figure)
-
-
-def _pixels(figure: Figure) -> Tensor:
     canvas = FigureCanvasAgg(figure)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a missing glyph is drawn as a box
