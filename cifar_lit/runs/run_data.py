@@ -39,11 +39,12 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
     """
     if data_dir:
         allow_choices({"root": data_dir})
+    settings: dict[str, object] = {}
     if dataset:
         allow_imports([dataset])  # typed by the user
         settings = _settings_for(dataset, card)
-    else:
-        settings = _recorded_settings(run / "config.yaml")
+    elif (run / "config.yaml").is_file():
+        settings.update((plain_values(run / "config.yaml") or {}).get("data", {}))
     if not settings:
         return {}
     if data_dir:
@@ -64,14 +65,6 @@ def _settings_for(dataset: str, card: ModelCard) -> dict[str, object]:
     if dataset == "shapes":
         settings["num_classes"] = len(card.classes)
     return settings
-
-
-def _recorded_settings(config: Path) -> dict[str, object]:
-    """Return the data settings in a config.yaml; empty if it is missing or has none."""
-    if not config.is_file():
-        return {}
-    values = plain_values(config) or {}
-    return dict(values.get("data", {}))
 
 
 def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None) -> ImageData:
