@@ -137,11 +137,6 @@ class Command:
         """Return whether the command only prints help or a configuration."""
         return any(word.partition("=")[0] in ("-h", "--help") or word.startswith("--print_") for word in self.flags)
 
-    @property
-    def is_one_training(self) -> bool:
-        """Return whether the command trains in a single run folder."""
-        return self.name in ("fit", "train") and not self.several and not self.asks_only
-
     def without(self, flag: str) -> list[str]:
         """Return the flags without a long flag."""
         return [word for word in self.flags if word.partition("=")[0] != f"--{flag}"]

@@ -70,7 +70,10 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
 
     A command with --resume is not changed. If the run is finished, print this and exit with code 0.
     """
-    if not command.is_one_training or (job := job_of(environment)) is None:
+    if command.name not in ("fit", "train") or command.several or command.asks_only:
+        return
+    job = job_of(environment)
+    if job is None:
         return
     is_first, run, note = is_first_process(environment), None, ""
     logs = logs_of(command)
