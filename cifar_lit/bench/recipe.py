@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from dataclasses import replace
 from functools import cache
 
@@ -51,5 +50,5 @@ def run(settings: argparse.Namespace) -> None:
         for name in recipes.values():
             train_seeds(parse("train", [*flags, "--recipe", name]), results)
     except Interrupted as interruption:
-        interruption.resume = f"{program(sys.argv[0], 'bench recipe')} {shlex.join(settings.line)}"
+        interruption.resume = f"{program('bench recipe')} {shlex.join(settings.line)}"
         raise

@@ -199,7 +199,7 @@ class TrainingCLI(LightningCLI):
             return
         config = shlex.quote(display_path(run / "config.yaml"))
         weights = shlex.quote(display_path(run / "model.safetensors"))
-        start = program(sys.argv[0], self.command.name)
+        start = program(self.command.name)
         command = f"{start} --config {config} --weights {weights} --finetune.head_views 0 --epochs {more}"
         name, count = display_path(run), counted(more, "more epoch")
         raise UsageError(f"{name} is finished. To train its weights for {count}, start a new run: {command}")
@@ -503,7 +503,7 @@ class TrainingCLI(LightningCLI):
         """Return the command that resumes this run, None before its first checkpoint."""
         if not self.run.trains or not self.run.folder.resumable:
             return None
-        return f"{program(sys.argv[0], self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
+        return f"{program(self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
 
 
 def set_save_dir(command: Command) -> None:
@@ -598,11 +598,11 @@ def adjust_to_features(settings: Namespace) -> None:
             adjust(settings[name], settings)
 
 
-def program(script: str, command: str) -> str:
+def program(command: str) -> str:
     """Return the start of a command line that runs `command` like this process: a script, cifar-lit or `python -m`."""
-    path = Path(script)
+    path = Path(sys.argv[0])
     if path.suffix == ".py" and path.name != "__main__.py":
-        return f"python {shlex.quote(script)}"
+        return f"python {shlex.quote(sys.argv[0])}"
     if path.suffix:
         return f"python -m cifar_lit {command}"
     return f"{path.name} {command}"

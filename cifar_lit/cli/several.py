@@ -162,7 +162,7 @@ def group_folder(
             words.append(f"--{name}={value}".removesuffix("="))
         if command.json:
             words.append(f"--json={command.json}")
-        interruption.resume = f"{program(sys.argv[0], 'train')} {shlex.join(words)}"
+        interruption.resume = f"{program('train')} {shlex.join(words)}"
         raise
     finally:
         folder.release()

@@ -7,7 +7,6 @@ import csv
 import logging
 import shlex
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -98,7 +97,7 @@ def run_sweep(options: argparse.Namespace, typed: list[str], argv: list[str]) ->
         line = shlex.join(argv)
         if options.storage:  # without the password
             line = shlex.join(word.replace(options.storage, url.render_as_string()) for word in argv)
-        interruption.resume = f"{program(sys.argv[0], 'sweep')} {line}"
+        interruption.resume = f"{program('sweep')} {line}"
         raise
     except (UsageError, Failure, OSError):
         raise
