@@ -52,8 +52,7 @@ def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str
     is_file = url.get_backend_name() == "sqlite"
     if is_file:
         check_database(Path(str(url.database)).resolve())
-    attempt = 1
-    while True:
+    for attempt in range(1, MAX_COLLISIONS + 1):
         try:
             storage = RDBStorage(
                 url.render_as_string(hide_password=False),
@@ -68,7 +67,6 @@ def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str
             collided = isinstance(error, IntegrityError) or "already exists" in str(error)
             if not collided or attempt == MAX_COLLISIONS:
                 raise
-            attempt += 1
             time.sleep(POLL)
     directions = [*file.objectives.values()]
     is_new = True
