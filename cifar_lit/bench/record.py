@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,12 @@ class Record:
             return
         entries = []
         for run in runs:
-            entries.append({**figures_of_run(read_metrics(run)), **self._measured.get(run.name, UNMEASURED)})
+            metrics = read_metrics(run)
+            test = metrics["test"]
+            entry = {name: metrics[name] for name in FIGURES} | {name: test[name] for name in SCORES}
+            entry |= {"views": test.get("tta"), "seconds": metrics["train_seconds"]}
+            entries.append(entry | self._measured.get(run.name, UNMEASURED))
         accuracy = mean_interval([entry["accuracy"] for entry in entries], SHARE)
         self._entries[self._name] = {"accuracy": accuracy, "runs": entries}
         flags = without_places(self._command.flags)
         write_figures(Path(self._command.json), figures_of("recipe", {"flags": flags}, recipes=self._entries))
-
-
-def figures_of_run(metrics: Mapping[str, Any]) -> dict[str, object]:
-    """Return the scores and times of a training, from the content of metrics.json."""
-    test = metrics["test"]
-    figures = {name: metrics[name] for name in FIGURES} | {name: test[name] for name in SCORES}
-    return {**figures, "views": test.get("tta"), "seconds": metrics["train_seconds"]}
