@@ -389,7 +389,6 @@ class TrainingCLI(LightningCLI):
         return trainer
 
     def _features(self) -> list[Callback]:
-        """Return the callbacks of the features that the settings name. Only a fit has any."""
         features: list[Callback] = []
         if self.name != "fit":
             return features
@@ -412,7 +411,6 @@ class TrainingCLI(LightningCLI):
         check_monitors(callbacks, scores)
 
     def _search(self, callbacks: list[Callback]) -> None:
-        """Search batch size and learning rate as --auto-batch and --auto-lr ask."""
         auto = self.command.auto
         if self.name != "fit":
             flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
@@ -450,7 +448,6 @@ class TrainingCLI(LightningCLI):
         return super().instantiate_trainer(callbacks=[*own, NoSignalHandlers(), test], **settings)
 
     def _make_run(self) -> Run:
-        """Return the run, whose folder is locked if it is resumed."""
         folder, text = self.folder, self._config_text()
         assert folder
         trust.remember(text)

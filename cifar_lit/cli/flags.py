@@ -293,7 +293,6 @@ def check_one_device(devices: str | None, what: str) -> None:
 
 
 def _is_flag(word: str) -> bool:
-    """Return whether a word begins with a dash and is not a negative number."""
     try:
         float(word)
     except ValueError:

@@ -215,7 +215,6 @@ def _train(command: flags.Command, argv: list[str]) -> None:
 
 
 def _report(error: BaseException, debug: bool) -> int:
-    """Print the error on stderr and return the exit code."""
     for number in STOP_SIGNALS:  # nothing is left to save: another signal ends the process quietly
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
             signal.signal(number, signal.SIG_DFL)

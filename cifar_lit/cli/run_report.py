@@ -92,7 +92,6 @@ def _source_text(data: ImageData, device: str) -> str:
 
 
 def _step_rows(trainer: pl.Trainer, settings: Mapping[str, object], data: ImageData) -> dict[str, str]:
-    """Return the start card's rows about batches and the optimizer."""
     share = data.batch_size // trainer.world_size
     relation = "=" if share * trainer.world_size == data.batch_size else "≈"
     steps = counted(steps_per_epoch(trainer), "step")
@@ -190,7 +189,6 @@ def _print_test(test: Score, scores: Mapping[str, Any], data: ImageData) -> None
 
 
 def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
-    """Return commands that a user may run after a training."""
     folder = display_path(run.folder.path)
     lines = []
     if "tensorboard" in run.settings["logger"]:

@@ -179,7 +179,6 @@ def _is_safe(name: str, text: str) -> bool:
 
 
 def _is_above(text: str, limit: float) -> bool:
-    """Return whether a text is a number above `limit`."""
     try:
         return float(text) > limit
     except ValueError:

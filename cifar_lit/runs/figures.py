@@ -236,7 +236,6 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
 
 
 def _short(name: str, limit: int = 18) -> str:
-    """Return a printable name, shortened to `limit` characters."""
     plain = printable(name)
     if len(plain) > limit:
         plain = plain[: limit - 1] + "…"

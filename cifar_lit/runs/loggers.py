@@ -104,7 +104,6 @@ class CurveFile(Logger):
                 csv.DictWriter(file, self._columns).writerow(row)
 
     def _rewrite(self, *new_rows: dict[str, object]) -> None:
-        """Write the header, the earlier rows and new rows."""
         path = self._run.path / "metrics.csv"
         rows: list[dict[str, Any]] = []
         if self._columns:

@@ -71,6 +71,5 @@ def paper(names: Sequence[str]) -> str:
 
 
 def _distinct(values: Iterable[Mapping[str, object]]) -> str:
-    """Return the different mappings as text, in their order."""
     texts = [", ".join(f"{name} {value}" for name, value in each.items()) for each in values]
     return "; ".join(dict.fromkeys(texts))

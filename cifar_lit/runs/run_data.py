@@ -55,7 +55,6 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
 
 
 def _settings_for(dataset: str, card: ModelCard) -> dict[str, object]:
-    """Return the settings with which a data set fits a net."""
     settings: dict[str, object] = {"dataset": dataset, "val_size": 0}  # the split is unknown
     channels, height, width = card.input_shape
     if dataset in ("shapes", "folder"):

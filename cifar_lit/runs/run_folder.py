@@ -92,7 +92,6 @@ class RunFolder:
             self._path = path
 
     def _claim(self) -> Path:
-        """Create the folder with the next free number."""
         pattern = re.compile(re.escape(self.name) + r"-(\d+)")
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -222,7 +221,6 @@ def find_resumable(logs: Path, name: str | None, needs_test: bool | None = None,
 
 
 def _newest_run(logs: Path, needs_test: bool | None, first: bool) -> Path:
-    """Return the run that `find_resumable` chooses without a name."""
     trained = [folder.parent for folder in logs.glob("*/checkpoints") if (folder.parent / "config.yaml").is_file()]
     if not trained:
         raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")

@@ -68,7 +68,6 @@ class RunCopy(Callback):
         note(f"the copy of the run is incomplete: {self._fault}" if self._fault else f"run copied to {self._url}")
 
     def _run(self) -> None:
-        """Upload the files when a checkpoint is new, until the training ends."""
         pause, is_ending = PERIOD, False
         while not is_ending:
             is_ending = self._ending.wait(pause)

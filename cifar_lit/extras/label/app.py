@@ -42,7 +42,6 @@ class Review:
         ]
 
     async def _list(self, request: Request) -> Response:
-        """Return all images with their decisions, and the classes."""
         made = self.journal.decisions
         images = []
         for image, key in zip(self.queue.summaries, self.queue.keys, strict=True):
@@ -51,12 +50,10 @@ class Review:
         return JSONResponse({**self.about, **classes, "images": images})
 
     async def _show(self, request: Request) -> Response:
-        """Return an image with its neighbours."""
         item = self._checked(request.path_params["item"])
         return JSONResponse(await asyncio.to_thread(self.queue.details, item))
 
     async def _store(self, request: Request) -> Response:
-        """Store a decision, or write the table."""
         try:
             body = json.loads(await read_body(request, MAX_BODY_BYTES, "reload the page"))
         except (ValueError, RecursionError):

@@ -100,7 +100,6 @@ class Journal:
 
 
 def _replay(path: Path, data: bytes, classes: Sequence[str]) -> tuple[list[Decision], list[str]]:
-    """Return the decisions of a journal, in order, and all classes."""
     made: list[Decision] = []
     names = dict.fromkeys(classes)
     for number, line in enumerate(data.splitlines(), 1):

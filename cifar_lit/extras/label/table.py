@@ -135,7 +135,6 @@ def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
 
 
 def _own_table(data: ImageData) -> Path | None:
-    """Return the table that the labels of the data come from, if any."""
     if data.dataset == "folder":
         if data.settings.path.is_dir():
             return None

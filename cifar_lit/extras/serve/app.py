@@ -55,7 +55,6 @@ class Service:
         return JSONResponse(health)
 
     async def _answer_images(self, request: Request) -> Response:
-        """Return a prediction, or a list of predictions for a form or a JSON list."""
         top = self._top(request.query_params.get("top"))
         seen = request.query_params.get("seen") in ("1", "true")
         body = await read_body(request, self.limits.body, "send less, or start the service with a larger --max-mb")
@@ -74,7 +73,6 @@ class Service:
         return JSONResponse(predictions[0])
 
     def _top(self, text: str | None) -> int:
-        """Return the number of classes to name."""
         count = len(self.classifier.classes)
         if text is None:
             return min(DEFAULT_TOP, count)

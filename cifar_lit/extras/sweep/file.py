@@ -111,7 +111,6 @@ class SweepFile:
             self.trials = math.inf
 
     def _search(self, path: Path, search: object) -> list[Parameter]:
-        """Return the searched settings, those with conditions last."""
         parameters: list[Parameter] = []
         for name, entry in _by_name("search", search).items():
             if name in SPLIT:
@@ -234,7 +233,6 @@ def _check_keys(place: str, mapping: Mapping[object, object], keys: Sequence[str
 
 
 def _directions(objective: object) -> dict[str, Direction]:
-    """Return the direction of each objective."""
     if isinstance(objective, str):
         objective = [objective]
     if isinstance(objective, list):

@@ -165,12 +165,10 @@ class Trials:
             raise self.fault
 
     def _record_seconds(self) -> None:
-        """Store the time that all commands of the sweep have taken so far."""
         seconds = max(time.monotonic() - self.start, self.study.user_attrs.get("seconds", 0))
         self.study.set_user_attr("seconds", seconds)
 
     def _run(self, trial: Trial) -> list[float]:
-        """Run an attempt of a trial on the devices of a free worker."""
         flags = self.free.get()
         try:
             return self._values(trial, flags)
@@ -200,7 +198,6 @@ class Trials:
             study.stop()
 
     def _print(self, trial: FrozenTrial, error: str) -> None:
-        """Print the line of a finished trial."""
         finished = sum(each.state.is_finished() for each in self.latest())
         progress = str(finished)
         if self.count < math.inf:
