@@ -47,10 +47,8 @@ def application(routes: Sequence[Route], page: Path, names: frozenset[str] | Non
     """Return an application that checks each request and answers every error with `{"error": "one line"}`.
 
     Args:
-        routes: routes besides those of the page.
         page: folder with index.html and its files. All pages share `page.css`.
         names: names of this machine that clients may use; None if the socket is bound to a loopback address.
-        root: beginning of all paths.
     """
     files = [_file_route(file) for file in (STYLE, *page.iterdir())]
     return Starlette(

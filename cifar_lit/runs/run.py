@@ -29,7 +29,6 @@ class Run(Callback):
     Args:
         folder: the folder, created on first use unless it is resumed.
         settings: the parsed configuration as nested plain values.
-        config: text of config.yaml.
         notes: additional lines of the start card by name. `resume` and `step` identify the checkpoint that is resumed.
         command: fit, train (fit and test), validate, test or predict.
         monitored: score that selects the best checkpoint, as in `best_checkpoint`.

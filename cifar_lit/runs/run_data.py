@@ -135,10 +135,8 @@ class RunImages(NamedTuple):
 class RunData:
     """The data set of a run, without downloads.
 
-    Args:
-        model: the run's model.safetensors, beside its config.yaml.
-        card: metadata of the net. Images that do not fit it are refused.
-        data_dir: folder of the images, if they were moved; without a config.yaml, an image folder.
+    model: the run's model.safetensors, beside its config.yaml. Images that do not fit `card` are refused.
+    data_dir: folder of the images, if they were moved; without a config.yaml, an image folder.
     """
 
     def __init__(self, model: Path, card: ModelCard, data_dir: str | None = None) -> None:
@@ -155,8 +153,7 @@ class RunData:
     def load(self, train: bool, count: int) -> RunImages:
         """Return `count` training or test images, evenly spaced; all for 0.
 
-        Raises:
-            UsageError, Failure: the images are missing or do not fit the net.
+        Raise UsageError or Failure if they are missing or do not fit the net.
         """
         self._check_at_hand()
         if self.settings.split.folds:  # a fold of the training images is the test set

@@ -48,7 +48,6 @@ class RunFolder:
     share them between machines. So the run also holds filelock's lease, a file with the owner and a heartbeat.
 
     Args:
-        name: name of the recipe.
         path: existing run to resume, instead of a new one.
         first: whether this is the first process of the run. Other processes do not create a folder, see `follow`.
         job: record of the scheduler job, written to a new folder so that a restarted job finds its run.

@@ -32,17 +32,10 @@ class Decision(NamedTuple):
 class Journal:
     """The decisions of a run, in order. Each one is on disk before `decide` or `undo` returns.
 
-    `undo` and `add_class` append a line too. No line of an existing file is changed or removed.
+    `undo` and `add_class` append a line too. No line of an existing file is changed or removed. The attribute
+    `classes` has the classes of the run and those that were added.
 
-    Args:
-        path: the file, created if it is missing.
-        classes: names of the classes of the run.
-
-    Attributes:
-        classes: these, and the classes that were added.
-
-    Raises:
-        Failure: the file cannot be written, or one of its lines is damaged.
+    Raise Failure if the file cannot be created or written, or one of its lines is damaged.
     """
 
     def __init__(self, path: Path, classes: Sequence[str]) -> None:

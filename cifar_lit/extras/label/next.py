@@ -136,8 +136,7 @@ def next_images(
         advance: callback with the number of files processed since the last call.
         labelled: digests of images to leave out.
 
-    Returns:
-        The selected images, the most uncertain first, and the numbers of files that were left out by their reason.
+    Returns the images, the most uncertain first, and the numbers of files that were left out by their reason.
     """
     pool: dict[bytes, Row] = {}
     embeddings: list[Tensor] = []

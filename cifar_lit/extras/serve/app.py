@@ -83,10 +83,7 @@ class Service:
     def predict(self, pixels: list[bytes], top: int, seen: bool) -> list[dict[str, object]]:
         """Return the JSON of a prediction for each image, and offer the images to the collector.
 
-        Args:
-            pixels: decoded images, uint8 (H, W, C).
-            top: number of classes to name.
-            seen: whether to return the images as PNG.
+        pixels: decoded images, uint8 (H, W, C). seen: whether to return the images as PNG.
         """
         (height, width), channels, *_ = self.classifier.preparation
         images = torch.frombuffer(bytearray().join(pixels), dtype=torch.uint8).view(-1, height, width, channels)

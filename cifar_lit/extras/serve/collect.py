@@ -26,12 +26,8 @@ class Collector:
     holds only the pixels that the net sees, under a random name. At most one is written per `SECONDS`. An error ends
     the collection, not the service.
 
-    Args:
-        threshold: probability, 0 … 1.
-        folder: the folder, created if it is missing, with access for this user only.
-
-    Raises:
-        Failure: the folder cannot be created or read.
+    threshold: probability, 0 … 1. folder: created if it is missing, with access for this user only.
+    Raise Failure if the folder cannot be created or read.
     """
 
     def __init__(self, threshold: float, folder: Path) -> None:

@@ -51,8 +51,7 @@ class Images(NamedTuple):
 def parse_body(content_type: str, body: bytes, limits: Limits) -> Images:
     """Return the images in a body.
 
-    Raises:
-        HTTPException: the type is unsupported, the body is damaged, or it has no images or too many.
+    Raise HTTPException if the type is unsupported, or the body is damaged or has no images or too many.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind.startswith("image/") or kind in ("application/octet-stream", ""):

@@ -218,11 +218,7 @@ def write_recipe(path: Path, recipe: str, settings: Mapping[str, object], head: 
 def confirm(trials: Trials, best: int, settings: Mapping[str, Any], *, seed: int, words: list[str], count: int) -> None:
     """Train and test the starting recipe and the best trial with `count` new seeds, and compare them.
 
-    Args:
-        best: number of the best trial.
-        settings: its settings by dotted name.
-        seed: that of the starting recipe.
-        words: flags of `fit` for all trainings.
+    best, settings: number of the best trial, and its settings by dotted name. seed: that of the starting recipe.
     """
     file = trials.file
     first = 1 + max(seed, int(settings.get("seed_everything", 0)))

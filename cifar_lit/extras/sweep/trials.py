@@ -45,9 +45,7 @@ class NotTrained(Exception):
 def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str, object]]) -> optuna.Study:
     """Create or load a study. Raise an error of any type if its rows are not those of a sweep.
 
-    Args:
-        grace: seconds without a heartbeat after which a trial is enqueued again.
-        grid: trials to enqueue.
+    grace: seconds without a heartbeat after which a trial is enqueued again. grid: trials to enqueue.
     """
     is_file = url.get_backend_name() == "sqlite"
     if is_file:
@@ -103,10 +101,7 @@ def open_study(url: URL, file: SweepFile, grace: int, grid: Sequence[Mapping[str
 class Trials:
     """The trials of a study. A trial has the number of its first attempt.
 
-    Args:
-        count: number of trials, which may be infinite.
-        words: flags of `fit` for all trials.
-        workers: further flags for each worker.
+    count: may be infinite. words: flags of `fit` for all trials. workers: further flags for each worker.
     """
 
     def __init__(
