@@ -418,19 +418,16 @@ class TrainingCLI(LightningCLI):
         if self.ranks > 1:
             raise UsageError("--auto-batch and --auto-lr need one device: search with --devices 1, then set the values")
         factor = search(auto, self.model, self.datamodule, partial(self._search_trainer, callbacks))
-        self._record_search(callbacks, factor)
-
-    def _record_search(self, features: list[Callback], factor: float) -> None:
-        """Record what a search found in config.yaml, as if it had been typed, and scale the rates of features alike."""
+        # Record the results in config.yaml, as if they had been typed, and scale the rates of features alike.
         self.settings.data.batch_size = self.datamodule.batch_size
         for name in ("lr", "optimizer_options"):
             self.settings.model[name] = self.model.hparams[name]
-        for feature in features:
-            for name in getattr(feature, "rates", ()):
-                rate = scaled(getattr(feature, name), factor)
-                setattr(feature, name, rate)
+        for callback in callbacks:
+            for name in getattr(callback, "rates", ()):
+                rate = scaled(getattr(callback, name), factor)
+                setattr(callback, name, rate)
                 for group in FEATURES:
-                    if isinstance(feature, feature_class(group)):
+                    if isinstance(callback, feature_class(group)):
                         self.settings[group][name] = rate
 
     def _search_trainer(self, callbacks: list[Callback], test: Callback, **settings: object) -> pl.Trainer:
