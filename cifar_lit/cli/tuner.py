@@ -13,22 +13,20 @@ from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.memory import free_memory
 from cifar_lit.text import say
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.classifier import ImageClassifier
-
-if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
 
 SIZES = [2**power for power in range(4, 13)]  # above 4,096, images/s no longer rises and accuracy falls
 RATES = ("bias_lr", "head_lr")  # options of optimizers that are scaled like the learning rate
