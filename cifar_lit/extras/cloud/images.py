@@ -113,15 +113,12 @@ def versions(settings: SourceSettings, names: Sequence[str]) -> Tensor:
     with closing(_database(_place(str(settings.root), settings.cache_path, settings.stream))) as database:
         for name in names:
             row = database.execute("SELECT size, etag FROM copied WHERE path = ?", (name,)).fetchone()
-            hashes.append(_version(*row) if row else 0)
+            hashes.append(_hash(*row) if row else 0)
     return torch.tensor(hashes, dtype=torch.int64)
 
 
-def _version(size: int, etag: str) -> int:
-    return _hash(f"{size} {etag}")
-
-
-def _hash(text: str) -> int:
+def _hash(*values: object) -> int:
+    text = " ".join(map(str, values))
     return int.from_bytes(sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
@@ -185,7 +182,7 @@ def update_copy(database: sqlite3.Connection, reader: Reader, files: Path, strea
         part = files.parent / f"{threading.get_ident()}{PART}"  # each thread overwrites its own
         if is_empty(item.path):
             part.write_bytes(b"")
-            time_ns = _version(item.size, item.etag) % 10**18
+            time_ns = _hash(item.size, item.etag) % 10**18
             os.utime(part, ns=(time_ns, time_ns))
         else:
             reader.read(item, part)
