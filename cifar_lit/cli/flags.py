@@ -191,9 +191,7 @@ def packaged_recipe(name: str) -> Path:
 def parse(name: str, argv: list[str]) -> Command:
     """Parse the arguments of the training command `name`. Of a repeated flag except --config, the last value counts.
 
-    Raises:
-        UsageError: a flag lacks its value, an argument is unexpected, a --config file does not exist, or --json is not
-            used with --seeds.
+    Raise UsageError if a flag lacks its value, an argument is unexpected, or a --config file does not exist.
     """
     command = Command(name)
     remaining = deque(argv)

@@ -60,10 +60,7 @@ _allowed_before: set[str] = set()
 
 
 def guard(command: Command, base: Path | None) -> None:
-    """Check the configuration files of a command and allow the names in trusted files; raise UsageError for others.
-
-    base: settings with the lowest precedence, as in `arguments`.
-    """
+    """Check the configuration files of a command and allow the names in trusted files; raise UsageError for others."""
     files = [("", Path(config).expanduser()) for config in command.configs]
     if base is not None and base.parent != RECIPES:
         files.insert(0, ("", base))

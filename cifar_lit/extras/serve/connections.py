@@ -27,14 +27,11 @@ class LimitedProtocol(H11Protocol):
 
     Each client has a time budget of `BODY_SECONDS`. It decreases while the client has to send a request or to receive
     an answer, and increases by one second per `MIN_RATE` transferred bytes. A client without time left is disconnected.
-
-    Attributes:
-        deadline: loop time at which the client is disconnected; infinity while the service works on the request.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.deadline = math.inf
+        self.deadline = math.inf  # loop time of the disconnection; infinity while the service works on the request
         self._is_idle = True  # nothing was received since the last answer
         self._transferred = 0  # bytes since the last look at the deadline
         self._unsent = 0  # bytes of the answer that the system has not accepted yet
