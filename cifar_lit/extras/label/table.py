@@ -99,12 +99,11 @@ def current_labels(data: ImageData) -> Labels:
     splits = ["train"] * len(images)
     for row in val_rows:
         splits[row] = "val"
-    table = _own_table(data)
     if data.dataset != "folder":
         if settings.labels == "coarse":
             raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
         keys = [str(row) for row in range(len(images))]
-        if table:
+        if (settings.labels or "").lower().endswith(TABLES):
             keys = list(images.names or ())
         if has_folds:
             return Labels("image", keys, names, "", [])
@@ -113,7 +112,7 @@ def current_labels(data: ImageData) -> Labels:
     trained = set(train_names)  # without test images, the validation images are the test set
     test_rows = [row for row, name in enumerate(test.names or ()) if name not in trained]
     folder = settings.path.absolute()
-    if table:
+    if not folder.is_dir():  # the table of the images
         folder = folder.parent
     groups = _groups(images)
     keys = [os.path.normpath(folder / name) for name in train_names]
@@ -132,14 +131,3 @@ def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
     if images.groups is None:
         return [None] * len(images)
     return [(id(images), group) for group in images.groups.tolist()]
-
-
-def _own_table(data: ImageData) -> Path | None:
-    if data.dataset == "folder":
-        if data.settings.path.is_dir():
-            return None
-        return data.settings.path
-    labels = data.settings.labels or ""
-    if not labels.lower().endswith(TABLES):
-        return None
-    return Path(labels).expanduser()
