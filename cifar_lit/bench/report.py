@@ -127,8 +127,8 @@ def figures_of(bench: str, settings: Mapping[str, object], rows: Iterable[Row] =
 
 def publish(
     bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: object
-) -> dict[str, object]:
-    """Print rows as a table, with lines and the environment below; write figures to the --json file; return them."""
+) -> None:
+    """Print rows as a table, with lines and the environment below, and write figures to the --json file."""
     figures = figures_of(bench, settings, rows, **more)
     if settings["json"]:
         write_figures(Path(settings["json"]), figures)
@@ -144,7 +144,6 @@ def publish(
         footer.append(f"{name} {number}")
     for part in (f"{bench} · {title}", table, *lines, " · ".join(footer)):
         for_tables().print(part)
-    return figures
 
 
 def write_figures(path: Path, figures: Mapping[str, object]) -> None:
