@@ -41,20 +41,15 @@ def logged_settings(settings: Mapping[str, Any]) -> dict[str, object]:
                 values[name] = value
     shown = {name: values[name] for name in COMPARED if values.get(name) is not None}
     for feature, options in settings.items():
-        if feature not in GROUPS and isinstance(options, dict):
-            shown |= _feature_settings(feature, options)
-    return shown
-
-
-def _feature_settings(feature: str, options: Mapping[str, object]) -> dict[str, object]:
-    shown: dict[str, object] = {}
-    for name, value in options.items():
-        if isinstance(value, dict):
-            value = str(value)
-        if value is not None:
+        if feature in GROUPS or not isinstance(options, dict):
+            continue
+        given = {name: value for name, value in options.items() if value is not None}
+        if not given:
+            shown[feature] = True
+        for name, value in given.items():
+            if isinstance(value, dict):
+                value = str(value)
             shown[f"{feature}.{name}"] = value
-    if not shown:
-        return {feature: True}
     return shown
 
 
