@@ -143,9 +143,6 @@ async def _report(request: Request, error: Exception) -> Response:
     return error_response(500, "the service failed on this request; its console says why")
 
 
-# ---- The server.
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; raise UsageError or Failure if it cannot be opened."""
     if not 0 <= port <= 65535:

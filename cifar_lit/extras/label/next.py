@@ -123,9 +123,6 @@ def _write_table(file: Path, rows: Sequence[Row]) -> None:
             writer.writerow([csv_cell(path), "", csv_cell(label), f"{probability:.6f}", f"{margin_of(row):.6f}"])
 
 
-# ---- The selection.
-
-
 def next_images(
     classifier: Classifier, files: Sequence[ImageFile], count: int, advance: Callable[[int], None], labelled: Set[bytes]
 ) -> tuple[list[Row], Counter[str]]:
