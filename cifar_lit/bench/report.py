@@ -112,9 +112,8 @@ def machine_text(environment: Mapping[str, Any], accelerator: str | None = None)
     return f"{cpu}, {counted(environment['threads'], 'thread')}"
 
 
-def figures_of(bench: str, settings: Mapping[str, object], rows: Iterable[Row] = (), **more: object) -> dict[str, Any]:
+def figures_of(bench: str, settings: Mapping[str, object], rows: Sequence[Row] = (), **more: object) -> dict[str, Any]:
     """Return the contents of a measurement's JSON file: name, settings, environment, values and units by label."""
-    rows = list(rows)
     return {
         "bench": bench,
         "settings": {name: value for name, value in settings.items() if name not in NOT_FIGURES},
