@@ -55,9 +55,12 @@ def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: I
     device = trainer.strategy.root_device.type
     counts = f"train {len(train):,} · validation {len(val):,} · {_classes_text(data)}"
     parameters = sum(parameter.numel() for parameter in model.net.parameters())  # type: ignore[union-attr,misc]
+    source = f"read by {counted(data.workers, 'worker')}"
+    if data.placed("train").place == "device":
+        source = "in CPU memory" if device == "cpu" else "in GPU memory"
     settings = model.hparams
     rows = {
-        "data": f"{data.dataset} · {counts} · {_source_text(data, device)}",
+        "data": f"{data.dataset} · {counts} · {source}",
         "net": f"{settings['net']} · {parameters:,} parameters",
         "devices": f"{trainer.world_size} × {device}",
     }
@@ -83,12 +86,6 @@ def _classes_text(data: ImageData) -> str:
     if data.dataset != "folder" or len(names) > MAX_CLASS_NAMES:
         names = ""
     return f"{data.class_count} classes{names} · {channels}×{height}×{width}"
-
-
-def _source_text(data: ImageData, device: str) -> str:
-    if data.placed("train").place != "device":
-        return f"read by {counted(data.workers, 'worker')}"
-    return "in CPU memory" if device == "cpu" else "in GPU memory"
 
 
 def _step_rows(trainer: pl.Trainer, settings: Mapping[str, object], data: ImageData) -> dict[str, str]:
