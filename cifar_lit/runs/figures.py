@@ -16,6 +16,7 @@ import matplotlib
 import numpy as np
 import torch
 from matplotlib import style
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -26,8 +27,6 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from cifar_lit.text import printable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from cifar_lit.data.datamodule import ImageData
 
 own_style = style.context("default")  # ignores the user's matplotlibrc
