@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 from cifar_lit.cli.compare import repeat_line, seed_pair_lines
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import (
     RunRecord,
@@ -42,12 +44,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def images_of(labels: Tensor, columns: Mapping[str, Sequence[str]] | None) -> ImageSet:
+    pixels = torch.zeros(len(labels), 1, 1, 3, dtype=torch.uint8)
+    return ImageSet(pixels, labels, ("cat", "dog"), columns=columns or {})
+
+
 def make_run(
     name: str,
     correct: Sequence[bool] | None = None,
     seed: int = 0,
     fingerprint: str | None = "f1",
     data: Any = None,
+    columns: Mapping[str, Sequence[str]] | None = None,
     **model: Any,
 ) -> RunRecord:
     """Create a run of the recipe `small`.
@@ -55,6 +63,7 @@ def make_run(
     Args:
         correct: whether each test image is classified correctly; None for a run without a test.
         data: the `data` entry of metrics.json.
+        columns: groups of the test images.
         model: further settings of the model.
     """
     path = Path(name)
@@ -65,10 +74,11 @@ def make_run(
     if correct is not None:
         images = len(correct)
         test = {"accuracy": sum(correct) / images, "loss": 0.5, "images": images, "fingerprint": fingerprint}
+        test["groups"] = {name: [] for name in columns or {}}
         labels = torch.arange(images) % 2
         predicted = torch.where(torch.tensor(correct), labels, 1 - labels)
         batch = {"indices": torch.arange(images), "labels": labels, "probabilities": torch.eye(2)[predicted]}
-        write_predictions(path / "predictions.csv", ("cat", "dog"), [batch])
+        write_predictions(path / "predictions.csv", [batch], images_of(labels, columns))
     metrics = {"recipe": "small", "seed": seed, "epochs": 2, "train_seconds": 10.0 + seed, "test": test, "data": data}
     (path / "metrics.json").write_text(json.dumps({**metrics, "val": {"accuracy": 0.5, "loss": 1.0}}))
     (path / "metrics.csv").write_text(CURVES)
