@@ -300,7 +300,8 @@ def _hits(run: RunRecord, fingerprint: str) -> Hits | None:
         return None
     if len(rows) != run.test.get("images") or indices != [*range(len(rows))]:
         return None
-    values = {name: [row.get(column, "") for row in rows] for name, column in columns.items()}
+    written = {column for row in rows for column in row}
+    values = {name: [row.get(c, "") for row in rows] for name, c in columns.items() if c in written}
     return Hits(fingerprint, correct, values)
 
 
