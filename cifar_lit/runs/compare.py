@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison
 MAX_LABELS = 4 << 20  # bytes of a table of labels whose changes are counted
-MAX_COLUMNS = 20  # of groups
+MAX_COLUMNS = 20  # columns of groups
 RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
 
 # ---- Read runs.

@@ -12,7 +12,7 @@ from torch import Tensor
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.stats import wilson_interval
 
-MAX_GROUPS = 200  # of a column in metrics.json; a column with a value for each image has no use
+MAX_GROUPS = 200  # groups of a column in metrics.json; a column with a value for each image has no use
 COVERED = 0.95  # coverage of the prediction sets
 INVALID = (AttributeError, LookupError, TypeError, ValueError)  # from values in somebody else's file
 
