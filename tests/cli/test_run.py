@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from contract.command_line import (
@@ -35,7 +36,7 @@ from cifar_lit.data.sources import SourceSettings
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import view_logits
-from cifar_lit.runs.card import fit_temperature, held_out_scores, novelty, reject_scores, threshold
+from cifar_lit.runs.card import fit_temperature, held_out_scores, measured_coverage, novelty, reject_scores, threshold
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.stats import wilson_interval
 from cifar_lit.training.checkpoint import read_checkpoint
@@ -236,7 +237,11 @@ def test_without_validation_images_the_recipe_gives_the_temperature_and_test_ima
             assert loaded.card.reject == pytest.approx(reject_scores(novelty(loaded(images))), abs=1e-4)
             assert [sum(map(len, scores)) for scores in loaded.card.coverage.values()] == [len(images)] * 2
             assert "The limits come from the other half of the test images." in page
+            probabilities = torch.from_numpy(np.load(run / "probabilities.npy")).double()
+            data = ImageData(**config_of(run)["data"])
+            halves = measured_coverage(probabilities, data.test_images.labels, None, data.classes)
             assert [result["coverage"] for result in test["coverage"]] == [0.8, 0.9, 0.95]  # halves of 20
+            assert [result["measured"] for result in test["coverage"]] == [result["measured"] for result in halves]
     assert losses[0] == losses[1]  # losses are without it
     assert loaded.card.temperature == calibration["temperature"] == 0.5
     assert calibration["tempered_error"] != calibration["error"] > 0

@@ -97,11 +97,12 @@ def test_lac_has_the_smaller_sets_and_aps_the_larger_ones_for_unsure_images_but_
 
 
 def test_sets_of_a_net_that_is_sure_of_all_images_have_one_class() -> None:
-    wrong = 1e-7 * (1 + torch.arange(100, dtype=torch.float64))
+    wrong = 4e-9 * (1 + torch.arange(100, dtype=torch.float64))
     probabilities = torch.stack([1 - wrong, wrong], 1)
     scores = held_out_scores(probabilities, torch.zeros(100, dtype=torch.int64))
-    sets = prediction_sets(probabilities.float(), set_limits(scores, Coverage(0.8)), "lac")
-    assert hits(sets, torch.zeros(100, dtype=torch.int64)).mean() >= 0.8 and sets.sum(1).max() == 1
+    for kind in ("lac", "aps"):
+        sets = prediction_sets(probabilities.float(), set_limits(scores, Coverage(0.8, kind)), kind)
+        assert sets.tolist() == [[True, False]] * 100
 
 
 @pytest.mark.parametrize(("rate", "needed"), [(0.5, 1), (0.8, 4), (0.9, 9), (0.95, 19), (0.99, 99), (0.9999, 9999)])
@@ -125,6 +126,8 @@ def test_a_coverage_needs_a_number_of_held_out_images_and_of_each_class_if_by_cl
 def test_the_limit_is_the_score_of_the_finite_sample_rank() -> None:
     scores = [number / 100 for number in range(100)]  # ⌈0.9 · 101⌉ = 91, and ⌈0.8 · 51⌉ = 41 of each class
     assert set_limits({"lac": [scores[1::2], scores[::2]]}, Coverage(0.9)).tolist() == pytest.approx([0.9, 0.9])
+    assert 0.55 * 100 > 55
+    assert set_limits({"lac": [scores[:99]]}, Coverage(0.55)).tolist() == pytest.approx([0.54])
     by_class = Coverage(0.8, by_class=True)
     assert set_limits({"lac": [scores[1::2], scores[::2]]}, by_class).tolist() == pytest.approx([0.81, 0.8])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from cifar_lit.runs.groups import MAX_GROUPS, group_lines, group_results, group_rows
 from cifar_lit.runs.report import coverage_rows
+from cifar_lit.runs.results import write_metrics
 from cifar_lit.stats import wilson_interval
 
 
@@ -39,6 +42,13 @@ def test_the_coverage_of_a_group_is_the_share_of_its_images_with_the_true_class_
         "east": pytest.approx(2 / 3, abs=1e-6),
         "west": 0,
     }
+
+
+def test_the_results_of_a_diverged_net_are_valid_json(tmp_path: Path) -> None:
+    groups = group_results({"camera": ["east"]}, torch.full((1, 2), torch.nan).double(), torch.tensor([0]), None)
+    write_metrics(tmp_path, {"test": {"groups": groups}})
+    written = json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)
+    assert written["test"]["groups"]["camera"][0]["calibration_error"] is None
 
 
 def test_a_column_with_a_value_for_each_image_has_the_worst_groups_only() -> None:
