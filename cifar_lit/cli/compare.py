@@ -230,7 +230,7 @@ def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
 
 def group_differences(first: str, second: str, hits: Mapping[str, Hits]) -> list[str]:
     """Return a line for each group of test images in which one of two runs is better by McNemar's test."""
-    columns = hits[first].columns
+    columns = {**hits[second].columns, **hits[first].columns}
     tests = group_tests(columns, hits[first].correct, hits[second].correct)
     lines = []
     for name, test in tests.items():

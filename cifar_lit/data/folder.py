@@ -142,9 +142,8 @@ def subfolders(listing: Listing) -> dict[str, str]:
     for tree in listing.parts.values():
         for name, members in tree.items():
             for file in members:
-                folders = nfc(file.path).split("/")[:-1]
-                below = folders[folders.index(name) + 1 :] if name in folders else []
-                found[file.path] = below[0] if below else ""
+                below = f"/{nfc(file.path)}".partition(f"/{name}/")[2]
+                found[file.path] = below.rpartition("/")[0].partition("/")[0]
     return found
 
 

@@ -58,6 +58,8 @@ class ImageSet:
             raise ValueError(f"labels must be int64 ({len(images)},), not {labels.dtype} {tuple(labels.shape)}")
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.classes):
             raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
+        if any(len(values) != len(images) for values in self.columns.values()):
+            raise ValueError(f"columns must have {len(images)} values each")
         if groups is not None and (groups.dtype != torch.int64 or groups.shape != labels.shape):
             raise ValueError(f"groups must be int64 ({len(labels)},), not {groups.dtype} {tuple(groups.shape)}")
         check_class_names(self.classes)

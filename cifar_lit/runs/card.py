@@ -209,7 +209,8 @@ def held_out_scores(probabilities: Tensor, labels: Tensor) -> dict[str, list[lis
         scores[kind] = []
         for label in range(probabilities.shape[1]):
             values = own[labels == label].sort().values.tolist()
-            scores[kind].append([round(value, 6) for value in values])
+            # Rounded up: sets with a limit of 0 would be empty for a confident net.
+            scores[kind].append([math.ceil(value * 1e6) / 1e6 for value in values])
     return scores
 
 
@@ -217,7 +218,7 @@ def set_limits(scores: Mapping[str, Sequence[Sequence[float]]] | None, coverage:
     """Return the highest score of a class in a prediction set, float32 (classes,).
 
     It is the k-th smallest of N held-out scores with k = ⌈rate · (N + 1)⌉: a new score is at most that with a
-    probability of at least `rate`. A class without held-out images has no limit unless `by_class`.
+    probability of at least `rate`. All classes have the same limit unless `by_class`.
 
     Args:
         scores: result of `held_out_scores`.
@@ -242,7 +243,7 @@ def set_limits(scores: Mapping[str, Sequence[Sequence[float]]] | None, coverage:
             images = "held-out images"
             if coverage.by_class:
                 images += " of each class"
-            needed = math.ceil(rate / (1 - rate) - 1e-9)
+            needed = math.ceil(rate / (1 - rate) * (1 - 1e-9))
             remedy = "train with a larger data.val_size, or lower the coverage"
             raise UsageError(f"coverage {rate:g} needs {needed:,} {images}, and there are {len(values):,}: {remedy}")
         limits.append(sorted(values)[rank - 1])
@@ -258,7 +259,7 @@ LEVELS = (0.8, 0.9, 0.95, 0.99)
 HeldOut = Mapping[str, Sequence[Sequence[float]]] | None
 
 
-def test_sets(probabilities: Tensor, labels: Tensor, held_out: HeldOut, level: float) -> Tensor | None:
+def measured_sets(probabilities: Tensor, labels: Tensor, held_out: HeldOut, level: float) -> Tensor | None:
     """Return the LAC sets of test images at a coverage, bool (N, classes); None if there are too few held-out images.
 
     Args:
@@ -285,7 +286,7 @@ def measured_coverage(
 ) -> list[dict[str, object]]:
     """Return how often the sets of test images contain the true class, for each of `LEVELS` that can be reached.
 
-    Arguments are those of `test_sets`.
+    Arguments are those of `measured_sets`.
 
     Returns:
         `coverage` (requested), `measured`, `set_size` (mean number of classes), and `per_class`, which has the last two
@@ -293,7 +294,7 @@ def measured_coverage(
     """
     results: list[dict[str, object]] = []
     for level in LEVELS:
-        sets = test_sets(probabilities, labels, held_out, level)
+        sets = measured_sets(probabilities, labels, held_out, level)
         if sets is None:
             break
         hits, sizes = sets.gather(1, labels[:, None])[:, 0].double(), sets.sum(1).double()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison
 MAX_LABELS = 4 << 20  # bytes of a table of labels whose changes are counted
+MAX_COLUMNS = 20  # columns of groups
 RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
 
 # ---- Read runs.
@@ -289,9 +290,9 @@ def _hits(run: RunRecord, fingerprint: str) -> Hits | None:
     names = run.test.get("groups")
     if not isinstance(names, dict):
         names = {}
-    columns = [f"{GROUP}{csv_cell(name)}" for name in names]
+    columns = {name: f"{GROUP}{csv_cell(name)}" for name in [*names][:MAX_COLUMNS]}
     try:
-        table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted", *columns))
+        table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted", *columns.values()))
         rows = sorted(table, key=lambda row: int(row["index"]))
         indices = [int(row["index"]) for row in rows]
         correct = [row["label"] == row["predicted"] for row in rows]
@@ -299,7 +300,8 @@ def _hits(run: RunRecord, fingerprint: str) -> Hits | None:
         return None
     if len(rows) != run.test.get("images") or indices != [*range(len(rows))]:
         return None
-    values = {name: [row.get(column, "") for row in rows] for name, column in zip(names, columns, strict=True)}
+    written = {column for row in rows for column in row}
+    values = {name: [row.get(c, "") for row in rows] for name, c in columns.items() if c in written}
     return Hits(fingerprint, correct, values)
 
 
@@ -349,7 +351,7 @@ def group_tests(
     tests = {}
     for column, values in columns.items():
         counts: dict[str, Counter[tuple[bool, bool]]] = {}
-        for value, *pair in zip(values, first, second, strict=True):
+        for value, *pair in zip(values, first, second, strict=False):
             counts.setdefault(value, Counter())[pair[0], pair[1]] += 1
         for value, of_group in counts.items():
             tests[f"{column} {value or 'without a value'}"] = mcnemar(of_group[True, False], of_group[False, True])

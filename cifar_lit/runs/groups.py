@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.stats import wilson_interval
 
-MAX_GROUPS = 200  # of a column in metrics.json; a column with a value for each image has no use
+MAX_GROUPS = 200  # groups of a column in metrics.json; a column with a value for each image has no use
 COVERED = 0.95  # coverage of the prediction sets
+INVALID = (AttributeError, LookupError, TypeError, ValueError)  # from values in somebody else's file
 
 
 def group_results(
@@ -53,30 +55,32 @@ def group_results(
 
 
 def group_lines(test: Mapping[str, Any]) -> list[str]:
-    """Return a line about the worst group of each column of the `test` part of metrics.json."""
+    """Return a line about the worst group of each column of the `test` part of metrics.json, none for invalid ones."""
     lines = []
-    for name, rows in group_rows(test).items():
-        value, images, accuracy, limits, *_ = rows[0]
-        bad = sum(group["interval"][1] < test["accuracy"] for group in test["groups"][name])
-        worst = f"worst of {len(rows)} groups by {name}: {value} with accuracy {accuracy} ({limits}), {images} images"
-        chance = f"{0.025 * len(rows):.1f} would be by chance"
-        lines.append(f"{worst}; {bad} of {len(rows)} are clearly below {test['accuracy']:.4f}, and {chance}")
+    with suppress(*INVALID):
+        for name, rows in group_rows(test).items():
+            count = len(rows)
+            value, images, accuracy, limits, *_ = rows[0]
+            bad = sum(group["interval"][1] < test["accuracy"] for group in test["groups"][name])
+            worst = f"worst of {count} groups by {name}: {value} with accuracy {accuracy} ({limits}), {images} images"
+            chance = f"{0.025 * count:.1f} would be by chance"
+            lines.append(f"{worst}; {bad} of {count} are clearly below {test['accuracy']:.4f}, and {chance}")
     return lines
 
 
 def group_rows(test: Mapping[str, Any]) -> dict[str, list[list[str]]]:
-    """Return the rows of a table for each column of the `test` part of metrics.json; none for values of other types."""
-    tables: dict[str, list[list[str]]] = {}
-    try:
+    """Return the rows of a table for each column of the `test` part of metrics.json; none for invalid values."""
+    tables = {}
+    with suppress(*INVALID):
         for name, groups in (test.get("groups") or {}).items():
-            tables[name] = []
-            for group in groups:
+            rows = []
+            for group in groups[:MAX_GROUPS]:
                 low, high = group["interval"]
                 cells = [group["value"] or "no value", f"{group['images']:,}", f"{group['accuracy']:.4f}"]
                 cells += [f"{low:.4f} … {high:.4f}", f"{group['calibration_error']:.4f}", "–"]
                 if group["coverage"] is not None:
                     cells[-1] = f"{100 * group['coverage']:.1f} %"
-                tables[name].append(cells)
-    except (AttributeError, KeyError, TypeError, ValueError):  # the file of somebody else
-        return {}
-    return {name: rows for name, rows in tables.items() if rows}
+                rows.append(cells)
+            if rows:
+                tables[name] = rows
+    return tables

@@ -28,7 +28,7 @@ from cifar_lit.runs.figures import (
     line_chart,
     reliability_diagram,
 )
-from cifar_lit.runs.groups import group_lines, group_rows
+from cifar_lit.runs.groups import INVALID, group_lines, group_rows
 from cifar_lit.runs.label_errors import (
     LIST,
     Findings,
@@ -309,9 +309,9 @@ def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int])
 def coverage_rows(test: Mapping[str, Any]) -> list[list[str]]:
     """Return a table of the coverage and the mean size of prediction sets, all images first, then the worst classes.
 
-    test: the `test` part of metrics.json. Without coverage, or with values of other types, the table is empty.
+    test: the `test` part of metrics.json. Without coverage, or with invalid values, the table is empty.
     """
-    try:
+    with suppress(*INVALID):
         levels = test.get("coverage") or []
         header = ["", *(f"{100 * level['coverage']:g} %" for level in levels)]
         whole = ["all images", *(_covered(level["measured"], level["set_size"]) for level in levels)]
@@ -319,8 +319,7 @@ def coverage_rows(test: Mapping[str, Any]) -> list[list[str]]:
         for name in sorted(levels[-1]["per_class"], key=lambda name: float(levels[-1]["per_class"][name][0])):
             rows.append([name, *(_covered(*level["per_class"][name]) for level in levels)])
         return [header, whole, *rows[:MAX_TABLE_CLASSES]]
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return []
+    return []
 
 
 def _covered(share: float, size: float) -> str:

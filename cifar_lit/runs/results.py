@@ -17,7 +17,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.hardware import processor
 from cifar_lit.runs.calibration import expected_calibration_error, reliability
-from cifar_lit.runs.card import MIN_HELD_OUT, measured_coverage, tempered, test_sets
+from cifar_lit.runs.card import MIN_HELD_OUT, measured_coverage, measured_sets, tempered
 from cifar_lit.runs.data_record import data_record
 from cifar_lit.runs.figures import GALLERY_SIZE, confusion_matrix, gallery
 from cifar_lit.runs.groups import COVERED, group_results
@@ -86,15 +86,13 @@ def _test_scores(model: ImageClassifier, data: ImageData, test: Score, card: Mod
         scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
     if model.predictions is not None:
         scores["calibration"] = calibration_of(model.predictions, card.temperature)
-        probabilities, labels = (
-            tempered(model.predictions["probabilities"], card.temperature),
-            model.predictions["labels"],
-        )
-        held_out = card.coverage
-        if len(data.split[1]) < MIN_HELD_OUT:  # it comes from these test images
-            held_out = None
+        probabilities = tempered(model.predictions["probabilities"], card.temperature)
+        labels = model.predictions["labels"]
+        held_out = None
+        if len(data.split[1]) >= MIN_HELD_OUT:  # else the card's scores are those of these test images
+            held_out = card.coverage
         scores["coverage"] = measured_coverage(probabilities, labels, held_out, data.classes)
-        sets = test_sets(probabilities, labels, held_out, COVERED)
+        sets = measured_sets(probabilities, labels, held_out, COVERED)
         scores["groups"] = group_results(data.test_images.columns, probabilities, labels, sets)
     scores["fingerprint"] = fingerprint(data.test_images.images, data.test_images.labels)
     return scores
@@ -136,6 +134,8 @@ def write_metrics(run: Path, metrics: Mapping[str, object]) -> None:
     def without_nan(value: object) -> object:
         if isinstance(value, dict):
             return {name: without_nan(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [without_nan(inner) for inner in value]
         if isinstance(value, float) and not math.isfinite(value):
             return None
         return value

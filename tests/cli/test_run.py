@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from contract.command_line import (
@@ -35,7 +36,7 @@ from cifar_lit.data.sources import SourceSettings
 from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.tta import view_logits
-from cifar_lit.runs.card import fit_temperature, novelty, reject_scores, threshold
+from cifar_lit.runs.card import fit_temperature, held_out_scores, measured_coverage, novelty, reject_scores, threshold
 from cifar_lit.runs.loggers import COLUMNS
 from cifar_lit.stats import wilson_interval
 from cifar_lit.training.checkpoint import read_checkpoint
@@ -179,6 +180,29 @@ def test_the_loaded_net_is_that_of_the_best_checkpoint(run_dir: Path, data: Imag
     assert 1 <= int(scores.gt(threshold(loaded.card.reject, 0.05)).sum()) <= 4  # 5 % of 40 validation images
 
 
+def test_prediction_sets_rest_on_the_validation_images_and_are_measured_on_the_test_images(
+    run_dir: Path, data: ImageData
+) -> None:
+    loaded, measured = cifar_lit.load(run_dir), metrics_of(run_dir)["test"]["coverage"]
+    val, labels = data.split[1], data.test_images.labels
+    probabilities = loaded.net.probabilities(loaded(data.train_images.images[val].permute(0, 3, 1, 2)))
+    expected = held_out_scores(probabilities.double(), data.train_images.labels[val])
+    for kind, scores in (loaded.card.coverage or {}).items():
+        for own, of_class in zip(scores, expected[kind], strict=True):
+            assert own == pytest.approx(of_class, abs=1e-4)
+    assert [result["coverage"] for result in measured] == [0.8, 0.9, 0.95]  # 40 images
+    page = (run_dir / "report.html").read_text()
+    assert "The limits come from the validation images." in page
+    for result in measured:
+        predictions = loaded.predict(data.test_images.images.numpy(), coverage=result["coverage"])
+        sets = [prediction.prediction_set for prediction in predictions]
+        hits = [data.classes[label] in names for label, names in zip(labels.tolist(), sets, strict=True)]
+        assert result["measured"] == pytest.approx(sum(hits) / len(hits))
+        size = sum(map(len, sets)) / len(sets)
+        assert result["set_size"] == pytest.approx(size)
+        assert f"<td>{100 * sum(hits) / len(hits):.1f} % · {size:.2f}</td>" in page
+
+
 def test_the_calibration_error_is_reported_with_and_without_temperature(run_dir: Path, data: ImageData) -> None:
     loaded, calibration = cifar_lit.load(run_dir), metrics_of(run_dir)["test"]["calibration"]
     val = data.split[1]
@@ -211,6 +235,13 @@ def test_without_validation_images_the_recipe_gives_the_temperature_and_test_ima
             assert loaded.card.temperature is None and "There is no temperature" in page
             images = ImageData(**config_of(run)["data"]).test_images.images.permute(0, 3, 1, 2)
             assert loaded.card.reject == pytest.approx(reject_scores(novelty(loaded(images))), abs=1e-4)
+            assert [sum(map(len, scores)) for scores in loaded.card.coverage.values()] == [len(images)] * 2
+            assert "The limits come from the other half of the test images." in page
+            probabilities = torch.from_numpy(np.load(run / "probabilities.npy")).double()
+            data = ImageData(**config_of(run)["data"])
+            halves = measured_coverage(probabilities, data.test_images.labels, None, data.classes)
+            assert [result["coverage"] for result in test["coverage"]] == [0.8, 0.9, 0.95]  # halves of 20
+            assert [result["measured"] for result in test["coverage"]] == [result["measured"] for result in halves]
     assert losses[0] == losses[1]  # losses are without it
     assert loaded.card.temperature == calibration["temperature"] == 0.5
     assert calibration["tempered_error"] != calibration["error"] > 0
@@ -218,7 +249,8 @@ def test_without_validation_images_the_recipe_gives_the_temperature_and_test_ima
     answer = run_command("test", "--config", NEW_RUN / "config.yaml", "--ckpt_path", NEW_RUN / "checkpoints/last.ckpt")
     assert answer.code == 0, answer.err
     assert run_command("fit", *ONE_EPOCH, "--data.val_size", "0", "--logs", "fit").code == 0
-    assert cifar_lit.load("fit/small-1").card.reject is None  # `fit` sees no test image
+    card = cifar_lit.load("fit/small-1").card
+    assert card.reject is card.coverage is None  # `fit` sees no test image
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "21", "nan", "0.01", "warm"])
@@ -276,7 +308,9 @@ def test_test_time_augmentation_is_reported_beside_the_plain_score(run_dir: Path
     views = test.pop("tta")
     calibration = plain["test"]["calibration"]  # `test` alone fits no temperature
     test["calibration"] |= {name: calibration[name] for name in ("temperature", "tempered_error")}
-    assert test == plain["test"]
+    # Its prediction sets have limits of the other half of the test images, those of the training validation images.
+    assert test.pop("coverage") != plain["test"]["coverage"]
+    assert test == {name: value for name, value in plain["test"].items() if name != "coverage"}
     assert (list(views), views["views"]) == (["views", "accuracy", "loss"], "full")
     loaded, settings = cifar_lit.load(run_dir).net, config_of(run_dir)["data"]
     mean, std = (torch.tensor(settings[name]).view(-1, 1, 1) for name in ("mean", "std"))

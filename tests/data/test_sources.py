@@ -268,6 +268,13 @@ def test_invalid_class_names_are_refused(names: Any, reason: str) -> None:
         ImageSet(torch.zeros(1, 2, 2, 3, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), names)
 
 
+def test_a_column_of_groups_has_a_value_for_each_image() -> None:
+    pixels, labels = torch.zeros(2, 2, 2, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    assert ImageSet(pixels, labels, ("a", "b"), columns={"camera": ["x", "y"]}).columns["camera"] == ["x", "y"]
+    with pytest.raises(ValueError, match="columns must have 2 values each"):
+        ImageSet(pixels, labels, ("a", "b"), columns={"camera": ["x"]})
+
+
 def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SourceSettings(count=12)
     own = Source(lambda settings, train: shapes(train, count=settings.count, image_size=9))

@@ -394,3 +394,41 @@ def test_overlapping_groups_and_near_duplicates_stay_together(pets: Path) -> Non
         test_sets.add("".join(letter for letter in letters if letter < "i"))
         assert all(len(files) == 3 for tree in parts.values() for files in tree.values())
     assert test_sets == {"abcd", "efgh"}
+
+
+# ---- columns for `data.groups`
+
+
+def test_columns_named_by_data_groups_follow_their_images(pets: Path) -> None:
+    cameras = ("east", "we\u0301st", "", "east", " north ", "east")
+    rows = [f"{name},{name[:3]},{part},{camera}" for (name, _, part), camera in zip(ROWS, cameras, strict=True)]
+    rows[5] = rows[5].rpartition(",")[0]  # a row without the last cell
+    objects = [{**row, "Camera": camera or None} for row, camera in zip(BY_KEY, cameras, strict=True)]
+    del objects[5]["Camera"]
+    tables = (
+        write(pets / "a.csv", "path,label,split,Camera", *rows),
+        write(pets / "a.jsonl", *map(json.dumps, objects)),
+    )
+    for table in tables:
+        train, test = (open_set(table, part, groups=("Camera", "label")) for part in (True, False))
+        assert train.images[:, 0, 0, 0].tolist() == [0, 1, 3, 2, 5]
+        assert train.columns == {
+            "Camera": ["east", "w\u00e9st", "east", "", ""],
+            "label": ["cat", "cat", "dog", "cat", "dog"],
+        }
+        assert test.columns == {"Camera": ["north"], "label": ["dog"]}
+        assert open_set(table).columns == {}
+    with pytest.raises(UsageError, match=r"no column 'camera' for data\.groups, only path, .* Did you mean Camera\?"):
+        open_set(tables[0], groups=("camera",))
+
+
+@pytest.mark.parametrize("split", [Split(test_size=0.5), Split(folds=2, fold=1)])
+def test_drawn_test_images_and_folds_keep_their_columns(pets: Path, split: Split) -> None:
+    table = write(pets / "a.csv", "path,label,number", *[f"{name},{name[:3]},n{Path(name).stem}" for name in NAMES])
+    data = ImageData(
+        "folder", str(table), val_size=2, split=split, groups="number,label", cache_dir=str(pets / "cache")
+    )
+    test = data.test_images
+    assert 0 < len(test) < 6
+    assert test.columns["number"] == [f"n{value}" for value in test.images[:, 0, 0, 0].tolist()]
+    assert test.columns["label"] == [test.classes[label] for label in test.labels.tolist()]

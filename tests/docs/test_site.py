@@ -57,7 +57,7 @@ def test_pages_have_a_block_for_each_command_and_class() -> None:
 def test_the_site_has_directives_where_the_clone_has_tables() -> None:
     page = (DOCS / "reference/python-api.md").read_text(encoding="utf-8")
     site = generated.filled_in(page, site=True)
-    assert "| `predict(images, top, reject)` | " in page and "| `predict(" not in site
+    assert "| `predict(images, top, reject, coverage)` | " in page and "| `predict(" not in site
     assert "```{eval-rst}\n.. autoclass:: cifar_lit.ImageData\n   :members: \n```" in site
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.Ca
     run = Path("lightning_logs/folder-1")
     run.mkdir(parents=True)
     card = ModelCard("lenet", 1.0, [3, 24, 40], ["cat", "dog"], [0.5] * 3, [0.25] * 3, resize="letterbox")
+    card = replace(card, coverage={"lac": [[0.1] * 9] * 2, "aps": [[0.1] * 9] * 2})
     torch.manual_seed(0)
     save_weights(run / "model.safetensors", build_net("lenet", **card.net_settings).state_dict(), card)
     noise = np.random.default_rng(0).integers(0, 256, (50, 60, 4), dtype=np.uint8)
@@ -33,3 +35,6 @@ def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.Ca
     net = cifar_lit.load(run)
     assert np.array_equal(names["images"], net.prepare("cat.jpg"))
     assert capsys.readouterr().out.split() == [net.predict("cat.jpg")[0].label]
+    (block,) = [block for block in Page("use-a-trained-net.md").section("Prediction sets") if block.kind == "python"]
+    exec(compile(block.text, "page", "exec"), {})
+    assert capsys.readouterr().out == f"('{net.predict('cat.jpg')[0].label}',)\n"

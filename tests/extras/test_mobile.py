@@ -13,11 +13,13 @@ import torch
 from cifar_lit.extras.mobile.formats import MOBILE, Named
 from cifar_lit.inference import export as module
 from cifar_lit.inference.export import Options, Probabilities, export
+from cifar_lit.runs.card import Coverage
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_data import RunImages
 
 IMAGES = torch.randint(0, 256, (9, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
 SAMPLE = RunImages(IMAGES, None, "noise")
+OPTIONS = Options(reject=0.05, coverage=Coverage(0.7, "aps"))
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +33,20 @@ def net(run: Path) -> LoadedNet:
     loaded = load_model_file(run)
     with torch.no_grad():
         score = float(-loaded(IMAGES).logsumexp(1).median())
-    return LoadedNet(loaded.net, replace(loaded.card, temperature=0.5, reject=[score, score])).eval()
+    scores = {kind: [[number / 100 for number in range(100)]] * 4 for kind in ("lac", "aps")}
+    card = replace(loaded.card, temperature=0.5, reject=[score, score], coverage=scores)
+    return LoadedNet(loaded.net, card).eval()
 
 
 def test_the_net_to_convert_normalises_and_names_its_outputs(net: LoadedNet) -> None:
     card = replace(net.card, mean=[0.2, 0.4, 0.7], std=[0.1, 0.3, 0.25])
-    predict = Probabilities(LoadedNet(net.net, card).eval(), 0.05)
+    predict = Probabilities(LoadedNet(net.net, card).eval(), OPTIONS)
     with torch.no_grad():
-        outputs = Named(LoadedNet(net.net, card).eval(), 0.05)(IMAGES)
-        probabilities, unknown = predict(IMAGES)
+        outputs = Named(LoadedNet(net.net, card).eval(), OPTIONS)(IMAGES)
+        probabilities, unknown, sets = predict(IMAGES)
     torch.testing.assert_close(outputs["probabilities"], probabilities)
-    assert [*outputs] == ["probabilities", "unknown"] and torch.equal(outputs["unknown"], unknown)
+    assert [*outputs] == ["probabilities", "unknown", "set"]
+    assert torch.equal(outputs["unknown"], unknown) and torch.equal(outputs["set"], sets)
     assert probabilities.std() > 0.01
 
 
@@ -53,22 +58,24 @@ def test_a_litert_file_predicts_the_same_as_its_net(
 
     path = tmp_path / "net.tflite"
     capfd.readouterr()  # messages of imports
-    result, _ = export(net, "litert", path, SAMPLE, Options(reject=0.05))
+    result, _ = export(net, "litert", path, SAMPLE, OPTIONS)
     assert capfd.readouterr() == ("", "")
     assert result is not None and (result.agreeing, result.difference < 1e-5) == (9, True)
     run = Interpreter(str(path)).get_signature_runner()
     with torch.no_grad():
-        expected = Probabilities(net, 0.05)(IMAGES)[1].tolist()
-    assert [bool(run(images=image.numpy())["unknown"]) for image in IMAGES.split(1)] == expected
-    assert {*expected} == {True, False}
+        _, unknown, sets = Probabilities(net, OPTIONS)(IMAGES)
+    outputs = [run(images=image.numpy()) for image in IMAGES.split(1)]
+    assert [bool(each["unknown"]) for each in outputs] == unknown.tolist()
+    assert [each["set"][0].tolist() for each in outputs] == sets.tolist()
+    assert unknown.unique().tolist() == sets.unique().tolist() == [False, True]
     with zipfile.ZipFile(path) as archive:
         assert archive.read("labels.txt").decode().split("\n") == list(net.classes)
-        assert json.loads(archive.read("metadata.json")) == module.metadata(net, 0.05)
+        assert json.loads(archive.read("metadata.json")) == module.metadata(net, OPTIONS)
 
 
 def test_a_core_ml_file_has_the_structure_of_its_net(net: LoadedNet, tmp_path: Path) -> None:
     models = pytest.importorskip("coremltools", reason="pip install -e '.[coreml]'").models
-    assert export(net, "coreml", tmp_path / "net.zip", SAMPLE, Options(reject=0.05)) == (None, {})
+    assert export(net, "coreml", tmp_path / "net.zip", SAMPLE, OPTIONS) == (None, {})
     with zipfile.ZipFile(tmp_path / "net.zip") as archive:
         archive.extractall(tmp_path)
     spec = models.MLModel(str(tmp_path / "model.mlpackage"), skip_model_load=True).get_spec()
@@ -77,6 +84,7 @@ def test_a_core_ml_file_has_the_structure_of_its_net(net: LoadedNet, tmp_path: P
     assert {output.name: tuple(output.type.multiArrayType.shape) for output in outputs} == {
         "probabilities": (1, 4),
         "unknown": (1,),
+        "set": (1, 4),
     }
     metadata = dict(spec.description.metadata.userDefined)
     assert json.loads(metadata["classes"]) == list(net.classes) and metadata["reject"] == "0.05"

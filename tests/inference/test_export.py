@@ -119,8 +119,8 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
     fitted_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, sample = load_model_file(fitted_run), drawn(False, 200)
-    model = module.onnx_model(net)  # takes seconds: made once
-    monkeypatch.setattr(module, "onnx_model", lambda net, reject: model)
+    model = module.onnx_model(net, Options())  # takes seconds: made once
+    monkeypatch.setattr(module, "onnx_model", lambda net, options: model)
     int8, _ = export(net, "onnx", tmp_path / "int8.onnx", sample, Options(drawn(True, 200)))
     plain, _ = export(net, "onnx", tmp_path / "float.onnx", sample)
     assert int8 is not None and plain is not None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
-from cifar_lit.cli.compare import repeat_line, seed_pair_lines
+from cifar_lit.cli.compare import group_differences, repeat_line, seed_pair_lines
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import (
     RunRecord,
@@ -42,12 +44,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def images_of(labels: Tensor, columns: Mapping[str, Sequence[str]] | None) -> ImageSet:
+    pixels = torch.zeros(len(labels), 1, 1, 3, dtype=torch.uint8)
+    return ImageSet(pixels, labels, ("cat", "dog"), columns=columns or {})
+
+
 def make_run(
     name: str,
     correct: Sequence[bool] | None = None,
     seed: int = 0,
     fingerprint: str | None = "f1",
     data: Any = None,
+    columns: Mapping[str, Sequence[str]] | None = None,
     **model: Any,
 ) -> RunRecord:
     """Create a run of the recipe `small`.
@@ -55,6 +63,7 @@ def make_run(
     Args:
         correct: whether each test image is classified correctly; None for a run without a test.
         data: the `data` entry of metrics.json.
+        columns: groups of the test images.
         model: further settings of the model.
     """
     path = Path(name)
@@ -65,10 +74,11 @@ def make_run(
     if correct is not None:
         images = len(correct)
         test = {"accuracy": sum(correct) / images, "loss": 0.5, "images": images, "fingerprint": fingerprint}
+        test["groups"] = {name: [] for name in columns or {}}
         labels = torch.arange(images) % 2
         predicted = torch.where(torch.tensor(correct), labels, 1 - labels)
         batch = {"indices": torch.arange(images), "labels": labels, "probabilities": torch.eye(2)[predicted]}
-        write_predictions(path / "predictions.csv", ("cat", "dog"), [batch])
+        write_predictions(path / "predictions.csv", [batch], images_of(labels, columns))
     metrics = {"recipe": "small", "seed": seed, "epochs": 2, "train_seconds": 10.0 + seed, "test": test, "data": data}
     (path / "metrics.json").write_text(json.dumps({**metrics, "val": {"accuracy": 0.5, "loss": 1.0}}))
     (path / "metrics.csv").write_text(CURVES)
@@ -301,3 +311,52 @@ def test_curves_have_a_line_per_run_and_a_legend_entry_per_label(monkeypatch: py
     Path("b/metrics.csv").write_text(CURVES.replace("val/accuracy", "other"))
     plot_curves([run], ["b"], Path("c.png"))
     assert [axes.get_ylabel() for axes in figures[2].axes] == ["training accuracy, %", "training loss"]
+
+
+# ---- groups of test images
+
+
+CAMERAS = {"camera": ["east"] * 10 + ["west"] * 30, "=site": ["x", ""] * 20}
+
+
+def damage_groups(name: str, groups: Any) -> RunRecord:
+    path = Path(name) / "metrics.json"
+    metrics = json.loads(path.read_text())
+    path.write_text(json.dumps({**metrics, "test": {**metrics["test"], "groups": groups}}))
+    return read_run(Path(name))
+
+
+def test_the_group_in_which_a_run_got_worse_is_named() -> None:
+    runs = [
+        make_run("a", [True] * 10 + [True, False] * 15, columns=CAMERAS),
+        make_run("b", [False] * 10 + [True, False] * 14 + [False, True], columns=CAMERAS),
+    ]
+    hits = hits_by_run(runs)
+    assert hits["a"].columns == CAMERAS
+    chance = "  Of 4 groups, 0.2 would have p < 0.05 by chance."
+    worse = "  camera east: b is worse (p = 0.00098): 10 images are correct only in a, 0 only in b."
+    lines = group_differences("a", "b", hits)
+    assert (lines[0], lines[-1]) == (worse, chance)
+    assert [line.split(":")[0].strip() for line in lines[1:-1]] == ["=site x"]
+    assert group_differences("b", "a", hits)[0].startswith("  camera east: b is worse (p = 0.00098): 0 images are")
+    assert group_differences("a", "a", hits) == []
+
+
+def test_a_run_without_groups_is_compared_by_those_of_the_other() -> None:
+    runs = [make_run("a", [True] * 40), make_run("b", [False] * 10 + [True] * 30, columns=CAMERAS)]
+    for names in (("a", "b"), ("b", "a")):
+        assert group_differences(*names, hits_by_run(runs))[0].startswith("  camera east: b is worse")
+
+
+@pytest.mark.parametrize("groups", [5, [], "x", {"none": []}, {"camera": "x"}, {f"{n}": [] for n in range(99)}, None])
+def test_damaged_groups_do_not_stop_a_comparison(groups: Any) -> None:
+    runs = [make_run("a", [True] * 40, columns=CAMERAS)]
+    make_run("b", [False] * 10 + [True] * 30)
+    runs.append(damage_groups("b", groups))
+    assert group_differences("a", "b", hits_by_run(runs))[0].startswith("  camera east: b is worse")
+    assert pairs(runs, hits_by_run(runs))[0][0][2].first == 10
+
+
+def test_runs_of_the_same_fingerprint_may_claim_other_numbers_of_images() -> None:
+    runs = [make_run("a", [True] * 40, columns=CAMERAS), make_run("b", [False] * 12)]
+    assert group_differences("a", "b", hits_by_run(runs))[0].startswith("  camera east: b is worse")

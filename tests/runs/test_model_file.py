@@ -13,13 +13,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import NETS, build_net
 from cifar_lit.plugins import all_imports_allowed
-from cifar_lit.runs.model_file import FORMAT, MAX_HEADER, ModelCard, check_card, load_model_file, save_weights
+from cifar_lit.runs.model_file import (
+    FORMAT,
+    MAX_HEADER,
+    ModelCard,
+    check_card,
+    checksum,
+    load_model_file,
+    read_card,
+    save_weights,
+)
 
 CARD = ModelCard("lenet", 1.0, [3, 20, 24], ["cat", "dog", "œuf"], [0.4, 0.5, 0.6], [0.2, 0.25, 0.3])
 CARD_VALUES = asdict(CARD)
@@ -135,6 +144,12 @@ def test_a_flipped_bit_or_a_changed_card_or_checksum_is_refused(path: Path, chan
     check_refused(path, r"is damaged or invalid \(its checksum differs: the file was changed\): copy or")
 
 
+def test_a_file_of_an_earlier_version_has_no_levels_and_no_prediction_sets(path: Path) -> None:
+    text = json.dumps({name: value for name, value in CARD_VALUES.items() if name not in ("levels", "coverage")})
+    rewrite_header(path, {"__metadata__": {"card": text, "sha256": checksum(text, load_file(path))}})
+    assert load_model_file(path).card == read_card(path) == CARD
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -145,6 +160,9 @@ def test_a_flipped_bit_or_a_changed_card_or_checksum_is_refused(path: Path, chan
         {"reject": "x"}, {"reject": [1.0, float("inf")]}, {"reject": [1.0]}, {"reject": [1.0, 2.0]}, {"temperature": 0},
         {"temperature": 21}, {"temperature": "1"}, {"temperature": -1.0},
         {"resize": "stretch"}, {"resize": ["crop"]},
+        {"coverage": [0.5]}, {"coverage": {"lac": [[0.5]] * 3}}, {"coverage": {"lac": [0.5] * 3, "aps": [0.5] * 3}},
+        {"coverage": {"lac": [["x"]] * 3, "aps": [[0.5]] * 3}}, {"coverage": {"lac": [[0.5]] * 3, "aps": [[0.5]] * 2}},
+        {"coverage": {"lac": [[float("nan")]] * 3, "aps": [[0.5]] * 3}},
     ],
 )  # fmt: skip
 def test_a_card_with_a_value_out_of_range_is_refused_before_training_and_on_loading(
@@ -152,7 +170,9 @@ def test_a_card_with_a_value_out_of_range_is_refused_before_training_and_on_load
 ) -> None:
     (name,) = values
     rewrite_header(path, {"__metadata__": {"card": json.dumps({**CARD_VALUES, **values})}})
-    check_refused(path, rf"is damaged or invalid \(its {name} (cannot be|has 1 values for 3 channels)")
+    check_refused(
+        path, rf"is damaged or invalid \(its {name} (cannot be|has 1 values for 3 channels|has 2 lists for 3 c)"
+    )
     with pytest.raises(UsageError, match=rf"could not be loaded again \(its {name} "):
         check_card(replace(CARD, **values))
 

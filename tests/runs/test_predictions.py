@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.predictions import (
     CsvRows,
     JsonRows,
@@ -25,11 +27,12 @@ from cifar_lit.runs.predictions import (
 CLASSES = ("a, b", 'quo"ted', "日本")
 PROBABILITIES = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.85, 0.05], [0.3, 0.3, 0.4], [0.9, 0.05, 0.05]])
 PREDICTIONS = {"indices": torch.arange(4), "labels": torch.tensor([0, 0, 2, 1]), "probabilities": PROBABILITIES}
+IMAGES = ImageSet(torch.zeros(4, 1, 1, 3, dtype=torch.uint8), PREDICTIONS["labels"], CLASSES)
 
 
 def test_predictions_of_every_image_are_written_in_order_and_read_back(tmp_path: Path) -> None:
     later, earlier = ({name: values[rows] for name, values in PREDICTIONS.items()} for rows in ([3, 2], [1, 0]))
-    assert write_predictions(tmp_path / "predictions.csv", CLASSES, [later, earlier]) == 4
+    assert write_predictions(tmp_path / "predictions.csv", [later, earlier], IMAGES) == 4
     assert (tmp_path / "predictions.csv").read_text().splitlines() == [
         'index,label,predicted,probability,"probability_a, b","probability_quo""ted",probability_日本',
         '0,"a, b","a, b",0.700000,0.700000,0.200000,0.100000',
@@ -45,16 +48,20 @@ def test_predictions_of_every_image_are_written_in_order_and_read_back(tmp_path:
     for name in ("indices", "labels", "predicted"):
         assert torch.equal(getattr(table, name), getattr(expected, name))
     torch.testing.assert_close(table.probability, expected.probability, atol=1e-6, rtol=0)
-    write_predictions(tmp_path / "p.csv", CLASSES, [{**PREDICTIONS, "probabilities": torch.full((4, 3), torch.nan)}])
+    write_predictions(tmp_path / "p.csv", [{**PREDICTIONS, "probabilities": torch.full((4, 3), torch.nan)}], IMAGES)
     assert (tmp_path / "p.csv").read_text().splitlines()[1].endswith(",nan,nan,nan,nan")  # from a diverged net
 
 
-def test_predictions_of_own_images_have_their_paths_with_special_characters_escaped(tmp_path: Path) -> None:
+def test_predictions_of_own_images_have_groups_and_paths_with_special_characters_escaped(tmp_path: Path) -> None:
     paths = ["test/a/1.jpg", "=cmd().png", "a,b\x1b[31m.png", "half \udcff.png"]
-    write_predictions(tmp_path / "predictions.csv", CLASSES, [PREDICTIONS], paths)
+    columns = {"camera": ["east", "=1+1", "", "a,b"], "=site": ["x"] * 4}
+    backwards = {name: values.flip(0) for name, values in PREDICTIONS.items()}
+    write_predictions(tmp_path / "predictions.csv", [backwards], replace(IMAGES, names=paths, columns=columns))
     with (tmp_path / "predictions.csv").open(newline="", encoding="utf-8") as file:
-        written = [row["path"] for row in csv.DictReader(file)]
-    assert written == ["test/a/1.jpg", "'=cmd().png", "a,b\\x1b[31m.png", "half \\udcff.png"]
+        rows = [*csv.DictReader(file)]
+    assert [*rows[0]][-3:] == ["group_camera", "group_'=site", "path"]
+    assert [row["path"] for row in rows] == ["test/a/1.jpg", "'=cmd().png", "a,b\\x1b[31m.png", "half \\udcff.png"]
+    assert [row["group_camera"] for row in rows] == ["east", "'=1+1", "", "a,b"]
     assert read_predictions(tmp_path / "predictions.csv", CLASSES, 4) is not None
 
 
@@ -106,20 +113,27 @@ def test_a_fingerprint_is_the_sha256_of_the_images_followed_by_the_labels() -> N
 
 def test_csv_and_json_agree_on_readable_and_unreadable_files() -> None:
     rows = [
-        Row(0, [("cat", 0.5), ("dog", 0.25), ("emu", 0.2)], path="a\udce9.png", novelty=1.5, unknown=True),
+        Row(
+            0,
+            [("cat", 0.5), ("dog", 0.25), ("emu", 0.2)],
+            path="a\udce9.png",
+            novelty=1.5,
+            unknown=True,
+            set=("=a", "b"),
+        ),
         Row(1, (), path="b,c.png", error="cut short"),
     ]
     as_csv, as_json = io.StringIO(), io.StringIO()
     CsvRows(as_csv, 2).write(rows)
     JsonRows(as_json, 2).write(rows)
     assert as_csv.getvalue().splitlines() == [
-        "index,label,probability,class_2,probability_2,path,novelty,unknown,error",
-        r"0,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,",  # escaped; JSON has the exact path
-        '1,,,,,"b,c.png",,,cut short',
+        "index,label,probability,class_2,probability_2,path,novelty,unknown,set,error",
+        r"0,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,'=a|b,",  # escaped; JSON has the exact path
+        '1,,,,,"b,c.png",,,,cut short',
     ]
     first, second = map(json.loads, as_json.getvalue().splitlines())
     assert first == {
         "index": 0, "label": "cat", "probability": 0.5, "class_2": "dog", "probability_2": 0.25,
-        "path": "a\udce9.png", "novelty": 1.5, "unknown": True, "error": None,
+        "path": "a\udce9.png", "novelty": 1.5, "unknown": True, "set": ["=a", "b"], "error": None,
     }  # fmt: skip
-    assert (second["probability"], second["unknown"], second["error"]) == (None, None, "cut short")
+    assert [second[name] for name in ("probability", "unknown", "set", "error")] == [None, None, None, "cut short"]

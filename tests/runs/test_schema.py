@@ -22,7 +22,9 @@ def errors(metrics: dict[str, Any]) -> list[str]:
 def fields(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     for name, field in schema.get("properties", {}).items():
         yield f"{path}{name}", field
-        yield from fields(field, f"{path}{name}.")
+        lists = field.get("additionalProperties") or field
+        for inner in (field, lists.get("items") or {}):
+            yield from fields(inner, f"{path}{name}.")
 
 
 def all_fields() -> dict[str, dict[str, Any]]:

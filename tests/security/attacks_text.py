@@ -162,6 +162,11 @@ RECALL = """model:
 """
 HUGE = "epoch,step,train/loss,val/accuracy\n0,1,1e308,0.5\n1,1e300,-1e308,nan\n2,inf,inf,1e9\n"
 TEMPERATURE = {"calibration": {"error": 0.1, "temperature": 10**400, "tempered_error": 0.1}}
+GROUPS = {
+    "groups": {CLEAR: [{"value": CLEAR, "images": 1, "accuracy": 0.1, "interval": [0.1, 0.2], "calibration_error": 0.1,
+                        "coverage": None}], "site": [{"value": CLEAR, "interval": [0, "x"]}]},
+    "coverage": [{"coverage": 0.9, "measured": "x", "set_size": 1, "per_class": {}}],
+}  # fmt: skip
 LOGS = "'import cifar_lit; print(cifar_lit.load(\"$(mkdir ran)"
 
 ATTACKS: dict[str, Attack] = {
@@ -200,6 +205,10 @@ ATTACKS: dict[str, Attack] = {
         lambda folder: (folder / "run/metrics.csv").write_text(HUGE), REPORT, "report run"
     ),
     "a temperature of 10⁴⁰⁰": harmless(second(test=TEMPERATURE), REPORT2, "report run"),
+    "groups that clear the terminal, and invalid results": harmless(
+        second(test=GROUPS), and_print(REPORT2, "run2/report.html"), r"by \x1b[2J"
+    ),
+    "groups that clear the terminal, compared": harmless(second(test=GROUPS), COMPARE, "run2"),
     "a number of devices that formats to 400 GB": harmless(second(devices="{:>400000000000}"), REPORT2, "report run"),
     "a curve's name with a group reference": harmless(curve(r"val/\g<9>"), REPORT, "report run"),
     "a curve's name that is a TeX formula": harmless(curve(r"$\frac$", r"val/$\frac$"), REPORT, "report run"),

@@ -216,7 +216,7 @@ def test_a_test_stores_each_prediction_and_a_fit_none(tmp_path: Path) -> None:
     trainer().test(model, datamodule=data, verbose=False)
     table = prediction_table(model.predictions)
     assert (table.indices.tolist(), table.labels.tolist()) == ([0], whole.labels[:1].tolist())
-    assert write_predictions(tmp_path / "predictions.csv", data.classes, [model.predictions]) == 1
+    assert write_predictions(tmp_path / "predictions.csv", [model.predictions], data.test_images) == 1
 
 
 def test_the_results_of_a_diverged_net_are_valid_json(tmp_path: Path) -> None:

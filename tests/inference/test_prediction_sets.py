@@ -1,0 +1,269 @@
+"""Prediction sets: their coverage, and the same sets from Python, `classify`, `serve` and exported files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import cifar_lit
+from cifar_lit.cli import main
+from cifar_lit.cli.classify import classify
+from cifar_lit.cli.export import export as export_command
+from cifar_lit.data.shapes import shapes
+from cifar_lit.errors import UsageError
+from cifar_lit.extras.serve.app import Service
+from cifar_lit.extras.serve.command import serve
+from cifar_lit.extras.serve.images import Limits
+from cifar_lit.inference.export import Options, export
+from cifar_lit.runs.card import (
+    LEVELS,
+    Coverage,
+    held_out_scores,
+    measured_coverage,
+    measured_sets,
+    prediction_sets,
+    set_limits,
+)
+from cifar_lit.runs.model_file import load_model_file, save_weights
+from cifar_lit.runs.run_data import RunImages
+
+CLASSES = ["cat", "dog", "eel", "fox", "gnu"]
+PICTURES = shapes(False, image_size=16, num_classes=4, count=860)
+IMAGES = PICTURES.images[:30].permute(0, 3, 1, 2).contiguous()
+
+
+def draw(count: int) -> tuple[Tensor, Tensor]:
+    """Return probabilities of an overconfident net, float64 (count, 5), and labels. It often misses class 0."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 1.5 * torch.randn(count, 5, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+    logits[:, 0] -= 1
+    return (1.5 * logits).softmax(1), labels
+
+
+def hits(sets: Tensor, labels: Tensor) -> Tensor:
+    return sets.gather(1, labels[:, None])[:, 0].double()
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+@pytest.mark.parametrize("kind", ["lac", "aps"])
+def test_sets_reach_their_coverage_over_random_halves_of_the_images(kind: str, by_class: bool) -> None:
+    probabilities, labels = draw(2000)
+    assert float((probabilities.argmax(1) == labels).double().mean()) < LEVELS[0]  # else APS exceeds its coverage
+    generator = torch.Generator().manual_seed(1)
+    covered: dict[float, list[Tensor]] = {level: [] for level in LEVELS}
+    in_class: dict[float, list[Tensor]] = {level: [] for level in LEVELS}
+    for _ in range(200):
+        held_out, new = torch.randperm(len(labels), generator=generator).chunk(2)
+        scores = held_out_scores(probabilities[held_out], labels[held_out])
+        for level in LEVELS:
+            limits = set_limits(scores, Coverage(level, kind, by_class))
+            own = hits(prediction_sets(probabilities[new], limits, kind), labels[new])
+            covered[level].append(own.mean())
+            in_class[level].append(torch.stack([own[labels[new] == label].mean() for label in range(5)]))
+    for level in LEVELS:
+        assert float(torch.stack(covered[level]).mean()) == pytest.approx(level, abs=0.005)
+        of_classes = torch.stack(in_class[level]).mean(0)
+        if by_class:
+            assert of_classes.tolist() == pytest.approx([level] * 5, abs=0.01)
+        elif level < 0.95:
+            assert float(of_classes[0]) < level - 0.03  # the class that the net misses
+
+
+def test_lac_has_the_smaller_sets_and_aps_the_larger_ones_for_unsure_images_but_none_empty() -> None:
+    probabilities, labels = draw(4000)
+    scores = held_out_scores(probabilities[::2], labels[::2])
+    sizes = {}
+    for kind in ("lac", "aps"):
+        limits = set_limits(scores, Coverage(0.6, kind))
+        sets = prediction_sets(probabilities[1::2], limits, kind)
+        sizes[kind] = sets.sum(1).double()
+        inside = probabilities[1::2].where(sets, torch.inf).amin(1)
+        assert (inside > probabilities[1::2].where(~sets, 0).amax(1)).all()  # the most probable classes
+    unsure, sure = probabilities[1::2].amax(1).argsort().chunk(2)
+    assert float(sizes["lac"].mean()) < float(sizes["aps"].mean()) - 0.05
+    assert sizes["aps"].min() == 1 and sizes["lac"].min() == 0
+    assert sizes["aps"][unsure].mean() > sizes["aps"][sure].mean() + 0.2
+
+
+def test_sets_of_a_net_that_is_sure_of_all_images_have_one_class() -> None:
+    wrong = 4e-9 * (1 + torch.arange(100, dtype=torch.float64))
+    probabilities = torch.stack([1 - wrong, wrong], 1)
+    scores = held_out_scores(probabilities, torch.zeros(100, dtype=torch.int64))
+    for kind in ("lac", "aps"):
+        sets = prediction_sets(probabilities.float(), set_limits(scores, Coverage(0.8, kind)), kind)
+        assert sets.tolist() == [[True, False]] * 100
+
+
+@pytest.mark.parametrize(("rate", "needed"), [(0.5, 1), (0.8, 4), (0.9, 9), (0.95, 19), (0.99, 99), (0.9999, 9999)])
+def test_a_coverage_needs_a_number_of_held_out_images_and_of_each_class_if_by_class(rate: float, needed: int) -> None:
+    enough = [number / needed for number in range(needed)]
+    for kind in ("lac", "aps"):
+        assert set_limits({kind: [enough, []]}, Coverage(rate, kind)).tolist() == pytest.approx([enough[-1]] * 2)
+    few = (
+        rf"coverage {rate} needs {needed:,} held-out images, and there are {needed - 1:,}: train with a larger data\.v"
+    )
+    with pytest.raises(UsageError, match=few):
+        set_limits({"lac": [enough[1:], []]}, Coverage(rate))
+    own = set_limits({"aps": [enough, [0.25] * needed]}, Coverage(rate, "aps", by_class=True))
+    assert own.tolist() == pytest.approx([enough[-1], 0.25])
+    with pytest.raises(
+        UsageError, match=rf"needs {needed:,} held-out images of each class, and there are {needed - 1:,}"
+    ):
+        set_limits({"aps": [enough, enough[1:]]}, Coverage(rate, "aps", by_class=True))
+
+
+def test_the_limit_is_the_score_of_the_finite_sample_rank() -> None:
+    scores = [number / 100 for number in range(100)]  # ⌈0.9 · 101⌉ = 91, and ⌈0.8 · 51⌉ = 41 of each class
+    assert set_limits({"lac": [scores[1::2], scores[::2]]}, Coverage(0.9)).tolist() == pytest.approx([0.9, 0.9])
+    assert 0.55 * 100 > 55
+    assert set_limits({"lac": [scores[:99]]}, Coverage(0.55)).tolist() == pytest.approx([0.54])
+    by_class = Coverage(0.8, by_class=True)
+    assert set_limits({"lac": [scores[1::2], scores[::2]]}, by_class).tolist() == pytest.approx([0.81, 0.8])
+
+
+def test_fewer_than_twenty_images_and_values_that_are_not_finite_give_no_scores() -> None:
+    probabilities, labels = draw(20)
+    scores = held_out_scores(probabilities, labels)
+    assert scores is not None and [sum(map(len, scores[kind])) for kind in ("lac", "aps")] == [20, 20]
+    assert held_out_scores(probabilities[:19], labels[:19]) is None
+    assert held_out_scores(probabilities * torch.nan, labels) is None
+
+
+def test_test_images_without_held_out_images_are_covered_by_the_limits_of_their_other_half() -> None:
+    probabilities, labels = draw(2001)
+    even = measured_sets(probabilities, labels, None, 0.9)
+    assert even is not None
+    limits = set_limits(held_out_scores(probabilities[1::2], labels[1::2]), Coverage(0.9))
+    assert torch.equal(even[::2], prediction_sets(probabilities[::2], limits, "lac"))
+    limits = set_limits(held_out_scores(probabilities[::2], labels[::2]), Coverage(0.9))
+    assert torch.equal(even[1::2], prediction_sets(probabilities[1::2], limits, "lac"))
+    results = measured_coverage(probabilities, labels, None, [*CLASSES])
+    assert [result["coverage"] for result in results] == list(LEVELS)
+    assert results[1]["measured"] == pytest.approx(float(hits(even, labels).mean()), abs=1e-6)
+    own, size = results[1]["per_class"]["dog"]  # type: ignore[index]
+    is_dog = labels == 1
+    assert own == pytest.approx(float(hits(even, labels)[is_dog].mean()), abs=1e-6)
+    assert size == pytest.approx(float(even[is_dog].sum(1).double().mean()), abs=1e-6)
+    few = measured_coverage(probabilities[:40], labels[:40] % 2, None, [*CLASSES])  # halves of 20
+    assert [result["coverage"] for result in few] == [0.8, 0.9, 0.95]
+    assert [*few[0]["per_class"]] == ["cat", "dog"]  # type: ignore[misc]
+    assert measured_coverage(probabilities[:30], labels[:30], None, CLASSES) == []
+    assert measured_coverage(probabilities * torch.nan, labels, None, CLASSES) == []
+
+
+# ---- the same sets everywhere
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, fitted_run: Path) -> Path:
+    """Return a model file with a temperature and the scores of `PICTURES`, except for the first 30."""
+    net, folder = load_model_file(fitted_run), tmp_path_factory.mktemp("stored")
+    net.card = replace(net.card, temperature=0.5)
+    probabilities = net.probabilities(net.logits(PICTURES.images[30:].permute(0, 3, 1, 2))).double()
+    card = replace(net.card, coverage=held_out_scores(probabilities, PICTURES.labels[30:]))
+    save_weights(folder / "net.safetensors", net.net.state_dict(), card)
+    return folder / "net.safetensors"
+
+
+WANTED = [Coverage(0.7), Coverage(0.7, "aps"), Coverage(0.8, by_class=True), Coverage(0.8, "aps", by_class=True)]
+
+
+def flags(wanted: Coverage) -> list[str]:
+    words = ["--coverage", f"{wanted.rate}", "--sets", wanted.kind]
+    return [*words, "--by-class"] if wanted.by_class else words
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_python_classify_and_serve_give_the_same_sets(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wanted: Coverage
+) -> None:
+    classifier = cifar_lit.load(stored)
+    probabilities = classifier.net.probabilities(classifier(IMAGES))
+    sets = prediction_sets(probabilities, set_limits(classifier.card.coverage, wanted), wanted.kind)
+    assert len(sets.sum(1).unique()) > 1
+    expected = []
+    for is_in, order in zip(sets.tolist(), probabilities.argsort(1, descending=True).tolist(), strict=True):
+        expected.append([classifier.classes[label] for label in order if is_in[label]])
+    predictions = classifier.predict_batch(IMAGES, coverage=wanted)
+    assert [list(prediction.prediction_set or ()) for prediction in predictions] == expected
+    assert [each.prediction_set for each in classifier.predict_batch(IMAGES)] == [None] * 30
+
+    classifier.coverage = wanted
+    pixels = [image.permute(1, 2, 0).numpy() for image in IMAGES]
+    answers = Service(classifier, Limits()).predict([array.tobytes() for array in pixels], 1, seen=False)
+    assert [list(answer["set"]) for answer in answers] == expected  # type: ignore[call-overload]
+
+    files = [tmp_path / f"{number:02}.png" for number in range(30)]
+    for file, array in zip(files, pixels, strict=True):
+        Image.fromarray(array).save(file)
+    assert main(["classify", str(stored), str(tmp_path), *flags(wanted), "--jsonl"]) == 0
+    assert [json.loads(line)["set"] for line in capsys.readouterr().out.splitlines()] == expected
+    assert main(["classify", str(stored), str(tmp_path), *flags(wanted), "--csv"]) == 0
+    rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert [row["set"] for row in rows] == ["|".join(names) for names in expected]
+    assert main(["classify", str(stored), str(tmp_path), *flags(wanted)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.rstrip().endswith(f"{{{', '.join(names)}}}") for line, names in zip(lines, expected, strict=True)]
+
+
+def test_a_number_is_a_coverage_of_the_smallest_sets_and_serve_has_no_sets_without_one(stored: Path) -> None:
+    classifier = cifar_lit.load(stored)
+    by_number, by_name = (classifier.predict_batch(IMAGES, coverage=each) for each in (0.7, Coverage(0.7, "lac")))
+    assert by_number == by_name
+    answers = Service(classifier, Limits()).predict([IMAGES[0].permute(1, 2, 0).numpy().tobytes()], 1, seen=False)
+    assert "set" not in answers[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", WANTED[:3])
+def test_exported_files_have_the_output_set(stored: Path, tmp_path: Path, wanted: Coverage) -> None:
+    classifier, sample = cifar_lit.load(stored), RunImages(IMAGES, None, "noise")
+    limits = set_limits(classifier.card.coverage, wanted)
+    expected = prediction_sets(classifier.net.probabilities(classifier(IMAGES)), limits, wanted.kind).tolist()
+    for to in ("onnx", "torch-export"):
+        export(load_model_file(stored), to, tmp_path / to, sample, Options(coverage=wanted))
+    session = onnxruntime.InferenceSession(tmp_path / "onnx", providers=["CPUExecutionProvider"])
+    _, sets = session.run(["probabilities", "set"], {"images": IMAGES.numpy()})
+    assert (sets.dtype, sets.tolist()) == (np.bool_, expected)
+    about = session.get_modelmeta().custom_metadata_map
+    assert json.loads(about["coverage"]) == {"rate": wanted.rate, "kind": wanted.kind, "by_class": wanted.by_class}
+    assert about["output 2"].startswith("set: bool (batch, 4)") and json.loads(about["card"])["coverage"] is None
+    _, sets = torch.export.load(tmp_path / "torch-export").module()(IMAGES)
+    assert sets.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "text"),
+    [
+        (classify, "RUN a.png --coverage 1", "coverage is a probability above 0 and below 1, not 1: use 0.95"),
+        (classify, "RUN a.png --coverage 0", "not 0: use 0.95"),
+        (classify, "RUN a.png --coverage nan", "must be a number, not nan"),
+        (classify, "RUN a.png --coverage most", "coverage must be a number, not most"),
+        (classify, "RUN a.png --coverage 0.9 --sets lca", "the kind of prediction sets.*lac"),
+        (classify, "RUN a.png --sets aps", "describe prediction sets: add --coverage 0.95"),
+        (classify, "RUN a.png --by-class", "add --coverage 0.95"),
+        (classify, "RUN a.png --coverage 0.999", "needs 999 held-out images, and there are 830: train with a larger"),
+        (classify, "RUN a.png --coverage 0.999 --by-class", "needs 999 held-out images of each class, and there are"),
+        (classify, "OLD a.png --coverage 0.9", "no prediction sets: train it with 20 or more validation images"),
+        (serve, "RUN --port 0 --coverage 2", "not 2: use 0.95"),
+        (serve, "OLD --port 0 --coverage 0.9", "no prediction sets"),
+        (export_command, "RUN --to onnx --coverage 1.5", "not 1.5"),
+        (export_command, "OLD --to onnx --coverage 0.9", "no prediction sets"),
+        (export_command, "RUN --to safetensors --out a.safetensors --coverage 0.9", "leave it out"),
+    ],
+)
+def test_invalid_command_lines_are_refused(run: Path, stored: Path, command: object, words: str, text: str) -> None:
+    line = words.replace("RUN", str(stored)).replace("OLD", str(run))
+    with pytest.raises(UsageError, match=text):
+        command(line.split())  # type: ignore[operator]
