@@ -70,7 +70,8 @@ def test_the_folder_has_the_weights_and_a_card_that_the_hub_can_read(run_dir: Pa
     thresholds = load(run_dir).card.reject
     assert thresholds and f"exceed {thresholds[0]} and {thresholds[1]}." in card.text
     shown = json.loads(Path("out/config.json").read_text())
-    assert (shown["classes"], shown["net"]) == (list(load("out").classes), "lenet")
+    assert (shown["classes"], shown["net"], shown["coverage"]) == (list(load("out").classes), "lenet", None)
+    assert load("out").card.coverage == load(run_dir).card.coverage is not None
 
 
 def test_the_command_of_the_card_repeats_the_training(run_dir: Path) -> None:

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -95,7 +95,7 @@ def write_config(folder: Path, net: LoadedNet) -> None:
     """Write config.json beside the weights. Raise Failure if timm does not build the same net of timm from both."""
     card, config = net.card, folder / "config.json"
     if not card.net.startswith(TIMM):
-        config.write_text(json.dumps(asdict(card), indent=2) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(asdict(replace(card, coverage=None)), indent=2) + "\n", encoding="utf-8")
         return
     channels, height, width = card.input_shape
     size = scaled_size((height, width), card.net_settings["options"].get("side"))
