@@ -73,18 +73,17 @@ def finish(
     parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
     """
     count = write_predictions(folder / "predictions.csv", parts, images)
-    indices = torch.cat([part["indices"] for part in parts])
-    labels = torch.cat([part["labels"] for part in parts])
-    probabilities = torch.cat([part["probabilities"] for part in parts])
-    correct = int((probabilities.argmax(1) == labels).sum())
+    order = torch.cat([part["indices"] for part in parts]).argsort()  # each image is in one fold
+    probabilities = torch.cat([part["probabilities"] for part in parts])[order].float()
+    correct = int((probabilities.argmax(1) == images.labels).sum())
     low, high = wilson_interval(correct, count)
     spreads, values = {}, {}
     for name in FIGURES:
         spread = mean_interval([test[name] for _, test in runs])
         spreads[name] = spread
         values[name] = {"n": spread["n"], "mean": spread["mean"], "std": spread["std"]}
-    ranking = rank_labels(labels, probabilities.float())
-    write_ranking(folder / LIST, images, ranking, indices, ["test"] * len(images))
+    ranking = rank_labels(images.labels, probabilities)
+    write_ranking(folder / LIST, images, ranking, ["test"] * len(images))
     suspects = ranking.suspects
     combined = {"accuracy": correct / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
     metrics = {"folds": [path for path, _ in runs], "test": combined, **values}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ MAX_HEADER = 1 << 16  # bytes before the numbers of a NumPy file, 128 in those o
 COMPARED = 1000  # test images whose pixels are compared with those of the most similar training image
 # Share of the standard deviation of the pixels. In CIFAR-10, 1 % of the test images are as near to a training image.
 MAX_DIFFERENCE = 0.4
-OUT_OF_FOLD = "out_of_fold.npy"  # of a run: probabilities from predictors that were not fitted on the image, or NaN
+OUT_OF_FOLD = "out_of_fold.npy"  # probabilities by predictors that were not fitted on the image; NaN if there is none
 LIST = "label_errors.csv"
 AT_ONCE = 256  # images compared with all training images in one step
 
@@ -80,12 +80,12 @@ def find_nearest(train: Tensor, test: Tensor, advance: Callable[[int], None]) ->
     return torch.cat(cosines).cpu(), torch.cat(rows).cpu()
 
 
-def suspect_labels(images: ImageSet, ranking: Ranking, what: str, held_out: Set[int] = frozenset()) -> Suspects:
+def suspect_labels(images: ImageSet, ranking: Ranking, what: str, parts: Sequence[str] = ()) -> Suspects:
     """Return the suspected labels of a set with pictures, the least trusted label first.
 
     Args:
         what: name of the set in alternative texts.
-        held_out: rows of validation images.
+        parts: part of each image, such as train; those of other parts are marked.
     """
     pictures = []
     for row in ranking.rows[: min(ranking.suspects, GALLERY_SIZE)].tolist():
@@ -93,7 +93,7 @@ def suspect_labels(images: ImageSet, ranking: Ranking, what: str, held_out: Set[
         own, best = float(ranking.own[row]), float(ranking.best[row])
         name = images.name(row)
         alt = f"{what} image {name}: label {label} {own:.2f}, predicted {predicted} {best:.2f}"
-        if row in held_out:
+        if parts and parts[row] != "train":
             name = f"{name} · held out"
         lines = (f"label {label} {own:.3f}", f"predicted {predicted} {best:.3f}", name)
         pictures.append(Picture(data_uri(images.images[row]), alt, lines))
@@ -113,7 +113,12 @@ class Ranking(NamedTuple):
 
 
 def rank_labels(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Ranking:
-    """Rank the labels of a set by `trust`, those first that contradict the predictions.
+    """Rank the labels of a set, those first that contradict the predictions.
+
+    The score of a label is the quantile of the logit margin of the net: the logit of the label minus the largest other
+    logit. With `margins`, it is the mean of that and the quantile of the margin over the training. After a short
+    training, the margin of the net ranks planted errors better than the one over the training. After a long one it is
+    the opposite, because the net memorises wrong labels (`results/cpu/label-noise.json` and `label-noise-long.json`).
 
     A label is suspected if another class is more probable, or had a larger logit on average over the training.
     Confident learning has a threshold for each class: its mean probability over the images labelled with it. A
@@ -129,7 +134,12 @@ def rank_labels(labels: Tensor, probabilities: Tensor, margins: Tensor | None = 
     suspected = best > own
     if margins is not None:
         suspected |= margins < 0
-    scores = trust(labels, probabilities, margins)
+    logits = probabilities.double().clamp_min(1e-30).log()  # up to a constant of each image
+    others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
+    scores = _quantiles(logits.gather(1, labels[:, None])[:, 0] - others)
+    if margins is not None:
+        trained = ~margins.isnan()
+        scores[trained] = (scores[trained] + _quantiles(margins[trained])) / 2
     rows = (scores - suspected.double()).argsort(stable=True)  # a score is below 1
     confident = suspected & (best >= thresholds[suggested])  # false for NaN, the threshold of a class without images
     return Ranking(rows, int(suspected.sum()), scores, own, best, suggested, confident)
@@ -149,44 +159,22 @@ def evidence(run: Path, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
     return probabilities, read_array(run / "margins.npy", probabilities.shape[:1])
 
 
-def write_ranking(path: Path, images: ImageSet, ranking: Ranking, rows: Tensor, parts: Sequence[str]) -> None:
-    """Write all labels as CSV, the most suspicious first.
-
-    rows: row of each ranked image in `images`. parts: part of each image in `images`, such as train.
-    """
+def write_ranking(path: Path, images: ImageSet, ranking: Ranking, parts: Sequence[str]) -> None:
+    """Write all labels as CSV, the most suspicious first. parts: part of each image, such as train."""
     columns = "index,path,label,probability_of_label,suggested,probability_of_suggested,score,part,suspected,confident"
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns.split(","))
-        for place, rank in enumerate(ranking.rows.tolist()):
-            row = int(rows[rank])
+        for place, row in enumerate(ranking.rows.tolist()):
             name = ""
             if images.names:
                 name = images.names[row]
-            label, suggested = images.classes[images.labels[row]], images.classes[ranking.suggested[rank]]
-            cells = [row, csv_cell(name), csv_cell(label), f"{ranking.own[rank]:.6f}", csv_cell(suggested)]
-            cells += [f"{ranking.best[rank]:.6f}", f"{ranking.scores[rank]:.6f}", parts[row]]
-            for mark in (place < ranking.suspects, ranking.confident[rank]):
+            label, suggested = images.classes[images.labels[row]], images.classes[ranking.suggested[row]]
+            cells = [row, csv_cell(name), csv_cell(label), f"{ranking.own[row]:.6f}", csv_cell(suggested)]
+            cells += [f"{ranking.best[row]:.6f}", f"{ranking.scores[row]:.6f}", parts[row]]
+            for mark in (place < ranking.suspects, ranking.confident[row]):
                 cells.append("yes" if mark else "no")
             writer.writerow(cells)
-
-
-def trust(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Tensor:
-    """Return a number for each label, double (N,): the lower it is, the likelier the label is wrong.
-
-    It is the quantile of the logit margin of the net: the logit of the label minus the largest other logit. With
-    `margins`, it is the mean of that and the quantile of the margin over the training. After a short training, the
-    margin of the net ranks planted errors better than the one over the training. After a long one it is the opposite,
-    because the net memorises wrong labels (`results/cpu/label-noise.json` and `label-noise-long.json`). Arguments are
-    those of `rank_labels`.
-    """
-    logits = probabilities.double().clamp_min(1e-30).log()  # up to a constant of each image
-    others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
-    quantiles = _quantiles(logits.gather(1, labels[:, None])[:, 0] - others)
-    if margins is not None:
-        trained = ~margins.isnan()
-        quantiles[trained] = (quantiles[trained] + _quantiles(margins[trained])) / 2
-    return quantiles
 
 
 def _quantiles(values: Tensor) -> Tensor:

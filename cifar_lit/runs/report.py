@@ -98,13 +98,14 @@ def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> 
         )
     train_logits, train_embeddings = embed_all(train, "training images")
     ranking = rank_labels(train.labels, *evidence(run, train_logits.softmax(1)))
-    with suppress(OSError):  # the run of somebody else
-        write_ranking(run / LIST, train, ranking, torch.arange(len(train)), data.parts.part_names())
+    parts = data.parts.part_names()
+    with suppress(OSError):  # a run that is read-only
+        write_ranking(run / LIST, train, ranking, parts)
     others, rows = _without_test(data)
     with progress("comparing test with training images", len(test)) as advance:
         nearest = find_nearest(train_embeddings[rows].to(device), embeddings.to(device), advance)
     findings = Findings(
-        suspect_labels(train, ranking, "Training", set(range(len(train))).difference(data.split[0].tolist())),
+        suspect_labels(train, ranking, "Training", parts),
         suspect_labels(test, rank_labels(test.labels, logits.softmax(1)), "Test"),
         *find_duplicates(others, test, *nearest),
     )

@@ -60,9 +60,16 @@ def test_each_image_of_a_folder_is_tested_once_by_a_net_not_trained_on_it() -> N
     assert torch.equal(run_data.load(train=False, count=0).labels, data.train_images.labels[data.parts.fold_rows])
     assert run_data.load(train=True, count=0).what == "22 training images of folder animals"
 
-    suspects = rows_of(folder / "label_errors.csv")
-    assert suspects[0]["path"] == "dog/wrong.png" and suspects[0]["suggested"] == "cat"
-    assert len(suspects) == results["test"]["suspected_labels"] == 33 - correct
+    labels = rows_of(folder / "label_errors.csv")
+    assert (labels[0]["path"], labels[0]["suggested"], labels[0]["part"]) == ("dog/wrong.png", "cat", "test")
+    assert [row["suspected"] for row in labels] == ["yes"] * (33 - correct) + ["no"] * correct
+    assert results["test"]["suspected_labels"] == 33 - correct
+    assert sorted(int(row["index"]) for row in labels) == list(range(33))
+    for row in labels:  # the probabilities are those of the image, although the folds have other orders
+        prediction = rows[int(row["index"])]
+        assert (row["path"], row["label"]) == (prediction["path"], prediction["label"])
+        own = prediction[f"probability_{row['label']}"]
+        assert float(row["probability_of_label"]) == pytest.approx(float(own), abs=2e-6)
 
 
 def test_a_logs_folder_in_a_configuration_file_applies_to_folds_and_to_resume() -> None:

@@ -1,4 +1,4 @@
-"""Review of labels without a browser: the journal, the table, the ranking, and the images of the page."""
+"""Review of labels without a browser: the journal, the table, and the images of the page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import resource
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,7 +14,7 @@ from PIL import Image
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import Failure
 from cifar_lit.extras.label.journal import Decision, Journal
-from cifar_lit.extras.label.queue import Queue, most_suspicious
+from cifar_lit.extras.label.queue import Queue
 from cifar_lit.extras.label.table import Labels
 
 CLASSES = ["cat", "dog", "eel"]
@@ -183,17 +182,7 @@ def test_names_that_a_spreadsheet_would_change_are_refused_at_the_start(name: st
             labels.check()
 
 
-# ---- the ranking
-
-
-def test_suspected_labels_come_first_in_the_order_of_the_net_and_of_margins(tmp_path: Path) -> None:
-    labels = torch.tensor([0, 0, 1, 1, 1])
-    sure = torch.tensor([0.45, 0.9, 0.1, 0.3, 0.8])  # probability of the label
-    probabilities = torch.stack([sure, 1 - sure], 1)
-    probabilities[labels == 1] = probabilities[labels == 1].flip(1)
-    assert most_suspicious(tmp_path, labels, probabilities).tolist() == [2, 3, 0, 4, 1]
-    np.save(tmp_path / "margins.npy", np.array([3.0, -1.0, 2.0, np.nan, np.nan], np.float32))
-    assert most_suspicious(tmp_path, labels, probabilities).tolist() == [2, 3, 1, 0, 4]
+# ---- images of the page
 
 
 def test_an_image_is_shown_with_its_nearest_training_images(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -154,6 +155,48 @@ def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on(capsys: pytest.
     assert rows[-1] == {"path": first, "label": "owl", "original_label": "", "reviewed": "2026-11-24", "split": "train"}
     data = reviewed(run)
     assert first in (data.train_images.names or ()) and len(data.train_images) == 15 + 1
+
+
+def test_report_and_review_have_the_order_of_the_list_with_all_images_on_one_scale() -> None:
+    draw_folder(Path("animals"), {f"{part}/{name}": 4 for part in ("train", "val", "test") for name in CLASSES})
+    run = write_run("runs/finetune-1", root="animals")
+    names = ImageData(**config_of(run)["data"]).train_images.names or ()
+    unseen = np.full((24, 3), 0.1, np.float32)
+    unseen[range(24), [CLASSES.index(Path(name).parent.name) for name in names]] = np.linspace(0.5, 0.9, 24)
+    for name, probabilities in (
+        ("val/dog/1.png", [0.8, 0.1, 0.1]),
+        ("train/cat/2.png", [0.01, 0.01, 0.98]),  # more suspicious, although the net was trained on it
+        ("val/owl/0.png", [0.1, 0.6, 0.3]),
+    ):
+        unseen[names.index(name)] = probabilities
+    np.save(run / "out_of_fold.npy", unseen)
+    answer = run_command("report", run)
+    assert answer.code == 0, answer.err
+    rows = rows_of(run / "label_errors.csv")
+    order = [names[int(row["index"])] for row in rows]
+    assert order == [row["path"] for row in rows] and sorted(order) == sorted(names)
+    assert order[:3] == ["train/cat/2.png", "val/dog/1.png", "val/owl/0.png"]
+    assert [row["part"] for row in rows] == [path.partition("/")[0] for path in order]
+    assert [row["suspected"] for row in rows] == ["yes"] * 3 + ["no"] * 21
+    scores = [float(row["score"]) for row in rows]
+    assert scores == sorted(scores) == pytest.approx([number / 24 for number in range(24)], abs=1e-6)
+    captions = re.findall(r"((?:train|val)/[a-z]+/\d\.png(?: · held out)?)</", (run / "report.html").read_text())
+    assert captions[:3] == ["train/cat/2.png", "val/dog/1.png · held out", "val/owl/0.png · held out"]
+    (run / "label_errors.csv").unlink()
+    assert queue_of(run).keys == [str(Path("animals", name).absolute()) for name in order]
+    assert rows_of(run / "label_errors.csv") == rows
+
+
+def test_a_list_that_cannot_be_written_costs_no_report_and_a_link_is_not_followed() -> None:
+    draw_folder(Path("animals"), {f"{part}/{name}": 2 for part in ("train", "test") for name in CLASSES})
+    run = write_run("runs/folder-1", root="animals")
+    (run / "label_errors.csv").mkdir()
+    assert run_command("report", run).code == 0 and (run / "report.html").is_file()
+    (run / "label_errors.csv").rmdir()
+    Path("victim.txt").write_text("not to be changed")
+    (run / "label_errors.csv").symlink_to(Path("victim.txt").absolute())
+    assert run_command("report", run).code == 0
+    assert Path("victim.txt").read_text() == "not to be changed" and len(rows_of(run / "label_errors.csv")) == 6
 
 
 def test_labels_of_a_built_in_set_are_reviewed_twice(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -23,10 +24,11 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.features import finetune
 from cifar_lit.features.early_stop import EarlyStop
 from cifar_lit.features.finetune import Finetune, head
-from cifar_lit.features.finetune.head import fit_head
+from cifar_lit.features.finetune.head import fit_head, out_of_fold
 from cifar_lit.features.finetune.pretrained import load_pretrained, net_head
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.models.registry import build_net
+from cifar_lit.runs.label_errors import OUT_OF_FOLD, rank_labels
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 
@@ -230,7 +232,81 @@ def test_class_weights_raise_the_share_of_rare_classes() -> None:
     assert rare[0] < 10 < rare[1]
 
 
+def planted(classes: int = 3, wrong: int = 6) -> tuple[Tensor, Tensor, Tensor]:
+    """Return features in which classes are separable, labels with errors among them, and the rows of the errors."""
+    torch.manual_seed(0)
+    labels = torch.arange(90) % classes
+    features = torch.randn(90, 200) + torch.randn(classes, 200)[labels]
+    rows = torch.arange(0, 90, 90 // wrong)
+    labels[rows] = (labels[rows] + 1) % classes
+    return features, labels, rows
+
+
+def test_wrong_labels_that_a_head_memorises_rank_first_out_of_fold() -> None:
+    features, labels, wrong = planted()
+    weight, bias = fit_head(features, labels, 3, views=1)
+    memorised = (features @ weight.T + bias).softmax(1)
+    assert rank_labels(labels, memorised).suspects == 0
+    ranking = rank_labels(labels, out_of_fold(features, labels, 3))
+    assert {*ranking.rows[: len(wrong)].tolist()} == {*wrong.tolist()}
+
+
+def test_the_label_of_an_image_has_no_influence_on_its_own_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, labels, _ = planted()
+    folds = torch.arange(90) // 3 % 5
+    monkeypatch.setattr(head, "_draw_folds", lambda *_: folds)
+    before = out_of_fold(features, labels, 3)
+    mates = folds == 2
+    labels[mates] = 0
+    features[mates & (torch.arange(90) > 45)] += 9  # nor have the features of other images of its fold
+    after = out_of_fold(features, labels, 3)
+    same_features = mates & (torch.arange(90) <= 45)
+    assert torch.equal(before[same_features], after[same_features])
+    assert not torch.equal(before[~mates], after[~mates])
+    monkeypatch.setattr(head, "MAX_FITTED", 40)
+    assert not torch.equal(out_of_fold(features, labels, 3), after)  # fitted on fewer images
+
+
+def test_a_class_within_one_fold_is_predicted_by_heads_that_do_not_know_it() -> None:
+    features, labels, _ = planted()
+    labels[labels == 2] = 1
+    labels[7] = 2
+    probabilities = out_of_fold(features, labels, 4)
+    assert float(probabilities[7, 2]) < 0.1 and probabilities.isfinite().all()
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(90))
+
+
 # ---- in a fit
+
+
+@pytest.mark.parametrize("val_size", [20, 0])
+def test_a_fit_writes_predictions_of_unseen_heads_for_the_images_that_it_uses(
+    file: str, tmp_path: Path, val_size: int
+) -> None:
+    split = {"share": 0.5, "seed": 0}
+    data = shapes_data(cache_dir=str(tmp_path / "cache"), val_size=val_size, split=split, num_classes=3)
+    (tmp_path / "checkpoints").mkdir()
+    callbacks = best_and_last(tmp_path / "checkpoints")
+    if not val_size:
+        callbacks = callbacks[1:]
+    limit = min(val_size, 1.0)
+    fitted(model(num_classes=3), data, Finetune(file, unfreeze=False), *callbacks, limit_val_batches=limit)
+    written = torch.from_numpy(np.load(tmp_path / OUT_OF_FOLD))
+    assert (written.dtype, tuple(written.shape)) == (torch.float32, (120, 3))
+    used = torch.cat(data.split).sort().values
+    assert written.isfinite().all(1).nonzero().flatten().tolist() == used.tolist() and len(used) < 120
+    torch.testing.assert_close(written[used].sum(1), torch.ones(len(used)))
+    first = (tmp_path / OUT_OF_FOLD).stat().st_mtime_ns
+    last = tmp_path / "checkpoints/last.ckpt"
+    fitted(model(num_classes=3), data, Finetune(file), *callbacks, resume=last, limit_val_batches=limit)
+    assert (tmp_path / OUT_OF_FOLD).stat().st_mtime_ns == first  # the head is not fitted again
+
+
+def test_a_trial_run_writes_no_predictions(file: str, data: ImageData, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    last = best_and_last(tmp_path / "checkpoints")[1]
+    fitted(model(), data, Finetune(file), last, fast_dev_run=True)
+    assert not (tmp_path / OUT_OF_FOLD).exists()
 
 
 def test_without_unfreezing_only_the_head_changes(file: str, data: ImageData, tmp_path: Path) -> None:

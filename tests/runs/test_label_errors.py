@@ -13,11 +13,13 @@ import torch
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.label_errors import (
     Suspects,
+    evidence,
     find_duplicates,
     find_nearest,
-    rank_suspects,
+    rank_labels,
     read_array,
     suspect_labels,
+    write_ranking,
 )
 
 PIXELS = torch.randint(0, 256, (6, 4, 5, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -25,7 +27,8 @@ PIXELS = torch.randint(0, 256, (6, 4, 5, 3), dtype=torch.uint8, generator=torch.
 
 def suspects(probabilities: list[list[float]], labels: list[int]) -> Suspects:
     images = ImageSet(PIXELS[: len(labels)], torch.tensor(labels), ("a", "b", "c"))
-    return suspect_labels(images, torch.tensor(probabilities), "Test", {1})
+    ranking = rank_labels(images.labels, torch.tensor(probabilities))
+    return suspect_labels(images, ranking, "Training", ["train", "val", *["train"] * 3])
 
 
 def test_labels_less_probable_than_another_class_are_listed_by_the_ratio_of_both_probabilities() -> None:
@@ -43,10 +46,13 @@ def test_margins_of_the_training_add_memorised_errors_and_count_as_much_as_the_n
     labels = torch.zeros(4, dtype=torch.int64)
     own = torch.tensor([0.9, 0.4, 0.3, 0.95])
     probabilities = torch.stack((own, 1 - own), 1)
-    assert rank_suspects(labels, probabilities).rows.tolist() == [2, 1]
+    ranking = rank_labels(labels, probabilities)
+    assert (ranking.rows.tolist(), ranking.suspects) == ([2, 1, 0, 3], 2)
     margins = torch.tensor([-2.0, -1.0, torch.nan, 1.0])  # image 0 was memorised; image 2 was held out
+    ranking = rank_labels(labels, probabilities, margins)
     # Quantiles of the net: 2, 1, 0 and 3 quarters; of the training: 0, 1 and 2 thirds of images 0, 1 and 3.
-    assert rank_suspects(labels, probabilities, margins).rows.tolist() == [2, 0, 1]
+    assert ranking.scores.tolist() == pytest.approx([1 / 4, 7 / 24, 0, 17 / 24])
+    assert (ranking.rows.tolist(), ranking.suspects) == ([2, 0, 1, 3], 3)
 
 
 def test_margins_of_a_run_are_read_only_if_they_fit_its_images(tmp_path: Path) -> None:
@@ -69,6 +75,45 @@ def test_margins_of_a_run_are_read_only_if_they_fit_its_images(tmp_path: Path) -
     assert read_array(tmp_path / "margins.npy", (3,)) is None
 
 
+def test_predictions_out_of_fold_replace_those_of_the_net_and_margins_where_a_run_has_them(tmp_path: Path) -> None:
+    own = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]], dtype=torch.float64)
+    margins = np.array([1.0, 2.0, 3.0, np.nan], np.float32)
+    np.save(tmp_path / "margins.npy", margins)
+    probabilities, read = evidence(tmp_path, own)
+    assert torch.equal(probabilities, own) and read is not None and read[2] == 3
+    unseen = np.array([[0.3, 0.7], [np.nan, np.nan], [1.5, -0.5], [np.inf, 0]], np.float32)
+    np.save(tmp_path / "out_of_fold.npy", unseen)
+    probabilities, read = evidence(tmp_path, own)
+    assert torch.equal(probabilities, torch.cat((torch.tensor([[0.3, 0.7]]), own[1:].float()))) and read is None
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros((3, 2), np.float32), np.zeros((4, 2), np.int64), np.zeros(8, np.float32), np.array([[{}, {}]] * 4), None],
+)
+def test_a_foreign_file_of_predictions_is_ignored(tmp_path: Path, array: np.ndarray | None) -> None:
+    (tmp_path / "out_of_fold.npy").write_bytes(b"\x93NUMPY\x01\x00 cut")
+    if array is not None:
+        np.save(tmp_path / "out_of_fold.npy", array, allow_pickle=True)
+    np.save(tmp_path / "margins.npy", np.ones(4, np.float32))
+    own = torch.full((4, 2), 0.5)
+    probabilities, margins = evidence(tmp_path, own)
+    assert probabilities is own and margins is not None
+
+
+def test_the_list_names_every_label_with_its_part(tmp_path: Path) -> None:
+    labels, names = torch.tensor([0, 0, 1]), ("-1.png", "=b.png", "c.png")
+    images = ImageSet(PIXELS[:3], labels, ("+cat", "dog"), names=names)
+    ranking = rank_labels(labels, torch.tensor([[0.9, 0.1], [0.25, 0.75], [0.6, 0.4]]))
+    write_ranking(tmp_path / "list.csv", images, ranking, ["train", "val", "unused"])
+    assert (tmp_path / "list.csv").read_text().splitlines() == [
+        "index,path,label,probability_of_label,suggested,probability_of_suggested,score,part,suspected,confident",
+        "1,'=b.png,'+cat,0.250000,dog,0.750000,0.000000,val,yes,yes",
+        "2,c.png,dog,0.400000,'+cat,0.600000,0.333333,unused,yes,yes",
+        "0,'-1.png,'+cat,0.900000,'+cat,0.900000,0.666667,train,no,no",
+    ]
+
+
 def test_a_header_of_600_megabytes_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "margins.npy"
     file.write_bytes(b"\x93NUMPY\x02\x00" + (600 << 20).to_bytes(4, "little"))
@@ -87,7 +132,8 @@ def test_images_with_names_are_listed_by_name_and_plainly_different_ones_are_no_
     near = ImageSet(PIXELS[1:2] // 8 * 8, labels[1:], ("cat", "dog"), names=("b.png",))
     ((pair,), _, _) = find_duplicates(train, near, torch.ones(1), torch.tensor([1]))
     assert (pair.test.lines, pair.train.lines) == (("test b.png", "dog"), ("train dog/2.png", "dog"))
-    (picture,) = suspect_labels(train, torch.tensor([[0.9, 0.1], [0.7, 0.3]]), "Training").pictures
+    ranking = rank_labels(labels, torch.tensor([[0.9, 0.1], [0.7, 0.3]]))
+    (picture,) = suspect_labels(train, ranking, "Training").pictures
     assert picture.lines[-1] == "dog/2.png"
 
 

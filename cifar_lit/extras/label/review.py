@@ -158,7 +158,7 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
     else:
         probabilities, margins = evidence(run, probabilities)
         ranking = rank_labels(images.labels, probabilities, margins)
-        write_ranking(run / LIST, images, ranking, torch.arange(len(images)), data.parts.part_names())
+        write_ranking(run / LIST, images, ranking, data.parts.part_names())
     order = ranking.rows[: settings.limit or None]
     rows = order.tolist()
     names = [labels.labels[row] for row in rows]

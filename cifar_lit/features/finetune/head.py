@@ -159,14 +159,17 @@ def out_of_fold(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
 
     features: (N, features). labels: int64 (N,).
     """
-    features = features.float()
-    rows = (features - features.mean(0)) / features.std(0).clamp_min(1e-6)
-    folds = _draw_folds(labels, num_classes, torch.Generator().manual_seed(0))
-    logits = torch.zeros(len(rows), num_classes)
+    generator = torch.Generator().manual_seed(0)
+    folds = _draw_folds(labels, num_classes, generator)
+    logits = torch.zeros(len(labels), num_classes)
     for fold in folds.unique().tolist():
         held_out = folds == fold
-        ((weight, bias),) = _solve(rows[~held_out], labels[~held_out], num_classes, STRENGTHS[:1], None)
-        logits[held_out] = rows[held_out] @ weight.T + bias
+        others = (~held_out).nonzero().flatten()
+        others = others[torch.randperm(len(others), generator=generator)[:MAX_FITTED]]
+        rows = features[others].float()
+        mean, std = rows.mean(0), rows.std(0).clamp_min(1e-6)
+        ((weight, bias),) = _solve((rows - mean) / std, labels[others], num_classes, STRENGTHS[:1], None)
+        logits[held_out] = (features[held_out].float() - mean) / std @ weight.T + bias
     return logits.softmax(1)
 
 
