@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -30,7 +28,7 @@ def flip_and_shift(
         right = flips * (1 - width) if right is None else torch.add(right, flips, alpha=1 - width)
     if right is not None:
         columns = _reflected(right, width)[:, :, None]
-        values = torch.add(_range(channels, images.device), columns, alpha=channels).flatten(1)
+        values = torch.add(torch.arange(channels, device=images.device), columns, alpha=channels).flatten(1)
         batch = batch.view(-1, height, width * channels)
         batch = batch.gather(2, values[:, None, :].expand(-1, height, -1))
     return batch.view(-1, height, width, channels)
@@ -47,16 +45,11 @@ def cut_out(images: Tensor, rows: Tensor, columns: Tensor, side: int, fill: Tens
 def within(boxes: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Return which rows (B, height) and columns (B, width) are in boxes (B, 4) of top, left, height and width."""
     top, left, rows, columns = boxes.split(1, dim=1)
-    ys, xs = _range(height, boxes.device), _range(width, boxes.device)
+    ys, xs = torch.arange(height, device=boxes.device), torch.arange(width, device=boxes.device)
     return (ys >= top) & (ys < top + rows), (xs >= left) & (xs < left + columns)
 
 
 def _reflected(start: Tensor, size: int) -> Tensor:
     """Return `size` positions from each `start` (B,), mirrored at the border pixels: (B, size)."""
-    positions = (start[:, None] + _range(size, start.device)).abs_()
+    positions = (start[:, None] + torch.arange(size, device=start.device)).abs_()
     return torch.minimum(positions, 2 * (size - 1) - positions)
-
-
-@lru_cache
-def _range(size: int, device: torch.device) -> Tensor:
-    return torch.arange(size, device=device)
