@@ -259,8 +259,8 @@ def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Writ
                 continue
             cells[1].stylize("bold")
             remarks = []
-            if row.set is not None:
-                remarks.append(f"{{{', '.join(row.set)}}}")
+            if row.prediction_set is not None:
+                remarks.append(f"{{{', '.join(row.prediction_set)}}}")
             if row.unknown:
                 remarks.append("unknown")
             print_cells(cells, " ".join(remarks), "yellow")

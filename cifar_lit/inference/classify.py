@@ -160,7 +160,11 @@ def classify_files(
                 if row.error is None:
                     best = next(predictions)
                     row = replace(
-                        row, top=best.top, novelty=best.novelty, unknown=best.unknown, set=best.prediction_set
+                        row,
+                        top=best.top,
+                        novelty=best.novelty,
+                        unknown=best.unknown,
+                        prediction_set=best.prediction_set,
                     )
                 rows.append(row)
             yield rows, images

@@ -91,7 +91,7 @@ class Options(NamedTuple):
 
     calibration: RunImages | None = None  # training images for int8 ONNX; None for float
     reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
-    coverage: Coverage | None = None  # prediction sets of the output `set`; None for no such output
+    coverage: Coverage | None = None  # prediction sets of the output `prediction_set`; None for no such output
 
     @property
     def outputs(self) -> list[str]:
@@ -100,7 +100,7 @@ class Options(NamedTuple):
         if self.reject is not None:
             names.append("unknown")
         if self.coverage is not None:
-            names.append("set")
+            names.append("prediction_set")
         return names
 
 
@@ -350,7 +350,7 @@ def metadata(net: LoadedNet, options: Options = Options()) -> dict[str, str]:  #
     if options.reject is not None:
         entries |= {"reject": f"{options.reject:g}", "output 2": "unknown: bool (batch,)"}
     if options.coverage is not None:
-        shape = f"set: bool (batch, {len(net.classes)}), the classes of the prediction set"
+        shape = f"prediction_set: bool (batch, {len(net.classes)}), the classes of the prediction set"
         sets = json.dumps(options.coverage._asdict())
         entries |= {"coverage": sets, f"output {len(options.outputs)}": shape}
     return entries

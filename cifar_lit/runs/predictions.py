@@ -139,7 +139,7 @@ def fingerprint(images: Tensor, labels: Tensor) -> str:
 #     path                         path as given
 #     novelty                      out-of-distribution score
 #     unknown                      whether the image is rejected (yes or no)
-#     set                          classes of the prediction set (--coverage), in CSV with | between them
+#     prediction_set               classes of the prediction set (--coverage), in CSV with | between them
 #     error                        why the file could not be read
 
 TOP = 3  # default number of classes in a row
@@ -155,7 +155,7 @@ class Row:
     path: str | None = None
     novelty: float | None = None
     unknown: bool | None = None
-    set: Sequence[str] | None = None
+    prediction_set: Sequence[str] | None = None
     error: str | None = None
 
     def values(self, top: int) -> dict[str, Value]:
@@ -171,7 +171,8 @@ class Row:
         novelty = self.novelty
         if novelty is not None:
             novelty = round(novelty, 6)
-        values |= {"path": self.path, "novelty": novelty, "unknown": self.unknown, "set": self.set, "error": self.error}
+        values |= {"path": self.path, "novelty": novelty, "unknown": self.unknown}
+        values |= {"prediction_set": self.prediction_set, "error": self.error}
         return values
 
 

@@ -45,8 +45,8 @@ def test_the_net_to_convert_normalises_and_names_its_outputs(net: LoadedNet) -> 
         outputs = Named(LoadedNet(net.net, card).eval(), OPTIONS)(IMAGES)
         probabilities, unknown, sets = predict(IMAGES)
     torch.testing.assert_close(outputs["probabilities"], probabilities)
-    assert [*outputs] == ["probabilities", "unknown", "set"]
-    assert torch.equal(outputs["unknown"], unknown) and torch.equal(outputs["set"], sets)
+    assert [*outputs] == ["probabilities", "unknown", "prediction_set"]
+    assert torch.equal(outputs["unknown"], unknown) and torch.equal(outputs["prediction_set"], sets)
     assert probabilities.std() > 0.01
 
 
@@ -66,7 +66,7 @@ def test_a_litert_file_predicts_the_same_as_its_net(
         _, unknown, sets = Probabilities(net, OPTIONS)(IMAGES)
     outputs = [run(images=image.numpy()) for image in IMAGES.split(1)]
     assert [bool(each["unknown"]) for each in outputs] == unknown.tolist()
-    assert [each["set"][0].tolist() for each in outputs] == sets.tolist()
+    assert [each["prediction_set"][0].tolist() for each in outputs] == sets.tolist()
     assert unknown.unique().tolist() == sets.unique().tolist() == [False, True]
     with zipfile.ZipFile(path) as archive:
         assert archive.read("labels.txt").decode().split("\n") == list(net.classes)
@@ -84,7 +84,7 @@ def test_a_core_ml_file_has_the_structure_of_its_net(net: LoadedNet, tmp_path: P
     assert {output.name: tuple(output.type.multiArrayType.shape) for output in outputs} == {
         "probabilities": (1, 4),
         "unknown": (1,),
-        "set": (1, 4),
+        "prediction_set": (1, 4),
     }
     metadata = dict(spec.description.metadata.userDefined)
     assert json.loads(metadata["classes"]) == list(net.classes) and metadata["reject"] == "0.05"

@@ -19,7 +19,7 @@ from cifar_lit.cli import main
 from cifar_lit.data import decode
 
 COLUMNS = ["index", "label", "probability", "class_2", "probability_2", "class_3", "probability_3",
-           "path", "novelty", "unknown", "set", "error"]  # fmt: skip
+           "path", "novelty", "unknown", "prediction_set", "error"]  # fmt: skip
 
 Capture = pytest.CaptureFixture[str]
 
@@ -57,7 +57,7 @@ def test_csv_and_jsonl_rows_hold_the_predictions_of_the_classifier(run: Path, ca
         best = [(row["label"], row["probability"]), *((row[f"class_{k}"], row[f"probability_{k}"]) for k in (2, 3))]
         assert best == [(name, f"{probability:.6f}") for name, probability in prediction.top]
         assert row["novelty"] == f"{prediction.novelty:.6f}"
-        assert row["unknown"] == row["set"] == row["error"] == ""
+        assert row["unknown"] == row["prediction_set"] == row["error"] == ""
     code, out, _ = classify(capsys, run, "--jsonl", "pictures/2.png", "missing.png", "--top", 9)
     first, second = map(json.loads, out.splitlines())
     assert code == 1

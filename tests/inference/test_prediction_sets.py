@@ -202,16 +202,16 @@ def test_python_classify_and_serve_give_the_same_sets(
     classifier.coverage = wanted
     pixels = [image.permute(1, 2, 0).numpy() for image in IMAGES]
     answers = Service(classifier, Limits()).predict([array.tobytes() for array in pixels], 1, seen=False)
-    assert [list(answer["set"]) for answer in answers] == expected  # type: ignore[call-overload]
+    assert [list(answer["prediction_set"]) for answer in answers] == expected  # type: ignore[call-overload]
 
     files = [tmp_path / f"{number:02}.png" for number in range(30)]
     for file, array in zip(files, pixels, strict=True):
         Image.fromarray(array).save(file)
     assert main(["classify", str(stored), str(tmp_path), *flags(wanted), "--jsonl"]) == 0
-    assert [json.loads(line)["set"] for line in capsys.readouterr().out.splitlines()] == expected
+    assert [json.loads(line)["prediction_set"] for line in capsys.readouterr().out.splitlines()] == expected
     assert main(["classify", str(stored), str(tmp_path), *flags(wanted), "--csv"]) == 0
     rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert [row["set"] for row in rows] == ["|".join(names) for names in expected]
+    assert [row["prediction_set"] for row in rows] == ["|".join(names) for names in expected]
     assert main(["classify", str(stored), str(tmp_path), *flags(wanted)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.rstrip().endswith(f"{{{', '.join(names)}}}") for line, names in zip(lines, expected, strict=True)]
@@ -222,7 +222,7 @@ def test_a_number_is_a_coverage_of_the_smallest_sets_and_serve_has_no_sets_witho
     by_number, by_name = (classifier.predict_batch(IMAGES, coverage=each) for each in (0.7, Coverage(0.7, "lac")))
     assert by_number == by_name
     answers = Service(classifier, Limits()).predict([IMAGES[0].permute(1, 2, 0).numpy().tobytes()], 1, seen=False)
-    assert "set" not in answers[0]
+    assert "prediction_set" not in answers[0]
 
 
 @pytest.mark.slow
@@ -234,11 +234,14 @@ def test_exported_files_have_the_output_set(stored: Path, tmp_path: Path, wanted
     for to in ("onnx", "torch-export"):
         export(load_model_file(stored), to, tmp_path / to, sample, Options(coverage=wanted))
     session = onnxruntime.InferenceSession(tmp_path / "onnx", providers=["CPUExecutionProvider"])
-    _, sets = session.run(["probabilities", "set"], {"images": IMAGES.numpy()})
+    _, sets = session.run(["probabilities", "prediction_set"], {"images": IMAGES.numpy()})
     assert (sets.dtype, sets.tolist()) == (np.bool_, expected)
     about = session.get_modelmeta().custom_metadata_map
     assert json.loads(about["coverage"]) == {"rate": wanted.rate, "kind": wanted.kind, "by_class": wanted.by_class}
-    assert about["output 2"].startswith("set: bool (batch, 4)") and json.loads(about["card"])["coverage"] is None
+    assert (
+        about["output 2"].startswith("prediction_set: bool (batch, 4)")
+        and json.loads(about["card"])["coverage"] is None
+    )
     _, sets = torch.export.load(tmp_path / "torch-export").module()(IMAGES)
     assert sets.tolist() == expected
 

@@ -119,7 +119,7 @@ def test_csv_and_json_agree_on_readable_and_unreadable_files() -> None:
             path="a\udce9.png",
             novelty=1.5,
             unknown=True,
-            set=("=a", "b"),
+            prediction_set=("=a", "b"),
         ),
         Row(1, (), path="b,c.png", error="cut short"),
     ]
@@ -127,13 +127,18 @@ def test_csv_and_json_agree_on_readable_and_unreadable_files() -> None:
     CsvRows(as_csv, 2).write(rows)
     JsonRows(as_json, 2).write(rows)
     assert as_csv.getvalue().splitlines() == [
-        "index,label,probability,class_2,probability_2,path,novelty,unknown,set,error",
+        "index,label,probability,class_2,probability_2,path,novelty,unknown,prediction_set,error",
         r"0,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,'=a|b,",  # escaped; JSON has the exact path
         '1,,,,,"b,c.png",,,,cut short',
     ]
     first, second = map(json.loads, as_json.getvalue().splitlines())
     assert first == {
         "index": 0, "label": "cat", "probability": 0.5, "class_2": "dog", "probability_2": 0.25,
-        "path": "a\udce9.png", "novelty": 1.5, "unknown": True, "set": ["=a", "b"], "error": None,
+        "path": "a\udce9.png", "novelty": 1.5, "unknown": True, "prediction_set": ["=a", "b"], "error": None,
     }  # fmt: skip
-    assert [second[name] for name in ("probability", "unknown", "set", "error")] == [None, None, None, "cut short"]
+    assert [second[name] for name in ("probability", "unknown", "prediction_set", "error")] == [
+        None,
+        None,
+        None,
+        "cut short",
+    ]

@@ -111,7 +111,7 @@ def write_coreml(net: LoadedNet, path: Path, options: Options) -> None:
         raise Failure(f"coremltools cannot convert this net ({first_line(error)}): use --to onnx") from error
     (read,) = written.input
     shapes = {output.name: tuple(output.type.multiArrayType.shape) for output in written.output}
-    all_shapes = {"probabilities": (1, len(net.classes)), "unknown": (1,), "set": (1, len(net.classes))}
+    all_shapes = {"probabilities": (1, len(net.classes)), "unknown": (1,), "prediction_set": (1, len(net.classes))}
     expected = {name: all_shapes[name] for name in named.names}
     size = (read.type.imageType.height, read.type.imageType.width)
     if (read.name, size, shapes) != ("images", (height, width), expected):

@@ -97,7 +97,7 @@ class Service:
             if result.unknown is not None:
                 prediction["unknown"] = result.unknown
             if result.prediction_set is not None:
-                prediction["set"] = result.prediction_set
+                prediction["prediction_set"] = result.prediction_set
             if seen:
                 prediction["seen"] = "data:image/png;base64," + base64.b64encode(as_png(image)).decode()
             predictions.append(prediction)
