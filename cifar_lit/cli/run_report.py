@@ -17,6 +17,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.hooks import methods
 from cifar_lit.plugins import is_import_path
 from cifar_lit.runs.groups import group_lines
+from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.stats import newcombe_margin
@@ -195,7 +196,9 @@ def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
         lines.append(f"  cifar-lit test --ckpt_path {shlex.quote(f'{folder}/checkpoints/{name}.ckpt')}")
     lines.append(f"  cifar-lit report {shlex.quote(folder)} --open")
     lines.append(f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
-    if is_folder:  # a net memorises wrong labels that it was trained on
+    if (run.folder.path / OUT_OF_FOLD).exists():
+        lines.append(f"  cifar-lit review {shlex.quote(folder)}   (shows wrong labels)")
+    elif is_folder:  # a net memorises wrong labels that it was trained on
         config = shlex.quote(f"{folder}/config.yaml")
         lines.append(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
     trust = ", trust=True" if is_import_path(run.settings["model"]["net"]) else ""
