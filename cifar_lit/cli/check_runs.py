@@ -42,12 +42,7 @@ def check(words: list[str]) -> int:
     add = parser.add_argument
     add("runs", type=str, nargs="+", help="run folders, patterns such as 'handed-in/*', or a folder of runs")
     add("--data-dir", type=str | None, default=None, help="folder of the data that the runs should have used")
-    add(
-        "--table",
-        type=str | None,
-        default=None,
-        help="write a row for each run to this CSV file (- for standard output)",
-    )
+    add("--table", type=str | None, default=None, help="write the verdicts to this CSV file (- for standard output)")
     settings = parsed(parser, words)
     verdicts = []
     for path in find_runs(settings.runs):

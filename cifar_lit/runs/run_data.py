@@ -21,7 +21,7 @@ from cifar_lit.plugins import allow_imports, check_allowed
 from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
-from cifar_lit.text import nfc
+from cifar_lit.text import listed, nfc
 
 NESTED = {"split": Split.of, "augment": Augment.of}  # groups of settings of ImageData
 
@@ -110,18 +110,12 @@ def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
 def _check_fit(card: ModelCard, classes: Sequence[str], shape: list[int]) -> None:
     remedy = "give the folder of its own data with --data-dir"
     if [*map(nfc, classes)] != [*map(nfc, card.classes)]:
-        data_classes, net_classes = _names_text(classes), _names_text(card.classes)
+        data_classes = f"{len(classes)}: {listed(classes)}"
+        net_classes = f"{len(card.classes)}: {listed(card.classes)}"
         raise Failure(f"the data has other classes ({data_classes}) than the net ({net_classes}): {remedy}")
     if shape != card.input_shape:
         data_shape, net_shape = "×".join(map(str, shape)), "×".join(map(str, card.input_shape))
         raise Failure(f"the images are {data_shape}, but the net takes {net_shape}: {remedy}")
-
-
-def _names_text(classes: Sequence[str]) -> str:
-    text = f"{len(classes)}: {', '.join(classes[:3])}"
-    if len(classes) > 3:
-        text += ", …"
-    return text
 
 
 class RunImages(NamedTuple):
