@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cifar_lit.runs.calibration import expected_calibration_error, reliability
+from cifar_lit.runs.figures import expected_calibration_error, reliability
 from cifar_lit.stats import wilson_interval
 
 MAX_GROUPS = 200  # groups of a column in metrics.json; a column with a value for each image has no use

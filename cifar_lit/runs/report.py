@@ -16,7 +16,6 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
-from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.runs.card import MIN_HELD_OUT
 from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.figures import (
@@ -25,7 +24,9 @@ from cifar_lit.runs.figures import (
     Picture,
     confusion_matrix,
     data_uri,
+    expected_calibration_error,
     line_chart,
+    reliability,
     reliability_diagram,
 )
 from cifar_lit.runs.groups import INVALID, group_lines, group_rows

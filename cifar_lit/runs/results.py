@@ -16,10 +16,9 @@ import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.hardware import processor
-from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.runs.card import MIN_HELD_OUT, measured_coverage, measured_sets, tempered
 from cifar_lit.runs.data_record import data_record
-from cifar_lit.runs.figures import GALLERY_SIZE, confusion_matrix, gallery
+from cifar_lit.runs.figures import GALLERY_SIZE, confusion_matrix, expected_calibration_error, gallery, reliability
 from cifar_lit.runs.groups import COVERED, group_results
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.predictions import fingerprint, prediction_table

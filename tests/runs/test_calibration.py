@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from cifar_lit.runs.calibration import expected_calibration_error, reliability
 from cifar_lit.runs.card import fit_temperature, tempered
+from cifar_lit.runs.figures import expected_calibration_error, reliability
 
 
 def make_logits(images: int, scale: float = 1.0, classes: int = 5) -> tuple[Tensor, Tensor]:
