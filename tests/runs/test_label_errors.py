@@ -75,7 +75,7 @@ def test_margins_of_a_run_are_read_only_if_they_fit_its_images(tmp_path: Path) -
     assert read_array(tmp_path / "margins.npy", (3,)) is None
 
 
-def test_predictions_out_of_fold_replace_those_of_the_net_and_margins_where_a_run_has_them(tmp_path: Path) -> None:
+def test_predictions_out_of_fold_replace_those_of_the_net_beside_its_margins(tmp_path: Path) -> None:
     own = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]], dtype=torch.float64)
     margins = np.array([1.0, 2.0, 3.0, np.nan], np.float32)
     np.save(tmp_path / "margins.npy", margins)
@@ -84,7 +84,8 @@ def test_predictions_out_of_fold_replace_those_of_the_net_and_margins_where_a_ru
     unseen = np.array([[0.3, 0.7], [np.nan, np.nan], [1.5, -0.5], [np.inf, 0]], np.float32)
     np.save(tmp_path / "out_of_fold.npy", unseen)
     probabilities, read = evidence(tmp_path, own)
-    assert torch.equal(probabilities, torch.cat((torch.tensor([[0.3, 0.7]]), own[1:].float()))) and read is None
+    assert torch.equal(probabilities, torch.cat((torch.tensor([[0.3, 0.7]]), own[1:].float())))
+    assert read is not None and read[:3].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
