@@ -159,13 +159,13 @@ def test_an_edited_accuracy_contradicts_predictions_and_weights(run: Path) -> No
 
 def test_edited_predictions_contradict_the_weights(run: Path) -> None:
     def improve(rows: list[dict[str, str]]) -> None:
-        for row in [row for row in rows if row["label"] != row["predicted"]][:8]:
+        for row in [row for row in rows if row["label"] != row["predicted"]][:20]:
             row["predicted"] = row["label"]
             row["probability"] = row[f"probability_{row['label']}"]
 
     test = metrics_of(run)["test"]
     edit_predictions(run, improve)
-    edit_metrics(run, {"accuracy": test["accuracy"] + 8 / test["images"]})
+    edit_metrics(run, {"accuracy": test["accuracy"] + 20 / test["images"]})
     verdict, reason = verdict_of(run)
     assert verdict == "fails" and "predictions in predictions.csv: other weights were tested" in reason
     assert reason.endswith(f"the weights reach {test['accuracy']:.4f}")
@@ -244,15 +244,15 @@ def test_a_repetition_that_takes_too_long_is_stopped(run: Path, monkeypatch: pyt
     [
         ({}, {}, 1.0, "ok"),
         ({}, {}, 1.0001, "fails"),
-        ({"processor": "another"}, {}, 1.02, "ok"),
-        ({"processor": "another"}, {}, 1.06, "fails"),
-        ({"processor": "another"}, {}, 0.94, "fails"),
-        ({"versions": {"torch": "1.0"}}, {}, 1.02, "ok"),
-        ({}, {"threads": 1000}, 1.02, "ok"),  # more than this machine has
-        ({}, {"threads": "1 --trust"}, 1.02, "ok"),
-        ({}, {"trainer.num_nodes": 2}, 1.02, "ok"),
-        ({"accelerator": "gpu"}, {}, 1.02, "ok"),  # kernels of a GPU need not repeat their bits
-        ({"accelerator": "gpu"}, {"trainer.deterministic": True}, 1.02, "fails"),
+        ({"processor": "another"}, {}, 1.01, "ok"),
+        ({"processor": "another"}, {}, 1.03, "fails"),
+        ({"processor": "another"}, {}, 0.97, "fails"),
+        ({"versions": {"torch": "1.0"}}, {}, 1.01, "ok"),
+        ({}, {"threads": 1000}, 1.01, "ok"),  # more than this machine has
+        ({}, {"threads": "1 --trust"}, 1.01, "ok"),
+        ({}, {"trainer.num_nodes": 2}, 1.01, "ok"),
+        ({"accelerator": "gpu"}, {}, 1.01, "ok"),  # kernels of a GPU need not repeat their bits
+        ({"accelerator": "gpu"}, {"trainer.deterministic": True}, 1.01, "fails"),
     ],
 )
 def test_bits_are_compared_on_the_same_machine_and_a_bound_holds_on_others(
