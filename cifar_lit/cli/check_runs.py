@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import subprocess
 import sys
 import time
@@ -14,7 +12,7 @@ from tempfile import TemporaryDirectory
 from rich.table import Table
 
 from cifar_lit.bench.process import as_error, kill_group, started
-from cifar_lit.cli.console import for_tables, write_or_say
+from cifar_lit.cli.console import csv_text, for_tables, write_or_say
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.trust import allow_run
 from cifar_lit.errors import Failure, UsageError
@@ -25,7 +23,7 @@ from cifar_lit.runs.recheck import data_faults, result_faults, retested, setting
 from cifar_lit.runs.results import versions
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import read_curves
-from cifar_lit.text import csv_cell, note
+from cifar_lit.text import note
 
 DESCRIPTION = (
     "Check runs that others have made. Test the weights again, compare the results, the data, their split and the "
@@ -33,6 +31,7 @@ DESCRIPTION = (
 )
 MAX_LOSS = 0.02  # relative difference of the first training loss on another kind of machine
 SECONDS = 600.0  # to repeat the first steps
+COLUMNS = ("run", "verdict", "accuracy", "again", "reason")
 ANY_MACHINE = ("--accelerator=auto", "--devices=auto", "--nodes=1", "--precision=null", "--threads=null")
 
 
@@ -49,9 +48,9 @@ def check(words: list[str]) -> int:
         verdicts.append(check_run(path, settings.data_dir, settings.trust))
         note(f"{verdicts[-1].name}: {verdicts[-1].word}")
     if settings.table:
-        write_or_say("--table", settings.table, _as_csv(verdicts))
+        write_or_say("--table", settings.table, csv_text([COLUMNS, *map(_cells, verdicts)]))
     if settings.table != "-":
-        table = Table("run", "verdict", "accuracy", "again", "reason")
+        table = Table(*COLUMNS)
         for verdict in verdicts:
             table.add_row(*_cells(verdict))
         for_tables().print(table)
@@ -186,12 +185,3 @@ def _cells(verdict: Verdict) -> list[str]:
     for value in (verdict.claimed, verdict.retested):
         figures.append("" if value is None else f"{value:.4f}")
     return [verdict.name, verdict.word, *figures, "; ".join([*verdict.faults, *verdict.gaps, *verdict.notes])]
-
-
-def _as_csv(verdicts: list[Verdict]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["run", "verdict", "accuracy", "again", "reason"])
-    for verdict in verdicts:
-        writer.writerow(map(csv_cell, _cells(verdict)))
-    return out.getvalue()

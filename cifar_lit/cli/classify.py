@@ -47,7 +47,6 @@ def classify(argv: list[str]) -> int:
     # Idle torch threads spin on the cores that decode the next images. With sleeping threads, a small net classified
     # images of 640 × 640 twice as fast on two cores. The call has no effect after torch has been imported.
     limit_busy_waiting(sleep_at_once=True)
-
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
     from cifar_lit.runs.card import check_rate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cifar_lit.cli.console import for_tables, write_or_say
+from cifar_lit.cli.console import csv_text, for_tables, write_or_say
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
@@ -31,7 +29,7 @@ from cifar_lit.runs.compare import (
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
 from cifar_lit.stats import SAME, McNemar, limits_text
-from cifar_lit.text import csv_cell, say
+from cifar_lit.text import say
 
 DESCRIPTION = (
     "Compare runs: settings that differ, accuracy with its 95 % interval (Wilson), time, size. Runs on the same test "
@@ -281,12 +279,7 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
         names |= dict.fromkeys(row)
     del names["note"]
     columns = [*names, "note"]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(csv_cell, columns))
-    for row in rows:
-        writer.writerow(csv_cell(row.get(name)) for name in columns)
-    return out.getvalue()
+    return csv_text([columns, *([row.get(name) for name in columns] for row in rows)])
 
 
 def _as_json(
