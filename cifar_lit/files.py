@@ -16,8 +16,12 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cifar_lit.errors import Failure, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PART = ".cifar-lit-part"  # suffix of temporary files, unique to this program, so that leftovers can be removed
 MAX_TEXT = 8 << 20  # bytes; metrics.json with 100,000 classes has 5 MiB
@@ -220,3 +224,13 @@ def as_on_disk(path: str, folder: str = "") -> str:
         if os.path.lexists(place):
             return place
     return os.path.join(folder, path)  # noqa: PTH118
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write a contiguous array as a NumPy file, atomically."""
+    from numpy.lib import format as npy
+
+    with atomic_write(path) as partial, partial.open("wb") as file:
+        # np.save uses `tofile`, whose error on a full disk has no errno.
+        npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(array))
+        file.write(array.data)

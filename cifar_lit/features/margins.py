@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from cifar_lit.errors import UsageError
-from cifar_lit.files import atomic_write
+from cifar_lit.files import write_array
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch
@@ -97,5 +96,4 @@ class Margins(Callback):
         total, steps = self.gather().double()
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         if trainer.is_global_zero and folder and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            with atomic_write(Path(folder).parent / "margins.npy") as partial, partial.open("wb") as file:
-                np.save(file, (total * UNIT / steps).float().numpy())
+            write_array(Path(folder).parent / "margins.npy", (total * UNIT / steps).float().numpy())

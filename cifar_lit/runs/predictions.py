@@ -10,12 +10,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.files import atomic_write
+from cifar_lit.files import atomic_write, write_array
 from cifar_lit.runs.run_folder import GROUP, read_rows
 from cifar_lit.text import csv_cell
 
@@ -91,11 +90,7 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
                 cells = (digits % tuple(values)).split(",")
                 own = [csv_cell(values_of[index]) for values_of in further.values()]
                 writer.writerow([index, names[label], names[predicted], cells[predicted], *cells, *own])
-    array = probabilities[order].float().contiguous().numpy()
-    with atomic_write(path.with_name("probabilities.npy")) as partial, partial.open("wb") as file:
-        # np.save uses `tofile`, whose error on a full disk has no errno.
-        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-        file.write(array.data)
+    write_array(path.with_name("probabilities.npy"), probabilities[order].float().contiguous().numpy())
     return len(order)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback, EarlyStopping
@@ -29,7 +28,7 @@ from cifar_lit.features.finetune.head import (
     write_features,
 )
 from cifar_lit.features.finetune.pretrained import IMAGENET, head_path, load_pretrained, net_head
-from cifar_lit.files import atomic_write
+from cifar_lit.files import write_array
 from cifar_lit.hooks import callbacks_with, method
 from cifar_lit.models.pretrained import Pretraining, pretraining_of
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
@@ -280,8 +279,7 @@ def _write_out_of_fold(
     classes = model.hparams["num_classes"]
     probabilities = torch.full((len(data.train_images), classes), torch.nan)
     probabilities[rows] = out_of_fold(plain, data.train_images.labels[rows], classes)
-    with atomic_write(Path(folder).parent / OUT_OF_FOLD) as partial, partial.open("wb") as file:
-        np.save(file, probabilities.numpy())
+    write_array(Path(folder).parent / OUT_OF_FOLD, probabilities.numpy())
 
 
 DEPTHS = 8  # groups of adjacent layers
