@@ -267,14 +267,24 @@ def measured_sets(probabilities: Tensor, labels: Tensor, held_out: HeldOut, leve
         held_out: scores of images other than these. With None, the limits for each half of these images come from the
             other half.
     """
-    halves = [(slice(None), held_out)]
-    if held_out is None:
-        even, odd = slice(0, None, 2), slice(1, None, 2)
-        halves = [(even, held_out_scores(probabilities[odd], labels[odd]))]
-        halves.append((odd, held_out_scores(probabilities[even], labels[even])))
+    return _sets_at(probabilities, _scores_for(probabilities, labels, held_out), level)
+
+
+def _scores_for(probabilities: Tensor, labels: Tensor, held_out: HeldOut) -> list[tuple[slice, HeldOut]]:
+    """Return parts of the test images, each with the scores for its limits. Arguments are those of `measured_sets`."""
+    if held_out is not None:
+        return [(slice(None), held_out)]
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    parts: list[tuple[slice, HeldOut]] = []
+    for rows, others in ((even, odd), (odd, even)):
+        parts.append((rows, held_out_scores(probabilities[others], labels[others])))
+    return parts
+
+
+def _sets_at(probabilities: Tensor, parts: Sequence[tuple[slice, HeldOut]], level: float) -> Tensor | None:
     sets = torch.zeros(probabilities.shape, dtype=torch.bool)
     try:
-        for rows, scores in halves:
+        for rows, scores in parts:
             sets[rows] = prediction_sets(probabilities[rows], set_limits(scores, Coverage(level)), "lac")
     except UsageError:
         return None
@@ -292,9 +302,10 @@ def measured_coverage(
         `coverage` (requested), `measured`, `set_size` (mean number of classes), and `per_class`, which has the last two
         of each class with images.
     """
+    parts = _scores_for(probabilities, labels, held_out)
     results: list[dict[str, object]] = []
     for level in LEVELS:
-        sets = measured_sets(probabilities, labels, held_out, level)
+        sets = _sets_at(probabilities, parts, level)
         if sets is None:
             break
         hits, sizes = sets.gather(1, labels[:, None])[:, 0].double(), sets.sum(1).double()

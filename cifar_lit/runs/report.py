@@ -144,7 +144,7 @@ def render(
     metrics: contents of metrics.json. predictions: those for the test images.
     findings: suspected label errors and duplicates; None if they were not searched.
     """
-    classes = data.classes
+    classes, test = data.classes, metrics.get("test") or {}
     matrix = predictions.confusion(len(classes))
     bins = reliability(predictions.probability, predictions.hits)
     error = expected_calibration_error(bins)
@@ -184,11 +184,11 @@ def render(
         curve=curve,
         bins=bins,
         error=error,
-        calibration=(metrics.get("test") or {}).get("calibration"),
+        calibration=test.get("calibration"),
         fitted=len(data.split[1]) >= MIN_HELD_OUT,
-        coverage=coverage_rows(metrics.get("test") or {}),
-        groups=group_lines(metrics.get("test") or {}),
-        group_tables=group_rows(metrics.get("test") or {}),
+        coverage=coverage_rows(test),
+        groups=group_lines(test),
+        group_tables=group_rows(test),
         mean=float(predictions.probability.mean()),
         diagram=reliability_diagram(
             "reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"

@@ -91,8 +91,10 @@ def _test_scores(model: ImageClassifier, data: ImageData, test: Score, card: Mod
         if len(data.split[1]) >= MIN_HELD_OUT:  # else the card's scores are those of these test images
             held_out = card.coverage
         scores["coverage"] = measured_coverage(probabilities, labels, held_out, data.classes)
-        sets = measured_sets(probabilities, labels, held_out, COVERED)
-        scores["groups"] = group_results(data.test_images.columns, probabilities, labels, sets)
+        columns, sets = data.test_images.columns, None
+        if columns:
+            sets = measured_sets(probabilities, labels, held_out, COVERED)
+        scores["groups"] = group_results(columns, probabilities, labels, sets)
     scores["fingerprint"] = fingerprint(data.test_images.images, data.test_images.labels)
     return scores
 

@@ -200,7 +200,7 @@ def schema(name: str) -> str:
             rows.append([code(prefix + key), " or ".join(dict.fromkeys(kinds)), meaning])
             for variant in variants:
                 add(variant, f"{prefix}{key}.")
-                lists = variant.get("additionalProperties") or variant  # of an object with any names
+                lists = variant.get("additionalProperties") or variant  # an object with any names
                 add(lists.get("items") or {}, f"{prefix}{key}[].")
 
     add(document, "")

@@ -27,7 +27,8 @@ POST /predict accepts one image as the body (Content-Type: image/jpeg or another
 (multipart/form-data). The response to one image is {"label", "probability", "top": [{"label", "probability"}, …]}, to a
 form {"predictions": […]} in the order sent. With --reject, each prediction has "unknown" (true or false); with
 --coverage, it has "prediction_set" (a list of classes). ?top=K returns K classes (default 3), ?seen=1 the image as the
-net gets it. GET /health describes the net. Errors are {"error": "one line"}. Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
+net gets it. GET /health describes the net. Errors are {"error": "one line"}.
+Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
 
 
 def serve(argv: list[str]) -> None:
