@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -123,3 +124,26 @@ def test_everything_is_printed_through_one_function() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
             assert name not in {"print", "Console"} - allowed, f"{path}: {ast.unparse(node)}"
+
+
+def test_the_code_is_within_the_limits_of_its_size() -> None:
+    root = PACKAGE.parent
+    limits = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["cifar-lit"]["size"]
+    for folder, limit in limits.items():
+        nodes = sum(count_nodes(path) for path in (root / folder).rglob("*.py"))
+        assert nodes <= limit, f"{folder} has {nodes:,} nodes, the limit is {limit:,}: remove something first"
+
+
+def count_nodes(path: Path) -> int:
+    """Return the number of AST nodes of a file without docstrings, contexts and operators.
+
+    Joining or splitting lines does not change it.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    uncounted = (ast.expr_context, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
+    nodes = sum(not isinstance(node, uncounted) for node in ast.walk(tree))
+    docstrings = sum(
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for node in ast.walk(tree)
+    )
+    return nodes - 2 * docstrings

@@ -26,7 +26,7 @@ def list_devices(argv: list[str]) -> None:
     if settings.check and settings.net:
         raise UsageError("--check trains on devices, --net lists parameters: leave one of them out")
     if settings.check:
-        from cifar_lit.cli.check import check
+        from cifar_lit.cli.check_devices import check
 
         check(settings.accelerator)
     elif settings.net:

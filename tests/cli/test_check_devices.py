@@ -11,7 +11,7 @@ import torch
 from contract.command_line import assert_refused, run_command
 
 from cifar_lit import hardware
-from cifar_lit.cli import check
+from cifar_lit.cli import check_devices as check
 from cifar_lit.errors import Failure
 from cifar_lit.hardware import Machine
 

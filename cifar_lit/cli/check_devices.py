@@ -75,7 +75,7 @@ def run_probe(word: str) -> str:
 
     word: a device to train on, or "machine" to detect the devices.
     """
-    command = [sys.executable, "-m", "cifar_lit.cli.check", word]
+    command = [sys.executable, "-m", "cifar_lit.cli.check_devices", word]
     none, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, child_environment()
     process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, encoding="utf-8", env=environment)
     try:
