@@ -19,7 +19,6 @@
 | attribute | meaning |
 |---|---|
 | `tensors` | the tensors to which `loss` writes |
-| `rates` | names of the attributes that are learning rates, which a search scales |
 | `depends_on_length` | whether it needs the number of epochs, which then cannot grow on resume |
 | `may_change` | whether it may be added, removed and changed on resume |
 | `skips_bias_from` | the epoch from which it sets `net.bias_is_final` |

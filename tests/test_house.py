@@ -62,7 +62,7 @@ def test_a_folder_imports_only_the_folders_below_it(folder: str) -> None:
 
 
 # These may import all features, to build them from settings.
-BUILDS_FEATURES = ("cli/fit.py", "cli/flags.py", "cli/preview.py", "cli/errors.py")
+BUILDS_FEATURES = ("cli/fit.py", "cli/flags.py", "cli/errors.py")
 
 
 def test_the_core_imports_no_feature_and_a_feature_imports_no_other() -> None:

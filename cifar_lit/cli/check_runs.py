@@ -160,7 +160,7 @@ def _loss_of_training(config: Path, words: list[str], step: int) -> float | None
     deadline = time.monotonic() + SECONDS
     with TemporaryDirectory() as folder:
         logs, errors = Path(folder, "runs"), Path(folder, "stderr")
-        fixed = [f"--config={config}", f"--logs={logs}", "--logger=csv", "--copy_to=null"]
+        fixed = [f"--config={config}", f"--logs={logs}", "--logger=csv"]
         command = [sys.executable, "-m", "cifar_lit", "fit", *fixed, *words]
         with errors.open("wb") as file, started(command, stdout=subprocess.DEVNULL, stderr=file) as process:
             try:

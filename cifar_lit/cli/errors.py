@@ -57,7 +57,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         text += f"; stopped before it reached {target}. Checkpoints are intact: {remedy}"
     elif isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)):
         text = (
-            "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch, or choose a smaller --net"
+            "out of memory: halve --batch-size or --data.eval_batch_size, or choose a smaller --net"
         )
     elif (full := find_os_error(error)) and full.errno in DISK_FULL:
         remedy = "start again"

@@ -8,10 +8,8 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import fields
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +25,17 @@ from lightning.pytorch.loggers import Logger
 from cifar_lit import hardware
 from cifar_lit.cli import trust
 from cifar_lit.cli.errors import PARSER_SETTINGS, long_flags, parsed
-from cifar_lit.cli.flags import AUTO, DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
+from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
-from cifar_lit.cli.tuner import SEARCHED, scaled, search
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.distributed.join import join
 from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
 from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import Failure, UsageError, check_choice, nearest
 from cifar_lit.features import FEATURES, feature_class, feature_settings
-from cifar_lit.hooks import methods
 from cifar_lit.models.registry import check_net
-from cifar_lit.plugins import bucket_part, import_callable, is_import_path
+from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import (
@@ -68,7 +64,7 @@ from cifar_lit.training.checkpoint import (
 from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.metrics import value_names
 from cifar_lit.training.optimizers import OPTIMIZERS
-from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers
+from cifar_lit.training.orderly_stop import Interrupted
 from cifar_lit.training.schedules import ScheduleSettings
 
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
@@ -175,7 +171,7 @@ class TrainingCLI(LightningCLI):
             raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
         self._check_no_more_epochs(run, needs_test)
         check_unfinished(run, needs_test)
-        # A command repeated from the shell history may name the run's recipe, and have --auto-batch or --auto-lr.
+        # A command repeated from the shell history may name the run's recipe.
         if command.recipe:
             settings = plain_values(run / "config.yaml") or {}
             if recipe_path(command.recipe).stem != settings.get("recipe"):
@@ -183,10 +179,6 @@ class TrainingCLI(LightningCLI):
                     f"{display_path(run)} was trained with another recipe: leave --recipe out to resume it"
                 )
             command.recipe = None
-        for name in command.auto:
-            for flag in SEARCHED[name]:
-                command.flags = command.without(flag)
-        command.auto = set()
         return checkpoint
 
     def _check_no_more_epochs(self, run: Path, needs_test: bool) -> None:
@@ -238,7 +230,6 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
         text = "also write checkpoints within epochs: every 500 (steps) or 10m (one is always written at the end)"
         parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
-        parser.add_argument("--copy_to", type=str | None, default=None, help="bucket for a copy of the run: s3://…")
         text = (
             "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb and mlflow, with commas between"
         )
@@ -328,7 +319,7 @@ class TrainingCLI(LightningCLI):
             given["logs"] = trained.get("logs")  # a resumed run stays in its folder
             may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
             may_change += [f"model.{name}" for name in ImageClassifier.may_change]
-            may_change += [f"data.{name}" for name in ImageData.may_change] + ["copy_to"]
+            may_change += [f"data.{name}" for name in ImageData.may_change]
             self.changes = changed_settings(by_name(trained), by_name(given), may_change)
             self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
             self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})
@@ -354,8 +345,6 @@ class TrainingCLI(LightningCLI):
         if self.name == "fit":
             self._check_scores(callbacks)
         validates = len(self.datamodule.split[1]) > 0
-        if self.command.auto:
-            self._search([*callbacks, *features])
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run = self._make_run()
         bar = configured.enable_progress_bar is not False and sys.stdout.isatty()
@@ -367,8 +356,6 @@ class TrainingCLI(LightningCLI):
         if self.run.trains:
             callbacks.append(SlowdownWarning())
         callbacks += features
-        if self.run.trains and self.settings.copy_to:
-            callbacks.append(bucket_part("run_copy").RunCopy(self.settings.copy_to, self.run.folder))
         if self.watch:
             callbacks.append(RankProgress(self.watch, self.run.folder))
         loggers = [logger for logger in as_list(configured.logger) if isinstance(logger, Logger)]
@@ -410,40 +397,6 @@ class TrainingCLI(LightningCLI):
             raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")
         check_monitors(callbacks, scores)
 
-    def _search(self, callbacks: list[Callback]) -> None:
-        auto = self.command.auto
-        if self.name != "fit":
-            flags = " and ".join(f"--{flag}" for flag, value in AUTO.items() if value in auto)
-            raise UsageError(f"{flags} can only be used with a new training: leave {flags} out")
-        if self.ranks > 1:
-            raise UsageError("--auto-batch and --auto-lr need one device: search with --devices 1, then set the values")
-        factor = search(auto, self.model, self.datamodule, partial(self._search_trainer, callbacks))
-        # Record the results in config.yaml, as if they had been typed, and scale the rates of features alike.
-        self.settings.data.batch_size = self.datamodule.batch_size
-        for name in ("lr", "optimizer_options"):
-            self.settings.model[name] = self.model.hparams[name]
-        for callback in callbacks:
-            for name in getattr(callback, "rates", ()):
-                rate = scaled(getattr(callback, name), factor)
-                setattr(callback, name, rate)
-                for group in FEATURES:
-                    if isinstance(callback, feature_class(group)):
-                        self.settings[group][name] = rate
-
-    def _search_trainer(self, callbacks: list[Callback], test: Callback, **settings: object) -> pl.Trainer:
-        """Return a Trainer for a search before the training, with the callbacks that may change its steps."""
-        own = []
-        for each in callbacks:
-            is_lightnings = type(each).__module__.startswith("lightning.")
-            changes_size = hasattr(each, "side") and getattr(test, "at_full_size", False)
-            if not is_lightnings and not changes_size:
-                own.append(deepcopy(each))
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
-        ends = {"max_steps": -1, "max_time": None, "min_epochs": None, "min_steps": None, "fast_dev_run": False}
-        changed = {"limit_train_batches": 1.0, "profiler": NoProfiler(), "strategy": "auto", "plugins": None}
-        settings = {**quiet, **ends, **changed, **settings}
-        return super().instantiate_trainer(callbacks=[*own, NoSignalHandlers(), test], **settings)
-
     def _make_run(self) -> Run:
         folder, text = self.folder, self._config_text()
         assert folder
@@ -479,8 +432,6 @@ class TrainingCLI(LightningCLI):
             interruption.resume = self._resume_line()
             raise interruption from None
         finally:
-            for finish_copy in methods(self.trainer, "finish_copy"):
-                finish_copy()
             self.run.folder.release()
             if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
                 torch.distributed.destroy_process_group()  # its threads can abort the interpreter at exit

@@ -35,7 +35,6 @@ _SHORT = {
     "lr": ("model.lr", "0.1"),
     "seed": ("seed_everything", "1"),
     "checkpoint-every": ("checkpoint_every", "10m"),
-    "copy-to": ("copy_to", "s3://bucket/prefix"),
     "rank-timeout": ("rank_timeout", "60"),
     "threads": ("threads", "2"),
 }
@@ -47,13 +46,10 @@ SHORT = {name: long for name, (long, _) in _SHORT.items()}
 # Flags for several trainings by one command, with the function for each.
 SEVERAL = {
     "folds": "cifar_lit.cli.folds:train_folds",
-    "learning-curve": "cifar_lit.cli.learning_curve:train_shares",
     "seeds": "cifar_lit.cli.seeds:train_seeds",
 }
 # Not for LightningCLI.
-OWN = (
-    "recipe", "config", "logs", "resume", "trust", "auto-batch", "auto-lr", *SEVERAL, "json", "debug",
-)  # fmt: skip
+OWN = ("recipe", "config", "logs", "resume", "trust", *SEVERAL, "json", "debug")
 # Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
 # The setting has a value if the flag implies one.
 _SYNONYMS = {
@@ -102,7 +98,6 @@ _SYNONYMS = {
     "debug": "verbose",
 }
 SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in words.split()}
-AUTO = {"auto-batch": "batch", "auto-lr": "lr"}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
@@ -122,9 +117,8 @@ class Command:
     logs: str | None = None
     resume: str | None = None  # "" for the newest run, a path, or None to start a new run
     trust: bool = False
-    auto: set[str] = field(default_factory=set)  # "batch", "lr": sizes and rates to find before the training
     flags: list[str] = field(default_factory=list)  # all others in LightningCLI's form, such as `--model.lr=0.1`
-    # Flags for several trainings with their values as typed, "" for a flag without a value.
+    # Flags for several trainings with their values as typed.
     several: dict[str, str] = field(default_factory=dict)
     json: str | None = None  # file for the results, times and memory of several seeds
     brief: bool = False  # print neither start card, epochs nor results
@@ -136,10 +130,6 @@ class Command:
     def asks_only(self) -> bool:
         """Return whether the command only prints help or a configuration."""
         return any(word.partition("=")[0] in ("-h", "--help") or word.startswith("--print_") for word in self.flags)
-
-    def without(self, flag: str) -> list[str]:
-        """Return the flags without a long flag."""
-        return [word for word in self.flags if word.partition("=")[0] != f"--{flag}"]
 
     def values(self, flag: str) -> list[str]:
         """Return all values of a long flag, in order."""
@@ -206,17 +196,13 @@ def parse(name: str, argv: list[str]) -> Command:
         if flag == "-c":
             key = "config"
         has_value = bool(equals)
-        is_switch = key in AUTO or key in ("trust", "learning-curve", "debug")
+        is_switch = key in ("trust", "debug")
         if not equals and not is_switch and remaining and not _is_flag(remaining[0]):
             value, has_value = remaining.popleft(), True
         if key == "debug":
             pass  # handled by `main`
         elif key == "trust" and not equals:
             command.trust = True
-        elif key == "learning-curve" and not equals:
-            command.several[key] = ""
-        elif key in AUTO and not equals:
-            command.auto.add(AUTO[key])
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             command.resume = value
         elif key in _EXAMPLES:

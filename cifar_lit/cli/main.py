@@ -15,9 +15,7 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
 from cifar_lit.plugins import (
     all_imports_allowed,
-    bucket_part,
     guard_child_processes,
-    is_url,
     only_allowed_imports,
     optional_function,
 )
@@ -34,7 +32,6 @@ commands
   predict    write the predictions of a checkpoint for the test images
   recipes    list recipes with accuracy and training time; `recipes NAME` prints the settings
   devices    list devices; --check trains on each of them, --net NAME lists a net's parameters
-  preview    show a contact sheet of augmented training images
   classify   predict the classes of image files; python scripts/classify.py is the same
   next       select the images of an unlabelled pool to label next
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
@@ -55,7 +52,6 @@ flags of fit, train, validate, test and predict
   --data-dir PATH    folder for downloaded archives, or your own images: a folder, a table or
                      s3://bucket/prefix
   --net NAME         net, such as resnet18; --lr X, --batch-size N (total over all devices)
-  --auto-batch       find the largest batch size that fits; --auto-lr finds a learning rate
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
   --rank-timeout 60  end the run if a process sends no heartbeat for this many seconds
@@ -64,11 +60,9 @@ flags of fit, train, validate, test and predict
   --logger LIST      tensorboard (the default), wandb and mlflow, with commas between; metrics.csv is always written
   --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs
   --folds 5          cross-validation: five trainings, each tested on another fifth (`train` only)
-  --learning-curve   train on 25, 50, 75 and 100 % of the training images (`train` only)
   --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only);
                      --json FILE also records the time and memory of each
-  --resume [PATH]    resume the newest unfinished run, or the given one; s3://… gets it from a bucket first
-  --copy-to s3://…   copy the run to a bucket, after each checkpoint and at the end (also gs:// and az://)
+  --resume [PATH]    resume the newest unfinished run, or the given one
   --trust            let configuration files and runs name any class and any path: their code can run;
                      also for classify, report, review, export and serve
   --debug            show tracebacks
@@ -85,7 +79,6 @@ OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
     "bench": "cifar_lit.bench.commands:bench",
-    "preview": "cifar_lit.cli.preview:preview",
     "classify": "cifar_lit.cli.classify:classify",
     "next": "cifar_lit.extras.label.next:select_next",
     "report": "cifar_lit.cli.report:report",
@@ -189,14 +182,12 @@ def _allow_runs(argv: list[str], trusted: bool) -> None:
 
 def _train(command: flags.Command, argv: list[str]) -> None:
     """Run fit, train, validate, test or predict. A launcher may have started several such processes."""
-    from cifar_lit.cli.launch import apply_launcher, continue_job, logs_of
+    from cifar_lit.cli.launch import apply_launcher, continue_job
     from cifar_lit.distributed.join import leave, meet_anew
 
     if command.recipe:
         flags.recipe_path(command.recipe)  # report an unknown recipe before the slow imports
     apply_launcher(command, os.environ)
-    if is_url(command.resume):
-        command.resume = str(bucket_part("run_copy").fetch_run(command.resume, logs_of(command)))
     from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
 
     hold_signals()

@@ -1,4 +1,4 @@
-"""Several trainings by one command, such as `--folds` and `--learning-curve`: one after the other, each in its run."""
+"""Several trainings by one command, `--folds` and `--seeds`: one after the other, each in its run."""
 
 from __future__ import annotations
 

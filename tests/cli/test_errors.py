@@ -16,7 +16,7 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted
 
-OUT_OF_MEMORY = "out of memory: halve --batch-size or --data.eval_batch_size, use --auto-batch"
+OUT_OF_MEMORY = "out of memory: halve --batch-size or --data.eval_batch_size"
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED", "unable to find an engine")
 DISK_FULL = "the disk is full ({}): free some space, then {}"
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "metrics.csv")

@@ -166,7 +166,7 @@ def test_variables_of_the_environment_are_not_settings(working_folder: Path) -> 
     assert yaml.safe_load(answer.out)["model"]["lr"] == 0.05
 
 
-@pytest.mark.parametrize("flag", ["--seeds=0-1", "--learning-curve", "--folds=2"])
+@pytest.mark.parametrize("flag", ["--seeds=0-1", "--folds=2"])
 def test_a_file_does_not_choose_a_folder_elsewhere_for_several_trainings(working_folder: Path, flag: str) -> None:
     elsewhere = working_folder.parent / f"elsewhere{flag}"
     (working_folder / "own.yaml").write_text(f"logs: {elsewhere}")

@@ -95,8 +95,6 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --data.augment.brightnes 0.4", ["--data.augment.brightnes.", "mean --data.augment.brightness?"]),
     (f"{S} --data.augment.hue=0.7", ["data.augment.hue must be a number from 0 to 0.5, not 0.7"]),
     (f"{S} --data.augment.blur 9", ["data.augment.blur 9", "16×16"]),
-    ("preview", ["preview needs images"]),
-    ("preview nowhere.png", ["nowhere.png"]),
     (f"{S} --data.image_size 8x40", ["lenet", "8×40", "16×16"]),
     (f"{S} --data.image_size 96x",
      ["data.image_size must be a number of pixels for squares, or height x width", "not '96x'"]),

@@ -108,7 +108,7 @@ def test_logs_sets_the_folder_of_run_folders_and_another_seed_gives_other_weight
     assert any(not weights[name].equal(others[name]) for name in weights)
 
 
-# ---- checkpoints within epochs, searches
+# ---- checkpoints within epochs
 
 
 def test_checkpoints_within_epochs_are_removed_at_the_end_if_no_longer_needed() -> None:
@@ -118,19 +118,6 @@ def test_checkpoints_within_epochs_are_removed_at_the_end_if_no_longer_needed() 
     assert config_of(run_dir)["checkpoint_every"] == 2
     checkpoints = {name for name in files_of(run_dir) if name.endswith(".ckpt")}
     assert checkpoints == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
-
-
-def test_auto_batch_and_auto_lr_are_searched_before_training_and_written_to_config_yaml(run_dir: Path) -> None:
-    words = "--net shapenet --model.width 0.5 --auto-batch --auto-lr --data.count 800 --epochs 1 --batch-size 8"
-    answer = run_command("fit", *SMALL, *words.split())
-    assert answer.code == 0, answer.err
-    config = config_of(Path("lightning_logs/small-1"))
-    assert config["model"]["lr"] != 0.05
-    assert f"--auto-lr: {config['model']['lr']:g} (configured: 0.05)" in answer.out
-    batch_size = metrics_of(Path("lightning_logs/small-1"))["batch_size"]
-    assert config["data"]["batch_size"] == batch_size == 32  # the largest size with 20 steps of 760 images
-    answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--auto-lr")
-    assert_refused(answer, 2, "--auto-lr", "can only be used with a new training")
 
 
 # ---- --trust, --debug
