@@ -56,9 +56,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         remedy = "start again with a lower --lr, or resume with --precision 32-true"
         text += f"; stopped before it reached {target}. Checkpoints are intact: {remedy}"
     elif isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)):
-        text = (
-            "out of memory: halve --batch-size or --data.eval_batch_size, or choose a smaller --net"
-        )
+        text = "out of memory: halve --batch-size or --data.eval_batch_size, or choose a smaller --net"
     elif (full := find_os_error(error)) and full.errno in DISK_FULL:
         remedy = "start again"
         if getattr(error, "resume", None):

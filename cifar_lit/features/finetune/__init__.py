@@ -58,7 +58,6 @@ class Finetune(Callback):
         fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
     """
 
-
     def __init__(
         self,
         weights: str = IMAGENET,
