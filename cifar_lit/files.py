@@ -123,7 +123,7 @@ def check_regular(path: Path) -> None:
 
 
 def without_links(path: str, flags: int) -> int:
-    """Open a file of a run's or a sweep's folder, perhaps a stranger's: an `opener` for `open` and `Path.open`.
+    """Open a file of a run's folder, perhaps a stranger's: an `opener` for `open` and `Path.open`.
 
     Raise OSError like `check_regular`.
     """

@@ -13,7 +13,6 @@
 | `order(labels)` | the order of the training images in an epoch; see `data.loaders.shuffled` |
 | `train_loader(settings, length, device)` | the training loader, in place of `TrainLoader(**settings)` |
 | `side(epoch, epochs)` | side in pixels to which training images are scaled, None for full size |
-| `finish_copy()` | at the very end of a run, also of one that fails: finish uploads |
 | `start_from(model)` | before the first step, when the weights have been replaced |
 
 | attribute | meaning |

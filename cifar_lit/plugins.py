@@ -35,20 +35,6 @@ _allowed: set[str] = set()
 _files_name_parts = False  # within `only_allowed_imports`
 
 
-def is_url(text: str | None) -> bool:
-    """Return whether a text names a place in object storage or on the web, rather than a path."""
-    return text is not None and "://" in text
-
-
-def bucket_part(name: str) -> ModuleType:
-    """Return a module of the extra `cloud`: store, images or run_copy. Raise Failure if it is not installed."""
-    try:
-        return import_module(f"cifar_lit.extras.cloud.{name}")
-    except ModuleNotFoundError as error:
-        remedy = 'pip install "cifar-lit[cloud]"'
-        raise Failure(f"URLs of object storage need the extra cloud: {remedy} ({first_line(error)})") from None
-
-
 class UntrustedName(UsageError):
     """A name to import that the user has neither typed nor trusted."""
 

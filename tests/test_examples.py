@@ -24,7 +24,7 @@ SBATCH = {
     "job-name", "mail-type", "mail-user", "mem", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output",
     "partition", "qos", "requeue", "signal", "time",
 }  # fmt: skip
-SCRIPTS = ("slurm.sbatch", "slurm-seeds.sbatch", "slurm-sweep.sbatch")
+SCRIPTS = ("slurm.sbatch", "slurm-seeds.sbatch")
 SRUN = {"cpus-per-task", "kill-on-bad-exit"}  # from https://slurm.schedmd.com/srun.html
 
 
@@ -58,7 +58,7 @@ def test_a_slurm_file_is_a_bash_script_with_sbatch_options_before_its_first_comm
     assert ("array" in options) == ("%A_%a" in options["output"]) == ("SLURM_ARRAY_TASK_ID" in commands)
 
 
-@pytest.mark.parametrize("name", SCRIPTS[:2])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_the_command_line_accepts_the_training_of_the_srun_line(name: str) -> None:
     sbatch = (EXAMPLES / name).read_text().replace("$SLURM_ARRAY_TASK_ID", "7")
     (line,) = re.findall(r"^srun (?:.*\\\n)*.*", sbatch, flags=re.MULTILINE)

@@ -18,7 +18,7 @@ from cifar_lit.text import say
 DESCRIPTION = (
     "Export the net of a run as ONNX, torch-export or safetensors. Input: uint8 images, normalised inside. Output: "
     "probabilities. The metadata has the class names. The file is kept only if it reproduces the net's predictions on "
-    "test images. `cifar-lit mobile` exports to phones."
+    "test images."
 )
 
 

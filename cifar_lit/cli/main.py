@@ -33,24 +33,20 @@ commands
   recipes    list recipes with accuracy and training time; `recipes NAME` prints the settings
   devices    list devices; --check trains on each of them, --net NAME lists a net's parameters
   classify   predict the classes of image files; python scripts/classify.py is the same
-  next       select the images of an unlabelled pool to label next
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
   review     correct labels in the browser, the most suspicious first
   compare    compare the settings and accuracies of runs, with a significance test
   check      check runs that others have made: weights, data, settings and first steps
   export     export a net to ONNX, torch-export or safetensors, and check the file;
              export RUN --to hub DIR writes a repository for the Hugging Face hub, with a model card
-  mobile     export a net to phones, as LiteRT or Core ML
   serve      serve a net over HTTP, with a web page to try it
-  sweep      search settings with trials on validation images, and confirm the best one
   bench      measure recipes over several seeds, or compare devices
 
 flags of fit, train, validate, test and predict
   --recipe NAME      packaged recipe, or a YAML file of your own
   --config FILE      more settings, which override the recipe's; may be repeated
   --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
-  --data-dir PATH    folder for downloaded archives, or your own images: a folder, a table or
-                     s3://bucket/prefix
+  --data-dir PATH    folder for downloaded archives, or your own images: a folder or a table
   --net NAME         net, such as resnet18; --lr X, --batch-size N (total over all devices)
   --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
   --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
@@ -73,23 +69,19 @@ Precedence: recipe < --config files < flags.
 """
 
 # Commands other than LightningCLI's. Each function takes the arguments after the command, and may return an exit code.
-# In the core, only this table, `inference.load` and `plugins.bucket_part` name extras. Without its folder, one is
-# answered in one line.
+# In the core, only this table and `inference.load` name extras. Without its folder, one is answered in one line.
 OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
     "bench": "cifar_lit.bench.commands:bench",
     "classify": "cifar_lit.cli.classify:classify",
-    "next": "cifar_lit.extras.label.next:select_next",
     "report": "cifar_lit.cli.report:report",
     "review": "cifar_lit.extras.label.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "check": "cifar_lit.cli.check_runs:check",
     "export": "cifar_lit.cli.export:export",
     "export --to hub": "cifar_lit.extras.hub.folder:export_to_hub",
-    "mobile": "cifar_lit.extras.mobile.formats:mobile",
     "serve": "cifar_lit.extras.serve.command:serve",
-    "sweep": "cifar_lit.extras.sweep.command:sweep",
 }
 
 _SYNONYMS = {  # commands of other programs
@@ -99,7 +91,6 @@ _SYNONYMS = {  # commands of other programs
     **dict.fromkeys(("annotate", "label", "relabel"), "review"),
     **dict.fromkeys(("val", "valid"), "validate"),
     **dict.fromkeys(("convert", "onnx"), "export"),
-    **dict.fromkeys(("litert", "tflite", "coreml"), "mobile"),
     **dict.fromkeys(("benchmark", "speed"), "bench"),
     "list": "recipes",
 }

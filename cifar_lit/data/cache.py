@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, nullcontext, suppress
 from hashlib import sha256
-from itertools import tee
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +49,6 @@ from cifar_lit.data.progress import progress
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.errors import Failure
 from cifar_lit.files import PART, read_text, write_text
-from cifar_lit.plugins import bucket_part
 from cifar_lit.text import note
 
 FORMAT = 4  # incremented when files of the cache or pixels of the decoder change
@@ -93,31 +91,6 @@ class Index(NamedTuple):
     levels: Levels | None  # values of black and white in 16-bit images
 
 
-# Copies files, by their paths below the root, to a folder, and returns the copies; see `extras.cloud.images`.
-Fetch = Callable[[Sequence[str], Path], list[str]]
-
-
-class Files(NamedTuple):
-    """The files to decode: those in `folder`, or copies that `fetch` writes to `place` while they are decoded."""
-
-    folder: Path
-    fetch: Fetch | None
-    place: Path
-
-    def get(self, files: Sequence[File]) -> list[str]:
-        """Return the paths of files that can be read now."""
-        if self.fetch is None:
-            return [f"{self.folder / file.path}" for file in files]
-        self.place.mkdir(exist_ok=True)
-        return self.fetch([file.path for file in files], self.place)
-
-    def release(self, paths: Sequence[str]) -> None:
-        """Delete copies that are no longer read."""
-        for path in map(Path, paths):
-            if path.parent == self.place:
-                path.unlink(missing_ok=True)
-
-
 def decoded(
     root: Path,
     files: Sequence[File],
@@ -146,7 +119,6 @@ def decoded(
     key = sha256(json.dumps([FORMAT, str(real_root), size, channels, settings.resize]).encode()).hexdigest()[:16]
     cache = settings.cache_path / f"{real_root.name[:40]}-{key}"
     folder = root.parent if root.is_file() else root
-    fetch = bucket_part("images").fetcher(settings) if settings.stream else None
     with ExitStack() as stack:
         try:
             if cache.is_symlink():  # not created by this program, so its target must not be changed
@@ -160,13 +132,11 @@ def decoded(
             note(f"nothing is cached: {settings.cache_path}: {reason}; set $CIFAR_LIT_CACHE to another folder")
             temporary = tempfile.TemporaryDirectory(prefix="cifar-lit-", ignore_cleanup_errors=True)
             cache = Path(stack.enter_context(temporary))  # the mapping survives the deletion of its file
-        sources = Files(folder, fetch, cache / "fetched")
-        stack.callback(shutil.rmtree, sources.place, ignore_errors=True)  # also what a killed process left
         index = _load(cache, folder, files, settings.levels)
         if index is None:
-            levels = settings.levels or _common_levels(sources, files)
+            levels = settings.levels or _common_levels(folder, files)
             preparation = Preparation((COMMON_SIZE, COMMON_SIZE), channels, settings.resize, levels)
-            index = _decode_to(cache, sources, files, size, preparation)
+            index = _decode_to(cache, folder, files, size, preparation)
         if index.duplicates is None:
             index = _searched(cache, index)
             with suppress(OSError):  # with a full disk, near-duplicates are searched again next time
@@ -174,7 +144,7 @@ def decoded(
         ordered = arrange(index.duplicates or [])
         if index.files != ordered:
             preparation = Preparation(index.shape[1:3], channels, settings.resize, index.levels)
-            index = _decode(cache, sources, ordered, preparation)
+            index = _decode(cache, folder, ordered, preparation)
         return map_images(cache / index.data, index.shape), index
 
 
@@ -248,39 +218,34 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), prod(shape), flags=flags, prot=rights), np.uint8).reshape(shape)
 
 
-def _common_levels(sources: Files, files: Sequence[File]) -> Levels | None:
-    by_path = {file.path: file for file in sorted(files)}
-    sample = sources.get([by_path[path] for path in level_sample([*by_path])])
-    levels = common_levels(sample)
-    sources.release(sample)
-    return levels
+def _common_levels(folder: Path, files: Sequence[File]) -> Levels | None:
+    paths = sorted({file.path for file in files})
+    return common_levels([f"{folder / path}" for path in level_sample(paths)])
 
 
 def _decode_to(
-    cache: Path, sources: Files, files: Sequence[File], size: tuple[int, int] | None, preparation: Preparation
+    cache: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, preparation: Preparation
 ) -> Index:
     """Decode `files` to `size`; if it is None, to their own size or to that of `preparation`."""
     if size is not None:
-        return _decode(cache, sources, files, preparation._replace(size=size))
-    own_size = _first_size(sources, files)
+        return _decode(cache, folder, files, preparation._replace(size=size))
+    own_size = _first_size(folder, files)
     if own_size is not None and max(own_size) <= MAX_OWN_SIZE:
         with suppress(SizesDiffer):
-            return _decode(cache, sources, files, preparation._replace(size=own_size), all_of_size=True)
-    return _decode(cache, sources, files, preparation)
+            return _decode(cache, folder, files, preparation._replace(size=own_size), all_of_size=True)
+    return _decode(cache, folder, files, preparation)
 
 
-def _first_size(sources: Files, files: Sequence[File]) -> tuple[int, int] | None:
+def _first_size(folder: Path, files: Sequence[File]) -> tuple[int, int] | None:
     """Return the size (H, W) of the first readable image; None if there is none."""
     for file in files:
-        paths = sources.get([file])
         with suppress(DecodeError):
-            return image_size(paths[0])
-        sources.release(paths)
+            return image_size(f"{folder / file.path}")
     return None
 
 
 def _decode(
-    cache: Path, sources: Files, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
+    cache: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
 ) -> Index:
     """Replace the cache by one of `files`. Unchanged images are copied; new and changed ones are decoded."""
     shape = (*preparation.size, preparation.channels)
@@ -307,11 +272,10 @@ def _decode(
     def new_rows() -> Iterator[bytes | str]:
         """Yield the pixels of each new file, or the reason why it is unreadable."""
         chunks = [new[start : start + CHUNK] for start in range(0, len(new), CHUNK)]
-        paths_to_decode, paths_to_release = tee(map(sources.get, chunks))
+        paths = ([f"{folder / file.path}" for file in chunk] for chunk in chunks)
         all_cores = len(new) >= POOL_FROM_FILES or sum(file.bytes for file in new) >= POOL_FROM_BYTES
-        results = decode_chunks(paths_to_decode, preparation, all_cores, all_of_size)
-        for chunk, paths, (pixels, reasons) in zip(chunks, paths_to_release, results, strict=True):
-            sources.release(paths)
+        results = decode_chunks(paths, preparation, all_cores, all_of_size)
+        for chunk, (pixels, reasons) in zip(chunks, results, strict=True):
             readable_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
             advance(len(chunk))
             for position in range(len(chunk)):

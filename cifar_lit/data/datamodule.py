@@ -65,15 +65,14 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         url: URL or path of the archive, instead of the built-in sources.
         skip_bad: skip damaged and missing images instead of stopping.
         cache_dir: folder for decoded images; the user's cache folder if not given.
-        stream: do not copy the images of a bucket: read and decode each once, and keep the decoded images only.
         labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
-            written by `cifar-lit review`, for data sets that are not your own images. Or a table of images in a bucket.
+            written by `cifar-lit review`, for data sets that are not your own images.
         groups: columns of the table, such as camera,site, whose values get results of their own; or `folder`, the
             folders below the class folders. They are only reported: `split.group` keeps groups on one side.
     """
 
     # Settings that may change when a fit is resumed: places and loading.
-    may_change = ("root", "url", "cache_dir", "stream", "placement", "workers", "eval_batch_size", "groups")
+    may_change = ("root", "url", "cache_dir", "placement", "workers", "eval_batch_size", "groups")
 
     def __init__(
         self,
@@ -99,7 +98,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         url: str | None = None,
         skip_bad: bool = False,
         cache_dir: str | None = None,
-        stream: bool = False,
         labels: str | None = None,
         groups: list[str] | str | None = None,
     ) -> None:
@@ -124,7 +122,7 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         self.workers = workers
         self.settings = SourceSettings(
             root=root, url=url, cache_dir=cache_dir, labels=labels, skip_bad=skip_bad, resize=resize,
-            image_size=image_size, channels=channels, num_classes=num_classes, count=count, split=split, stream=stream,
+            image_size=image_size, channels=channels, num_classes=num_classes, count=count, split=split,
             groups=parse_groups(groups), levels=parse_levels(levels),
         )  # fmt: skip
         self._val_size = val_size

@@ -54,14 +54,13 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         size = parse_image_size(settings.image_size)
     if (settings.channels or 3) not in (1, 3):
         raise UsageError(f"folder has 1 or 3 channels, not {settings.channels}.")
-    table = Path(settings.labels).expanduser() if settings.labels else root  # local labels of images in a bucket
-    is_table = bool(settings.labels) or (root.suffix.lower() in TABLES and root.exists() and not root.is_dir())
+    is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
     if split.group is not None and not is_table:
         fault = f"data.split.group names a column of a table, but {root} is not a table"
         raise UsageError(f"{fault}: list the images in a table")
     if is_table:
-        where = f"of {table}"
-        listing = list_table(table, split.group, settings.skip_bad, root if settings.labels else None, settings.groups)
+        where = f"of {root}"
+        listing = list_table(root, split.group, settings.skip_bad, settings.groups)
     else:
         where = f"below {root}"
         listing = scan(root)

@@ -29,7 +29,6 @@ class ImageSet:
         names: names of the images, such as their paths in the folder.
         levels: values of 16-bit images that became black and white, see `decode.Preparation`.
         skipped: names of unreadable images that were left out.
-        versions: hash of size and ETag of each image's object in a bucket, int64 (N,).
         columns: names of groups with the value of each image, such as its camera; see `data.groups`.
 
     Raises:
@@ -45,7 +44,6 @@ class ImageSet:
     names: Sequence[str] | None = None
     levels: tuple[int, int] | None = None
     skipped: Sequence[str] = ()
-    versions: Tensor | None = None
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,12 +19,10 @@ from cifar_lit.files import as_on_disk
 from cifar_lit.text import listed, nfc
 
 
-def list_table(
-    table: Path, group: str | None, skip_bad: bool, images: Path | None = None, columns: Sequence[str] = ()
-) -> Listing:
-    """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the folder `images`.
+def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence[str] = ()) -> Listing:
+    """Return the image files of a table, see `read_table`. Paths are absolute, or relative to the table's folder.
 
-    images: the table's folder if not given. columns: names of the columns of `Listing.columns`.
+    columns: names of the columns of `Listing.columns`.
 
     A split column holds words of `PARTS`, in upper or lower case; without test rows, val is also the test set. Without
     the column, test images are drawn.
@@ -32,7 +30,7 @@ def list_table(
     Raises:
         UsageError: the table is invalid, or files are missing and not `skip_bad`.
     """
-    folder = str(images or table.parent)
+    folder = str(table.parent)
     listed_rows = list(read_table(table, group, columns=columns))
     found = find_files(table, folder, [row.path for row in listed_rows])
     missing = [path for path in dict.fromkeys(row.path for row in listed_rows) if path not in found]

@@ -11,7 +11,6 @@ from pathlib import Path
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.files import as_on_disk
-from cifar_lit.plugins import bucket_part, is_url
 
 MAX_SIDE = 2048  # pixels; the nets are designed for small images
 
@@ -72,18 +71,13 @@ class SourceSettings:
     labels: str | None = None
     resize: str = "crop"
     levels: tuple[int, int] | None = None
-    stream: bool = False
     groups: tuple[str, ...] = ()
     # NFC paths of the images that a resumed training began with. Later ones are left out.
     only: frozenset[str] | None = None
 
     @property
     def path(self) -> Path:
-        """The root as a path; `data` if not given. Of a URL, the local copy, which is made first."""
-        if is_url(self.root):
-            return Path(bucket_part("images").local_copy(self.root, self.cache_path, self.stream))
-        if self.stream:
-            raise UsageError("data.stream reads the images of a bucket: leave it out, or name one with --data-dir")
+        """The root as a path; `data` if not given."""
         return Path(as_on_disk(str(Path(self.root or "data").expanduser())))
 
     @property

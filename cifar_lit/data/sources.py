@@ -19,7 +19,7 @@ from cifar_lit.data.shapes import shapes
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.torchvision_sets import cifar, fashion_mnist, has_cifar, has_fashion_mnist
 from cifar_lit.errors import UsageError, check_choice, nearest
-from cifar_lit.plugins import bucket_part, check_no_file, find_part, is_import_path, is_url, part_name
+from cifar_lit.plugins import check_no_file, find_part, is_import_path, part_name
 
 Load = Callable[[SourceSettings, bool], ImageSet]
 
@@ -43,10 +43,7 @@ class Source:
 def _folder(settings: SourceSettings, train: bool) -> ImageSet:
     from cifar_lit.data.folder import folder  # imports the decoder
 
-    images = folder(settings, train)
-    if is_url(settings.root):
-        return replace(images, versions=bucket_part("images").versions(settings, images.names))
-    return images
+    return folder(settings, train)
 
 
 def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
@@ -74,7 +71,7 @@ SOURCES: dict[str, Source] = {
         partial(cifar, "cifar100"), partial(has_cifar, "cifar100"), _sizes(32, 3, 100), {"fine": 100, "coarse": 20}
     ),
     "fashion_mnist": Source(fashion_mnist, has_fashion_mnist, _sizes(28, 1, 10)),
-    "folder": Source(_folder, at_hand=lambda each: bool(each.root) and (is_url(each.root) or each.path.exists())),
+    "folder": Source(_folder, at_hand=lambda each: bool(each.root) and each.path.exists()),
     "shapes": Source(_shapes),
 }
 
@@ -97,16 +94,12 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
 
             images = load_images(data, replace(settings, labels=None), train)
             return with_reviewed_labels(images, Path(kind).expanduser()) if train else images
-        if not is_url(settings.root):
-            raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")
-        kind = None  # `folder` reads the table
+        raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")
     if kind is not None and kind not in source.labels:
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
     check_choice("data.resize", settings.resize, RESIZES)
     ignores_folders = dataset in SOURCES and dataset != "folder" and settings.root
-    if ignores_folders and is_url(settings.root):
-        raise UsageError(f"a bucket holds own images, but the data set is {dataset}: add --dataset folder")
     # `at_hand` comes last, because it computes checksums.
     if ignores_folders and _has_class_folders(settings.path) and not (source.fixed and source.at_hand(settings)):
         reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"

@@ -158,13 +158,11 @@ def split_rows(parts: SplitImages) -> list[Row]:
 
 
 def image_hashes(images: ImageSet) -> list[int]:
-    """Return the CRC-32 of class name and pixels of each image; of a large data set, of class name and version."""
+    """Return the CRC-32 of class name and pixels of each image; of a large data set, of the class name."""
     seeds = [zlib.crc32(name.encode()) for name in images.classes]
     labels = images.labels.tolist()
     if images.images.nbytes > MAX_HASHED:
-        if images.versions is None:
-            return [seeds[label] for label in labels]
-        return [zlib.crc32(b"%d" % each, seeds[label]) for each, label in zip(images.versions, labels, strict=True)]
+        return [seeds[label] for label in labels]
     pixels = images.images.flatten(1).numpy()
     return [zlib.crc32(row, seeds[label]) for row, label in zip(pixels, labels, strict=True)]
 

@@ -18,7 +18,6 @@ import yaml
 from cifar_lit.errors import UsageError
 from cifar_lit.files import read_text
 from cifar_lit.hardware import core_count
-from cifar_lit.plugins import is_url
 
 MAX_BYTES = 1 << 15  # bytes; a run's config.yaml has about 5 KiB
 MAX_DEPTH = 20  # levels of nesting
@@ -126,7 +125,7 @@ MAX_PROCESSES = max(8, core_count())
 _COUNTS = {"devices", "workers"}
 _LOCAL = {"logs", "root", "cache_dir", "ckpt_path", "labels"}  # allowed below the working folder
 _NAMED = {"recipe", "filename", "name"}
-PLACES = _LOCAL | _NAMED | {"url", "copy_to", "dirpath", "save_dir", "sub_dir", "version"}
+PLACES = _LOCAL | _NAMED | {"url", "dirpath", "save_dir", "sub_dir", "version"}
 PLACES |= {"default_root_dir", "model_registry"}
 # A file name of at most 255 characters without control characters. Braces hold a metric of ModelCheckpoint, with a
 # width below 100.
@@ -174,7 +173,7 @@ def _is_safe(name: str, text: str) -> bool:
     if name in _NAMED:
         return _NAME.fullmatch(text) is not None
     if name in _LOCAL:
-        return not is_url(text) and Path(text).expanduser().resolve().is_relative_to(Path.cwd())
+        return Path(text).expanduser().resolve().is_relative_to(Path.cwd())
     return name not in PLACES
 
 
@@ -201,14 +200,14 @@ def check_choices(settings: dict[str, Any]) -> None:
     | `metrics_format` of RichProgressBar, `{epoch:02d}` in `filename` | widths and digits below 100 |
     | `model.metrics` | at most 100 values, numbers of at most 1000 |
     | `trainer.devices`, `data.workers` | at most the number of cores, or eight |
-    | `data.url`, `copy_to`, URLs in place of paths | none |
+    | `data.url` | none |
     | all other paths of the Trainer and of Lightning's classes (`dirpath`, `save_dir`, …) | none |
     """
     for key, text in unsafe_choices(settings):
         if (key[-1], text) in _allowed:
             continue
         reason, remedy = "which no file may choose", "type that setting yourself"
-        if key == ("data", "root") and not is_url(text):
+        if key == ("data", "root"):
             dataset = str(settings["data"].get("dataset", "cifar10"))
             if _has_data(dataset, text):
                 continue

@@ -24,17 +24,14 @@ def data_record(data: ImageData) -> dict[str, object]:
     and other labels change only that of the labels, unless a split by seed changes with them.
     """
     images, labels, split = [], [], []  # uint64 (N,), a key per image
-    listing: set[str] = set()  # paths and versions of the images in a bucket
     for image_set, sides in data.parts.sides():
-        if image_set.versions is not None and image_set.names is not None:
-            listing.update(map("{} {}".format, image_set.names, image_set.versions.tolist()))
         names = _keys(name.encode() for name in image_set.classes)
         for rows in torch.arange(len(image_set)).split(4096):  # in parts, because the images may be memory-mapped
             images.append(_keys(image_set.take(rows).flatten(1).numpy()))
             labels.append(names[image_set.labels[rows].numpy()])
             split.append(sides[rows].numpy().astype(np.uint64))
     train, val = data.split
-    record: dict[str, object] = {
+    return {
         "images": _fingerprint(images, images),
         "labels": _fingerprint(images, labels),
         "split": _fingerprint(images, split),
@@ -43,9 +40,6 @@ def data_record(data: ImageData) -> dict[str, object]:
         "test": int((np.concatenate(split) == TEST).sum()),
         "classes": data.class_count,
     }
-    if listing:
-        record["listing"] = sha256("\n".join(sorted(listing)).encode()).hexdigest()
-    return record
 
 
 def _keys(items: Iterable[Buffer]) -> np.ndarray:

@@ -273,7 +273,7 @@ def test_bits_are_compared_on_the_same_machine_and_a_bound_holds_on_others(
 
 
 @pytest.mark.slow
-def test_a_run_from_a_gpu_is_repeated_on_a_machine_without_one_and_not_copied_to_its_bucket(run: Path) -> None:
+def test_a_run_from_a_gpu_is_repeated_on_a_machine_without_one(run: Path) -> None:
     edit_metrics(run, accelerator="gpu", processor="a GPU")
     machine = {"accelerator": "gpu", "devices": 64, "num_nodes": 4, "precision": "16-mixed"}
     own = {"threads": 1000, "logger": "wandb"}

@@ -136,16 +136,12 @@ def test_settings_in_quotes_are_refused_in_every_file_of_a_command(
     config = (working_folder / "copy/config.yaml").read_text()
     (working_folder / "copy/config.yaml").write_text(config.replace("callbacks: null", f"callbacks: '[{own}]'"))
     (working_folder / "own.yaml").write_text(f"trainer: {{callbacks: '[{{class_path: {own}}}]'}}")
-    (working_folder / "sweep.yaml").write_text(
-        "recipe: own.yaml\nsearch: {model.lr: {log: [0.1, 1]}}\nobjective: val/loss"
-    )
     for words in (
         ["--recipe", "own.yaml"],
         ["--recipe", "small.yaml", "--config", "own.yaml", "--trust"],
         ["--recipe", "small.yaml", "--trainer=own.yaml"],
         ["--resume", "copy"],
         ["test", "--ckpt_path", "copy/checkpoints/best.ckpt"],
-        ["sweep", "sweep.yaml"],
     ):
         assert_refused(run_command(*words), 2, "a text that would be read as a list or as settings")
     assert not (working_folder / "imported").exists()

@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 import pickle
-import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -302,11 +301,3 @@ def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, mon
     assert len(load_images(own, settings, train=True)) == len(load_images(own.load, settings, train=True)) == 12
     with pytest.raises(UsageError, match=r"data\.dataset must be a name, a class or a function, not 5"):
         load_images(5, settings, train=True)  # type: ignore[arg-type]
-
-
-def test_a_bucket_without_the_extra_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("cifar_lit.extras.cloud.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(Failure, match=r'need the extra cloud: pip install "cifar-lit\[cloud\]" \(.*obstore'):
-        load_images("folder", SourceSettings(root="s3://bucket/photos"), train=True)

@@ -1,28 +1,17 @@
 """The SLURM files in examples/, under a stand-in for SLURM: preempted and requeued, they end as if undisturbed."""
 
-import csv
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from contract.command_line import RECIPE, metrics_of
+from contract.command_line import metrics_of
 from real_runs import LIMIT, SETTINGS, STEPS_PER_EPOCH, environment, only_run, run_here, same_bits
 from safetensors.torch import load_file
-
-if HAS_BUCKETS := bool(find_spec("obstore") and find_spec("moto")):
-    from extras.cloud.spoiled_bucket import bucket, new_process, server
-
-    __all__ = ["bucket", "new_process", "server"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]
 
@@ -39,10 +28,10 @@ for task in "${tasks[@]}"; do wait "$task" || code=$?; done
 exit $code
 """
 SCONTROL = '#!/bin/sh\necho "$@" >> "$HOME/requests"\n'
-# The training of SETTINGS in place of the recipe, and a database in a file.
+# The training of SETTINGS in place of the recipe.
 CIFAR_LIT = f"""#!{sys.executable}
-import os, sys
-words = [f"sqlite:///{{os.environ['HOME']}}/sweeps.db" if "sql:" in word else word for word in sys.argv[1:]]
+import sys
+words = sys.argv[1:]
 if words[0] == "train":
     words[1:3] = {SETTINGS}
 from cifar_lit.cli import main
@@ -135,60 +124,3 @@ def test_the_seeds_of_a_preempted_array_end_like_uninterrupted_runs(tmp_path: Pa
         alone = tmp_path / str(seed)
         assert run_here(["train", *SETTINGS, "--seed", str(seed)], alone).code == 0
         assert_equal_runs(runs[seed], only_run(alone))
-
-
-@pytest.mark.skipif(not HAS_BUCKETS, reason="pip install 'cifar-lit[cloud]' 'moto[s3,server]'")
-def test_a_job_requeued_on_another_node_resumes_from_the_bucket(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    copies = request.getfixturevalue("bucket")
-    home, node = tmp_path / "home", tmp_path / "node"
-    home.mkdir()
-    slurm = Slurm(home, "slurm.sbatch", tasks=1, **PREEMPTED, TMPDIR=str(node))
-    slurm.variables |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    page = (EXAMPLES.parent / "docs/buckets.md").read_text()
-    lines = re.findall(r"<!-- job -->\n```bash\n(.*?)```", page, re.DOTALL)[0]
-    slurm.script = home / "job.sbatch"
-    slurm.script.write_text(lines.replace("s3://my-bucket", copies.url).replace("fast94-1", "tudui-1"))
-    for restarts, code in ((0, 138), (1, 0)):
-        node.mkdir()
-        assert slurm.wait(slurm.start("5", restarts)) == code, (home / "5.out").read_text()
-        if code:
-            shutil.rmtree(node)
-    assert slurm.requests == ["requeue 5"]
-    alone = tmp_path / "alone"
-    assert run_here(["train", *SETTINGS], alone).code == 0
-    assert_equal_runs(node / "runs/tudui-1", only_run(alone))
-    assert "5/tudui-1/metrics.json" in copies.names()
-
-
-SWEEP = {
-    "recipe": "small.yaml",
-    "settings": {"trainer.max_epochs": 25},
-    "search": {"model.lr": {"log": [0.01, 0.1]}},
-    "objective": "val/accuracy",
-    "trials": 3,
-}
-
-
-def test_workers_of_a_preempted_sweep_share_its_trials(tmp_path: Path) -> None:
-    pytest.importorskip("optuna", reason="pip install 'cifar-lit[sweep]'")
-    (tmp_path / "small.yaml").write_text(RECIPE)
-    (tmp_path / "lr.yaml").write_text(yaml.safe_dump(SWEEP))
-    slurm = Slurm(tmp_path, "slurm-sweep.sbatch", tasks=1)
-    folder = tmp_path / "cifar-lit/sweeps/lr"
-    with ThreadPoolExecutor() as tasks:
-        other = tasks.submit(slurm.run, "5_1")
-        first = slurm.start("5_0", restarts=0)
-        deadline = time.monotonic() + LIMIT
-        while len([*folder.glob("trial-*/*/checkpoints/last.ckpt")]) < 2:  # both workers train
-            assert time.monotonic() < deadline and first.poll() is None
-            time.sleep(0.05)
-        first.send_signal(signal.SIGUSR1)
-        assert slurm.wait(first) == 138
-        assert slurm.requests == ["requeue 5_0"]
-        again = slurm.start("5_0", restarts=1)
-        assert (slurm.wait(again), other.result()) == (0, [0])
-    trials = [*csv.DictReader((folder / "trials.csv").open())]
-    assert [trial["state"] for trial in trials] == ["complete"] * 3
-    assert [trial["error"] for trial in trials] == [""] * 3
-    assert not (folder / "confirm").exists()  # once for all workers, by another command
-    assert len([*folder.glob("trial-*/small-*")]) == 3  # the stopped trial was resumed, not begun again

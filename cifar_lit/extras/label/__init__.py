@@ -1,1 +1,1 @@
-"""Labelling: `review` corrects labels in the browser, and `next` selects the unlabelled images to label next."""
+"""Correct labels in the browser: `cifar-lit review`."""

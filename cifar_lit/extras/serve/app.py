@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cifar_lit import __version__
-from cifar_lit.extras.serve.collect import Collector, as_png
 from cifar_lit.extras.serve.images import Decoders, Limits, parse_body
 from cifar_lit.extras.web import read_body
 from cifar_lit.inference.load import Classifier
@@ -30,12 +32,11 @@ ANSWER_SECONDS = 20  # once a request has arrived completely
 class Service:
     """What the page and programs ask for."""
 
-    def __init__(self, classifier: Classifier, limits: Limits, collector: Collector | None = None) -> None:
-        self.classifier, self.limits, self.collector = classifier, limits, None
+    def __init__(self, classifier: Classifier, limits: Limits) -> None:
+        self.classifier, self.limits = classifier, limits
         self._thread = ThreadPoolExecutor(1)  # torch starts a pool of threads for each thread that computes
         (height, width), channels, *_ = classifier.preparation
         self._thread.submit(self.predict, [bytes(height * width * channels)], 1, False).result()  # the first is slow
-        self.collector = collector
         self._decoders = Decoders(classifier.preparation, limits)
         self.routes = [
             Route("/health", self._answer_health),
@@ -50,7 +51,6 @@ class Service:
             "classes": self.classifier.classes,
             "image_size": self.classifier.preparation.size,
             "limits": asdict(self.limits),
-            "collects": self.collector is not None,
         }
         return JSONResponse(health)
 
@@ -81,7 +81,7 @@ class Service:
         return min(int(text), count)
 
     def predict(self, pixels: list[bytes], top: int, seen: bool) -> list[dict[str, object]]:
-        """Return the JSON of a prediction for each image, and offer the images to the collector.
+        """Return the JSON of a prediction for each image.
 
         pixels: decoded images, uint8 (H, W, C). seen: whether to return the images as PNG.
         """
@@ -90,8 +90,6 @@ class Service:
         predictions: list[dict[str, object]] = []
         results = self.classifier.predict_batch(images.permute(0, 3, 1, 2), top)
         for result, image in zip(results, images.numpy(), strict=True):
-            if self.collector:
-                self.collector.offer(result.probability, result.unknown, image)
             classes = [{"label": label, "probability": round(value, 6)} for label, value in result.top]
             prediction: dict[str, object] = {**classes[0], "top": classes}
             if result.unknown is not None:
@@ -102,3 +100,10 @@ class Service:
                 prediction["seen"] = "data:image/png;base64," + base64.b64encode(as_png(image)).decode()
             predictions.append(prediction)
         return predictions
+
+
+def as_png(image: np.ndarray) -> bytes:
+    """Return an image, uint8 (H, W, C) with C = 1 or 3, as PNG."""
+    file = io.BytesIO()
+    Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image).save(file, "PNG")
+    return file.getvalue()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from pathlib import Path
 
 import torch
-from jsonargparse.typing import ClosedUnitInterval, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from cifar_lit.cli.coverage import add_coverage, coverage_of
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import check_packages
-from cifar_lit.extras.serve.collect import MAX_FILES, Collector
 from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.load import load
 from cifar_lit.memory import keep_freed_memory
 from cifar_lit.runs.card import check_rate
-from cifar_lit.runs.run_folder import display_path, weights_file
+from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import say
 from cifar_lit.threads import choose_threads
 
@@ -44,14 +42,8 @@ def serve(argv: list[str]) -> None:
     add("--max-mb", type=PositiveInt, default=10, help="largest request body in MB")
     add("--max-pixels", type=PositiveInt, default=25_000_000, help="largest image in pixels, according to its header")
     add("--decode-seconds", type=PositiveFloat, default=0.5, help="CPU seconds to decode the images of a request")
-    add("--collect", type=str | None, default=None, metavar="DIR", help="keep pictures that the net is unsure of here")
-    unsure = "largest probability of these pictures; others are kept if they are unknown (--reject)"
-    add("--collect-below", type=ClosedUnitInterval, default=0.6, help=unsure)
     settings = parsed(parser, argv)
     file = weights_file(settings.run)
-    collector = None
-    if settings.collect:
-        collector = Collector(settings.collect_below, Path(settings.collect).expanduser())
     check_packages("serve", ("starlette", "uvicorn"), "serve")
     from cifar_lit.extras.serve.app import PAGE, Service
     from cifar_lit.extras.serve.connections import LimitedProtocol
@@ -81,12 +73,9 @@ def serve(argv: list[str]) -> None:
             say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
             if not local:
                 say(f"any machine on the network can connect to {host}: there is no password and no encryption")
-            if collector:
-                folder = display_path(collector.folder)
-                say(f"uncertain pictures are kept in {folder} (at most {MAX_FILES:,} files): tell your users")
             address = f"[{host}]" if ":" in host else host
             say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
 
-        app = application(Service(classifier, limits, collector).routes, PAGE, own_names)
+        app = application(Service(classifier, limits).routes, PAGE, own_names)
         Server(app, on_ready, LimitedProtocol).answer(sock)
     say("stopped")

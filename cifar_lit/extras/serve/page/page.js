@@ -96,7 +96,7 @@ async function introduce() {
   about.size = health.image_size;
   limits = health.limits;
   const names = health.classes.slice(0, 10).join(", ") + (health.classes.length > 10 ? ", …" : "");
-  find("about").textContent = `${health.net} predicts ${health.classes.length} classes: ${names}.` + (health.collects ? " Pictures that it is unsure of are kept by this service." : "");
+  find("about").textContent = `${health.net} predicts ${health.classes.length} classes: ${names}.`;
   find("limits").textContent =
     `Limits of a request: ${limits.body / 1e6} MB, ${limits.images} images of ${(limits.pixels / 1e6).toFixed(0)} million pixels, ` +
     `and ${limits.decode_seconds} s of CPU time to decode.`;

@@ -1,1 +1,0 @@
-"""`cifar-lit sweep`: search settings with Optuna. Each trial is a training in a process of its own."""
