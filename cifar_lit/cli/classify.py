@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     Write = Callable[[Sequence[Row]], None]
 
 MAX_PIXELS = 100_000_000  # per image: 0.4 GB as RGBA, and briefly three times that
-EXPLAINED = "explained"
-MAX_STEM = 200  # bytes of an image's name in the name of its explanation; file systems allow 255
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
-_VALUED = ("--top", "--reject", "--coverage", "--sets", "--sheet", "--max-pixels", "--accelerator")
+_VALUED = ("--top", "--reject", "--coverage", "--sets", "--max-pixels", "--accelerator")
 
 
 def classify(argv: list[str]) -> int:
@@ -87,9 +85,6 @@ def _settings(argv: list[str]) -> Namespace:
     add("--csv", type=str, nargs="?", const="-", default=None, metavar="FILE.csv", help=csv)
     jsonl = "write one JSON object per line to this file, or to standard output without a name"
     add("--jsonl", type=str, nargs="?", const="-", default=None, metavar="FILE.jsonl", help=jsonl)
-    add("--sheet", type=str | None, default=None, metavar="FILE.png", help="draw a contact sheet")
-    explain = f"draw activation maps into a folder: --explain=FOLDER, or {EXPLAINED}/ without a name"
-    add("--explain", type=str, nargs="?", const=EXPLAINED, default=None, metavar="FOLDER", help=explain)
     reject = "mark images as unknown at this false-alarm rate, up to 0.5 (default: 0.05)"
     add("--reject", type=float | None, default=None, metavar="RATE", help=reject)
     add_coverage(parser)
@@ -109,7 +104,7 @@ def _settings(argv: list[str]) -> Namespace:
         raise UsageError("--top and --max-pixels must be at least 1")
     if settings.csv == "-" and settings.jsonl == "-":
         raise UsageError("--csv and --jsonl cannot both go to standard output: name a file for one of them")
-    for name in ("csv", "jsonl", "sheet", "explain"):  # shells do not expand ~ after =
+    for name in ("csv", "jsonl"):  # shells do not expand ~ after =
         if settings[name] not in (None, "-"):
             settings[name] = str(Path(settings[name]).expanduser())
     return settings
@@ -139,8 +134,6 @@ def _sorted_argv(argv: list[str]) -> list[str]:
             if remaining and remaining[0].lower().endswith(_ROW_FILES[arg]):
                 target = remaining.popleft()
             flags.append(f"{arg}={target}")
-        elif arg == "--explain":
-            flags.append(f"--explain={EXPLAINED}")
         elif arg in _VALUED and remaining:
             flags.append(f"{arg}={remaining.popleft()}")
         elif arg.startswith("-") and arg != "-":
@@ -155,32 +148,22 @@ def _sorted_argv(argv: list[str]) -> list[str]:
 
 def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
     """Raise UsageError if an output would overwrite an image, or has the wrong kind of name."""
-    from cifar_lit.inference.classify import is_picture_name
-
-    if settings.sheet is not None and not is_picture_name(Path(settings.sheet)):
-        raise UsageError(f"--sheet {settings.sheet}: give an image file, such as sheet.png")
-    for flag in ("csv", "jsonl", "sheet"):
+    for flag in ("csv", "jsonl"):
         target = Path(settings[flag] or "-")
-        if flag != "sheet" and target.name.lower().endswith(IMAGES):
+        if target.name.lower().endswith(IMAGES):
             raise UsageError(f"--{flag}={target} has the name of an image: name a .{flag} file")
         if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
             raise UsageError(f"--{flag} {target} is one of the images to classify: choose another file")
 
 
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
-    """Classify the files and write rows, sheet and explanations; return the number of unreadable files."""
-    import torch
-
-    from cifar_lit.inference.classify import MAX_PICTURES, classify_files, contact_sheet, save_picture
-    from cifar_lit.inference.explain import activation_maps, draw_explanation
+    """Classify the files and write rows; return the number of unreadable files."""
+    from cifar_lit.inference.classify import classify_files
     from cifar_lit.runs.predictions import CsvRows, JsonRows
 
     top = min(settings.top, len(classifier.classes))
     failed = 0
-    sheet_rows: list[Row] = []
     with ExitStack() as stack:
-        if settings.explain is not None:  # fail before anything is written: not every net has activation maps
-            activation_maps(classifier.net, torch.zeros(1, *classifier.card.input_shape, dtype=torch.uint8))
         writers: list[Write] = []
         if settings.csv is not None:
             writers.append(stack.enter_context(_row_file(settings.csv, CsvRows, top, len(files))))
@@ -192,28 +175,12 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
         advance = None
         if not (on_stdout and sys.stdout.isatty()):  # a progress bar would mix with rows on the same terminal
             advance = stack.enter_context(progress("classifying", len(files), min_seconds=5.0))
-        for rows, images in classify_files(classifier, files, top):
+        for rows, _ in classify_files(classifier, files, top):
             for write in writers:
                 write(rows)
-            readable = [row for row in rows if row.error is None]
-            if settings.explain is not None and readable:
-                maps = activation_maps(classifier.net, images)
-                for row, image, activation in zip(readable, images, maps, strict=True):
-                    stem = Path(row.path or "").stem.encode(errors="ignore")[:MAX_STEM].decode(errors="ignore")
-                    name = f"{row.index:05}-{stem}.png"
-                    save_picture(draw_explanation(row, image, activation), Path(settings.explain) / name)
-            sheet_rows += rows[: MAX_PICTURES - len(sheet_rows)]
-            failed += len(rows) - len(readable)
+            failed += sum(row.error is not None for row in rows)
             if advance:
                 advance(len(rows))
-    if settings.sheet is not None:
-        save_picture(contact_sheet(sheet_rows, classifier.preparation.levels), Path(settings.sheet))
-        shown = f"{len(files):,} files"
-        if len(sheet_rows) < len(files):
-            shown = f"the first {len(sheet_rows):,} of {shown}"
-        note(f"{shown} in {display_path(Path(settings.sheet))}")
-    if settings.explain is not None:
-        note(f"{len(files) - failed:,} images in {display_path(Path(settings.explain))}/")
     return failed
 
 

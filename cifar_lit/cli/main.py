@@ -36,7 +36,6 @@ commands
   report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
   review     correct labels in the browser, the most suspicious first
   compare    compare the settings and accuracies of runs, with a significance test
-  check      check runs that others have made: weights, data, settings and first steps
   export     export a net to ONNX, torch-export or safetensors, and check the file;
              export RUN --to hub DIR writes a repository for the Hugging Face hub, with a model card
   serve      serve a net over HTTP, with a web page to try it
@@ -78,7 +77,6 @@ OWN = {
     "report": "cifar_lit.cli.report:report",
     "review": "cifar_lit.extras.label.review:review",
     "compare": "cifar_lit.cli.compare:compare",
-    "check": "cifar_lit.cli.check_runs:check",
     "export": "cifar_lit.cli.export:export",
     "export --to hub": "cifar_lit.extras.hub.folder:export_to_hub",
     "serve": "cifar_lit.extras.serve.command:serve",

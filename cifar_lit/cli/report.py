@@ -1,4 +1,4 @@
-"""`cifar-lit report`: write the report of a run, with an inspection of its training images, or texts for a paper."""
+"""`cifar-lit report`: write the report of a run, with an inspection of its training images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import webbrowser
 from functools import partial
 from pathlib import Path
 
-from cifar_lit.cli.console import write_or_say
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
@@ -15,7 +14,6 @@ from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import load
 from cifar_lit.memory import keep_freed_memory
-from cifar_lit.runs.paper import paper
 from cifar_lit.runs.report import inspected_page
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import display_path
@@ -28,27 +26,20 @@ DESCRIPTION = (
 
 
 def report(words: list[str]) -> None:
-    """Write report.html, or the text of `runs.paper`."""
+    """Write report.html."""
     parser = command_parser("report", DESCRIPTION)
     add = parser.add_argument
-    several = "run folder, or a model.safetensors file; with --paper, one or more runs, a pattern or a folder of runs"
-    add("runs", type=str, metavar="RUN", nargs="+", help=several)
-    add("--paper", action="store_true", help="print a LaTeX table row, answers to a checklist and BibTeX for runs")
+    add("run", type=str, metavar="RUN", help="run folder, or a model.safetensors file")
     add("--open", action="store_true", help="open the report in the browser")
-    add("--out", type=str | None, default=None, help="file to write (default: report.html; --paper: standard output)")
+    add("--out", type=str | None, default=None, help="file to write (default: report.html in the run's folder)")
     add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
     add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, words)
-    if settings.paper:
-        write_or_say("--out", settings.out or "-", paper(settings.runs))
-        return
-    if len(settings.runs) > 1:
-        raise UsageError("a report is about one run: name one, or add --paper for several")
     device = resolve_device(settings.accelerator)
-    classifier = load(settings.runs[0], device)
+    classifier = load(settings.run, device)
     keep_freed_memory()
-    run = Path(settings.runs[0]).expanduser()
+    run = Path(settings.run).expanduser()
     if not run.is_dir():
         run = run.parent
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"

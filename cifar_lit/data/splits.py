@@ -32,7 +32,7 @@ class Split:
         folds: number of stratified folds for cross-validation; 0 for none. The training images are divided into folds,
             or all of your own images if there is no test set. `--folds 5` tests on each fold in turn.
         fold: index of the fold to test on, from 0.
-        share: share of the training images to train on, drawn by class; `--learning-curve` trains on four shares.
+        share: share of the training images to train on, drawn by class.
 
     Raises:
         UsageError: for invalid values.

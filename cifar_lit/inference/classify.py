@@ -1,33 +1,29 @@
-"""Find image files, classify them, and draw the predictions as a contact sheet."""
+"""Find image files and classify them."""
 
 from __future__ import annotations
 
 import glob
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from cifar_lit.data.decode import KINDS, DecodeError, Levels, decode, decode_chunks, remedy_for
+from cifar_lit.data.decode import KINDS, decode_chunks, remedy_for
 from cifar_lit.data.formats import HEIC_SUFFIXES, IMAGES
 from cifar_lit.data.walk import is_folder, is_skipped, skipped_text, walk
 from cifar_lit.errors import Failure
-from cifar_lit.files import as_on_disk, writing
+from cifar_lit.files import as_on_disk
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
-from cifar_lit.text import natural_key, note, printable
+from cifar_lit.text import natural_key, note
 
 # ---- From arguments to image files: files, folders, patterns, and a list on standard input.
 
@@ -170,82 +166,3 @@ def classify_files(
             yield rows, images
     except BrokenProcessPool as error:
         raise Failure("a decoding process was killed, probably for lack of memory: lower --max-pixels") from error
-
-
-# ---- From rows to a contact sheet.
-
-MAX_PICTURES = 120  # on a sheet; more would be too small to recognise
-COLUMNS = 8
-SIDE, GAP, LINE_HEIGHT, FONT_SIZE = 144, 12, 17, 13  # pixels
-BLACK, GREY, RED = (25, 25, 25), (110, 110, 110), (190, 30, 30)
-
-
-def contact_sheet(rows: Sequence[Row], levels: Levels | None = None) -> Image.Image:
-    """Draw the files of at most `MAX_PICTURES` rows, with name, class and probability below each image.
-
-    Unreadable files are grey. Files are read again, because the sheet shows whole images in a higher resolution than
-    the net's input. levels: those of 16-bit images, see `Preparation`.
-    """
-    columns = max(min(COLUMNS, len(rows)), 1)
-    lines = 2
-    if any(row.unknown for row in rows):
-        lines = 3
-    width, height = SIDE + GAP, SIDE + lines * LINE_HEIGHT + GAP
-    lines_of_images = math.ceil(len(rows) / columns)
-    sheet = Image.new("RGB", (columns * width + GAP, lines_of_images * height + GAP), "white")
-    for index, row in enumerate(rows):
-        left, top = GAP + index % columns * width, GAP + index // columns * height
-        sheet.paste(_thumbnail(row, levels), (left, top))
-        draw_caption(sheet, row, left, top + SIDE + 2, SIDE)
-    return sheet
-
-
-def draw_caption(image: Image.Image, row: Row, left: int, top: int, width: int) -> None:
-    """Draw name, class and probability of a row, or its error. Each line is shortened to a width in pixels."""
-    lines = [(Path(row.path or "").name, GREY)]
-    if row.error is not None:
-        lines.append((row.error, RED))
-    else:
-        label, probability = row.top[0]
-        lines.append((f"{label} {probability:.2f}", BLACK))
-    if row.unknown:
-        lines.append(("unknown", RED))
-    for number, (text, colour) in enumerate(lines):
-        position = left, top + number * LINE_HEIGHT
-        ImageDraw.Draw(image).text(position, _shortened(text, width), fill=colour, font=_font())
-
-
-def is_picture_name(path: Path) -> bool:
-    """Return whether Pillow can write a file of this suffix."""
-    return Image.registered_extensions().get(path.suffix.lower()) in Image.SAVE
-
-
-def save_picture(image: Image.Image, path: Path) -> None:
-    """Save an image in the format of the suffix. Raise Failure if the file cannot be written."""
-    with writing(path, "Choose another place.", parents=True) as partial:
-        image.save(partial, Image.registered_extensions()[path.suffix.lower()])
-
-
-def _thumbnail(row: Row, levels: Levels | None) -> Image.Image:
-    with suppress(DecodeError):  # the file was deleted after its classification
-        if row.error is None and row.path is not None:
-            return Image.fromarray(decode(row.path, (SIDE, SIDE), 3, "letterbox", levels))
-    return Image.new("RGB", (SIDE, SIDE), (225, 225, 225))
-
-
-def _shortened(text: str, width: int) -> str:
-    """Return a text that fits into a width in pixels, with … in place of its middle if it is too long."""
-    text = printable(text)
-    length, short = len(text), text
-    while length > 1 and _font().getlength(short) > width:
-        length -= 1
-        short = f"{text[: (length + 1) // 2]}…{text[len(text) - length // 2 :]}"
-    return short
-
-
-@cache
-def _font() -> ImageFont.FreeTypeFont:
-    """Return matplotlib's font. It has far more letters than Pillow's."""
-    import matplotlib
-
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), FONT_SIZE)

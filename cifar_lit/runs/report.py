@@ -40,7 +40,6 @@ from cifar_lit.runs.label_errors import (
     suspect_labels,
     write_ranking,
 )
-from cifar_lit.runs.learning_curve import curve_of, draw
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
 from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics
 from cifar_lit.stats import wilson_interval
@@ -156,9 +155,6 @@ def render(
         config_text = read_text(run / "config.yaml")
     correct = int(predictions.hits.sum())
     needs = _class_needs(matrix, classes, data.class_counts.tolist())
-    curve = None
-    if points := curve_of(run, metrics):
-        curve = draw(points)
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
                        finalize=printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
@@ -181,7 +177,6 @@ def render(
         confused=_most_confused(matrix, classes),
         needs=needs,
         wide=WIDE,
-        curve=curve,
         bins=bins,
         error=error,
         calibration=test.get("calibration"),

@@ -176,38 +176,10 @@ def test_a_folder_of_other_formats_names_them(run: Path, capsys: Capture) -> Non
     assert code == 1 and " 2 .nef: convert them: magick" in rows(out)[0]["error"]
 
 
-# ---- pictures
-
-
-def test_the_sheet_and_the_explanations_follow_the_order_of_the_rows(run: Path, capsys: Capture) -> None:
-    line = "--explain pictures missing.png --csv=rows.csv --sheet out/sheet.png"
-    code, _, err = classify(capsys, run, *line.split())
-    assert code == 1 and "4 files in out/sheet.png\n3 images in explained/" in err
-    sheet = Image.open("out/sheet.png")
-    assert sheet.getpixel((40, 40)) == (255, 0, 0) and sheet.getpixel((12 + 156 + 40, 140))[2] > 250  # type: ignore[index]
-    assert min(sheet.crop((12, 160, 156, 195)).convert("L").tobytes()) < 60  # the caption
-    assert sorted(path.name for path in Path("explained").iterdir()) == ["00000-2.png", "00001-10.png", "00002-1.png"]
-    explanation = Image.open("explained/00000-2.png")
-    assert explanation.getpixel((60, 60))[0] > 200 and explanation.width == 2 * 256 + 36  # type: ignore[index]
-
-
-def test_long_names_and_home_folders_work(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(Path.cwd() / "home"))
-    name = "ä" * 120 + ".png"
-    shutil.copy("pictures/2.png", name)
-    assert classify(capsys, run, name, "--explain=~/maps", "--csv=~/rows.csv")[0] == 0
-    assert [path.name for path in Path("home/maps").iterdir()] == ["00000-" + "ä" * 100 + ".png"]
-    assert Path("home/rows.csv").is_file() and not Path("~").exists()
-
-
 # ---- errors
 
 
-def test_nets_without_feature_maps_and_non_finite_weights_are_refused(tmp_path: Path, capsys: Capture) -> None:
-    run = write_net(tmp_path / "mlp", "signs_mlp")
-    line = "cifar-lit: signs_mlp has no feature maps of 4 × 4 or more: leave --explain out\n"
-    assert classify(capsys, run, "pictures", "--explain", "--csv=rows.csv") == (2, "", line)
-    assert not Path("rows.csv").exists()
+def test_non_finite_weights_are_refused(tmp_path: Path, capsys: Capture) -> None:
     code, out, err = classify(capsys, write_net(tmp_path / "nan", gain=float("nan")), "pictures")
     assert (code, out) == (1, "") and "its weights are not finite numbers: the training diverged" in err
 
@@ -219,9 +191,6 @@ def test_nets_without_feature_maps_and_non_finite_weights_are_refused(tmp_path: 
         ("pictures --top 0", "--top and --max-pixels must be at least 1"),
         ("pictures --csv --jsonl", "cannot both go to standard output"),
         ("pictures --csv=pictures/10.jpg", "has the name of an image"),
-        ("pictures --sheet sheet.txt", "give an image file, such as sheet.png"),
-        ("pictures --sheet sheet.psd", "give an image file, such as sheet.png"),  # Pillow cannot write it
-        ("pictures --sheet pictures/2.png", "is one of the images to classify"),
         ("pictures --accelerator tpu", "this machine has no device 'tpu': it has cpu"),
         ("pictures --topp 2", "there is no flag --topp. Did you mean --top?"),
     ],

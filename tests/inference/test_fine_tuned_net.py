@@ -12,7 +12,6 @@ from contract.command_line import rows_of, run_command
 from PIL import Image, ImageDraw
 
 import cifar_lit
-from cifar_lit.inference.classify import GAP
 
 pytest.importorskip("timm", reason="pip install 'cifar-lit[finetune]'")
 SIDE = 256
@@ -64,13 +63,9 @@ def test_report_searches_the_training_images(run: Path) -> None:
     assert "timm/tf_efficientnet_lite0" in page and "discs" in page
 
 
-def test_classify_and_explain_work_at_its_image_size(run: Path) -> None:
-    answer = run_command("classify", run, "photos/test/discs", "--csv", "rows.csv", "--explain=explained")
+def test_classify_works_at_its_image_size(run: Path) -> None:
+    answer = run_command("classify", run, "photos/test/discs", "--csv", "rows.csv")
     assert answer.code == 0, answer.err
     assert [row["label"] for row in rows_of(Path("rows.csv"))] == ["discs"] * 4
-    sheet = Image.open("explained/00000-0.png").convert("RGB")
-    view, mapped = (sheet.crop((left, GAP, left + SIDE, GAP + SIDE)) for left in (GAP, 2 * GAP + SIDE))
-    grey = np.asarray(view.convert("L"), float)[..., None]
-    assert np.ptp(np.asarray(mapped, float) - 0.4 * grey, axis=(0, 1)).max() > 60  # the heat map varies
     classifier = cifar_lit.load(run)
     assert classifier.prepare("photos/test/bars/0.jpg").shape == (1, 3, SIDE, SIDE)

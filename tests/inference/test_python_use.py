@@ -16,7 +16,6 @@ from small_nets import write_net
 import cifar_lit
 from cifar_lit.data.decode import DecodeError
 from cifar_lit.errors import Failure
-from cifar_lit.inference.explain import activation_maps
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import save_weights
 
@@ -116,15 +115,3 @@ def test_loading_and_predicting_import_no_training_packages(run: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     heavy = "lightning pytorch_lightning torchmetrics torchvision matplotlib jsonargparse tensorboard rich"
     assert not set(heavy.split()) & set(done.stdout.split())
-
-
-@pytest.mark.parametrize("net", ["shapenet", "whitened", "lenet"])
-def test_activation_maps_have_the_image_size_and_a_maximum_of_1(tmp_path: Path, net: str) -> None:
-    classifier = cifar_lit.load(write_net(tmp_path, net))
-    images = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    maps = activation_maps(classifier.net, images)
-    assert maps.shape == (5, 32, 32) and not maps.requires_grad
-    assert maps.min() >= 0 and set(maps.amax((1, 2)).tolist()) <= {0.0, 1.0}
-    alone = activation_maps(classifier.net, images[2:3])
-    assert torch.allclose(alone, maps[2:3], atol=1e-4)  # independent of the batch
-    assert not any(module._forward_hooks for module in classifier.net.modules())

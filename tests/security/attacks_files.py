@@ -226,8 +226,6 @@ ATTACKS: dict[str, Attack] = {
     "a link for a half-written export": replaced(f"x.safetensors{PART}", link, [*EXPORT, "run/x.safetensors"]),
     "a link for a half-written comparison": replaced(f"runs.csv{PART}", link, [*COMPARE[:2], "--csv", "run/runs.csv"]),
     "a link for a half-written plot": replaced(f"curves.png{PART}", link, [*COMPARE[:2], "--plot", "run/curves.png"]),
-    "a link for a contact sheet": harmless(written("sheet.png"), [*CLASSIFY, "--sheet", "run/sheet.png"]),
-    "a link for a saliency map": harmless(written("maps/00000-0.png"), [*CLASSIFY, "--explain", "run/maps"]),
     "a folder with the name of a temporary file": harmless(put(f"x{PART}", filled_folder), RESUME),
     # files written in place
     "a link for the lock": Attack(put(".lock", link), RESUME, says=LEADS_OUT),

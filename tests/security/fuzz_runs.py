@@ -8,7 +8,6 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import yaml
@@ -16,8 +15,6 @@ from hypothesis import strategies as st
 from security.fuzz_files import ODD_TENSORS, PICTURES, checkpoint_file
 from security.fuzzing import Reader, run_line
 from security.mutations import changed, csv_files, damaged, json_files, plain, yaml_files, zip_files
-
-from cifar_lit.cli import check_runs
 
 GENUINE: dict[str, bytes] = {}  # contents of a run folder by path; filled before the first test
 
@@ -83,12 +80,6 @@ def report_run(files: dict[str, Any]) -> None:
     run_line("report", "logs/run", "--accelerator", "cpu")
 
 
-def check_run(files: dict[str, Any]) -> None:
-    put_run(files)
-    with patch("cifar_lit.cli.check_runs._loss_of_training", return_value=1.0):  # it starts a process
-        check_runs.check_run(Path("logs/run"), None, trust=False)
-
-
 # Settings that keep a resumed run small and offline.
 BOUNDS = ("--dataset=shapes", "--data.image_size=16", "--data.num_classes=4", "--data.count=60", "--data.val_size=20")
 
@@ -115,7 +106,6 @@ READERS = {
         st.tuples(runs(*COMPARED), runs(*COMPARED), st.sampled_from(OUTPUTS)), compare_runs, put_secret
     ),
     "a run to report": Reader(runs(*COMPARED, "model.safetensors"), report_run, put_secret, WRONG_KINDS, seconds=20),
-    "a run to check": Reader(runs(*COMPARED, "model.safetensors"), check_run, put_secret, WRONG_KINDS, seconds=20),
     "a run to resume": Reader(
         runs("config.yaml", "metrics.csv", *CHECKPOINTS),
         resume_run,

@@ -64,7 +64,7 @@ def test_no_library_reads_files_of_the_working_folder(working_folder: Path, envi
     lines = [
         "train --recipe small.yaml --epochs 1 --trainer.profiler simple",
         f"report {run} --accelerator cpu",
-        f"classify {run} images --sheet sheet.png",
+        f"classify {run} images",
         f"compare {run} --plot curves.png",
     ]
     draw_folder(working_folder / "images", {"a": 1})

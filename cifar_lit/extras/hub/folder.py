@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from cifar_lit.cli.errors import command_parser, parsed
@@ -29,7 +30,6 @@ from cifar_lit.models.pretrained import import_timm, scaled_size, takes_any_size
 from cifar_lit.models.spec import TIMM
 from cifar_lit.runs.config_file import PLACES, plain_values
 from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file, save_weights
-from cifar_lit.runs.paper import citations, filled
 from cifar_lit.runs.report import summary
 from cifar_lit.runs.run_folder import MODEL, display_path, read_metrics
 from cifar_lit.text import printable, say
@@ -139,9 +139,12 @@ def model_card(card: ModelCard, metrics: Mapping[str, Any], settings: object, li
         license=license_name, library_name=library, pipeline_tag="image-classification", tags=["cifar-lit"],
         datasets=DATASETS.get(dataset), metrics=["accuracy"], model_name=title, eval_results=[result],
     )  # fmt: skip
-    return filled(
-        "cifar_lit.extras.hub", "README.md.j2", markdown, front=Markup(front.to_yaml()), title=title, card=card,
+    pages = Environment(
+        loader=PackageLoader("cifar_lit.extras.hub", "pages"), finalize=markdown, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    return pages.get_template("README.md.j2").render(
+        front=Markup(front.to_yaml()), title=title, card=card,
         metrics=metrics, test=metrics["test"], settings=settings, facts=summary(metrics), code=Markup, dataset=dataset,
         percent=lambda share: Markup(f"{100 * share:.2f} %"), license=license_name, library=library,
-        citations=citations(dataset),
     )  # fmt: skip
