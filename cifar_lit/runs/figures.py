@@ -191,21 +191,6 @@ def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6)
     return pil_to_tensor(sheet)
 
 
-CAPTION_PIXELS = 28  # height of two lines below an image
-
-
-def captioned(image: Tensor, lines: Sequence[str]) -> Tensor:
-    """Return an image with two lines of text below it, both uint8 (3, height, width)."""
-    height, width = image.shape[1:]
-    sheet = Image.new("RGB", (width, height + CAPTION_PIXELS), "white")
-    sheet.paste(to_pil_image(image), (0, 0))
-    text = "\n".join(_short(line, max(4, width // 6)) for line in lines)
-    ImageDraw.Draw(sheet).multiline_text(
-        (width // 2, height + 2), text, "black", _font(), anchor="ma", align="center", spacing=2
-    )
-    return pil_to_tensor(sheet)
-
-
 def augmented_sample(data: ImageData, count: int, epoch: int = 0) -> Tensor:
     """Return the first `count` training images of an epoch as augmented by `data`: uint8 (count, C, H, W)."""
     loader = data.train_loader
