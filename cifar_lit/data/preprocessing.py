@@ -14,12 +14,10 @@ from torch.nn import functional as F
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
-from cifar_lit.data.operations import transform
 from cifar_lit.data.split_images import SplitImages
 from cifar_lit.errors import UsageError
 from cifar_lit.memory import free_memory
 
-CHUNK_BYTES = 1 << 22  # float32; a CPU augments in chunks that stay in its cache
 STATISTICS_BYTES = 2048 * 32 * 32 * 3  # uint8 images, measured at once
 
 Finish = Callable[[Tensor], Tensor]  # uint8 or float32 (B, H, W, C) to (B, C, H, W) in channels_last memory
@@ -91,26 +89,7 @@ class Preprocessing:
 
     def augment_images(self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Finish) -> Tensor:
         """Augment images one by one, as functions of (seed, epoch, row), and apply `finish`."""
-        if not self._settings.computes:
-            return finish(images)
-        count, height, width, channels = images.shape
-        drawn = self._settings.draw(rows, seed, epoch, height, width)
-        blur = self._settings.blur
-        fill = self._constants_on(images.device)[0] * 255
-        if images.device.type != "cpu":
-            return finish(transform(images, drawn, fill, blur))
-        # Sort by operation, so that each chunk has few different operations.
-        order = torch.arange(count)
-        if "operations" in drawn:
-            order = drawn["operations"][:, 0].argsort(stable=True)
-        results = torch.empty(0)
-        for part in order.split(max(1, CHUNK_BYTES // (4 * height * width * channels))):
-            chunk = {name: values.index_select(0, part) for name, values in drawn.items()}
-            result = finish(transform(images.index_select(0, part), chunk, fill, blur)).permute(0, 2, 3, 1)
-            if not len(results):
-                results = result.new_empty(count, *result.shape[1:])
-            results[part] = result
-        return results.permute(0, 3, 1, 2)
+        return finish(self._settings.change(images, rows, seed, epoch))
 
     def _constants_on(self, device: torch.device) -> Tensor:
         if self._constants is None or self._constants.device != device:

@@ -150,11 +150,11 @@ def test_debug_prints_the_traceback_before_the_same_line() -> None:
 
 
 def test_augmentation_is_set_by_files_and_flags_and_reproduced_from_config_yaml() -> None:
-    Path("photos.yaml").write_text("data: {augment: {scale: [0.5, 1], policy: trivial, hue: 0.1}}\n")
-    flags = ["--config", "photos.yaml", "--data.augment.hue", "0", "--data.augment.mixup=0.2"]
+    Path("photos.yaml").write_text("data: {augment: {scale: [0.5, 1], transform: rand_augment, crop: 2}}\n")
+    flags = ["--config", "photos.yaml", "--data.augment.crop", "0", "--data.augment.mixup=0.2"]
     assert run_command("fit", *SMALL, *flags, "--epochs", "1").code == 0
     config = Path("lightning_logs/small-1/config.yaml")
-    expected = asdict(Augment(scale=[0.5, 1], policy="trivial", mixup=0.2))
+    expected = asdict(Augment(scale=[0.5, 1], transform="rand_augment", mixup=0.2))
     assert config_of(config.parent)["data"]["augment"] == expected
     assert printed_config("--config", config)["data"]["augment"] == expected
 

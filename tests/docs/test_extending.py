@@ -5,19 +5,16 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 from contract.command_line import checkpoint_of, environment, metrics_of, rows_of
 from doc_pages import Page
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cifar_lit
-from cifar_lit.data.augment import Augment
+
 
 PAGE = Page("extending.md")
 RUN = Path("lightning_logs/quickstart-1")
@@ -54,36 +51,6 @@ def test_an_augmentation_by_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["my_augment"].Contrast, "on_train_batch_start", lambda *args: None)
     PAGE.follow(PAGE.section("An augmentation"))
     assert metrics_of(Path("lightning_logs/quickstart-2"))["val"] != score  # without augmentation
-
-
-def test_an_augmentation_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    (patch,) = [block for block in PAGE.section("An augmentation") if block.kind == "patch"]
-    shutil.copytree(
-        Path(cifar_lit.__file__).parent / "data", "cifar_lit/data", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    subprocess.run(["git", "apply", "-"], input=patch.text, text=True, check=True)
-    operations = load_module(Path("cifar_lit/data/operations.py"), monkeypatch)
-    monkeypatch.setattr(cifar_lit.data, "operations", operations)
-    augment = load_module(Path("cifar_lit/data/augment.py"), monkeypatch)
-    images = torch.randint(256, (400, 4, 4, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    drawn = augment.Augment(grey=0.5, hue=0.2).draw(torch.arange(400), 1, 2, 4, 4)
-    batch = operations.transform(images, drawn, torch.zeros(3), 0.0)
-    grey = (batch - batch[..., :1]).abs().flatten(1).amax(1) < 0.01
-    assert 150 < int(grey.sum()) < 250
-    assert grey.equal(drawn["grey"] == 1)
-    others = Augment(hue=0.2).draw(torch.arange(400), 1, 2, 4, 4)
-    assert drawn["hue"].equal(others["hue"])  # other draws are unchanged
-
-
-def load_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Load a changed file in place of a module of the package."""
-    name = ".".join(path.with_suffix("").parts)
-    spec = spec_from_file_location(name, path.absolute())
-    assert spec and spec.loader
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_metric() -> None:

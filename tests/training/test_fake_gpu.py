@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.cli.flags import packaged_recipe, recipe_names
-from cifar_lit.data import draws, operations, preprocessing
+from cifar_lit.data import draws, preprocessing
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.sources import SOURCES
@@ -35,7 +35,7 @@ COUNT = 12
 @pytest.fixture(autouse=True)
 def uncached() -> Iterator[None]:
     """Keep fake tensors out of the caches of other tests, and those of other modes out of this one."""
-    cached = [value for module in (draws, operations, preprocessing) for value in vars(module).values()]
+    cached = [value for module in (draws, preprocessing) for value in vars(module).values()]
     clears = [value.cache_clear for value in cached if hasattr(value, "cache_clear")]
     for clear in clears:
         clear()

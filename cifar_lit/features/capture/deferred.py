@@ -101,7 +101,10 @@ class DeferredBatches:
     def supports(data: ImageData) -> bool:
         """Return whether batches are functions of their rows on the device: not if a hook changes them."""
         hook = getattr(data, "on_after_batch_transfer", None)
-        if not getattr(hook, "is_function_of_rows", False) or data.augment.computes:
+        augment = data.augment
+        if augment.scale or augment.mixes or augment.transform != "none":
+            return False
+        if not getattr(hook, "is_function_of_rows", False):
             return False
         for owner in (data, data.trainer.lightning_module):  # type: ignore[union-attr]
             if any(is_overridden(name, owner) for name in TRANSFER_HOOKS):
