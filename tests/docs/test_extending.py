@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import cifar_lit
 
-
 PAGE = Page("extending.md")
 RUN = Path("lightning_logs/quickstart-1")
 
