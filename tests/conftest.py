@@ -1,4 +1,4 @@
-"""Fixtures for all folders. This file's place also lets tests import `browser`, `stress.…` and `security.…`.
+"""Fixtures for all folders. This file's place also lets tests import `browser` and `stress.…`.
 
 A test with `long_form` has a short form for plain `pytest` and a long form for `pytest -m stress`.
 `--stress-json DIR` writes the counts of the stress tests.

@@ -26,44 +26,38 @@ OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
 
 commands
   fit        train and validate (the default)
-  train      fit, then test the best checkpoint once; python scripts/train.py is the same
+  train      fit, then test the best checkpoint once
   validate   score a checkpoint on the validation images
   test       score a checkpoint on the test images
   predict    write the predictions of a checkpoint for the test images
-  recipes    list recipes with accuracy and training time; `recipes NAME` prints the settings
-  devices    list devices; --check trains on each of them, --net NAME lists a net's parameters
-  classify   predict the classes of image files; python scripts/classify.py is the same
-  report     write the report of a run: curves, confusion matrix, mistakes, suspected label errors
+  recipes    list recipes with accuracy and training time
+  devices    list devices; --check trains on each of them
+  classify   predict the classes of image files
+  report     write the report of a run: curves, mistakes, label errors
   review     correct labels in the browser, the most suspicious first
-  compare    compare the settings and accuracies of runs, with a significance test
-  export     export a net to ONNX, torch-export or safetensors, and check the file;
-             export RUN --to hub DIR writes a repository for the Hugging Face hub, with a model card
+  compare    compare settings and accuracies of runs, with a test
+  export     export a net to ONNX, safetensors or the Hugging Face hub
   serve      serve a net over HTTP, with a web page to try it
-  bench      measure recipes over several seeds, or compare devices
 
 flags of fit, train, validate, test and predict
-  --recipe NAME      packaged recipe, or a YAML file of your own
-  --config FILE      more settings, which override the recipe's; may be repeated
-  --dataset NAME     cifar10, cifar100, fashion_mnist, folder or shapes
-  --data-dir PATH    folder for downloaded archives, or your own images: a folder or a table
-  --net NAME         net, such as resnet18; --lr X, --batch-size N (total over all devices)
-  --epochs N         --seed N, --precision P (32-true, bf16-mixed, 16-mixed)
-  --devices N        a number, ids such as 0,1, or auto; --accelerator cpu|gpu|mps, --nodes N
-  --rank-timeout 60  end the run if a process sends no heartbeat for this many seconds
-  --threads N        CPU threads of each process (by default those that other programs leave free)
-  --logs DIR         folder for run folders (lightning_logs)
-  --logger LIST      tensorboard (the default), wandb and mlflow, with commas between; metrics.csv is always written
-  --checkpoint-every 500 (steps) or 10m (minutes): also write checkpoints within epochs
-  --folds 5          cross-validation: five trainings, each tested on another fifth (`train` only)
-  --seeds 0-4        one training per seed, with mean, deviation and interval (`train` only);
-                     --json FILE also records the time and memory of each
-  --resume [PATH]    resume the newest unfinished run, or the given one
-  --trust            let configuration files and runs name any class and any path: their code can run;
-                     also for classify, report, review, export and serve
-  --debug            show tracebacks
+  --recipe NAME       packaged recipe, or a YAML file of your own
+  --config FILE       more settings, may be repeated
+  --dataset NAME      cifar10, cifar100, fashion_mnist, folder or shapes
+  --data-dir PATH     your own images, or the folder for downloads
+  --net NAME          net, such as resnet18; --weights FILE, RUN or imagenet
+  --epochs N          --lr X, --batch-size N (over all devices), --seed N
+  --devices N         a number, ids such as 0,1, or auto; --nodes N
+  --accelerator NAME  cpu, gpu or mps; --precision P, --threads N
+  --logs DIR          folder for run folders (lightning_logs)
+  --logger LIST       tensorboard, csv, wandb, mlflow, with commas between
+  --checkpoint-every  500 (steps) or 10m: checkpoints within epochs too
+  --seeds 0-4         one training per seed; --folds 5 cross-validates
+  --resume [PATH]     resume the newest unfinished run, or this one
+  --trust             let the settings found beside a run name any class
+  --debug             show tracebacks
 
-Every Trainer, model and data setting is a flag too (--trainer.x, --model.x, --data.x):
-`cifar-lit fit --help` lists them, `cifar-lit fit --recipe NAME --print_config` prints them as YAML.
+Every Trainer, model and data setting is a flag too, such as --model.lr:
+`cifar-lit fit --help` lists them, --print_config prints them as YAML.
 Precedence: recipe < --config files < flags.
 """
 
@@ -89,7 +83,6 @@ _SYNONYMS = {  # commands of other programs
     **dict.fromkeys(("annotate", "label", "relabel"), "review"),
     **dict.fromkeys(("val", "valid"), "validate"),
     **dict.fromkeys(("convert", "onnx"), "export"),
-    **dict.fromkeys(("benchmark", "speed"), "bench"),
     "list": "recipes",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from security.hostile_models import MKDIR
 
 from cifar_lit.cli.fit import nested_settings
 from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
@@ -260,12 +260,19 @@ def test_a_checkpoint_of_another_net_is_refused_with_both_nets(run_dir: Path) ->
     assert not Path("lightning_logs").exists()
 
 
+class MakeFolder:
+    """Creates the folder `ran` when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, ("ran",)
+
+
 def test_a_checkpoint_that_would_execute_code_is_refused_without_executing_it(
     run_dir: Path, working_folder: Path
 ) -> None:
     shutil.copytree(run_dir, "copy")
     checkpoint = Path("copy/checkpoints/best.ckpt")
-    torch.save({**checkpoint_of(checkpoint), "hyper_parameters": MKDIR}, checkpoint)
+    torch.save({**checkpoint_of(checkpoint), "hyper_parameters": MakeFolder()}, checkpoint)
     assert_refused(run_command("test", "--ckpt_path", checkpoint), 1, str(checkpoint), "execute code")
     assert not (working_folder / "ran").exists()
     torch.load(checkpoint, weights_only=False)

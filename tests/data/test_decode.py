@@ -17,7 +17,6 @@ import pytest
 from inference.odd_files import encoded
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
-from security.hostile_files import TILE, gif_with_blocks, png_with_chunks, progressive_jpeg, tiff
 
 from cifar_lit.data.decode import (
     DecodeError,
@@ -212,11 +211,6 @@ def test_a_jpeg_with_restart_markers_and_padding_has_one_scan() -> None:
     assert (decode(io.BytesIO(padded)) == decode(io.BytesIO(data))).all()
 
 
-@pytest.mark.parametrize(("scans", "side"), [(80, 8), (20, 2000)])
-def test_a_progressive_jpeg_of_many_scans_is_read(scans: int, side: int) -> None:
-    assert decode(io.BytesIO(progressive_jpeg(scans, side)), (8, 8)).shape == (8, 8, 3)
-
-
 @pytest.mark.parametrize("limit", [600, 1000])  # Pillow raises above twice its limit, and warns below
 def test_images_above_pillows_pixel_limit_fail_without_a_warning(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
@@ -283,18 +277,9 @@ def test_a_heic_is_read_with_the_extra_photos_and_refused_when_damaged() -> None
 def test_libtiff_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     data = encoded(blocks(64, 64), "TIFF", compression="jpeg")
     start = data.index(b"\xff\xdb")
-    for damaged in (data[:start] + bytes(200) + data[start + 200 :], tiff(64, 64)):
-        with pytest.raises(DecodeError):
-            decode(io.BytesIO(damaged))
+    with pytest.raises(DecodeError):
+        decode(io.BytesIO(data[:start] + bytes(200) + data[start + 200 :]))
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    "data", [png_with_chunks(20_000), gif_with_blocks(20_000), tiff(8, 8, [(270, 2, 3 << 20, 200)])]
-)
-def test_many_parts_and_large_tags_are_refused_with_the_reason(data: bytes) -> None:
-    with pytest.raises(DecodeError, match="too many parts for an image, or too much beside its pixels: save it again"):
-        decode(io.BytesIO(data + bytes(4 << 20)))
 
 
 @pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
@@ -302,9 +287,3 @@ def test_a_tiff_may_have_more_pixels_than_tags(compression: str) -> None:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), dtype=np.uint8))
     data = encoded(image, "TIFF", compression=compression)
     assert len(data) > 4_000_000 and (decode(io.BytesIO(data)) == np.asarray(image)).all()
-
-
-def test_tiffs_of_many_or_huge_tiles_are_refused() -> None:
-    for data in (tiff(8, 8, TILE, bytes(200)), tiff(8, 8, [(259, 3, 1, 1), (273, 4, 30_000, 200), (278, 3, 1, 4)])):
-        with pytest.raises(DecodeError, match="a TIFF of many or huge tiles"):
-            decode(io.BytesIO(data + bytes(200_000)))
