@@ -5,8 +5,7 @@ An HTML comment in the line before a block says what it is:
 - `<!-- file: NAME -->`: the file NAME, to be written into the working folder;
 - `<!-- run -->`: commands, whose trainings get the flags of the page's `<!-- settings: … -->` behind their own;
 - `<!-- run: FLAGS -->`: the same with these flags in their place;
-- `<!-- python -->`: statements, which see the names of those before them on the page;
-- `<!-- patch -->`: a change of the package.
+- `<!-- python -->`: statements, which see the names of those before them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from contract.command_line import ROOT, Answer, run_command
-
-from cifar_lit import plugins
+from contract.command_line import ROOT, run_command
 
 DOCS = ROOT / "docs"
 BLOCK = re.compile(
@@ -28,6 +25,7 @@ BLOCK = re.compile(
 SCRIPTS = {"scripts/train.py": "train", "scripts/test.py": "test", "scripts/classify.py": "classify"}
 TRAINING = ("fit", "train")
 STAYS_OPEN = "tensorboard"  # not run, because it does not end
+FEWER = {"count=20_000": "count=400", "max_epochs=4": 'max_epochs=1, accelerator="cpu"'}  # in statements
 
 
 class Block(NamedTuple):
@@ -39,50 +37,47 @@ class Block(NamedTuple):
     value: str
 
 
-class Page:
-    """A page of docs/."""
-
-    def __init__(self, name: str) -> None:
-        self.text = (DOCS / name).read_text()
-        settings = re.search(r"<!-- settings: (.*) -->", self.text)
-        self.settings = shlex.split(settings[1]) if settings else []
-
-    def section(self, heading: str) -> list[Block]:
-        """Return the blocks between `## heading` and the next heading of that level."""
-        match = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", self.text, re.MULTILINE | re.DOTALL)
-        assert match, f"there is no section {heading!r}"
-        return list(_blocks(match[1]))
-
-    def blocks(self) -> list[Block]:
-        return list(_blocks(self.text))
-
-    def follow(self, blocks: list[Block]) -> list[Answer]:
-        """Write the files, and run statements and commands in order. Each command must succeed."""
-        answers: list[Answer] = []
-        names: dict[str, object] = {}
-        for block in blocks:
-            if block.kind == "file":
-                Path(block.value).write_text(block.text)
-            elif block.kind == "python":
-                exec(compile(block.text, "page", "exec"), names)
-            elif block.kind == "run":
-                answers += [self.run(words, block.value) for words in command_lines(block.text)]
-        return answers
-
-    def run(self, words: list[str], flags: str = "") -> Answer:
-        """Run a command as in a new process: modules that an earlier command allowed are not allowed."""
-        command, rest = _command(words)
-        settings = shlex.split(flags) if flags else self.settings
-        plugins._allowed.clear()
-        answer = run_command(command, *rest, *(settings if command in TRAINING else []))
-        assert answer.code == 0, f"{shlex.join(words)}\n{answer.err}"
-        return answer
-
-
-def _blocks(text: str) -> Iterator[Block]:
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a text."""
+    found = []
     for match in BLOCK.finditer(text):
         kind, _, value = (match["note"] or "").partition(":")
-        yield Block(match["language"], match["text"], kind.strip(), value.strip())
+        found.append(Block(match["language"], match["text"], kind.strip(), value.strip()))
+    return found
+
+
+def sections(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each section of a page."""
+    for part in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
+        heading, _, text = part.partition("\n")
+        yield heading, text
+
+
+def follow(page: Path, text: str) -> None:
+    """Write the files, and run statements and commands in order. Each command must succeed."""
+    settings = re.search(r"<!-- settings: (.*) -->", page.read_text())
+    names: dict[str, object] = {}
+    for block in blocks(text):
+        if block.kind == "file":
+            Path(block.value).write_text(block.text)
+        elif block.kind == "python":
+            statements = block.text
+            for words, fewer in FEWER.items():
+                statements = statements.replace(words, fewer)
+            exec(compile(statements, page.name, "exec"), names)
+        elif block.kind == "run":
+            flags = block.value or (settings[1] if settings else "")
+            for words in command_lines(block.text):
+                run(words, shlex.split(flags))
+
+
+def run(words: list[str], settings: list[str]) -> None:
+    """Run a command of a page; a training gets the settings."""
+    command, arguments = _command(words)
+    if command in TRAINING:
+        arguments = [*arguments, *settings]
+    answer = run_command(command, *arguments)
+    assert answer.code == 0, f"{shlex.join(words)}\n{answer.err}"
 
 
 def command_lines(text: str) -> list[list[str]]:

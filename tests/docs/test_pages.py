@@ -2,12 +2,11 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from contract.command_line import ROOT, run_command
-from doc_pages import BLOCK, command_lines
+from doc_pages import SCRIPTS, TRAINING, blocks, command_lines
 
 from cifar_lit.cli import flags
 from cifar_lit.cli.main import OWN
@@ -19,6 +18,8 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").glob("**/*.md") if "_build" not in page.parts),
 ]
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+NEEDS_A_FILE = {"--resume", "--config", "--ckpt_path", "--help"}
+OF_TORCH = "Expected all tensors to be on the same device"
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,47 +39,30 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def lines_of_pages() -> Iterator[tuple[str, ...]]:
-    """Yield every command of a page, except those that another test runs."""
+def commands() -> dict[str, list[str]]:
+    """Return the arguments of every command of the pages by its line, except those that another test runs."""
+    found = {}
     for page in PAGES:
-        for block in BLOCK.finditer(page.read_text()):
-            if block["language"] == "bash" and not (block["note"] or "").startswith("run"):
-                yield from map(tuple, command_lines(block["text"]))
+        for block in blocks(page.read_text()):
+            for words in command_lines(block.text) if block.language == "bash" and block.kind != "run" else []:
+                script = next((place for place, word in enumerate(words) if word in SCRIPTS), None)
+                if script is not None:
+                    found[" ".join(words)] = [SCRIPTS[words[script]], *words[script + 1 :]]
+                elif words[0] == "cifar-lit":
+                    found[" ".join(words)] = words[1:]
+    return {line: words for line, words in found.items() if not NEEDS_A_FILE & {*words}}
 
 
-def training_lines() -> list[tuple[str, ...]]:
-    """Return the arguments of every new training in a page that needs no file of the reader."""
-    trainings: dict[tuple[str, ...], None] = {}
-    for words in lines_of_pages():
-        start = next((place for place, word in enumerate(words) if word.endswith("train.py")), None)
-        if words[0] == "cifar-lit" and words[1] in ("fit", "train"):
-            start = 1
-        if start is not None and not {"--resume", "--config", "--help"} & set(words):
-            trainings[words[start + 1 :]] = None
-    return list(trainings)
-
-
-def own_lines() -> list[tuple[str, ...]]:
-    """Return every line of a page with one of the project's own commands, without the program."""
-    lines = dict.fromkeys(words[1:] for words in lines_of_pages() if words[0] == "cifar-lit")
-    return [words for words in lines if words[0] in OWN]
-
-
-@pytest.mark.parametrize("words", training_lines(), ids=" ".join)
-def test_a_training_of_a_page_can_be_typed(words: tuple[str, ...]) -> None:
-    """Everything that is checked before data and devices are accessed."""
-    assert run_command(*words, "--print_config").code == 0
-
-
-@pytest.mark.parametrize("words", own_lines(), ids=" ".join)
-def test_flags_of_a_command_exist(words: tuple[str, ...]) -> None:
-    command = words[:2] if words[0] == "bench" else words[:1]
-    text = run_command(*command, "--help").out
+@pytest.mark.parametrize("words", commands().values(), ids=commands())
+def test_a_command_of_a_page_can_be_typed(words: list[str]) -> None:
+    """A training passes all checks before data and devices are accessed; of another command, the flags exist."""
+    if words[0] in TRAINING:
+        answer = run_command(*words, "--print_config")
+        assert answer.code == 0, answer.err
+        return
+    assert words[0] in (*OWN, *flags.TRAINING), words
+    text = run_command(words[0], "--help").out
     used = {word.partition("=")[0] for word in words if word.startswith("--")}
-    if words[0] == "bench":  # its trainings take every other flag
-        used -= {
-            flag for flag in used if flag[2:] in flags.SHORT or flag.startswith(("--model.", "--data.", "--trainer."))
-        }
     assert [flag for flag in used if f"{flag} " not in f"{text} "] == []
 
 
@@ -94,16 +78,10 @@ def strings_of_the_package() -> str:
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def quoted_messages() -> list[str]:
-    """Return the messages in the first column of the tables of docs/troubleshooting.md, except torch's."""
-    page = (ROOT / "docs/troubleshooting.md").read_text().partition("## No network")[0]
-    rows = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
-    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
-    return [message for message in quoted if message != "Expected all tensors to be on the same device"]
-
-
 def test_quoted_messages_are_those_of_the_package() -> None:
+    """Messages stand in the first column of the tables of docs/troubleshooting.md."""
     known = strings_of_the_package()
-    parts = {message: re.split(r"…|\d+|\bnan\b", message) for message in quoted_messages()}
-    assert len(parts) > 20
-    assert [message for message, texts in parts.items() if any(text.strip() not in known for text in texts)] == []
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = {message for row in rows for message in re.findall(r"`([^`]+)`", row)} - {OF_TORCH}
+    parts = [text.strip() for message in quoted for text in re.split(r"…|\d+|\bnan\b", message)]
+    assert [text for text in parts if text not in known] == []
