@@ -5,7 +5,8 @@ An HTML comment in the line before a block says what it is:
 - `<!-- file: NAME -->`: the file NAME, to be written into the working folder;
 - `<!-- run -->`: commands, whose trainings get the flags of the page's `<!-- settings: … -->` behind their own;
 - `<!-- run: FLAGS -->`: the same with these flags in their place;
-- `<!-- python -->`: statements, which see the names of those before them.
+- `<!-- python -->`: statements, which see the names of those before them;
+- `<!-- trained -->`: statements that use a trained run; test_using_page.py runs them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def test_a_command_of_a_page_can_be_typed(words: list[str]) -> None:
         answer = run_command(*words, "--print_config")
         assert answer.code == 0, answer.err
         return
-    assert words[0] in (*OWN, *flags.TRAINING), words
+    assert words[0] in (*OWN, *flags.TRAINING)
     text = run_command(words[0], "--help").out
     used = {word.partition("=")[0] for word in words if word.startswith("--")}
     assert [flag for flag in used if f"{flag} " not in f"{text} "] == []

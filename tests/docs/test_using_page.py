@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 import torch
 from contract.command_line import run_command
-from doc_pages import Page
+from doc_pages import DOCS, blocks, sections
 from PIL import Image
 
 import cifar_lit
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
+
+
+def marked(heading: str) -> str:
+    """Return the statements of a section of the page that use the run and the file of this test."""
+    text = dict(sections(DOCS / "use-a-trained-net.md"))[heading]
+    (block,) = [block for block in blocks(text) if block.kind == "trained"]
+    return block.text
 
 
 def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,12 +36,10 @@ def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.Ca
     Image.fromarray(noise).save("cat.jpg", "PNG")  # with transparent parts
     answer = run_command("export", run, "--to", "onnx", "--images", "4")
     assert answer.code == 0, answer.err
-    (block,) = [block for block in Page("use-a-trained-net.md").section("Export") if block.kind == "python"]
     names: dict[str, object] = {}
-    exec(compile(block.text, "page", "exec"), names)
+    exec(compile(marked("Export"), "page", "exec"), names)
     net = cifar_lit.load(run)
     assert np.array_equal(names["images"], net.prepare("cat.jpg"))
     assert capsys.readouterr().out.split() == [net.predict("cat.jpg")[0].label]
-    (block,) = [block for block in Page("use-a-trained-net.md").section("Prediction sets") if block.kind == "python"]
-    exec(compile(block.text, "page", "exec"), {})
+    exec(compile(marked("Prediction sets"), "page", "exec"), {})
     assert capsys.readouterr().out == f"('{net.predict('cat.jpg')[0].label}',)\n"
