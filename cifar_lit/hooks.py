@@ -6,7 +6,6 @@
 | `prepare(model)` | before a new fit, not before a resumed one: load what may fail, such as weights |
 | `loss(losses, logits, batch)` | in each training step: return the losses (B,) to train on; see `ImageClassifier` |
 | `parameter_groups(groups)` | before the optimizer is built: return the parameter groups to train |
-| `captures(trainer)` | whether the optimizer must keep its rates in tensors, for captured steps |
 | `adjust_settings(own, settings)` | on the command line, before anything is built: set what the settings leave open |
 | `card()` | lines of the start card by name, which replace the core's lines of these names |
 | `class_weights()` | weights with which the classes count equally, float32 (classes,); only one callback may have it |
@@ -17,10 +16,8 @@
 
 | attribute | meaning |
 |---|---|
-| `tensors` | the tensors to which `loss` writes |
 | `depends_on_length` | whether it needs the number of epochs, which then cannot grow on resume |
 | `may_change` | whether it may be added, removed and changed on resume |
-| `skips_bias_from` | the epoch from which it sets `net.bias_is_final` |
 """
 
 from __future__ import annotations

@@ -94,8 +94,6 @@ def write_results(
         if run.trains:
             write_report(folder, metrics, model.predictions, data)
     write_metrics(folder, metrics)
-    for tracker in run.trackers:
-        tracker.finalize("finished")
     return Results(metrics, val, test)
 
 

@@ -9,10 +9,10 @@
 # `bench recipe` that was stopped has the finished seeds. Called again, it trains the others if LOGS is still there.
 #
 # Parts, by default all of them in this order:
-#   check                 a test of the device, the first trainings with eager and with captured steps, the GPU tests
+#   check                 a test of the device, the first trainings of an eager and a compiled net, the GPU tests
 #   fast94                the recipe with 40 seeds; fast94.txt also shows recompilations of the net
 #   airbench              AIRBENCH on the same data
-#   step                  profile of a step; steps under the Trainer against a plain loop, captured and eager
+#   step                  profile of a step; steps under the Trainer against a plain loop, compiled and eager
 #   variants              fast94 without compilation, with eager steps, without cuDNN's benchmark, with padded channels
 #   fast95, fast96, fast97    the recipes with 20, 12 and 4 seeds
 #   fast100               the recipe with 40 seeds, on DATA100
@@ -74,8 +74,7 @@ if [ -n "${TINY:-}" ]; then
 fi
 
 declare -A variants=(
-    [eager]="--capture false"
-    [uncompiled]="--capture.compile false"
+    [eager]="--compile null"
     [unbenchmarked]="--trainer.benchmark false"
     [padded]="--model.net_options.pad_input true"
 )
@@ -124,7 +123,6 @@ for part in "${parts[@]}"; do
         check)
             [ "$accelerator" = cpu ] || run check python3 -m cifar_lit devices --check --accelerator "$accelerator"
             seeds fast94-eager 1
-            seeds fast94-uncompiled 2
             mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)
             [ "$accelerator" = cpu ] || run tests python3 -m pytest -m gpu -rs "${files[@]}"
             ;;
@@ -136,9 +134,9 @@ for part in "${parts[@]}"; do
         step)
             script profile profile_step.py --recipe fast94 $turns
             script step step.py --recipe fast94 $turns
-            script step-eager step.py --recipe fast94 --capture false $turns
+            script step-eager step.py --recipe fast94 --compile null $turns
             ;;
-        variants) for variant in uncompiled eager unbenchmarked padded; do seeds "fast94-$variant" 8; done ;;
+        variants) for variant in eager unbenchmarked padded; do seeds "fast94-$variant" 8; done ;;
         fast94 | fast100) seeds "$part" 40 ;;
         fast95) seeds "$part" 20 ;;
         fast96) seeds "$part" 12 ;;

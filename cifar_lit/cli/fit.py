@@ -37,6 +37,7 @@ from cifar_lit.features import FEATURES, feature_class, feature_settings
 from cifar_lit.models.registry import check_net
 from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
+from cifar_lit.runs.loggers import logger_names
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import (
     RunFolder,
@@ -47,14 +48,13 @@ from cifar_lit.runs.run_folder import (
     read_metrics,
     run_of,
 )
-from cifar_lit.runs.trackers import logger_names
 from cifar_lit.settings import changed_settings
 from cifar_lit.text import NOT_A_FILE_NAME, counted, is_file_name, note, say
 from cifar_lit.threads import choose_threads
 from cifar_lit.train import Results, evaluate, fit, predict
-from cifar_lit.training.async_checkpoint import checkpoint_io
 from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
 from cifar_lit.training.checkpoint import (
+    AtomicCheckpointIO,
     check_checkpoint_path,
     latest_valid_checkpoint,
     load_weights,
@@ -75,6 +75,7 @@ TRAINER_DEFAULTS: dict[str, object] = {
     "max_epochs": 10,
     "num_sanity_val_steps": 0,  # a fit validates after its first epoch anyway
     "enable_model_summary": False,  # replaced by the start card
+    "enable_progress_bar": False,  # a line is printed after each epoch
     "use_distributed_sampler": False,  # it would repeat images; our loaders split batches exactly
     "precision": None,
 }
@@ -267,9 +268,7 @@ class TrainingCLI(LightningCLI):
                 raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
             check_checkpoint_path(Path(self.settings.ckpt_path).expanduser())
         if self.name == "fit":
-            names, logs = logger_names(self.settings.logger), str(Path(self.settings.logs).expanduser().absolute())
-            if "mlflow" in names and re.search("[?%]", logs) and not os.environ.get("MLFLOW_TRACKING_URI"):
-                raise UsageError(f"MLflow cannot keep its database in {logs}: choose --logs without ? and %")
+            logger_names(self.settings.logger)
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
         accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
@@ -347,9 +346,8 @@ class TrainingCLI(LightningCLI):
         validates = len(self.datamodule.split[1]) > 0
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run = self._make_run()
-        bar = configured.enable_progress_bar is not False and sys.stdout.isatty()
         lines = not self.command.brief
-        callbacks += self.run.callbacks(validates, bar, lines)
+        callbacks += self.run.callbacks(validates, lines)
         # Loggers may fail at the start, and the card is printed, before a feature works, such as finetune.
         if self.run.trains and lines:
             callbacks.append(StartCard(self.run))
@@ -366,8 +364,7 @@ class TrainingCLI(LightningCLI):
         trainer = super().instantiate_trainer(
             callbacks=callbacks,
             logger=loggers,
-            plugins=[*(configured.plugins or []), checkpoint_io(self.machine.kind(configured.accelerator), self.ranks)],
-            enable_progress_bar=bar,
+            plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
             profiler=configured.profiler or NoProfiler(),
             **kwargs,
         )

@@ -86,7 +86,7 @@ _SYNONYMS = {
     "class_weights.kind": "class-weight class-weights",
     "balanced": "sampling",
     "margins": "margins",
-    "capture": "capture",
+    "compile": "compile",
     "finetune.weights": "pretrained initial-checkpoint",
     "early_stop.patience": "early-stopping patience",
     "seed_everything": "random-state manual-seed",

@@ -295,8 +295,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
             return self.preprocessing.train_batch(batch, self.side(trainer.current_epoch))
         return replace(batch, images=self.preprocessing.normalise(batch.images))
 
-    on_after_batch_transfer.is_function_of_rows = True  # type: ignore[attr-defined]  # see features.capture.deferred
-
     def side(self, epoch: int) -> int | None:
         """Return the side of training images in an epoch, in pixels; None for full size."""
         side = self._of_feature("side")

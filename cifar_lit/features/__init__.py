@@ -23,7 +23,7 @@ _CLASSES = {
     "margins": "Margins",
     "whitening": "Whitening",
     "early_stop": "EarlyStop",
-    "capture": "Capture",
+    "compile": "Compile",
 }
 FEATURES = tuple(name for name in _CLASSES if find_spec(f"{__name__}.{name}"))
 

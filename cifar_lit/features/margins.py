@@ -58,11 +58,6 @@ class Margins(Callback):
         self._trainer = trainer
         self.sums = torch.zeros(2, len(data.train_images), dtype=torch.int64, device=trainer.strategy.root_device)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that `loss` writes to."""
-        return (self.sums,)
-
     def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Add the margins of a training batch with logits (B, classes); return its losses (B,)."""
         if batch.loss_weight:

@@ -54,7 +54,7 @@ class LastLosses:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.latest, torch.distributed.ReduceOp.MAX)
         self._merged = torch.where(self.latest >= 0, self.latest, self._merged)
-        self.latest.fill_(-1.0)  # in place, because captured steps write to this tensor
+        self.latest.fill_(-1.0)
 
     def gather(self) -> Tensor:
         """Return the loss of every image, float32 (N,), on the CPU. Collective: every rank must call this."""
@@ -162,11 +162,6 @@ class SkipEasy(Callback):
         self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         self._losses = self._loader = None
         self._restored = {}
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that `loss` writes to."""
-        return () if self._losses is None else (self._losses.latest,)
 
     def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Record the losses (B,) of a training batch, and return them."""

@@ -73,13 +73,6 @@ class Whitening(Callback):
             raise UsageError("this net has no whitening layer with a bias to train: leave whitening.bias_epochs out")
         return end
 
-    @property
-    def skips_bias_from(self) -> float:
-        """The epoch from which the backward pass skips the bias; infinite if it never does."""
-        if self._schedule is None or self.bias_epochs is None:
-            return math.inf
-        return self.bias_epochs
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Initialise the layer here, so that the training time includes it, as in airbench."""
         net = pl_module.net

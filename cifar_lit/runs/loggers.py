@@ -1,21 +1,24 @@
-"""Loggers of the curves: `metrics.csv` and TensorBoard, both directly in the run folder."""
+"""Loggers of the curves: `metrics.csv` and TensorBoard, both directly in the run folder; W&B and MLflow."""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
 
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.files import atomic_write, find_os_error, without_links, write_failure
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_rows
+from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.files import atomic_write, find_os_error, without_links, write_failure, write_text
+from cifar_lit.runs.run_folder import RunFolder, display_path, read_json, read_rows
 
 # First columns of every metrics.csv. Other names are appended.
 COLUMNS = (
@@ -184,3 +187,44 @@ class TensorBoardCurves(TensorBoardLogger):
         """Close the file. A disk error was already raised when it first occurred."""
         with suppress(OSError):
             super().finalize(status)
+
+
+TRACKERS = ("wandb", "mlflow")
+
+
+def logger_names(setting: str) -> list[str]:
+    """Return the names in the setting `logger`; raise UsageError for an unknown name or a missing package."""
+    names = setting.replace(" ", "").split(",")
+    for name in names:
+        check_choice("--logger", name, ("tensorboard", "csv", *TRACKERS))
+        if name in TRACKERS and find_spec(name) is None:
+            raise UsageError(f'--logger {name} needs a package: pip install "cifar-lit[{name}]"')
+    return names
+
+
+def start_tracker(name: str, run: RunFolder, settings: dict[str, Any]) -> Logger:
+    """Return Lightning's logger of W&B or MLflow, which continues the tracked run of a resumed run.
+
+    W&B is offline without a login; MLflow writes to a database beside the runs. Their own variables change that.
+    """
+    path = run.path / "trackers.json"
+    ids = read_json(path)
+    tracker: WandbLogger | MLFlowLogger
+    if name == "wandb":
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE")
+        if mode is None and not wandb.login(prompt=False, verify=False):
+            mode = "offline"
+        project = os.environ.get("WANDB_PROJECT", "cifar-lit")
+        tracker = WandbLogger(run.path.name, run.path, id=ids.get(name), mode=mode, project=project)
+    else:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # else a training without its server waits
+        uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run.path.absolute().parent / 'mlflow.db'}")
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cifar-lit")
+        tracker = MLFlowLogger(experiment, run.path.name, uri, run_id=ids.get(name))
+    if name not in ids:
+        tracker.log_hyperparams(settings)
+    assert tracker.experiment  # starts the tracked run, which gets its id
+    write_text(path, json.dumps({**ids, name: tracker.version}) + "\n")
+    return tracker

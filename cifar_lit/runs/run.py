@@ -15,10 +15,16 @@ from torchvision.utils import make_grid
 from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
 from cifar_lit.runs.figures import augmented_sample
-from cifar_lit.runs.loggers import CurveFile, TensorBoardCurves, logged_settings
+from cifar_lit.runs.loggers import (
+    TRACKERS,
+    CurveFile,
+    TensorBoardCurves,
+    logged_settings,
+    logger_names,
+    start_tracker,
+)
 from cifar_lit.runs.run_folder import RunFolder, changes_in, stamp_start
-from cifar_lit.runs.trackers import TRACKERS, TrackerLogger, logger_names
-from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
+from cifar_lit.training.callbacks import Clock, EpochLines, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, regular_checkpoint
 from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
 
@@ -55,20 +61,17 @@ class Run(Callback):
         self.command, self.trains = command, command in ("fit", "train")
         self.clock = Clock()
         self.best, self.last = best_checkpoint(*monitored), last_checkpoint()
-        self.trackers: list[TrackerLogger] = []
         self.boards: list[TensorBoardCurves] = []  # loggers of pictures
+        self.trackers: list[str] = []  # names of those that start with the training
 
-    def callbacks(self, validates: bool, bar: bool, lines: bool = True) -> list[Callback]:
-        """Return the Trainer's callbacks. validates: keep the best checkpoint. bar: show one. lines: print epochs."""
-        callbacks: list[Callback] = [NoSignalHandlers(), self]
-        if bar:
-            callbacks.append(LiveBar())
-        callbacks.append(self.clock)
+    def callbacks(self, validates: bool, lines: bool = True) -> list[Callback]:
+        """Return the Trainer's callbacks. validates: keep the best checkpoint. lines: print epochs."""
+        callbacks: list[Callback] = [NoSignalHandlers(), self, self.clock]
         if not self.trains:
             return callbacks
         if lines:
             callbacks.append(EpochLines(self.clock))
-        callbacks += [RandomState(), DivergenceWarning()]
+        callbacks.append(RandomState())
         if validates:
             callbacks.append(self.best)
         callbacks.append(self.last)
@@ -86,8 +89,8 @@ class Run(Callback):
         names = logger_names(self.settings["logger"])
         if "tensorboard" in names:
             self.boards = [TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)]
-        self.trackers = [TrackerLogger(name, self.folder, self.settings) for name in TRACKERS if name in names]
-        return [*self.boards, CurveFile(self.folder, resumed_step), *self.trackers]
+        self.trackers = [name for name in TRACKERS if name in names]
+        return [*self.boards, CurveFile(self.folder, resumed_step)]
 
     @property
     def checkpoint(self) -> str:
@@ -150,8 +153,7 @@ class Run(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, CurveFile) and not self.folder.resumed:
                 logger.create()
-            if isinstance(logger, TrackerLogger):
-                logger.start()
+        trainer.loggers += [start_tracker(name, self.folder, self.settings) for name in self.trackers]
         boards = [board for board in self.boards if board in trainer.loggers]
         if boards and not self.folder.resumed:
             picture = make_grid(augmented_sample(trainer.datamodule, 64), nrow=8)  # type: ignore[attr-defined]

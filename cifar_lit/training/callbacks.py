@@ -1,4 +1,4 @@
-"""Callbacks around the training steps: time, random state, progress, divergence."""
+"""Callbacks around the training steps: time, random state, progress."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import lightning.pytorch as pl
 import psutil
 import rich
 import torch
-from lightning.pytorch.callbacks import Callback, RichProgressBar
-from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
-from rich.progress import BarColumn, TimeRemainingColumn
-from rich.table import Column
 from torch import Tensor
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -183,49 +180,6 @@ class RandomState(Callback):
 # ---- progress
 
 
-class LiveBar(RichProgressBar):
-    """Lightning's rich bar on one line. It shows the values logged last, so that it never synchronises the device.
-
-    The bar disappears at the end; the epoch lines above it stay.
-    """
-
-    WIDE = 110  # columns for the bar, elapsed time, speed and all metrics
-
-    def __init__(self) -> None:
-        # Two updates a second: drawing more often costs a few percent of a small net's training.
-        super().__init__(refresh_rate=2, theme=RichProgressBarTheme(metrics_format=".4f"))
-
-    def configure_columns(self, trainer: pl.Trainer) -> list[object]:
-        """Return Lightning's columns. Below `WIDE` columns, only the remaining time is shown beside the batch count."""
-        columns = super().configure_columns(trainer)
-        if rich.get_console().width >= self.WIDE:
-            return columns
-        return [*columns[:3], TimeRemainingColumn(compact=True)]
-
-    # RichProgressBar has no public hook between creating the bar and starting it, nor one for the description.
-
-    def _init_progress(self, trainer: pl.Trainer) -> None:
-        """Shrink the bar on a narrow terminal, where rich would wrap the metrics."""
-        super()._init_progress(trainer)
-        if self.progress is None:
-            return
-        self.progress.live.transient = True
-        for column in self.progress.columns:
-            if not isinstance(column, BarColumn | str):
-                column._table_column = Column(no_wrap=True)
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        """Return the epoch, counted from 1."""
-        epochs = last_epoch(self.trainer)
-        return f"epoch {current_epoch + 1}" + (f"/{epochs}" if epochs else "")
-
-    def get_metrics(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> dict[str, object]:
-        """Return the training loss and accuracy logged last. The epoch lines show the validation."""
-        labels = {"train/loss": "loss", "train/accuracy": "accuracy"}
-        metrics = super().get_metrics(trainer, pl_module)
-        return {label: metrics[name] for name, label in labels.items() if name in metrics}
-
-
 def last_epoch(trainer: pl.Trainer) -> int | None:
     """Return the number of epochs of the training, None without a limit. `max_steps` may end it earlier."""
     epochs = getattr(trainer.datamodule, "epochs", None) or trainer.max_epochs or -1  # type: ignore[attr-defined]
@@ -278,15 +232,11 @@ class EpochLines(Callback):
         parts.append(f"{seconds:.1f} s")
         if images:  # a fit of the last layer alone takes no steps
             parts.append(f"{images / max(training, 1e-9):.0f} images/s")
-
-        def show() -> None:
-            loss, accuracy = pl_module.running.epoch_means()
-            whole = [epoch, f"train loss {loss:.4f} acc {accuracy:.4f}", *parts]
-            console = rich.get_console()
-            line = fitting(whole, console.width) if console.is_terminal else " · ".join(whole)
-            console.print(line, highlight=False, soft_wrap=True)
-
-        pl_module.rows.when_logged(show)
+        loss, accuracy = pl_module.running.epoch_means()
+        whole = [epoch, f"train loss {loss:.4f} acc {accuracy:.4f}", *parts]
+        console = rich.get_console()
+        line = fitting(whole, console.width) if console.is_terminal else " · ".join(whole)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def fitting(parts: list[str], width: int) -> str:
@@ -296,44 +246,6 @@ def fitting(parts: list[str], width: int) -> str:
         if len(line) <= width:
             break
     return line
-
-
-# ---- divergence
-
-
-class DivergenceWarning(Callback):
-    """Warn once if the training loss is far above its start, and after every validation with a loss that is not finite.
-
-    The start is the first logged loss, but at least log(classes), as for random guesses: a resumed run starts low.
-    """
-
-    FAR_ABOVE = 3.0  # times the start; spikes during a warm-up stay below 2
-
-    def __init__(self) -> None:
-        self._start = 0.0  # 0 before the first logged loss, infinite after the warning
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
-    ) -> None:
-        """Check the loss logged last, which is equal on all devices."""
-        loss = pl_module.rows.loss
-        if loss > 0 and not self._start:
-            self._start = max(loss, math.log(pl_module.hparams["num_classes"]))
-        if loss > self.FAR_ABOVE * self._start:
-            if trainer.is_global_zero:
-                above = f"far above its start ({self._start:.4g})"
-                fault = f"the training loss is {loss:.4g} at step {trainer.global_step}, {above}"
-                remedy = "lower --lr or raise --model.schedule_options.warmup_epochs"
-                note(f"{fault}: the training diverges; {remedy}")
-            self._start = math.inf
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
-        """Warn about a validation loss that is not finite. Such weights are never selected as the best."""
-        if not trainer.is_global_zero or trainer.sanity_checking:
-            return
-        if pl_module.score is not None and not math.isfinite(pl_module.score.loss):
-            fault = f"the validation loss is not finite after step {trainer.global_step}"
-            note(f"{fault}: these weights do not count as the best; lower --lr if this persists")
 
 
 class SlowdownWarning(Callback):

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from cifar_lit.errors import Failure
 from cifar_lit.settings import plain_settings
 
 
@@ -53,22 +52,9 @@ def training_settings(hparams: Mapping[str, object], trainer: pl.Trainer) -> dic
     return {**plain_settings("model", hparams), **plain_settings("trainer", limits)}
 
 
-# State tensors of torch's optimizers with the shape of their parameter.
-_SHAPED_STATE = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-
-def check_restored_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Failure for restored state of another shape than its parameter: fused kernels would write out of bounds."""
+def align_restored_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lay restored state out like its parameter: fused kernels would read and write out of bounds."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            is_shaped = name in _SHAPED_STATE
-            if value is None or (not is_shaped and (name != "step" or isinstance(value, int | float))):
-                continue
-            shape = torch.Size()
-            if is_shaped:
-                shape = parameter.shape
-            if not isinstance(value, Tensor) or value.shape != shape:
-                fault = f"the checkpoint does not fit this run: its optimizer has another {name}"
-                raise Failure(f"{fault}. Use another checkpoint.")
-            if is_shaped and value.stride() != parameter.stride():
+            if name in ("momentum_buffer", "exp_avg", "exp_avg_sq") and value is not None:
                 state[name] = torch.empty_like(parameter).copy_(value)

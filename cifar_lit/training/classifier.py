@@ -25,12 +25,12 @@ from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
-from cifar_lit.training.checks import NotFiniteLoss, check_finite, check_restored_state, training_settings
+from cifar_lit.training.checks import NotFiniteLoss, align_restored_state, check_finite, training_settings
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import Group, build_optimizer, optimizer_settings
-from cifar_lit.training.rows import LateRows, TrainingRows, log_values
+from cifar_lit.training.rows import TrainingRows, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
 
@@ -143,7 +143,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
-        self._checks_on_host = True  # on an accelerator, reading each loss would wait for the device
         if num_classes is not None:
             self._build(list(input_shape or DEFAULT_SHAPE), num_classes)
 
@@ -205,18 +204,17 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             loss = losses.mean()
         else:
             loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        self.running.batches += 1
         if weight:
             self.running.update(loss.detach(), logits, labels)
-        self._check_loss(loss.detach())
+        if self.device.type == "cpu":
+            self._check_loss(loss)
         if weight != 1.0:
             loss = loss * weight
         return loss
 
     def _check_loss(self, loss: Tensor) -> None:
-        """Raise NotFiniteLoss. On an accelerator only record it, because reading it would wait for the device."""
-        if not self._checks_on_host:
-            self.running.watch(loss)
-            return
+        """Raise NotFiniteLoss. On an accelerator, reading each loss would wait for the device: `rows` checks them."""
         if torch.is_anomaly_enabled():  # torch's own error names the operation
             return
         value = loss.item()
@@ -257,10 +255,9 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
                 groups = change(groups)
             return groups
 
-        captures = any(asks(trainer) for asks in methods(trainer, "captures"))
         optimizer = build_optimizer(
             self.net, self.part("optimizer"), h["lr"], h["optimizer_options"],
-            precision=str(trainer.precision), capturable=captures, regroup=regroup,
+            precision=str(trainer.precision), regroup=regroup,
         )  # fmt: skip
         schedule, options = self.part("schedule"), h["schedule_options"] or {}
         if schedule == "constant" and not options.get("warmup_epochs"):
@@ -277,12 +274,9 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Build the net from the datamodule unless it is built. Add the callback that an accelerator needs."""
+        """Build the net from the datamodule unless it is built."""
         self.build_for(self.trainer.datamodule)  # type: ignore[attr-defined]
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        if self.trainer.strategy.root_device.type == "cpu" or any(isinstance(each, LateRows) for each in callbacks):
-            return []
-        return [LateRows()]
+        return []
 
     def setup(self, stage: str) -> None:
         """Reset the state of an earlier fit."""
@@ -292,34 +286,18 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
             self.trained_with = training_settings(self.hparams, self.trainer)
             self.running = RunningMetrics(self.trainer.strategy.root_device)
             self.rows = TrainingRows(self)
-            self._checks_on_host = True
 
     def on_fit_start(self) -> None:
-        """Configure how losses are checked, and whether freed memory is kept."""
+        """Configure whether freed memory is kept."""
         if getattr(self.trainer.datamodule, "reads_ahead", False):  # type: ignore[attr-defined]
             return_freed_memory()  # the images do not fit into memory
         elif self.device.type == "cpu":
             keep_freed_memory()
-        if self.device.type != "cpu":
-            self.watch_losses()
-
-    def watch_losses(self) -> None:
-        """Check losses on the device, without synchronising it. After a non-finite loss, steps change nothing."""
-        self._checks_on_host = False
-        if getattr(self.trainer.precision_plugin, "scaler", None) is None:  # a GradScaler sets found_inf itself
-            for optimizer in self.trainer.optimizers:
-                optimizer.found_inf = self.running.non_finite  # type: ignore[attr-defined]
 
     def on_train_start(self) -> None:
-        """Check the state of restored optimizers."""
+        """Align the state of restored optimizers."""
         for optimizer in self.trainer.optimizers:
-            check_restored_state(optimizer)
-
-    def on_train_batch_start(self, batch: Batch | Pair, batch_idx: int) -> None:
-        """Count the images here, because replayed steps run no Python code."""
-        if getattr(batch, "loss_weight", 1.0):
-            self.running.images += len(batch[1])
-        self.running.batches += 1
+            align_restored_state(optimizer)
 
     def on_train_batch_end(self, outputs: object, batch: Batch | Pair, batch_idx: int) -> None:
         """Log a row of the training curves if it is due."""
@@ -328,10 +306,9 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the means of the epoch for callbacks such as EarlyStopping."""
-        if not self.rows.pending:  # else no callback uses them
-            loss, accuracy = self.running.epoch_means()
-            self._log_scalars({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
-        self.rows.when_logged(self.running.start_epoch)
+        loss, accuracy = self.running.epoch_means()
+        self._log_scalars({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
+        self.running.start_epoch()
 
     def _log_scalars(self, values: Mapping[str, float], **settings: Any) -> None:
         """Log values that are equal on all devices. They are reduced by `max`, which is exact, unlike `mean`."""

@@ -191,54 +191,37 @@ class Evaluation(nn.Module):
                 metric.reset()
 
 
-NON_FINITE, FINITE_BATCHES = 3, 4  # columns of `RunningMetrics.sums` after loss, hits and images
-
-
 class RunningMetrics:
     """Loss and accuracy of the training steps since the last logged row, summed on the device without synchronising it.
 
     Attributes:
         loss, hits: sums over images, float32 scalars.
-        images: number of images, counted on the host.
+        images: number of images.
         batches: number of batches, equal on all devices; a device may have no images of a batch.
-        non_finite: 1 after a NaN or infinite loss, else 0; float32 scalar.
-        finite_batches: number of batches before that loss; float32 scalar.
         epoch: loss, hits and images of all devices in the logged rows of this epoch.
     """
 
     def __init__(self, device: torch.device, loss: float = 0.0, hits: float = 0.0, images: float = 0) -> None:
         self.loss = torch.tensor(loss, device=device)
         self.hits = torch.tensor(hits, device=device)
-        self.non_finite = torch.tensor(0.0, device=device)
-        self.finite_batches = torch.tensor(0.0, device=device)
         self.images = int(images)
         self.batches = 0
         self.epoch = [0.0, 0.0, 0.0]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that a training step writes to."""
-        return self.loss, self.hits, self.non_finite, self.finite_batches
 
     def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch: mean loss (detached), logits (B, classes) and labels, int64 (B,)."""
         self.loss.add_(loss, alpha=len(labels))
         self.hits.add_(logits.argmax(1).eq_(labels).sum())
-
-    def watch(self, loss: Tensor) -> None:
-        """Record on the device whether this loss is finite."""
-        self.non_finite.copy_(torch.maximum(self.non_finite, 1.0 - loss.isfinite().float()))
-        self.finite_batches.add_(1.0 - self.non_finite)
+        self.images += len(labels)
 
     def sums(self) -> Tensor:
-        """Return loss, hits, images, `non_finite` and `finite_batches` of this device: float32 (5,)."""
-        images = self.hits.new_full((), self.images)  # `new_tensor` would synchronise the device
-        return torch.stack((self.loss, self.hits, images, self.non_finite, self.finite_batches))
+        """Return loss, hits and images of this device: float32 (3,)."""
+        return torch.stack((self.loss, self.hits, self.hits.new_full((), self.images)))
 
     def start_row(self) -> None:
         """Reset the sums of a row."""
-        for tensor in (self.loss, self.hits, self.finite_batches):
-            tensor.zero_()
+        self.loss.zero_()
+        self.hits.zero_()
         self.images = self.batches = 0
 
     def start_epoch(self) -> None:

@@ -6,16 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
 from cifar_lit.settings import options_of
-
-# These settings depend on the machine. A checkpoint does not override them.
-MACHINE_SETTINGS = ("fused", "foreach", "capturable", "products")
 
 Group = dict[str, Any]  # a parameter group of torch, with its `role`
 
@@ -63,16 +59,9 @@ class SGDSettings:
         """Return the parameter groups of a net."""
         return pair_of_groups(net, lr, self.weight_decay, momentum=self.momentum, nesterov=self.nesterov)
 
-    def build(self, groups: list[Group], lr: float, precision: str, capturable: bool) -> Optimizer:
+    def build(self, groups: list[Group], lr: float, precision: str) -> Optimizer:
         """Return the optimizer."""
-        built = SGD(groups, lr, fused=True)
-        for group in built.param_groups:
-            # Create the buffers here: torch leaves new buffers uninitialised if `found_inf` skips the first step.
-            if not group["momentum"]:
-                continue
-            for parameter in group["params"]:
-                built.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return built
+        return SGD(groups, lr, fused=True)
 
 
 @dataclass(frozen=True)
@@ -92,9 +81,9 @@ class AdamWSettings:
         """Return the parameter groups of a net."""
         return pair_of_groups(net, lr, self.weight_decay)
 
-    def build(self, groups: list[Group], lr: float, precision: str, capturable: bool) -> Optimizer:
+    def build(self, groups: list[Group], lr: float, precision: str) -> Optimizer:
         """Return the optimizer."""
-        return AdamW(groups, lr, fused=True, capturable=capturable)
+        return AdamW(groups, lr, fused=True)
 
 
 @dataclass(frozen=True)
@@ -169,12 +158,12 @@ class MuonSettings:
             groups[0]["weight_decay"] = 0.0
         return [group for group in groups if group["params"]]
 
-    def build(self, groups: list[Group], lr: float, precision: str, capturable: bool) -> Optimizer:
+    def build(self, groups: list[Group], lr: float, precision: str) -> Optimizer:
         """Return the optimizer. Without bf16, which may be slow, its products are float32."""
         from cifar_lit.training.muon import Muon
 
         products = "bfloat16" if "bf16" in precision else "float32"
-        return Muon(groups, lr, steps=3, products=products, branches=capturable)
+        return Muon(groups, lr, steps=3, products=products)
 
 
 OPTIONS = "model.optimizer_options"
@@ -209,19 +198,15 @@ def build_optimizer(
     options: Mapping[str, object] | None = None,
     *,
     precision: str = "bf16-mixed",
-    capturable: bool = False,
     regroup: Callable[[list[Group]], list[Group]] = lambda groups: groups,
 ) -> Optimizer:
     """Return the optimizer of all trainable parameters of `net`.
-
-    sgd and adamw are fused, on CPUs too, because only fused kernels support `found_inf`. Muon supports it.
 
     Args:
         net: the net, on the device where it is trained.
         optimizer: one of OPTIMIZERS; or a torch optimizer, which is returned; or a class or function, or the import
             path of one, which is called with the groups, `lr` if it accepts it, and the options.
         lr: highest learning rate. A rate that a partial or a function sets itself takes precedence.
-        capturable: keep the rate of each group in a 0-dim float32 tensor on the device, which captured steps read.
         regroup: changes the parameter groups of an optimizer by name, class or function.
 
     Raises:
@@ -229,21 +214,14 @@ def build_optimizer(
     """
     name, options = part_name(optimizer), dict(options or {})
     settings = optimizer_settings(name, options)
-    if settings is None and capturable:
-        raise UsageError(f"a step of {name} cannot be captured: leave the feature capture out")
     if isinstance(optimizer, Optimizer):
         built = optimizer
     elif settings is None:
         built = _build_foreign(net, optimizer, lr, options, regroup)
     else:
-        groups = regroup(settings.groups(net, lr))
-        if capturable:
-            for group in groups:
-                group["lr"] = group["params"][0].new_tensor(group["lr"], dtype=torch.float32)
-        built = settings.build(groups, lr, precision, capturable)
+        built = settings.build(regroup(settings.groups(net, lr)), lr, precision)
     # A fused step would unscale gradients after clipping. Lightning's precision plugin unscales them before clipping.
     built._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    _keep_machine_settings(built)
     return built
 
 
@@ -265,30 +243,3 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
             del group["weight_decay"]
     built: Optimizer = build_part(build, "model.optimizer", Optimizer, groups, lr=lr, **options)
     return built
-
-
-def _keep_machine_settings(optimizer: Optimizer) -> None:
-    """Make state dicts independent of the machine: save rates as floats, and never load MACHINE_SETTINGS."""
-    settings: list[Group] = []  # those of the machine, by group
-    for group in optimizer.param_groups:
-        settings.append({name: group[name] for name in MACHINE_SETTINGS if name in group})
-    rates = [group["lr"] for group in optimizer.param_groups]
-
-    def plain_rates(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            group["lr"] = float(group["lr"])
-
-    def own_settings(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, object]:
-        groups = state["param_groups"]
-        if len(groups) != len(settings):
-            return state  # torch raises an error
-        return {**state, "param_groups": [{**group, **own} for group, own in zip(groups, settings, strict=True)]}
-
-    def rates_in_place(optimizer: Optimizer) -> None:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if isinstance(rate, Tensor):
-                group["lr"] = rate.fill_(group["lr"])
-
-    optimizer.register_state_dict_post_hook(plain_rates)
-    optimizer.register_load_state_dict_pre_hook(own_settings)
-    optimizer.register_load_state_dict_post_hook(rates_in_place)

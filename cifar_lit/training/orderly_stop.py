@@ -73,11 +73,6 @@ class OrderlyStop(Checkpoint):
     def _interrupted(self, number: int) -> Interrupted:
         return Interrupted(number, requeue=number == self._requeue)
 
-    def _stop(self, trainer: pl.Trainer, number: int) -> None:
-        """Raise Interrupted, or the error of an unfinished write: without its checkpoint, the run cannot resume."""
-        trainer.strategy.checkpoint_io.teardown()  # waits for asynchronous writes
-        raise self._interrupted(number)
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == HANGUP:
             accept_hangup()
@@ -126,7 +121,7 @@ class OrderlyStop(Checkpoint):
     def _stop_within_epoch(self, trainer: pl.Trainer, number: int) -> None:
         if within_epoch(trainer):
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
-            self._stop(trainer, number)
+            raise self._interrupted(number)
 
     def _agreed(self) -> int:
         """Return the signal that any of the devices received, 0 for none. Collective: every rank must call this."""
@@ -136,13 +131,13 @@ class OrderlyStop(Checkpoint):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop between epochs if there is a checkpoint of the last step; otherwise after the next step."""
         if self._last.is_current(trainer) and (number := self._agreed()):
-            self._stop(trainer, number)
+            raise self._interrupted(number)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the handlers. Stop if a signal arrived in the last epoch."""
         self._restore_handlers()
         if number := self._agreed():
-            self._stop(trainer, number)
+            raise self._interrupted(number)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Restore the handlers."""

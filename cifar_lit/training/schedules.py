@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -81,7 +80,7 @@ def schedule_factor(name: str, done: float, total: float, warmup: float, final: 
 class Schedule(LambdaLR):
     """A torch scheduler with the factor `schedule_factor`.
 
-    The optimizer's rates at construction are the highest rates. Rates that are tensors are written in place.
+    The optimizer's rates at construction are the highest rates.
 
     Args:
         name, total, warmup, final: see `schedule_factor`. Call `step` once for each unit (step or epoch) of `total`.
@@ -93,8 +92,6 @@ class Schedule(LambdaLR):
     def __init__(self, optimizer: Optimizer, name: str, total: float, warmup: float = 0, final: float = 0) -> None:
         if warmup < 0 or warmup >= max(total, 1e-9):
             raise UsageError(f"a warm-up of {warmup:g} takes all of {total:g} steps: lower {OPTIONS}.warmup_epochs")
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))  # LambdaLR would keep the tensor of the rate
         super().__init__(optimizer, partial(schedule_factor, name, total=total, warmup=warmup, final=final))
 
     def end_early(self, role: str, length: float) -> bool:
@@ -108,17 +105,8 @@ class Schedule(LambdaLR):
                 is_found = True
                 self.lr_lambdas[index] = partial(_linear_to_zero, length)
                 rate = group["initial_lr"] * self.lr_lambdas[index](self.last_epoch)
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
-                self._last_lr[index] = rate
+                self._last_lr[index] = group["lr"] = rate
         return is_found
-
-    def state_dict(self) -> dict[str, object]:
-        """Return torch's state with rates as floats."""
-        state = super().state_dict()
-        return {**state, "_last_lr": [float(rate) for rate in state["_last_lr"]]}
 
 
 def _linear_to_zero(length: float, done: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from itertools import count, islice
@@ -12,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
@@ -22,8 +21,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import Batch
 from cifar_lit.errors import UsageError
-from cifar_lit.features import capture
-from cifar_lit.features.capture import Capture
+from cifar_lit.features.compile import Compile
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.features.whitening import Whitening
 from cifar_lit.signals import STOP_SIGNALS
@@ -63,55 +61,15 @@ def batches_on_device(data: ImageData, device: torch.device) -> Iterator[Iterato
         yield (data.on_after_batch_transfer(data.transfer_batch_to_device(batch, device, 0), 0) for batch in loader)
 
 
-class ReplayedStep:
-    """A step on images and targets as CUDA graphs, as in torch's documentation: one graph per shape of batch.
-
-    The first steps of each shape warm up. They and the captures use one stream, because gradients belong to a stream.
-
-    Args:
-        step: function of images and targets that trains `net`, without synchronising.
-        net: the net, on `device`.
-        device: device that supports graphs.
-    """
-
-    def __init__(self, step: Callable[[Tensor, Tensor], None], net: nn.Module, device: torch.device) -> None:
-        self._step, self._net, self._module = step, net, capture.device_graphs(device)
-        self._stream, self._pool = self._module.Stream(), self._module.graph_pool_handle()
-        self._warm_ups = Counter[Any]()
-        self._graphs: dict[Any, tuple[Any, Tensor, Tensor]] = {}  # graph, its input images and targets
-
-    def __call__(self, images: Tensor, targets: Tensor) -> None:
-        """Train on a batch."""
-        key = (images.shape, getattr(self._net, "bias_is_final", False))
-        if key not in self._graphs and self._warm_ups[key] < capture.WARM_UP_STEPS:
-            self._warm_ups[key] += 1
-            self._stream.wait_stream(self._module.current_stream())
-            with self._module.stream(self._stream):
-                self._step(images, targets)
-            self._module.current_stream().wait_stream(self._stream)
-            return
-        if key not in self._graphs:
-            inputs = images.clone(), targets.clone()
-            graph = self._module.CUDAGraph()
-            with self._module.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                self._step(*inputs)
-            self._graphs[key] = graph, *inputs
-        graph, static_images, static_targets = self._graphs[key]
-        static_images.copy_(images)
-        static_targets.copy_(targets)
-        graph.replay()
-
-
 class BareLoop:
     """The shortest loop that computes a model's training steps: the baseline for the overhead of the Trainer.
 
     Net, batches, precision, optimizer, schedule and weight average are copied from the model on construction. If the
-    Trainer replays its steps as CUDA graphs, so does this loop; it makes its batches outside of them.
+    Trainer compiles the net, so does this loop.
 
     Attributes:
         net: the copy that is trained.
         average: average of its weights, if the model's settings ask for one.
-        captures: whether steps are replayed.
 
     Raises:
         UsageError: if the precision is unsupported or the model has class weights.
@@ -128,9 +86,8 @@ class BareLoop:
         self.net = twin.net = deepcopy(model.net)
         twin.train()
         features: dict[Any, Any] = {type(callback): callback for callback in trainer.callbacks}  # type: ignore[attr-defined]
-        self.captures = Capture in features and features[Capture].captures(trainer)
-        if self.captures and features[Capture].compile:
-            self.net.compile(dynamic=False)
+        if Compile in features:
+            features[Compile].on_fit_start(trainer, twin)
         twin.trainer = trainer  # gives the schedule the length of the training
         configured: Any = twin.configure_optimizers()
         if not isinstance(configured, dict):  # a constant rate
@@ -145,27 +102,26 @@ class BareLoop:
             average = get_ema_multi_avg_fn(features[WeightAverage].decay)
             self.average = AveragedModel(self.net, multi_avg_fn=average, use_buffers=True)
         self._autocast, self._smoothing = AUTOCAST[trainer.precision], model.hparams["label_smoothing"]
-        step = ReplayedStep(self._step, self.net, model.device) if self.captures else self._step
-        self._running = self._steps(batches_on_device(data, model.device), step)
+        self._running = self._steps(batches_on_device(data, model.device))
 
     def take(self, count: int) -> int:
         """Train that many steps; return the number of images."""
         return sum(islice(self._running, count))
 
     def _step(self, images: Tensor, targets: Tensor) -> None:
-        # Without autocast's cache, as under the Trainer: a graph must not contain weights that were cast before it.
+        # Without autocast's cache, as under the Trainer.
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self._autocast, cache_enabled=False):
             loss = F.cross_entropy(self.net(images), targets, label_smoothing=self._smoothing)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _steps(self, epochs: Iterator[Iterator[Batch]], step: Callable[[Tensor, Tensor], None]) -> Iterator[int]:
+    def _steps(self, epochs: Iterator[Iterator[Batch]]) -> Iterator[int]:
         scheduler, interval = self.schedule["scheduler"], self.schedule["interval"]
         for epoch in epochs:
             for batch in epoch:
                 images, labels = batch
-                step(images, labels if batch.targets is None else batch.targets)
+                self._step(images, labels if batch.targets is None else batch.targets)
                 if interval == "step":
                     scheduler.step()
                 if self.average:

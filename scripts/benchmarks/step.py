@@ -19,7 +19,7 @@ from cifar_lit.training.orderly_stop import Interrupted
 WHAT = (
     "Compare training images/s under the Trainer, with bar, TensorBoard, metrics and checkpoints on, with a bare "
     "PyTorch loop that has the same net, weights, batches, precision, optimizer and schedule. Both take turns in one "
-    "process. On a GPU, both replay their steps as CUDA graphs if the recipe does (capture), else neither does. "
+    "process. On a GPU, both compile their net if the recipe does. "
     "Without --recipe the net is a single layer, which isolates the overhead of the Trainer."
 )
 
@@ -42,12 +42,9 @@ def run(settings: argparse.Namespace) -> None:
         settings.net = LINEAR
     subject = subject_from(settings, settings.flags)
     settings.warmup = settings.warmup or default_warmup(subject, settings.steps)
-    settings.captured = False
 
     def start(trainer: Any, model: Any) -> Callable[[int], int]:
-        loop = BareLoop(trainer, model, subject.data)
-        settings.captured = loop.captures
-        return loop.take
+        return BareLoop(trainer, model, subject.data).take
 
     progress = Progress(settings.rounds, "round")
     watch = Stopwatch(settings.steps, settings.rounds, settings.warmup, start, progress)
@@ -66,13 +63,12 @@ def run(settings: argparse.Namespace) -> None:
     ]
     ratio = ("ours / bare loop", spread(turn.other / turn.ours for turn in rounds), "×")
     trained = " · ".join(filter(None, (settings.recipe, settings.net, settings.dataset)))
-    steps = "replayed steps" if settings.captured else "steps"
     publish(
         "step",
         vars(settings),
         f"{trained} · batch {settings.batch_size} · ours in {settings.precision}",
         [*speeds, *times, ratio],
-        f"{len(rounds)} rounds of {settings.steps} {steps} of each, in turn",
+        f"{len(rounds)} rounds of {settings.steps} steps of each, in turn",
         rounds=len(rounds),
     )
 

@@ -176,7 +176,7 @@ def fit(subject: Subject, watch: Stopwatch, max_epochs: int = ENDLESS) -> str:
         trainer = pl.Trainer(
             **subject.trainer,
             max_epochs=max_epochs,
-            callbacks=[watch, *features, *run.callbacks(validates=False, bar=True)],
+            callbacks=[watch, *features, *run.callbacks(validates=False)],
             logger=run.loggers(None),
             num_sanity_val_steps=0,
             limit_val_batches=0,

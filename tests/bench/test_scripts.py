@@ -20,11 +20,9 @@ import variants
 from limit import Kind
 from loops import BareLoop
 from timed_fit import Stopwatch, fit, model_settings
-from training import recorded_graphs
 
 from cifar_lit.bench.commands import run_module
 from cifar_lit.errors import UsageError
-from cifar_lit.features import capture as captured
 
 pytestmark = pytest.mark.slow
 
@@ -68,29 +66,6 @@ def test_the_bare_loop_computes_the_weights_of_the_trainer(small_subject: Any) -
         torch.testing.assert_close(value, subject.model.net.state_dict()[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("capture", "captures"), [(True, 4 + 3), (False, 0)])
-def test_the_bare_loop_replays_its_steps_if_the_trainer_does(
-    capture: bool, captures: int, small_subject: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs = recorded_graphs.Module()
-    monkeypatch.setattr(captured, "device_graphs", lambda device: graphs)
-    whitened = {"net": "whitened", "net_options": {"widths": [8, 12]}, "optimizer": "muon"}
-    features: dict[str, Any] = {"whitening": {"bias_epochs": 1.5}}
-    if capture:
-        features["capture"] = {"compile": False}
-    subject, loops = small_subject(features, **whitened, schedule="one_cycle"), list[BareLoop]()
-
-    def start(trainer: Any, classifier: Any) -> Any:
-        loops.append(BareLoop(trainer, classifier, subject.data))
-        return loops[0].take
-
-    fit(subject, Stopwatch(7, 7, 14, start), max_epochs=9)
-    # Two batch sizes, with a trained and a final whitening bias. The bare loop warms up with one of these to the end.
-    assert (graphs.captures, loops[0].captures) == (captures, capture)
-    for name, value in loops[0].net.state_dict().items():
-        torch.testing.assert_close(value, subject.model.net.state_dict()[name], rtol=0, atol=1e-3)
-
-
 @pytest.mark.parametrize(("module", "least"), [(step, 2), (profile_step, 20)])
 def test_steps_are_timed_after_the_whitening_schedule_and_with_changed_settings(module: ModuleType, least: int) -> None:
     flags = ["--model.net_options.widths", "[8,8,8]", "--model.optimizer_options.weight_decay", "1e-3"]
@@ -103,8 +78,8 @@ def test_steps_are_timed_after_the_whitening_schedule_and_with_changed_settings(
 
 
 def test_settings_of_a_model_are_read_as_in_a_training() -> None:
-    flags = "--capture false --model.optimizer_options.momentum 1e-3 --model.net_options.depth=[2,3,3] --lr 1"
-    values = {"capture": None, "optimizer_options.momentum": 0.001, "net_options.depth": [2, 3, 3], "lr": 1}
+    flags = "--margins false --model.optimizer_options.momentum 1e-3 --model.net_options.depth=[2,3,3] --lr 1"
+    values = {"margins": None, "optimizer_options.momentum": 0.001, "net_options.depth": [2, 3, 3], "lr": 1}
     assert model_settings(flags.split()) == values
     for flags in ("--epochs 3", "--data.augment.crop 2", "--model.tta"):
         with pytest.raises(UsageError, match="not a flag of this measurement"):

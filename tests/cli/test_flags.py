@@ -46,7 +46,7 @@ def test_a_feature_is_turned_on_and_off_by_files_and_flags(written: str, typed: 
 
 
 def test_a_feature_without_a_value_is_turned_on() -> None:
-    assert line("--margins", "--capture", "--lr", "1")[1:] == ["--margins={}", "--capture={}", "--model.lr=1"]
+    assert line("--margins", "--compile", "--lr", "1")[1:] == ["--margins={}", "--compile={}", "--model.lr=1"]
 
 
 def test_the_last_of_repeated_flags_wins() -> None:

@@ -114,7 +114,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --model.ema_decay 0.9", ["no flag --model.ema_decay", "Did you mean --weight_average.decay?"]),
     (f"{S} --model.class_weights balanced", ["no flag --model.class_weights", "Did you mean --class_weights.kind?"]),
     (f"{S} --model.margins true", ["no flag --model.margins", "Did you mean --margins?"]),
-    (f"{S} --model.capture true", ["no flag --model.capture", "Did you mean --capture?"]),
+    (f"{S} --model.compile true", ["no flag --model.compile", "Did you mean --compile?"]),
     (f"{S} --model.weights imagenet", ["no flag --model.weights", "Did you mean --weights?"]),
     (f"{S} --model.weight_decay 0.1", ["Did you mean --model.optimizer_options.weight_decay?"]),
     (f"{S} --model.frozen 0.5", ["Did you mean --finetune.frozen?"]),

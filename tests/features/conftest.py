@@ -5,7 +5,6 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "training"))
 
-from recorded_graphs import fake_graphs
 from small_runs import dropout_net
 
-__all__ = ["dropout_net", "fake_graphs"]
+__all__ = ["dropout_net"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import recorded_graphs
 import torch
 from lightning.pytorch.callbacks import Callback
 from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, shapes_data, trainer
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.errors import UsageError
-from cifar_lit.features.capture import Capture
 from cifar_lit.features.margins import Margins
 
 
@@ -90,12 +88,6 @@ def test_two_devices_write_the_margins_of_one_and_the_same_after_a_resume(
     assert json.loads((tmp_path / "0.json").read_text()) is True
     one = margins_after(tmp_path / "one")
     np.testing.assert_allclose(np.load(tmp_path / "whole" / "margins.npy"), one, rtol=1e-3, atol=1e-4)
-
-
-def test_captured_steps_record_the_same_margins(fake_graphs: recorded_graphs.Module, tmp_path: Path) -> None:
-    plain = margins_after(tmp_path / "plain")
-    captured = margins_after(tmp_path / "captured", Capture(compile=False))
-    assert fake_graphs.captures and np.array_equal(captured, plain, equal_nan=True)
 
 
 def test_repeated_images_of_a_batch_count_each_time_and_a_surplus_batch_not_at_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from cifar_lit.errors import Failure
-from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves, logged_settings
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.runs import loggers
+from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves, logged_settings, logger_names, start_tracker
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, read_rows
 
@@ -61,7 +63,7 @@ def test_a_new_run_creates_the_file_before_its_clock_starts_and_a_resumed_run_ke
     for resumed in (False, True):
         run.resumed = resumed
         training = Run(run, {}, "", {}, "fit")
-        callbacks = training.callbacks(validates=False, bar=False)
+        callbacks = training.callbacks(validates=False)
         assert callbacks.index(training) < callbacks.index(training.clock)
         curves: Any = CurveFile(run, 12 if resumed else None)
         training.on_train_start(SimpleNamespace(is_global_zero=True, loggers=[curves]), None)  # type: ignore[arg-type]
@@ -170,3 +172,29 @@ def test_tensorboard_drops_points_after_the_resumed_step(run: RunFolder) -> None
             first.rename(first.with_name("events.out.tfevents.1000000000.host"))
     events = read_events(run).Scalars("val/loss")
     assert [(event.step, event.value) for event in events] == [(10, 10.0), (20, 20.0), (30, 99.0)]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_resumed_run_continues_its_tracked_run(name: str, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(name)
+    for variable in [variable for variable in os.environ if variable.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", str(run.logs))  # has no login
+    versions = []
+    for _ in range(2):
+        tracker = start_tracker(name, run, {"lr": 0.1})
+        tracker.log_metrics({"train/loss": 1.0}, 3)
+        tracker.finalize("success")
+        tracker.log_metrics({"test/loss": 1.0}, 4)
+        versions.append(tracker.version)
+        if name == "wandb":
+            tracker.experiment.finish()
+    assert len(set(versions)) == 1 and json.loads((run.path / "trackers.json").read_text()) == {name: versions[0]}
+
+
+def test_unknown_loggers_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="wandb"):
+        logger_names("wandbb")
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r'pip install "cifar-lit\[mlflow\]"'):
+        logger_names("csv, mlflow")

@@ -8,10 +8,9 @@ import pytest
 import torch
 from contract.command_line import Answer
 from real_runs import SCRIPT, SETTINGS, run, run_here
-from recorded_graphs import fake_graphs
 from small_runs import dropout_net
 
-__all__ = ["dropout_net", "fake_graphs"]
+__all__ = ["dropout_net"]
 
 torch.set_num_threads(1)  # nets this small only wait for a second thread
 

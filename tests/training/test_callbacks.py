@@ -1,8 +1,7 @@
-"""Times, random states, the line of each epoch, and warnings about divergence."""
+"""Times, random states, the line of each epoch, and values that are not finite."""
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,7 @@ from cifar_lit.data.batch import Batch
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training import callbacks
 from cifar_lit.training import classifier as classifier_module
-from cifar_lit.training.callbacks import Clock, DivergenceWarning, EpochLines, LiveBar, RandomState
+from cifar_lit.training.callbacks import Clock, EpochLines, RandomState
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.metrics import Score
@@ -211,7 +210,7 @@ def test_batch_norm_on_another_number_of_devices_is_reported(capsys: pytest.Capt
         assert ("2 → 1 devices: batch norm" in capsys.readouterr().out) == reported
 
 
-def test_each_epoch_prints_one_line_and_the_bar_shows_the_latest_values(capsys: Any) -> None:
+def test_each_epoch_prints_one_line(capsys: Any) -> None:
     expected: list[str] = []
 
     def note(trainer: pl.Trainer, model: Any) -> None:
@@ -221,43 +220,17 @@ def test_each_epoch_prints_one_line_and_the_bar_shows_the_latest_values(capsys: 
             loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
             expected[-1] += f" · val loss {loss:.4f} acc {accuracy:.4f}"
 
-    model, bar, clock = classifier(), LiveBar(), Clock()
-    watchers = [bar, clock, EpochLines(clock), LambdaCallback(on_train_epoch_end=note)]
-    settings: dict[str, Any] = {"max_epochs": 4, "check_val_every_n_epoch": 2, "enable_progress_bar": True}
-    done = fitted(model, shapes_data(), *watchers, **settings)
+    model, clock = classifier(), Clock()
+    watchers = [clock, EpochLines(clock), LambdaCallback(on_train_epoch_end=note)]
+    settings: dict[str, Any] = {"max_epochs": 4, "check_val_every_n_epoch": 2}
+    fitted(model, shapes_data(), *watchers, **settings)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if " s · " in line]
     for line, start in zip(lines, expected, strict=True):
         assert line.startswith(start) and line.endswith(" images/s")
         assert line.count("val loss") == start.count("val loss")
-    values = bar.get_metrics(done, model)
-    assert values.keys() == {"loss", "accuracy"} and all(isinstance(value, float) for value in values.values())
 
 
-# ---- divergence
-
-
-def blow_up(trainer: pl.Trainer, model: Any) -> None:
-    for group in trainer.optimizers[0].param_groups:
-        group["lr"] = 30.0
-
-
-@pytest.mark.parametrize("diverges", [True, False])
-def test_divergence_is_reported_once_with_a_remedy(diverges: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    watchers = [DivergenceWarning(), *([At(2, blow_up, after=True)] if diverges else [])]
-    with suppress(NotFiniteLoss):
-        fitted(classifier(), shapes_data(), *watchers, max_epochs=3, log_every_n_steps=1)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "diverges" in line]
-    assert len(lines) == diverges
-    assert all("far above its start" in line and "lower --lr" in line for line in lines)
-
-
-def test_a_resumed_run_diverges_only_above_the_loss_of_guessing(capsys: pytest.CaptureFixture[str]) -> None:
-    watcher, model = DivergenceWarning(), classifier()
-    fit: Any = SimpleNamespace(is_global_zero=True, global_step=100)
-    for loss, reported in ((0.01, False), (1.0, False), (6.8, False), (7.0, True)):  # 3 · log(10 classes) is 6.91
-        model.rows.loss = loss
-        watcher.on_train_batch_end(fit, model, None, None, 0)
-        assert ("diverges" in capsys.readouterr().err) == reported
+# ---- losses and weights that are not finite
 
 
 def test_an_infinite_loss_ends_the_training() -> None:
@@ -310,16 +283,14 @@ def test_an_overflow_reaches_no_checkpoint(tmp_path: Path, name: str, averages: 
     assert (tmp_path / "last.ckpt").exists()
 
 
-def test_a_non_finite_validation_loss_is_never_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_non_finite_validation_loss_is_never_the_best(tmp_path: Path) -> None:
     model, rows = classifier(), Rows()
     overflown, usual = Score(0.9, math.nan, 20, [], []), Score(0.5, 1.0, 20, [], [])
     scores = iter([overflown, usual])
     model.evaluation.compute = lambda: next(scores)  # type: ignore[method-assign]
-    done = fitted(model, shapes_data(), DivergenceWarning(), *best_and_last(tmp_path), logger=rows)
+    done = fitted(model, shapes_data(), *best_and_last(tmp_path), logger=rows)
     assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == 1
     assert done.current_epoch == 2 and sorted(rows.curve("val/accuracy").values()) == [0.5, 0.9]
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "validation loss" in line)
-    assert f"the validation loss is not finite after step {BATCHES}" in line
 
 
 def test_an_epoch_line_drops_its_last_parts_only_if_it_does_not_fit() -> None:

@@ -80,7 +80,7 @@ def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: 
     with FakeTensorMode():
         with GPU:  # fake parameters cannot be moved
             model = ImageClassifier(**settings["model"], input_shape=[channels, side, side], num_classes=classes)
-        model.running, model._checks_on_host = RunningMetrics(GPU), False
+        model.running = RunningMetrics(GPU)
         model.net.is_prepared = True  # the feature whitening does so
         object.__setattr__(images, "images", torch.zeros(images.images.shape, dtype=torch.uint8, device=GPU))
         object.__setattr__(images, "labels", torch.zeros(COUNT, dtype=torch.int64, device=GPU))
