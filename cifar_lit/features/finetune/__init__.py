@@ -131,6 +131,8 @@ class Finetune(Callback):
                 if isinstance(module, _BatchNorm):
                     module.eval()
 
+    on_fit_start = on_train_epoch_start  # a fit that is resumed within an epoch does not start this epoch
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Fit the last layer, and save it as the first checkpoint, unless the training is resumed."""
         if self.head_views and not trainer.ckpt_path:
