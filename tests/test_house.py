@@ -15,7 +15,6 @@ PACKAGE = Path(__file__).parent.parent / "cifar_lit"
 ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "models": set(),
-    "distributed": {"runs"},
     "training": {"models", "data.progress", "data.batch"},
     "features": {"training", "models", "data", "runs"},
     "runs": {"models", "data", "training"},

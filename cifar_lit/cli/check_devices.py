@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING
 
 from cifar_lit.bench.process import child_environment
-from cifar_lit.distributed.rank_watch import describe_exit
 from cifar_lit.errors import Failure
 from cifar_lit.hardware import Machine, choose_precision, detect_machine, resolve_device
 from cifar_lit.text import say
@@ -87,7 +86,7 @@ def run_probe(word: str) -> str:
     if process.returncode > 0 and err.strip():
         raise Failure(err.strip().splitlines()[-1].removeprefix("cifar_lit.errors.Failure: "))
     if process.returncode:
-        raise Failure(f"its process {describe_exit(process.returncode)}")
+        raise Failure(f"its process ended with exit code {process.returncode}")
     return out.strip().splitlines()[-1]
 
 

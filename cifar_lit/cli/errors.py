@@ -14,7 +14,6 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace
 
 from cifar_lit.cli.flags import OWN, SHORT, SYNONYMS
-from cifar_lit.distributed.rank_info import starts_again
 from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.features import FEATURES, feature_settings
 from cifar_lit.files import DISK_FULL, find_os_error
@@ -22,7 +21,8 @@ from cifar_lit.text import printable
 
 # Messages of torch's allocators, CUDA, cuBLAS and cuDNN. cuDNN finds no engine if none can allocate its workspace.
 NO_MEMORY = re.compile("allocate memory|out of memory|ALLOC(ATION)?_FAILED|unable to find an engine")
-LOST_PEER = re.compile("Connection (closed|reset) by peer|NCCL|Broken pipe|recvValue failed|Socket Timeout")
+LOST_PEER = re.compile("Connection (closed|reset) by peer|NCCL|Broken pipe|recvValue failed")
+TIMEOUT = re.compile("[Tt]imed out|[Tt]imeout")
 
 
 def explain_error(error: BaseException) -> tuple[str, int]:
@@ -30,6 +30,8 @@ def explain_error(error: BaseException) -> tuple[str, int]:
     line, code = _explain(error)
     if isinstance(error, Exception):  # the text of an interruption is our own and has two lines
         line = printable(line)
+    if is_lost_peer(error) or is_timeout(error):
+        line += resume_hint(error)
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     if rank == "0" or not line:
         return line, code
@@ -45,10 +47,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "\ncifar-lit: stopped", 130
     if not isinstance(error, Exception):  # such as Interrupted
-        line = "cifar-lit: stopped"
-        if hint := getattr(error, "resume", None):
-            line += f". Resume with:\n  {hint}"
-        return line, getattr(error, "exit_code", 1)
+        hint = resume_hint(error)
+        return f"cifar-lit: stopped{'.' * bool(hint)}{hint}", getattr(error, "exit_code", 1)
     if kind == "NotFiniteLoss":
         target = "the weights"
         if "weight" in text:
@@ -76,11 +76,13 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "cifar-lit: a name is no valid text (UTF-8): rename the file or folder", 2
     elif text.startswith("Symlink loop"):  # pathlib
         return "cifar-lit: a path contains a symbolic link to itself: give the real path", 2
+    elif "EADDRINUSE" in text:
+        port = os.environ.get("MASTER_PORT")
+        return f"cifar-lit: MASTER_PORT {port} is in use by another process: choose another port on all machines", 2
     elif is_lost_peer(error):
-        remedy = "Resume with --resume"
-        if starts_again(os.environ):
-            remedy = "torchrun restarts all processes"
-        text = f"another process of this run ended early: see its message for the reason. {remedy}."
+        text = "another process of this run ended early: see its message for the reason."
+    elif is_timeout(error):
+        text = "another process of this run gave no answer within --rank-timeout."
     elif kind != "MisconfigurationException" and _while_restoring(error):
         text = f"the checkpoint is damaged or does not fit this run ({kind}: {text}): use another one"
     elif kind == "MisconfigurationException" or isinstance(error, ValueError):
@@ -88,6 +90,19 @@ def _explain(error: BaseException) -> tuple[str, int]:
     else:
         text = f"{kind}: {re.sub(r' object at 0x[0-9a-f]+', '', text)} (--debug shows where)"
     return f"cifar-lit: {text}", 1
+
+
+def resume_hint(error: BaseException) -> str:
+    """Return the command that resumes the run as the end of a message, empty without a checkpoint."""
+    command = getattr(error, "resume", None)
+    if command:
+        return f" Resume with:\n  {command}"
+    return ""
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether another process of the run did not take part in a collective call."""
+    return isinstance(error, RuntimeError) and TIMEOUT.search(str(error)) is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -21,17 +21,16 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy
 
 from cifar_lit import hardware
 from cifar_lit.cli import trust
 from cifar_lit.cli.errors import PARSER_SETTINGS, long_flags, parsed
 from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
-from cifar_lit.cli.launch import logs_of
+from cifar_lit.cli.launch import by_slurm, is_first_process, logs_of
+from cifar_lit.cli.ranks import ChildRanks
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.distributed.join import join
-from cifar_lit.distributed.rank_info import advice, is_first_process, rank_info
-from cifar_lit.distributed.rank_watch import RankWatch
 from cifar_lit.errors import Failure, UsageError, check_choice, nearest
 from cifar_lit.features import FEATURES, feature_class, feature_settings
 from cifar_lit.models.registry import check_net
@@ -68,8 +67,6 @@ from cifar_lit.training.orderly_stop import Interrupted
 from cifar_lit.training.schedules import ScheduleSettings
 
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
-# torch's limit of 30 minutes would also count the time for which a scheduler suspends all ranks.
-WATCHED_TIMEOUT = timedelta(days=7)
 
 TRAINER_DEFAULTS: dict[str, object] = {
     "max_epochs": 10,
@@ -82,41 +79,6 @@ TRAINER_DEFAULTS: dict[str, object] = {
 
 # Settings that are words: jsonargparse would read a file of the same name in the working folder.
 WORDS = ("trainer.accelerator", "trainer.strategy", "trainer.profiler", "model.net")
-
-
-class RankProgress(Callback):
-    """Report the position of this rank, so that the watch can name the rank that hangs while others wait for it.
-
-    All ranks go through the same positions: stage (fit or evaluation), epoch, step, part of the step.
-    """
-
-    def __init__(self, watch: RankWatch, folder: RunFolder) -> None:
-        self._watch = watch
-        self._folder = folder
-        self._stage = 0
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin a stage. The run folder exists by now."""
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._watch.folder = self._folder.path
-        self._stage += 1
-        self._watch.position = [self._stage, trainer.current_epoch, 0, 0]
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        """Begin a step, which averages the gradients of the ranks."""
-        self._watch.position = [self._stage, trainer.current_epoch, batch_idx + 1, 0]
-
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin an evaluation: each rank computes its own images."""
-        self._watch.position = [*self._watch.position[:3], 1]
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to gather the predictions of the ranks."""
-        self._watch.position = [*self._watch.position[:3], 2]
-
-    on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
 
 
 class TrainingCLI(LightningCLI):
@@ -237,8 +199,8 @@ class TrainingCLI(LightningCLI):
         parser.add_argument("--logger", type=str, default="tensorboard", help=text)
         text = "CPU threads of each process; by default those that other programs leave free at the start"
         parser.add_argument("--threads", type=PositiveInt | None, default=None, help=text)
-        text = "end the run if a process sends no heartbeat for this many seconds"
-        parser.add_argument("--rank_timeout", type=PositiveFloat, default=60.0, help=text)
+        text = "end the run if a process keeps the others waiting for this many seconds"
+        parser.add_argument("--rank_timeout", type=PositiveFloat, default=600.0, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         once_loaded = {"apply_on": "instantiate"}
         parser.link_arguments("data", "model.input_shape", lambda data: self._input_shape(data), **once_loaded)
@@ -285,7 +247,9 @@ class TrainingCLI(LightningCLI):
             raise UsageError("--trainer.sync_batchnorm true needs GPUs, as torch's SyncBatchNorm does: leave it out")
         if devices > 1 and self.machine.kind(accelerator) == "gpu" and platform.system() == "Windows":
             raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
-        self.watch = join(rank_info(devices, trainer.num_nodes), self.settings.rank_timeout)
+        if trainer.num_nodes > 1 and "MASTER_ADDR" not in os.environ and not by_slurm(os.environ):
+            names = "MASTER_ADDR, MASTER_PORT and NODE_RANK"
+            raise UsageError(f"--nodes {trainer.num_nodes} needs {names} on each machine, or torchrun or SLURM")
         self.notes: dict[str, str] = {}
         typed = self.command.value("threads") is not None
         if self.name == "fit" or typed:
@@ -296,7 +260,7 @@ class TrainingCLI(LightningCLI):
             self.settings.threads, self.notes["threads"] = choice
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
-        check_settings(self.settings)
+        check_settings(self.settings, self.ranks)
         adjust_to_features(self.settings)
         self._select_checkpoint()
 
@@ -354,23 +318,22 @@ class TrainingCLI(LightningCLI):
         if self.run.trains:
             callbacks.append(SlowdownWarning())
         callbacks += features
-        if self.watch:
-            callbacks.append(RankProgress(self.watch, self.run.folder))
+        self.child_ranks = ChildRanks()
+        callbacks.append(self.child_ranks)
         loggers = [logger for logger in as_list(configured.logger) if isinstance(logger, Logger)]
         if configured.logger is not False:
             loggers = self.run.loggers(self.step) + loggers
         if not validates:
             kwargs["limit_val_batches"] = 0
-        trainer = super().instantiate_trainer(
+        if self.ranks > 1 and configured.strategy in ("auto", "ddp"):
+            kwargs["strategy"] = DDPStrategy(timeout=timedelta(seconds=self.settings.rank_timeout))
+        return super().instantiate_trainer(
             callbacks=callbacks,
             logger=loggers,
             plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
             profiler=configured.profiler or NoProfiler(),
             **kwargs,
         )
-        if self.watch and isinstance(configured.strategy, str):  # the watch finds a lost rank sooner
-            trainer.strategy._timeout = WATCHED_TIMEOUT  # type: ignore[attr-defined]
-        return trainer
 
     def _features(self) -> list[Callback]:
         features: list[Callback] = []
@@ -398,8 +361,6 @@ class TrainingCLI(LightningCLI):
         folder, text = self.folder, self._config_text()
         assert folder
         trust.remember(text)
-        if self.watch:
-            self.watch.release, self.watch.advice = folder.release, lambda: advice(self._resume_line(), os.environ)
         settings = yaml.safe_load(text)
         return Run(folder, settings, text, self.notes, self.command.name, self.model.monitored, self.changes)
 
@@ -430,6 +391,7 @@ class TrainingCLI(LightningCLI):
             raise interruption from None
         finally:
             self.run.folder.release()
+            self.child_ranks.end(self.trainer)
             if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
                 torch.distributed.destroy_process_group()  # its threads can abort the interpreter at exit
 
@@ -503,10 +465,12 @@ def as_list(value: object) -> list[Any]:
     return [value]
 
 
-def check_settings(settings: Namespace) -> None:
+def check_settings(settings: Namespace, ranks: int) -> None:
     """Raise UsageError for settings that have the right types but are invalid, before data are loaded."""
     if settings.checkpoint_every is not None:
         regular_checkpoint(settings.checkpoint_every)
+        if ranks > 1 and not str(settings.checkpoint_every).isdecimal():
+            raise UsageError(f"--checkpoint-every {settings.checkpoint_every} needs one process: use a number of steps")
     if (recipe := settings.recipe) is not None and not is_file_name(recipe):
         raise UsageError(f"recipe: {recipe!r} cannot name a folder{NOT_A_FILE_NAME}")
     strategy = str(settings.trainer.strategy)

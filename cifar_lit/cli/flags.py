@@ -35,7 +35,7 @@ _SHORT = {
     "lr": ("model.lr", "0.1"),
     "seed": ("seed_everything", "1"),
     "checkpoint-every": ("checkpoint_every", "10m"),
-    "rank-timeout": ("rank_timeout", "60"),
+    "rank-timeout": ("rank_timeout", "600"),
     "threads": ("threads", "2"),
 }
 _EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5", "seeds": "0-4"} | {

@@ -1,21 +1,27 @@
-"""Apply the settings that torchrun, SLURM or a restarted job imply to a training command."""
+"""Apply the settings that torchrun, SLURM or a restarted job imply to a training command, and requeue SLURM's job.
+
+Lightning requeues SLURM jobs and torchrun restarts processes, but neither finds the run folder of the previous attempt.
+So a new run folder records its job and its command line.
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import re
+import subprocess
+import time
 from collections.abc import Mapping, MutableMapping
 from hashlib import sha256
 from pathlib import Path
 
-from cifar_lit import text
 from cifar_lit.cli.flags import LOGS, SHORT, Command, recipe_path
-from cifar_lit.distributed.job import NAME, Job, job_of, run_of_job
-from cifar_lit.distributed.rank_info import by_slurm, by_torchrun, is_first_process
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import check_choices, plain_values
-from cifar_lit.runs.run_folder import JOB, display_path, find_resumable, is_finished, run_of
+from cifar_lit.runs.run_folder import display_path, is_finished, newest_run_of_job
+from cifar_lit.text import note
 
+JOB_NAME = "CIFAR_LIT_JOB"  # set by the user or the scheduler; unique among the jobs that share --logs
+REQUEUE_SECONDS = 5.0  # time for SLURM to end a requeued job
 # torchrun's names of a rank's variables, and SLURM's
 RANK_VARIABLES = {
     "RANK": "SLURM_PROCID",
@@ -23,6 +29,24 @@ RANK_VARIABLES = {
     "NODE_RANK": "SLURM_NODEID",
     "WORLD_SIZE": "SLURM_NTASKS",
 }
+
+
+def is_first_process(environment: Mapping[str, str]) -> bool:
+    """Return whether this process has global rank 0, from the variables of torchrun, SLURM, Lightning or the user."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return environment["RANK"] == "0"
+    return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"
+
+
+def by_torchrun(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in environment and "LOCAL_WORLD_SIZE" in environment
+
+
+def by_slurm(environment: Mapping[str, str]) -> bool:
+    """Return whether SLURM's srun started this process, as Lightning decides it: no interactive shell, no torchrun."""
+    interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    return "SLURM_NTASKS" in environment and not interactive and not by_torchrun(environment)
 
 
 def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
@@ -65,53 +89,79 @@ def _set_devices(
         command.flags.append(f"--{SHORT[flag]}={number}")
 
 
+# ---- restarted jobs
+
+
 def continue_job(command: Command, argv: list[str], environment: Mapping[str, str]) -> None:
     """Resume the run of a restarted job, as `--resume RUN` would. The folder of a new run records its job.
 
-    A command with --resume is not changed. If the run is finished, print this and exit with code 0.
+    The command line is part of the record, so that each training of a SLURM script finds its own run. If the run is
+    finished, print this and exit with code 0.
     """
-    if command.name not in ("fit", "train") or command.several or command.asks_only:
+    if command.name not in ("fit", "train") or command.several or command.asks_only or command.resume is not None:
         return
     job = job_of(environment)
-    if job is None:
+    if not job:
         return
-    is_first, run, note = is_first_process(environment), None, ""
+    command.job = sha256("\0".join([job, command.name, *argv]).encode()).hexdigest()
+    counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    again = any(int(environment.get(counter) or 0) for counter in counters)
+    if not again and JOB_NAME not in environment:
+        return
     logs = logs_of(command)
-    if command.resume is not None:
-        if job.again:
-            run = run_of(find_resumable(logs, command.resume or None))
+    run = newest_run_of_job(logs, command.job)
+    finished = run is not None and is_finished(run, needs_test=command.name == "train")
+    if run is None:
+        line = f"job {job} has no checkpoint in {display_path(logs)} yet: starting a new run"
+    elif finished:
+        line = f"{display_path(run)} of job {job} is finished: its results are in metrics.json"
     else:
-        line = sha256("\0".join([command.name, *argv]).encode()).hexdigest()[:16]
-        command.job = json.dumps({"job": job.key, "line": line, "recipe": command.recipe}) + "\n"
-        if job.again or job.named:
-            run = run_of_job(logs, job, line, environment)
-        if run is not None:
-            reason = "has a run"
-            if job.again:
-                reason = "was restarted"
-            note = f"resuming {display_path(run)}: {job.title} {reason}"
-            _resume(command, run, job, line)
-        elif job.again:
-            note = f"{job.title} was restarted, but has no checkpoint in {display_path(logs)} yet: starting a new run"
-    if run is not None and is_finished(run, needs_test=command.name == "train"):
-        if is_first:
-            results = f"its results are in {display_path(run / 'metrics.json')}"
-            text.say(f"{display_path(run)} is finished: {results}. {job.title} has nothing left to do.")
-        raise SystemExit(0)
-    if note and is_first:
-        text.note(note)
-
-
-def _resume(command: Command, run: Path, job: Job, line: str) -> None:
-    """Make a command resume a run; raise UsageError if the job began with another recipe."""
-    record = json.loads((run / JOB).read_text())
-    if record.get("recipe") != command.recipe:
-        recipe = record.get("recipe") or "for this machine"
-        started = f"{display_path(run)} of {job.title} began with the recipe {recipe}"
-        raise UsageError(f"{started}: use this recipe, or give {NAME} another value")
-    if record.get("line") == line:
+        line = f"resuming {display_path(run)} of job {job}"
         command.configs = []
-    command.recipe, command.logs, command.resume = None, str(run.parent), str(run)
+        command.recipe, command.logs, command.resume = None, str(run.parent), str(run)
+    if is_first_process(environment):
+        note(line)
+    if finished:
+        raise SystemExit(0)
+
+
+def job_of(environment: Mapping[str, str]) -> str:
+    """Return what identifies the job of a process also after a restart, empty without a scheduler."""
+    if name := environment.get(JOB_NAME):
+        return name
+    if "SLURM_JOB_ID" in environment:
+        return f"{environment.get('SLURM_CLUSTER_NAME', 'slurm')}:{slurm_number(environment)}"
+    if by_torchrun(environment):
+        run_id = environment["TORCHELASTIC_RUN_ID"]  # equal on all nodes; "none" without --rdzv-id
+        if run_id == "none":
+            run_id = str(os.getppid())
+        return f"torchrun:{run_id}"
+    return ""
+
+
+def slurm_number(environment: Mapping[str, str]) -> str:
+    """Return the number of the SLURM job as `scontrol` expects it: `<array>_<task>` in a job array."""
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]
+
+
+def requeue(environment: Mapping[str, str], resume: str | None) -> str:
+    """Ask SLURM to requeue this process's job, and return the line to print.
+
+    SLURM ends the job at once, so everything must be saved before. All other ranks wait for SLURM: if one exited before
+    the first rank, `srun --kill-on-bad-exit` could kill the first rank.
+    resume: the command that resumes the run, None without a checkpoint.
+    """
+    if not is_first_process(environment):
+        time.sleep(REQUEUE_SECONDS)
+        return ""
+    job = slurm_number(environment)
+    note(f"cifar-lit: stopped; SLURM's job {job} is being requeued and will resume automatically")
+    answer = subprocess.run(["scontrol", "requeue", job], capture_output=True, encoding="utf-8", check=False)
+    if answer.returncode == 0:
+        return ""
+    return f"cifar-lit: `scontrol requeue {job}` failed: {answer.stderr.strip()}. Resume with:\n  {resume}"
 
 
 def logs_of(command: Command) -> Path:

@@ -165,16 +165,16 @@ def _allow_runs(argv: list[str], trusted: bool) -> None:
 def _train(command: flags.Command, argv: list[str]) -> None:
     """Run fit, train, validate, test or predict. A launcher may have started several such processes."""
     from cifar_lit.cli.launch import apply_launcher, continue_job
-    from cifar_lit.distributed.join import leave, meet_anew
 
     if command.recipe:
         flags.recipe_path(command.recipe)  # report an unknown recipe before the slow imports
     apply_launcher(command, os.environ)
-    from cifar_lit.cli.quiet import catch_signals, hold_signals, quieten
+    from cifar_lit.cli.quiet import catch_signals, quieten
 
-    hold_signals()
     quieten()
-    meet_anew(os.environ)
+    from cifar_lit.cli.ranks import end_with_parent
+
+    end_with_parent()
     continue_job(command, argv, os.environ)
     catch_signals()
     if command.several and not command.asks_only:
@@ -184,7 +184,6 @@ def _train(command: flags.Command, argv: list[str]) -> None:
         from cifar_lit.cli.fit import TrainingCLI
 
         TrainingCLI(command)
-    leave("", 0)
 
 
 def _report(error: BaseException, debug: bool) -> int:
@@ -197,19 +196,21 @@ def _report(error: BaseException, debug: bool) -> int:
         if isinstance(error.code, int):
             return error.code
         return 1
-    from cifar_lit.cli.errors import explain_error, is_lost_peer
-    from cifar_lit.distributed.join import leave
+    from cifar_lit.cli.errors import explain_error, is_timeout
 
     if debug:
         import traceback
 
         note(*"".join(traceback.format_exception(error)).splitlines())
     line, code = explain_error(error)
-    line = leave(line, code, is_lost_peer(error))
     if getattr(error, "requeue", False):
-        from cifar_lit.distributed.job import requeue
+        from cifar_lit.cli.launch import requeue
 
         line = requeue(os.environ, getattr(error, "resume", None))
     if line:
         note(*line.split("\n"))
+    if is_timeout(error):
+        from cifar_lit.cli.ranks import end_frozen_parent
+
+        end_frozen_parent()
     return code

@@ -5,22 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import warnings
 from importlib import import_module
 
-from cifar_lit.distributed.rank_info import by_slurm
+from cifar_lit.cli.launch import by_slurm
 from cifar_lit.signals import HANGUP, REQUEUE, accept_hangup, stop_signals
-
-
-def hold_signals() -> None:
-    """Block SLURM's requeue signal until `catch_signals`: the signal would kill a process without a handler.
-
-    Call this before the slow imports: with a short --time, the signal arrives early.
-    """
-    if sys.platform != "win32" and by_slurm(os.environ):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 
 def catch_signals() -> None:
@@ -33,11 +23,8 @@ def catch_signals() -> None:
         raise Interrupted(number, requeue=number == requeue)
 
     requeue = REQUEUE if by_slurm(os.environ) else None
-    for number in stop_signals():
+    for number in filter(None, [*stop_signals(), requeue]):
         signal.signal(number, stop)
-    if sys.platform != "win32" and requeue:
-        signal.signal(requeue, stop)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {requeue})
 
 
 def quieten() -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -296,14 +296,13 @@ def newest_checkpoint(run: Path) -> Path:
     return run / CHECKPOINTS[0]
 
 
-def newest_run_of_job(logs: Path, belongs: Callable[[dict[str, object]], bool]) -> Path | None:
-    """Return the newest run, finished or resumable, whose job record satisfies `belongs`."""
+def newest_run_of_job(logs: Path, job: str) -> Path | None:
+    """Return the newest run, finished or resumable, with this record of its job."""
     runs = []
     for record in logs.glob(f"*/{JOB}"):
-        run, job = record.parent, read_json(record)
-        with suppress(OSError):  # deleted meanwhile
-            if job and belongs(job) and (read_metrics(run) or newest_checkpoint(run).is_file()):
-                runs.append((_started(run), run))
+        run = record.parent
+        if record.read_text() == job and (read_metrics(run) or newest_checkpoint(run).is_file()):
+            runs.append((_started(run), run))
     if not runs:
         return None
     return max(runs)[1]

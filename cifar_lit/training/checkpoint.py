@@ -31,7 +31,6 @@ from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
 from cifar_lit.files import atomic_write, file_size, write_failure
 from cifar_lit.text import duration_seconds
 from cifar_lit.training.checkpoint_pickle import check_pickles
-from cifar_lit.training.collectives import Agreement
 from cifar_lit.training.loop_position import is_last_epoch, validates_next, within_epoch
 
 if TYPE_CHECKING:
@@ -141,16 +140,6 @@ class RegularCheckpoint(RunCheckpoint):
 
     state_key = "RegularCheckpoint"  # without the interval, which may change on resume
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._agreement = Agreement()
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Connect the ranks if the interval is a time."""
-        super().setup(trainer, pl_module, stage)
-        if self._train_time_interval is not None:
-            self._agreement.connect(trainer)
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save at the end of every epoch too, even if epochs are short."""
         super().on_train_start(trainer, pl_module)
@@ -158,21 +147,13 @@ class RegularCheckpoint(RunCheckpoint):
             if isinstance(callback, LastCheckpoint):
                 callback.requested = True
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
-    ) -> None:
-        """Look at the clock of the first device. Lightning broadcasts a pickled answer after every step."""
-        if self._train_time_interval is not None:
-            seconds = time.monotonic() - (self._last_time_checked or 0.0)
-            is_due = trainer.is_global_zero and seconds >= self._train_time_interval.total_seconds()
-            self._agreement.start(int(is_due))
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
     ) -> None:
         """Save at the interval, like Lightning; if a validation follows this step, save after it."""
         if self._train_time_interval is not None:
-            is_due = bool(self._agreement.result())
+            seconds = time.monotonic() - (self._last_time_checked or 0.0)
+            is_due = seconds >= self._train_time_interval.total_seconds()
         else:
             is_due = trainer.global_step % self._every_n_train_steps == 0
         if not is_due or not within_epoch(trainer):

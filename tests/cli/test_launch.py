@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from contract.command_line import SMALL, Answer, assert_refused, metrics_of, run_command
+from contract.command_line import SMALL, metrics_of, run_command
 
 from cifar_lit.cli.flags import Command, parse
-from cifar_lit.cli.launch import apply_launcher, continue_job
-from cifar_lit.distributed.job import JOB_RUN, Job, job_of
-from cifar_lit.distributed.rank_info import is_first_process
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.runs.run import Run
-from cifar_lit.runs.run_folder import RunFolder
+from cifar_lit.cli.launch import apply_launcher, continue_job, is_first_process, job_of
+from cifar_lit.errors import UsageError
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 TORCHRUN_AGAIN = {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}
 ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
-RESUMES = {"resume": "a-1/checkpoints/last.ckpt", "step": "7"}
 LINE = ["--recipe", "small.yaml", "--lr", "0.1"]
 # Variables of a task started by srun (SLURM 22.05) on two nodes with two tasks each.
 STEP = {
@@ -94,25 +84,19 @@ def test_flags_stay_without_srun_and_in_interactive_shells(environment: dict[str
 # ---- restarted jobs
 
 
-@pytest.fixture(autouse=True)
-def _unset_job_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(JOB_RUN, "")  # restores the variable after each test
-
-
 @pytest.mark.parametrize(
     ("environment", "job"),
     [
-        ({}, None),
-        (SLURM, Job("slurm:hill:7", "SLURM's job 7", again=False)),
-        (AGAIN, Job("slurm:hill:7", "SLURM's job 7", again=True)),
-        ({**AGAIN, **ARRAY}, Job("slurm:hill:5_2", "SLURM's job 5_2", again=True)),
-        (TORCHRUN, Job(f"torchrun:none:{os.getppid()}@{platform.node()}", "torchrun's job", again=False)),
-        ({**TORCHRUN_AGAIN, "TORCHELASTIC_RUN_ID": "x"}, Job("torchrun:x", "torchrun's job", again=True)),
-        ({**TORCHRUN_AGAIN, **SLURM}, Job("slurm:hill:7", "SLURM's job 7", again=True)),
-        ({**SLURM, "CIFAR_LIT_JOB": "mine"}, Job("mine", "job mine", again=False, named=True)),
+        ({}, ""),
+        (SLURM, "hill:7"),
+        ({**AGAIN, **ARRAY}, "hill:5_2"),
+        (TORCHRUN, f"torchrun:{os.getppid()}"),
+        ({**TORCHRUN_AGAIN, "TORCHELASTIC_RUN_ID": "x"}, "torchrun:x"),
+        ({**TORCHRUN_AGAIN, **SLURM}, "hill:7"),
+        ({**SLURM, "CIFAR_LIT_JOB": "mine"}, "mine"),
     ],
 )
-def test_a_job_is_identified_by_its_name_or_number(environment: dict[str, str], job: Job | None) -> None:
+def test_a_job_is_identified_by_its_name_or_number(environment: dict[str, str], job: str) -> None:
     assert job_of(environment) == job
 
 
@@ -122,9 +106,9 @@ def start_command(words: list[str], environment: dict[str, str]) -> Command:
     return command
 
 
-def write_run(command: Command, name: str = "small-1", checkpoint: bool = True, logs: str = "lightning_logs") -> Path:
+def write_run(command: Command, name: str, checkpoint: bool = True) -> Path:
     """Create the run folder that this command would have left."""
-    run = Path(logs, name)
+    run = Path("lightning_logs", name)
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("{}")
     assert command.job is not None
@@ -134,100 +118,53 @@ def write_run(command: Command, name: str = "small-1", checkpoint: bool = True, 
     return run
 
 
-def finish(run: Path) -> None:
-    (run / "metrics.json").write_text('{"test": {"accuracy": 1}}')
-
-
 def test_a_restarted_job_resumes_its_newest_run(capsys: pytest.CaptureFixture[str]) -> None:
     first = start_command(LINE, SLURM)
-    assert first.job is not None and json.loads(first.job)["job"] == "slurm:hill:7"
-    assert replace(first, job=None) == parse("train", LINE) == start_command(LINE, {})
-    folds = start_command([*LINE, "--folds", "5"], AGAIN)
-    assert (folds.resume, folds.job, folds.several) == (None, None, {"folds": "5"})  # cross-validation starts again
+    assert first.resume is None and start_command(LINE, {}) == parse("train", LINE)
     write_run(first, "small-3", checkpoint=False)
     command = start_command(LINE, AGAIN)
     assert (command.resume, command.recipe) == (None, "small.yaml")
-    line = "SLURM's job 7 was restarted, but has no checkpoint in lightning_logs yet: starting a new run\n"
+    line = "job hill:7 has no checkpoint in lightning_logs yet: starting a new run\n"
     assert capsys.readouterr().err == line
-    run, newer = write_run(first), write_run(first, "small-2")
-    os.utime(run / "config.yaml", (1, 1))
+    older, newer = write_run(first, "small-1"), write_run(first, "small-2")
+    os.utime(older / "config.yaml", (1, 1))
     write_run(start_command(LINE, {**SLURM, "SLURM_JOB_ID": "8"}), "small-4")
     command = start_command(LINE, AGAIN)
     assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
     assert command.flags == ["--model.lr=0.1"]  # flags override the settings of the run
-    assert capsys.readouterr().err == "resuming lightning_logs/small-2: SLURM's job 7 was restarted\n"
+    assert capsys.readouterr().err == "resuming lightning_logs/small-2 of job hill:7\n"
+    words = ["--resume", str(older)]
+    assert start_command(words, AGAIN) == parse("train", words)
 
 
 def test_each_training_of_a_restarted_script_resumes_its_own_run(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = [*LINE, "--seed", "1"], [*LINE, "--seed", "2"]
-    finish(write_run(start_command(first, SLURM)))
+    finished = write_run(start_command(first, SLURM), "small-1")
+    (finished / "metrics.json").write_text('{"test": {"accuracy": 1}}')
     run = write_run(start_command(second, SLURM), "small-2")
     with pytest.raises(SystemExit) as ended:
         start_command(first, AGAIN)
     assert ended.value.code == 0
-    results = "its results are in lightning_logs/small-1/metrics.json"
-    line = f"lightning_logs/small-1 is finished: {results}. SLURM's job 7 has nothing left to do.\n"
-    assert capsys.readouterr().out == line
+    assert "lightning_logs/small-1 of job hill:7 is finished" in capsys.readouterr().err
     assert start_command(second, AGAIN).resume == str(run)
     assert start_command([*LINE, "--seed", "3"], AGAIN).resume is None
 
 
 def test_every_process_resumes_the_same_run_and_only_rank_0_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(start_command(LINE, TORCHRUN))
+    run = write_run(start_command(LINE, TORCHRUN), "small-1")
     assert start_command(LINE, {**TORCHRUN_AGAIN, "RANK": "1", "LOCAL_RANK": "1"}).resume == str(run)
     assert capsys.readouterr().err == ""
     assert start_command(LINE, TORCHRUN_AGAIN).resume == str(run)
-    assert os.environ[JOB_RUN] == str(run)
-    # The first process starts the others after it has made a run folder.
-    named = {"CIFAR_LIT_JOB": "mine", "LOCAL_RANK": "1"}
-    assert start_command(LINE, {**named, JOB_RUN: ""}).resume is None
-    assert start_command(LINE, {**named, JOB_RUN: str(run)}).resume == str(run)
-
-
-def test_an_explicit_resume_is_kept_until_its_run_is_finished() -> None:
-    run = write_run(start_command(LINE, SLURM))
-    words = ["--resume", str(run)]
-    assert start_command(words, AGAIN) == parse("train", words)
-    finish(run)
-    assert start_command(words, SLURM).resume == str(run)
-    with pytest.raises(SystemExit):
-        start_command(words, AGAIN)
+    assert capsys.readouterr().err.startswith("resuming lightning_logs/small-1")
 
 
 def test_a_named_job_starts_resumes_and_ends_in_one_run_folder(run_dir: Path) -> None:
-    def start_job(*words: str) -> Answer:
-        return run_command(*words, CIFAR_LIT_JOB="mine")
-
-    first = start_job(*SMALL)
-    assert (first.code, first.err) == (0, "")
+    first = run_command(*SMALL, CIFAR_LIT_JOB="mine")
+    assert first.code == 0, first.err
     own = Path("lightning_logs/small-1")
     (own / "metrics.json").unlink()
-    again = start_job(*SMALL)
-    assert (again.code, again.err) == (0, "resuming lightning_logs/small-1: job mine has a run\n")
+    again = run_command(*SMALL, CIFAR_LIT_JOB="mine")
+    assert (again.code, again.err) == (0, "resuming lightning_logs/small-1 of job mine\n")
     assert metrics_of(own)["test"] == metrics_of(run_dir)["test"]
-    assert run_command("compare", "lightning_logs").code == 0  # ignores the .job file
-    finished = start_job(*SMALL)
-    assert (finished.code, finished.err, finished.out.count("\n")) == (0, "", 1)
-    assert "lightning_logs/small-1 is finished" in finished.out
-    (own / "metrics.json").unlink()
-    assert start_job(*SMALL, "--lr", "0.1").code == 2  # settings of loading may change, others and the recipe may not
-    other = start_job(*SMALL, "--data.eval_batch_size", "7")
-    assert other.code == 0, other.err
-    assert [change["settings"] for change in metrics_of(own)["changes"]] == [{"data.eval_batch_size": 7}]
+    assert run_command(*SMALL, CIFAR_LIT_JOB="mine").code == 0
     assert [path.name for path in Path("lightning_logs").iterdir()] == ["small-1"]
-    line = "lightning_logs/small-1 of job mine began with the recipe small.yaml: "
-    assert_refused(start_job("--recipe", "tudui"), 2, line)
-
-
-# ---- checkpoints of all processes
-
-
-def test_processes_that_see_different_checkpoints_end_with_an_error() -> None:
-    first = "a-1/checkpoints/last.ckpt of step 9"
-    strategy = SimpleNamespace(broadcast=lambda own: ("logs/small-1", first))
-    rank = {"is_global_zero": False, "global_rank": 1}
-    second: Any = SimpleNamespace(fast_dev_run=False, checkpoint_callbacks=(), strategy=strategy, **rank)
-    for notes, own in ((RESUMES, "from a-1/checkpoints/last.ckpt of step 7"), ({}, "from the beginning")):
-        run = Run(RunFolder(Path("logs"), "small", first=False), {}, "", notes, "fit")
-        with pytest.raises(Failure, match=f"{own}, the first process from {first}"):
-            run.setup(second, None, "fit")

@@ -21,10 +21,8 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from stress.fault_hooks import PHASES, PIPE
-from stress.network_namespaces import enter
-
-from cifar_lit.distributed.join import free_port
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 120.0  # seconds after which a command counts as frozen
@@ -32,7 +30,6 @@ TINY = """train --recipe quickstart --accelerator cpu --precision 32-true --net 
     --data.image_size 16 --batch-size 8 --data.augment.crop 2 --weight_average.decay 0.9"""
 # 13 steps per epoch, with regular checkpoints.
 SMALL_TRAINING = f"{TINY} --data.count 121 --epochs 3 --checkpoint-every 4 --trainer.log_every_n_steps 5".split()
-NAMESPACE = "STRESS_NAMESPACE"  # the network namespace of a process
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -83,7 +80,7 @@ class Forked:
         sys.stdout.flush()
         sys.stderr.flush()
         self.pids: list[int] = []
-        meet = {} if processes == 1 else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        meet = {} if processes == 1 else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
         for rank, own in enumerate(_torchrun(processes) if isinstance(processes, int) else processes):
             pid = os.fork()
             if pid == 0:
@@ -185,8 +182,6 @@ def _become(
         os.environ.update(environment)
         sys.argv = ["cifar-lit"]
         faulthandler.register(signal.SIGUSR1, file=descriptor)
-        if NAMESPACE in environment:
-            enter(environment[NAMESPACE])
         from cifar_lit.cli import main
 
         code = argv() if callable(argv) else main(list(argv))

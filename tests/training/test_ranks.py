@@ -5,9 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from cifar_lit.features.finetune import Finetune
 from cifar_lit.features.whitening import Whitening
 from cifar_lit.training.callbacks import Clock, RandomState
-from cifar_lit.training.checkpoint import last_checkpoint, read_checkpoint, regular_checkpoint
+from cifar_lit.training.checkpoint import read_checkpoint, regular_checkpoint
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
 
 TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
@@ -150,33 +148,6 @@ def test_an_end_within_a_step_ends_all_ranks_at_once(
     assert not (tmp_path / "last.ckpt").exists()
 
 
-def test_signals_are_exchanged_on_the_cpu_and_awaited_only_at_the_end_of_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The backend of the training device, such as NCCL, does not matter."""
-    events: list[Any] = []
-    timeout = timedelta(days=7)
-    monkeypatch.setattr(torch.distributed, "new_group", lambda **settings: events.append(settings) or "group")
-
-    def all_reduce(number: torch.Tensor, operation: Any, group: Any, async_op: bool) -> Any:
-        events.append((number.device.type, group, async_op))
-        return SimpleNamespace(wait=lambda: events.append("waited"))
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    connector = SimpleNamespace(cluster_environment=None)
-    fit: Any = SimpleNamespace(
-        world_size=2, strategy=SimpleNamespace(_timeout=timeout), _accelerator_connector=connector
-    )
-    stop, model = OrderlyStop(last_checkpoint()), torch.nn.Module()
-    for stage in ("fit", "test"):
-        stop.setup(fit, model, stage)  # type: ignore[arg-type]
-    stop.on_train_batch_start(fit, model, None, 0)
-    exchanged = ("cpu", "group", True)
-    assert events == [{"backend": "gloo", "timeout": timeout}, exchanged]
-    stop.on_train_batch_end(fit, model, None, None, 0)
-    assert events[2:] == ["waited"]
-
-
 # ---- collective calls
 
 
@@ -226,11 +197,11 @@ def _noting(name: str, note: Callable[..., None]) -> Callable[..., Any]:
     return noting
 
 
-def train_with_timed_checkpoints(name: str, folder: str) -> list[int]:
+def train_with_checkpoints(name: str, folder: str) -> list[int]:
     """Train with a computed layer, and write what each rank did."""
 
     def command() -> int:
-        steps, last, regular = Steps(), best_and_last(Path(folder))[1], regular_checkpoint("10m")
+        steps, last, regular = Steps(), best_and_last(Path(folder))[1], regular_checkpoint(4)
         regular.dirpath = folder
         pickled, waited, saved, starts = set[str](), set[int](), list[int](), list[Any]()
 
@@ -247,13 +218,9 @@ def train_with_timed_checkpoints(name: str, folder: str) -> list[int]:
         def save(trainer: pl.Trainer, *_: Any) -> None:
             saved.append(trainer.global_step)
 
-        def late(trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 2 and trainer.global_rank == 0:
-                regular._last_time_checked = -1e6
-
         torch.manual_seed(this_rank())
         model = classifier(**COMPUTED[name][0])
-        see = LambdaCallback(on_train_batch_start=started, on_save_checkpoint=save, on_after_backward=late)
+        see = LambdaCallback(on_train_batch_start=started, on_save_checkpoint=save)
         data = shapes_data(cache_dir=folder)
         feature: Callback = Whitening()
         if not COMPUTED[name][0]:
@@ -273,7 +240,7 @@ def train_with_timed_checkpoints(name: str, folder: str) -> list[int]:
 def test_ranks_start_with_the_layer_of_the_first_one_and_neither_pickle_tensors_nor_wait_in_a_step(
     name: str, forking: Callable[..., Any], tmp_path: Path
 ) -> None:
-    codes = forking(train_with_timed_checkpoints, name=name, folder=str(tmp_path))
+    codes = forking(train_with_checkpoints, name=name, folder=str(tmp_path))
     assert codes == [0, 0], (tmp_path / "rank-0.txt").read_text()
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
@@ -283,8 +250,5 @@ def test_ranks_start_with_the_layer_of_the_first_one_and_neither_pickle_tensors_
         expected.initialise(shapes_data().plain_images(5000))
         torch.testing.assert_close(torch.tensor(first["start"]["net.whiten.weight"]), expected.whiten.weight)
     assert first["pickled"] == pickled
-    assert [step for step in first["saved"] if step] == [
-        4,
-        BATCHES,
-    ]  # due after the third step, by the clock of the first rank
+    assert [step for step in first["saved"] if step] == [4, BATCHES]
     assert first["waited"] == [4, BATCHES]  # for a checkpoint and the metrics of the epoch

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from real_runs import LIMIT, SCRIPT, SETTINGS, STEPS_PER_EPOCH, assert_same_run, environment
-
-from cifar_lit.distributed.join import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]
 
@@ -34,8 +33,9 @@ def end(agents: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def test_two_agents_restart_all_ranks_after_a_loss_and_resume(tmp_path: Path, pair: Path) -> None:
+    meeting = f"127.0.0.1:{find_free_network_port()}"
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "night"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "night"]
     lost = {"AT_STEP": str(STEPS_PER_EPOCH + 6), "AT_STEP_SIGNAL": str(int(signal.SIGKILL)), "AT_STEP_RANK": "1"}
     codes = end([start(tmp_path, node, words, **lost) for node in (0, 1)])
     printed = "".join((tmp_path / f"{node}.txt").read_text() for node in (0, 1))
@@ -47,7 +47,7 @@ def test_two_agents_restart_all_ranks_after_a_loss_and_resume(tmp_path: Path, pa
 def test_two_agents_take_ranks_and_address_from_the_variables_of_kubernetes(tmp_path: Path, pair: Path) -> None:
     """Kubeflow Trainer sets these, with `auto` in place of the number of processes."""
     shared = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
-    shared |= {"PET_MASTER_PORT": str(free_port()), "CIFAR_LIT_JOB": "night"}
+    shared |= {"PET_MASTER_PORT": str(find_free_network_port()), "CIFAR_LIT_JOB": "night"}
     codes = end([start(tmp_path, node, [], **shared, PET_NODE_RANK=str(node)) for node in (0, 1)])
     assert codes == [0, 0], "".join((tmp_path / f"{node}.txt").read_text() for node in (0, 1))
     assert_same_run(tmp_path, pair)

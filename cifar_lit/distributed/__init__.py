@@ -1,1 +1,0 @@
-"""Ranks (processes) of one run: how they connect, and how all ranks end when a rank is lost."""
