@@ -69,11 +69,11 @@ def write_counts(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def write(counts: dict[str, Any], part: str = "") -> None:
         if folder:
-            from cifar_lit.bench.report import environment, write_figures
+            from cifar_lit.cli.seeds_file import environment
 
             name = Path(request.node.path).stem.removeprefix("test_") + part
             figures = {"bench": f"stress {name}", **counts, "environment": environment()}
-            write_figures(Path(folder) / f"stress-{name}.json", figures)
+            (Path(folder) / f"stress-{name}.json").write_text(json.dumps(figures, indent=2))
 
     return write
 

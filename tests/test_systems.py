@@ -20,7 +20,7 @@ from contract.command_line import RECIPE, environment, run_command, run_process
 from PIL import Image
 
 from cifar_lit import files
-from cifar_lit.bench.process import ask_to_stop, kill_group, started
+from cifar_lit.cli.processes import ask_to_stop, kill_group, started
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import is_file_name

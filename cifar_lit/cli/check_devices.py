@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from cifar_lit.bench.process import child_environment
+from cifar_lit.cli.processes import child_environment
 from cifar_lit.errors import Failure
 from cifar_lit.hardware import Machine, choose_precision, detect_machine, resolve_device
 from cifar_lit.text import say

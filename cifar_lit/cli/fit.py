@@ -480,7 +480,7 @@ def check_settings(settings: Namespace, ranks: int) -> None:
     if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
         raise UsageError(f"--trainer.strategy {strategy} is for notebooks: use --trainer.strategy ddp")
     if settings.trainer.barebones:
-        raise UsageError("--trainer.barebones true leaves out what a run records: remove it, or use cifar-lit bench")
+        raise UsageError("--trainer.barebones true leaves out what a run records: remove it")
     epochs, data = settings.trainer.max_epochs, settings.data
     if epochs == -1 and (settings.trainer.max_time or settings.trainer.max_steps > 0):
         epochs = None

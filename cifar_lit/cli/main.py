@@ -66,7 +66,6 @@ Precedence: recipe < --config files < flags.
 OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",
-    "bench": "cifar_lit.bench.commands:bench",
     "classify": "cifar_lit.cli.classify:classify",
     "report": "cifar_lit.cli.report:report",
     "review": "cifar_lit.extras.label.review:review",
@@ -131,7 +130,7 @@ def _run(argv: list[str], default: str) -> int:
     if name not in OWN:
         names = [*flags.TRAINING, *OWN]
         raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
-    trusted = "--trust" in arguments and name != "bench"  # bench passes its flags on
+    trusted = "--trust" in arguments
     _allow_runs(arguments, trusted)
     run = optional_function(OWN[name], f"the command {name!r}")
     with all_imports_allowed(trusted):

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cifar_lit.bench.record import Record
-from cifar_lit.bench.report import make_parent
+from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command, check_one_device
+from cifar_lit.cli.seeds_file import write_seeds_file
 from cifar_lit.cli.several import check_several, group_folder, show_runs, train_each
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
@@ -25,19 +25,17 @@ MOST = 1000  # seeds of one command
 RESULTS = ("accuracy", "accuracy with TTA", "loss", "train seconds")
 
 
-def train_seeds(command: Command, others: dict[str, object] | None = None) -> None:
+def train_seeds(command: Command) -> None:
     """Train once per seed. A repeated command continues unfinished trainings; one with more seeds adds the missing.
 
-    With --json, the file has the seeds trained so far after each training, and a repeated command trains no seed again.
-
-    others: results of other recipes for the same file, by name. Those of this recipe are added.
+    With --json, a repeated command trains no seed again.
     """
     check_several(command, "--seeds", "continues unfinished trainings by itself: leave --resume out", SETTING)
     seeds = read_seeds(command.several["seeds"])
     file = Path(command.json) if command.json else None
     if file:
         check_one_device(command.value("trainer.devices"), "--json measures")
-        make_parent(file)  # fail before the trainings, not after them
+        file.parent.mkdir(parents=True, exist_ok=True)  # fail before the trainings, not after them
 
     def continues(content: Mapping[str, object]) -> bool:
         """Continue a folder without other seeds that lacks some of them or its results, or has the same file."""
@@ -49,13 +47,17 @@ def train_seeds(command: Command, others: dict[str, object] | None = None) -> No
         trainings = {}
         for number, seed in enumerate(seeds, 1):
             trainings[f"seed {seed} ({number} of {len(seeds)})"] = {SETTING: seed}
-        if others is None:
-            others = {}
-        measured = Record(command, path, others)
-        runs = train_each(command, trainings, path, measured.add)
+        trained: list[str] = []  # by this process without an interruption
+
+        def note_trained(cli: TrainingCLI) -> None:
+            if cli.checkpoint is None:
+                trained.append(cli.run.folder.path.name)
+
+        runs = train_each(command, trainings, path, note_trained)
         record["json"] = command.json
         finish(path, record, {display_path(run): read_metrics(run) for run in runs})
-        measured.write(runs)
+        if file:
+            write_seeds_file(command, runs, warm=trained[1:])
 
 
 def read_seeds(text: str) -> list[int]:

@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.table import Table
 
-from cifar_lit.bench.process import ask_to_stop, started
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.fit import TrainingCLI, program
 from cifar_lit.cli.flags import Command, recipe_path
 from cifar_lit.cli.launch import logs_of
+from cifar_lit.cli.processes import ask_to_stop, started
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.cli.run_report import FIGURES as TITLES
 from cifar_lit.errors import Failure, UsageError

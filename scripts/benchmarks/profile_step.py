@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from report import Row, publish
 from script import run_script
 from timed_fit import Stopwatch, add_training_arguments, default_warmup, fit, subject_from
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from cifar_lit.bench.report import Row, publish
 from cifar_lit.errors import Failure, UsageError
 
 WHAT = (

@@ -10,12 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from report import Row, publish, spread
 from script import run_script
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
 import cifar_lit
-from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import UsageError
 from cifar_lit.inference.classify import find_images

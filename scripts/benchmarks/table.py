@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from report import FEW, machine_text, spread, spread_text
 from script import run_script
 from variants import differences_of
 
-from cifar_lit.bench.commands import BENCHES
-from cifar_lit.bench.report import FEW, machine_text, spread, spread_text
 from cifar_lit.cli.recipes import TIMES
 from cifar_lit.errors import UsageError
 from cifar_lit.files import write_text
@@ -453,7 +452,7 @@ def _measurement_rows(figures: Mapping[str, Any]) -> list[Sequence[str]]:
     settings = figures.get("settings", {})
     names = ("net", "recipe", "dataset", "batch_size", "precision")
     subject = " · ".join(f"{name} {settings[name]}" for name in names if settings.get(name))
-    command = f"bench {figures['bench']}" if figures["bench"] in BENCHES else figures["bench"]
+    command = figures["bench"]
     name = f"`{command}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
     units = figures["unit"]
     return [

@@ -13,13 +13,13 @@ import torch
 from loops import ArrayImages
 from PIL import Image
 from progress import Progress
+from report import Row, publish, spread
 from script import run_script
 from timed_fit import Stopwatch, build, fit, subject_from
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.transforms import ToTensor
 
-from cifar_lit.bench.report import Row, publish, spread
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.loaders import count_batches
 from cifar_lit.errors import UsageError

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from progress import Progress
+from report import Row, figures_of, publish, spread, write_figures
 from script import run_script
 
-from cifar_lit.bench.report import Row, figures_of, publish, spread, write_figures
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 

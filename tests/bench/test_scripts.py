@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import gradients
-import input as input_script
-import limit
 import profile_step
 import pytest
 import step
 import torch
 import units
 import variants
-from limit import Kind
 from loops import BareLoop
+from script import run_module
 from timed_fit import Stopwatch, fit, model_settings
 
-from cifar_lit.bench.commands import run_module
 from cifar_lit.errors import UsageError
 
 pytestmark = pytest.mark.slow
@@ -33,7 +28,6 @@ SMALL = "--accelerator cpu --dataset shapes --data.count 90 --json f.json"
     ("module", "line", "label"),
     [
         (step, "--recipe folder --batch-size 16 --steps 2 --rounds 2", "ours / bare loop"),
-        (input_script, "--batch-size 16 --batches 2 --rounds 2", "ours / the strongest rival"),
     ],
 )
 def test_loops_are_measured_in_alternating_rounds(module: ModuleType, line: str, label: str) -> None:
@@ -86,18 +80,6 @@ def test_settings_of_a_model_are_read_as_in_a_training() -> None:
             model_settings(flags.split())
 
 
-def test_steps_with_fast_gradients_are_compared_with_those_without_and_in_float32() -> None:
-    Path("small.yaml").write_text(
-        "model: {net: whitened, net_options: {widths: [4]}}\ndata: {batch_size: 4}\nfinetune: {frozen: 0.5}\n"
-    )
-    run_module("script.py", gradients, ["small.yaml:12", "--rounds", "2", "--json", "f.json"])
-    headline = json.loads(Path("f.json").read_text())["headline"]
-    assert {label: row["n"] for label, row in headline.items()} == {
-        "small.yaml, 12 px: fast / plain": 2,
-        "small.yaml, 12 px: fast / float32": 2,
-    }
-
-
 def test_variants_are_compared_seed_by_seed_on_held_out_images_and_a_finished_training_is_not_repeated() -> None:
     Path("v.json").write_text('{"small": ["--batch-size", "10"]}')
     line = ["v.json", "--recipe", "quickstart", "--held-out", "100", "--json", "f.json"]
@@ -129,58 +111,3 @@ def test_trainings_of_other_variants_or_of_another_recipe_are_not_continued(
     with pytest.raises(UsageError, match=f"another {named}: choose another --json file"):
         line = ["v.json", "--recipe", recipe, "--held-out", "100", "--runs", "1", "--json", "f.json"]
         run_module("script.py", variants, line)
-
-
-# ---- limit.py
-
-
-@pytest.fixture
-def tiny_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(limit.MATRIX_SIDE, "cpu", 8)
-
-
-@pytest.fixture
-def whitened_subject(small_subject: Any) -> Any:
-    """Return a training of a small whitened net. Its images grow from 12 to 16 pixels."""
-    options = {"widths": [4, 6], "depth": 1}
-    features = {"whitening": {"bias_epochs": 1.5}, "resolutions": {"sides": {12: 0.5}}}
-    return small_subject(features, net="whitened", net_options=options, optimizer="muon", schedule="one_cycle")
-
-
-def test_the_computation_of_a_training_equals_a_count_by_hand(tiny_matrices: None) -> None:
-    run_module("limit.py", limit, f"--recipes small.yaml --rounds 2 {SMALL}".split())
-    figures = json.loads(Path("f.json").read_text())["headline"]
-    convolutions = 12 * 12 * 6 * 3 * 25, 2 * 2 * 16 * 6 * 25  # multiplications of an image
-    layers = 16 * 120 + 120 * 84 + 84 * 4
-    # Forward, gradient of the weights, gradient of the input, which the first layer does not compute.
-    multiplications = 2 * convolutions[0] + 3 * (convolutions[1] + layers)
-    assert figures.pop("small.yaml: computation") == pytest.approx(2e-12 * multiplications * 70)
-    speeds = [*limit.RATES, "share of the matrix product", "share of the convolutions"]
-    assert list(figures) == [f"small.yaml, {way}: {speed}" for way in ("32-true", "bf16-mixed") for speed in speeds]
-    assert all(value["n"] == 2 and value["low"] > 0 for value in figures.values())
-
-
-def test_the_images_of_a_training_are_counted_by_size_and_state_of_the_whitening_bias(whitened_subject: Any) -> None:
-    images = {Kind(12, False): 100 + 64, Kind(12, True): 36, Kind(None, True): 200}  # batches of 16 and one of 4
-    assert limit.images_by_kind(whitened_subject, 4) == images
-    whitened_subject.features["skip_easy"] = {"share": 0.5, "start": 0.75}  # the last epoch, of full batches
-    assert limit.images_by_kind(whitened_subject, 4) == images | {Kind(None, True): 100 + 112}
-
-
-def test_a_final_whitening_bias_saves_the_gradient_at_full_resolution(whitened_subject: Any) -> None:
-    trained, final = (limit.recorded_step(whitened_subject, Kind(12, is_final)) for is_final in (False, True))
-    assert trained.operations - final.operations == 2 * 11 * 11 * 24 * 4 * 9
-    assert len(trained.convolutions) == 3 + 3  # forward and backward
-    assert len(final.convolutions) == 3 + 2
-
-
-@pytest.mark.parametrize("is_final", [False, True])
-def test_timed_steps_have_the_size_and_the_state_of_their_kind(
-    whitened_subject: Any, tiny_matrices: None, is_final: bool
-) -> None:
-    kind, net, steps = Kind(12, is_final), whitened_subject.model.net, list[tuple[int, bool]]()
-    step = limit.recorded_step(whitened_subject, kind)
-    net.register_forward_pre_hook(lambda net, images: steps.append((images[0].shape[2], net.bias_is_final)))
-    rates = limit.measured_rates(whitened_subject, kind, step, Namespace(steps=2, rounds=2))
-    assert steps == [(12, False), *[(12, is_final)] * 5]  # the first two warm up
-    assert [len(values) for values in rates.values()] == [2, 2, 2]

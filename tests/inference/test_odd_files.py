@@ -90,7 +90,7 @@ def test_unusual_files_are_decoded_or_refused_as_in_the_table(run: Path, service
 
 
 if __name__ == "__main__":
-    from cifar_lit.bench.report import environment, write_figures
+    from cifar_lit.cli.seeds_file import environment
 
     with tempfile.TemporaryDirectory() as temporary:
         run = write_net(Path(temporary) / "net", "lenet")
@@ -99,5 +99,5 @@ if __name__ == "__main__":
     read = sum(file["classify"] == READ for file in files)
     headline = {"kinds of files that classify reads": read, "kinds that it refuses with the reason": len(files) - read}
     figures = {"bench": "odd-files", "settings": {}, "environment": environment(), "headline": headline, "unit": {}}
-    write_figures(RESULTS / "cpu" / "odd-files.json", {**figures, "files": files})
+    (RESULTS / "cpu" / "odd-files.json").write_text(json.dumps({**figures, "files": files}, indent=2) + "\n")
     (RESULTS / "odd-files.md").write_text(page(files))

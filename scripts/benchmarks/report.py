@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-import torch
 from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
+from cifar_lit.cli.seeds_file import environment
 from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
-from cifar_lit.hardware import detect_machine
-from cifar_lit.runs.results import versions
 from cifar_lit.text import counted
 
 FEW = 4  # values; with fewer, a spread is the range and a mean has no interval
@@ -69,37 +65,6 @@ def spread_text(value: float | Spread, unit: str = "") -> str:
     if value["n"] == 1:
         return f"{median} (n = 1)"
     return f"{median} ({number_text(value['low'])} … {number_text(value['high'])}, n = {value['n']})"
-
-
-def environment() -> dict[str, object]:
-    """Return date, cpu, bf16 (hardware support), threads (of torch), gpu (None without) and versions."""
-    machine = detect_machine()
-    gpu = None
-    if machine.gpus:
-        gpu = ", ".join(sorted({name for name, _ in machine.gpus}))
-    elif machine.mps:
-        gpu = "Apple GPU"
-    if len(machine.gpus) > 1:
-        gpu = f"{len(machine.gpus)} × {gpu}"
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": exact_cpu(machine.cpu),
-        "bf16": machine.bf16,
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-        "versions": versions(),
-    }
-
-
-def exact_cpu(name: str) -> str:
-    """Return the name of the CPU, with family and model if it has no number: a virtual machine may hide the product."""
-    info = Path("/proc/cpuinfo")
-    if re.search(r"\d", name.partition("@")[0]) or not info.is_file():
-        return name
-    numbers = re.findall(r"^(?:cpu )?(family|model)\s*: (\d+)$", info.read_text(encoding="utf-8"), re.MULTILINE)[:2]
-    if not numbers:
-        return name
-    return f"{name} ({', '.join(map(' '.join, numbers))})"
 
 
 def machine_text(environment: Mapping[str, Any], accelerator: str | None = None) -> str:

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cifar_lit
-from cifar_lit.errors import Failure, UsageError
 from cifar_lit.signals import stop_signals_later
-
-PLACES = ("--data-dir", "--data.root", "--data.cache_dir")  # paths, left out of the recorded settings
 
 
 @contextmanager
@@ -49,29 +46,8 @@ def ask_to_stop(process: subprocess.Popen[str], number: int = signal.SIGTERM) ->
     process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", number))
 
 
-def as_error(code: int, stderr: str) -> Failure | UsageError:
-    """Return the error of a failed training, with the last line of stderr as text."""
-    lines = [f"the training ended with exit code {code}", *stderr.strip().splitlines()]
-    line = lines[-1].removeprefix("cifar-lit: ")
-    if code == 2:
-        return UsageError(line)
-    return Failure(line)
-
-
 def child_environment() -> dict[str, str]:
     """Return environment variables for a child: this package is importable, output is UTF-8 and not buffered."""
     root = str(Path(cifar_lit.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
-
-
-def without_places(argv: Sequence[str]) -> list[str]:
-    """Return the flags without `PLACES` and their values."""
-    others = []
-    words = iter(argv)
-    for word in words:
-        if word in PLACES:
-            next(words, None)
-        elif word.partition("=")[0] not in PLACES:
-            others.append(word)
-    return others
