@@ -17,93 +17,34 @@ import yaml
 
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.features import FEATURES
-from cifar_lit.hardware import is_one_device
 from cifar_lit.runs.config_file import plain_values
 
-# Short flags: LightningCLI's long flag, and an example of a value for the error message.
-_SHORT = {
-    "devices": ("trainer.devices", "2"),
-    "accelerator": ("trainer.accelerator", "gpu"),
-    "nodes": ("trainer.num_nodes", "2"),
-    "precision": ("trainer.precision", "bf16-mixed"),
-    "epochs": ("trainer.max_epochs", "10"),
-    "dataset": ("data.dataset", "folder"),
-    "data-dir": ("data.root", "PATH"),
-    "batch-size": ("data.batch_size", "128"),
-    "net": ("model.net", "resnet18"),
-    "weights": ("finetune.weights", "imagenet"),
-    "lr": ("model.lr", "0.1"),
-    "seed": ("seed_everything", "1"),
-    "checkpoint-every": ("checkpoint_every", "10m"),
-    "rank-timeout": ("rank_timeout", "600"),
-    "threads": ("threads", "2"),
+# Short flags, and LightningCLI's long flags.
+SHORT = {
+    "devices": "trainer.devices",
+    "accelerator": "trainer.accelerator",
+    "nodes": "trainer.num_nodes",
+    "precision": "trainer.precision",
+    "epochs": "trainer.max_epochs",
+    "dataset": "data.dataset",
+    "data-dir": "data.root",
+    "batch-size": "data.batch_size",
+    "net": "model.net",
+    "weights": "finetune.weights",
+    "lr": "model.lr",
+    "seed": "seed_everything",
+    "checkpoint-every": "checkpoint_every",
+    "rank-timeout": "rank_timeout",
 }
-_EXAMPLES = {"recipe": "quickstart", "config": "my.yaml", "logs": "DIR", "folds": "5", "seeds": "0-4"} | {
-    "json": "FILE",
-    **{name: value for name, (_, value) in _SHORT.items()},
-}
-SHORT = {name: long for name, (long, _) in _SHORT.items()}
 # Flags for several trainings by one command, with the function for each.
-SEVERAL = {
-    "folds": "cifar_lit.cli.folds:train_folds",
-    "seeds": "cifar_lit.cli.seeds:train_seeds",
-}
+SEVERAL = {"folds": "cifar_lit.cli.folds:train_folds", "seeds": "cifar_lit.cli.seeds:train_seeds"}
 # Not for LightningCLI.
 OWN = ("recipe", "config", "logs", "resume", "trust", *SEVERAL, "json", "debug")
-# Flags and YAML keys of timm, Ultralytics, Keras and Lightning 1, in lower case with dashes, by our equivalent setting.
-# The setting has a value if the flag implies one.
-_SYNONYMS = {
-    "trainer.accelerator": "device",
-    "trainer.accelerator cpu": "cpu no-cuda",
-    "trainer.accelerator gpu": "gpu cuda",
-    "trainer.devices": "gpus num-gpus nproc-per-node world-size",
-    "trainer.max_epochs": "e train-epochs num-train-epochs",
-    "trainer.max_steps": "steps num-steps iterations",
-    "trainer.precision 16-mixed": "amp fp16 half mixed-precision",
-    "trainer.precision bf16-mixed": "bf16",
-    "trainer.gradient_clip_val": "clip-grad grad-clip clipnorm max-grad-norm",
-    "trainer.accumulate_grad_batches": "grad-accum-steps gradient-accumulation-steps",
-    "data.root": "d data data-path dataset-dir image-dir input-dir",
-    "data.batch_size": "b bs per-device-train-batch-size",
-    "data.eval_batch_size": "test-batch-size val-batch-size",
-    "data.workers": "j",
-    "threads": "num-threads omp-num-threads",
-    "data.val_size": "val-split validation-split val-ratio",
-    "data.image_size": "img input-size resolution crop-size",
-    "data.augment": "aug transforms",
-    "data.augment.flip": "flip",
-    "data.augment.flip random": "hflip fliplr",
-    "data.augment.crop": "crop random-crop",
-    "data.augment.cutout": "cutout",
-    "data.augment.mixup": "mixup mixup-alpha",
-    "data.augment.cutmix": "cutmix cutmix-alpha",
-    "model.net": "m model arch architecture backbone",
-    "model.lr": "learning-rate base-lr init-lr",
-    "model.optimizer": "opt",
-    "model.optimizer_options.weight_decay": "wd decay weight-decay",
-    "model.optimizer_options.momentum": "momentum",
-    "weight_average.decay": "ema model-ema ema-decay",
-    "class_weights.kind": "class-weight class-weights",
-    "balanced": "sampling",
-    "margins": "margins",
-    "compile": "compile",
-    "finetune.weights": "pretrained initial-checkpoint",
-    "early_stop.patience": "early-stopping patience",
-    "seed_everything": "random-state manual-seed",
-    "logger": "loggers report-to log-with tracker",
-    "logger wandb": "wandb",
-    "logger mlflow": "mlflow",
-    "logs": "o output output-dir out-dir save-dir default-root-dir project",
-    "ckpt_path": "checkpoint resume-from load-from",
-    "debug": "verbose",
-}
-SYNONYMS = {word: setting for setting, words in _SYNONYMS.items() for word in words.split()}
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
 DEFAULT_RECIPES = {"gpu": "fast94", "bf16": "cpu91", "cpu": "cpu91"}  # bf16: CPUs with bfloat16 instructions
 RECIPES = Path(__file__).parent.parent / "recipes"
-GROUPS = ("--data.augment", "--data.split")
 NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
 
 
@@ -157,15 +98,11 @@ def recipe_names() -> list[str]:
 
 def recipe_path(name: str) -> Path:
     """Return the YAML file of a packaged recipe, or `name` as a path; raise UsageError if there is none."""
-    path = Path(name).expanduser()
-    if (path / "config.yaml").is_file():
-        raise UsageError(f"--recipe {name} is a run folder: repeat the run with --config {path / 'config.yaml'}")
-    if path.suffix not in (".yaml", ".yml"):
+    if not name.endswith((".yaml", ".yml")):
         return packaged_recipe(name)
+    path = Path(name).expanduser()
     if not path.is_file():
-        hint = nearest(path.stem, recipe_names()).replace("mean ", "mean --recipe ")
-        hint = hint or " Check the path; `cifar-lit recipes` lists the packaged ones."
-        raise UsageError(f"there is no recipe file {name}.{hint}")
+        raise UsageError(f"there is no recipe file {name}.{nearest(path.stem, recipe_names())}")
     return path
 
 
@@ -173,8 +110,7 @@ def packaged_recipe(name: str) -> Path:
     """Return the YAML file of a packaged recipe; raise UsageError if there is none of this name."""
     names = recipe_names()
     if name not in names:
-        file = f" Your own file: {name}.yaml." if Path(f"{name}.yaml").is_file() else nearest(name, names)
-        raise UsageError(f"no recipe is called {name!r}.{file} There are {', '.join(names)}.")
+        raise UsageError(f"no recipe is called {name!r}.{nearest(name, names)} There are {', '.join(names)}.")
     return RECIPES / f"{name}.yaml"
 
 
@@ -189,38 +125,34 @@ def parse(name: str, argv: list[str]) -> Command:
         begin = len(argv) - len(remaining)
         word = remaining.popleft()
         if not _is_flag(word):
-            before = argv[begin - 1] if begin else ""
-            raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(name, word, before)}")
+            raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(word, argv[:begin])}")
         flag, equals, value = word.partition("=")
         key = flag.removeprefix("--")
         if flag == "-c":
             key = "config"
         has_value = bool(equals)
-        is_switch = key in ("trust", "debug")
-        if not equals and not is_switch and remaining and not _is_flag(remaining[0]):
-            value, has_value = remaining.popleft(), True
-        if key == "debug":
-            pass  # handled by `main`
-        elif key == "trust" and not equals:
+        if not equals and key not in ("trust", "debug") and remaining and not _is_flag(remaining[0]):
+            value = remaining.popleft()
+            has_value = True
+        if not has_value and key in (*SHORT, *SEVERAL, "recipe", "config", "logs", "json"):
+            raise UsageError(f"{flag} needs a value")
+        if word == "--trust":
             command.trust = True
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             command.resume = value
-        elif key in _EXAMPLES:
-            if not has_value:
-                raise UsageError(f"{flag} needs a value, as in {flag} {_EXAMPLES[key]}")
-            if key in SHORT:
-                command.flags.append(f"--{SHORT[key]}={value}")
-            elif key in SEVERAL:
-                command.several[key] = value
-            elif key != "config":
-                setattr(command, key.replace("-", "_"), value)
-            else:
-                command.configs.append(_config_file(value))
+        elif key in SHORT:
+            command.flags.append(f"--{SHORT[key]}={value}")
+        elif key in SEVERAL:
+            command.several[key] = value
+        elif key == "config":
+            command.configs.append(_config_file(value))
+        elif key in ("recipe", "logs", "json"):
+            setattr(command, key, value)
         elif key in FEATURES:
             command.flags.append(f"{flag}={SWITCH.get(value.lower(), value)}")
         elif has_value:
             command.flags.append(f"{flag}={value}")
-        else:
+        elif word != "--debug":  # handled by `main`
             command.flags.append(word)
         if key not in (*SEVERAL, "json"):
             command.words += argv[begin : len(argv) - len(remaining)]
@@ -231,49 +163,20 @@ def parse(name: str, argv: list[str]) -> Command:
 
 def _config_file(name: str) -> str:
     """Return `name`; raise UsageError if it is not a file."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return name
-    if (path / "config.yaml").is_file():
-        raise UsageError(f"--config {name} is a folder: name its file, {path / 'config.yaml'}")
-    remedy = f". Did you mean --recipe {name}?" if name in recipe_names() else ": check the path"
-    raise UsageError(f"there is no configuration file {name}{remedy}")
+    if not Path(name).expanduser().is_file():
+        raise UsageError(f"there is no configuration file {name}: check the path, or use --recipe for a packaged one")
+    return name
 
 
-def _stray_word_hint(command: str, word: str, before: str) -> str:
-    """Return the remedy for an unexpected argument, as a sentence. before: the argument before it, or ''."""
-    if _is_flag(before) and before.endswith("="):
-        return f" Leave out the space after {before}"
-    if word.startswith(("–", "—", "−")):  # typographic dashes, as copied from a formatted page
-        return f" It begins with a typographic dash. Did you mean --{word.lstrip('–—−-')}?"
-    if word in TRAINING:
-        return f" The command comes first: cifar-lit {word} …"
-    if word == "help":
-        return f" Did you mean {command} --help?"
+def _stray_word_hint(word: str, before: Sequence[str]) -> str:
+    """Return the remedy for an unexpected argument, as a sentence. before: the arguments before it."""
     if word in recipe_names():
         return f" Did you mean --recipe {word}?"
-    if "=" in word:
-        return f" Did you mean --{word}?"
-    joined, path = f"{before.rpartition('=')[2]} {word}", Path(word).expanduser()
-    if before and Path(joined).expanduser().exists():
-        return f' Put a path with spaces into quotes: "{joined}"'
-    if path.suffix in (".yaml", ".yml"):
+    if word.endswith((".yaml", ".yml")):
         return f" Did you mean --config {word}?"
-    if path.suffix == ".ckpt" or (path / "checkpoints").is_dir():
-        if command in ("fit", "train"):
-            return f" Did you mean --resume {word}?"
-        if path.suffix != ".ckpt":
-            path = path / "checkpoints" / "best.ckpt"
-        return f" Did you mean --ckpt_path {path}?"
-    if path.is_dir():
-        return f" Did you mean --dataset folder --data-dir {word}?"
+    if before and not _is_flag(before[-1]):  # in Windows' shell, 'single quotes' do not hold a path together
+        return f' Put a value with spaces into double quotes: "{before[-1]} {word}"'
     return " Flags begin with --, see --help."
-
-
-def check_one_device(devices: str | None, what: str) -> None:
-    """Raise UsageError if --devices selects several devices. what: begins the message, such as "--folds trains"."""
-    if devices is not None and not is_one_device(devices):
-        raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
 
 
 def _is_flag(word: str) -> bool:
@@ -301,7 +204,10 @@ def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]
     line += map(_as_text, files)
     if command.recipe:
         line.append(f"--recipe={recipe_path(command.recipe).stem}")
-    line += inline_groups(command.flags)
+    for word in command.flags:
+        if word == "--data.augment=null":  # the parser has no null for a group
+            word = f"--data.augment={json.dumps(_all_off())}"
+        line.append(word)
     if command.logs:
         line.append(f"--logs={command.logs}")
     return line
@@ -347,27 +253,6 @@ def recipe_settings(path: Path) -> dict[str, Any]:
     if isinstance(data, dict) and "augment" in data and data["augment"] is None:
         data["augment"] = _all_off()
     return settings
-
-
-def inline_groups(words: Sequence[str]) -> list[str]:
-    """Return words with JSON in place of a file, or of null, for `--data.augment` and `--data.split`.
-
-    The parser has no null for a group, and takes the name of a file, such as split.yaml, for the path of a class.
-    """
-    replaced: list[str] = []
-    for word in words:
-        if replaced and replaced[-1] in GROUPS:
-            word = f"{replaced.pop()}={word}"
-        flag, _, value = word.partition("=")
-        path = Path(value).expanduser()
-        if word == "--data.augment=null":
-            word = f"{flag}={json.dumps(_all_off())}"
-        elif flag in GROUPS and path.suffix in (".yaml", ".yml"):
-            if not path.is_file():
-                raise UsageError(f"{flag} takes a YAML file, and there is no file {value}")
-            word = f"{flag}={json.dumps(plain_values(path), default=str)}"
-        replaced.append(word)
-    return replaced
 
 
 def _all_off() -> dict[str, object]:

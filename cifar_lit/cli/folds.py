@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cifar_lit.cli.fit import TrainingCLI
-from cifar_lit.cli.flags import Command, check_one_device
+from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import logs_of
-from cifar_lit.cli.several import check_several, show_runs, train_each
+from cifar_lit.cli.several import check_one_device, check_several, show_runs, train_each
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.files import write_text

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cifar_lit.cli.fit import TrainingCLI
-from cifar_lit.cli.flags import Command, check_one_device
+from cifar_lit.cli.flags import Command
 from cifar_lit.cli.seeds_file import write_seeds_file
-from cifar_lit.cli.several import check_several, group_folder, show_runs, train_each
+from cifar_lit.cli.several import check_one_device, check_several, group_folder, show_runs, train_each
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path, read_metrics

@@ -124,6 +124,12 @@ def _train_here(
     return run
 
 
+def check_one_device(devices: str | None, what: str) -> None:
+    """Raise UsageError if --devices selects several devices. what: begins the message, such as "--folds trains"."""
+    if devices is not None and not is_one_device(devices):
+        raise UsageError(f"{what} on one device, not on --devices {devices}: use 1, or an id such as [0]")
+
+
 @contextmanager
 def group_folder(
     command: Command, suffix: str, file: str, continues: Callable[[dict[str, object]], bool]

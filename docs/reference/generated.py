@@ -65,7 +65,6 @@ def settings(path: str, prefix: str) -> str:
 
 def settings_of(target: type, prefix: str) -> str:
     """Return a table of a class's arguments, as `settings` does."""
-    from cifar_lit.cli.errors import STATED_DEFAULT
     from cifar_lit.cli.fit import TRAINER_DEFAULTS
 
     meanings = {each.arg_name: each.description for each in parse(documentation(target)).params}
@@ -75,8 +74,6 @@ def settings_of(target: type, prefix: str) -> str:
         if name != "kwargs":
             default = ours.get(name, parameter.default)
             meaning = (meanings.get(name) or "").replace("Default: ``None``.", "").strip()
-            if default is not None:
-                meaning = STATED_DEFAULT.sub("", meaning)
             if prefix == "trainer":  # Lightning's references have roles
                 meaning = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", meaning)
             value = "required" if default is inspect.Parameter.empty else code(shown(default))

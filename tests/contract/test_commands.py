@@ -76,23 +76,6 @@ def test_every_command_has_help_and_trainer_commands_list_trainer_model_and_data
             assert f"--{flag}" in answer.out, flag
 
 
-@pytest.mark.parametrize("command", ["fit", "classify", "export", "report", "devices", "bench recipe"])
-def test_help_names_one_default_for_each_flag(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "5000")
-    entries = re.split(r"\n  (?=-)", run_command(*command.split(), "--help").out)
-    stated = r"Default: |[Dd]efaults? to |Disabled by default|\bdefault: "
-    assert [entry for entry in entries if len(re.findall(stated, entry)) > 1] == []
-    assert [entry for entry in entries if re.search("default: (null|None)", entry)] == []
-
-
-def test_help_names_our_default_where_lightning_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "5000")
-    text = run_command("fit", "--help").out
-    assert re.search(r"once this number of epochs is reached\. .*\(type: .*, default: 10\)", text)
-    assert re.search(r"all validation dataloaders\. \(type: .*, default: 0\)", text)
-    assert re.search(r"Default: the column `group`, if the table has one\. \(type: str \| null\)", text)
-
-
 # ---- fit, train, validate, test, predict
 
 

@@ -55,14 +55,6 @@ def test_a_short_flag_is_an_alias_of_the_long_one() -> None:
         assert settings == expected
 
 
-def test_groups_of_data_settings_are_read_from_files_of_the_working_folder() -> None:
-    Path("split.yaml").write_text("{seed: 4, test_size: 0.3}\n")
-    Path("augment.yaml").write_text("crop: 2\n")
-    words = ("--data.split", "split.yaml", "--data.augment=augment.yaml", "--data.split.test_size", "0.4")
-    data = printed_config(*SMALL, *words)["data"]
-    assert (data["split"]["seed"], data["split"]["test_size"], data["augment"]["crop"]) == (4, 0.4, 2)
-
-
 def test_every_setting_is_a_flag_and_devices_are_a_number_a_list_or_auto() -> None:
     values = {"trainer.gradient_clip_val": "0.5", "weight_average.decay": "0.5", "data.count": "400"}
     ours = {"checkpoint-every": "10m", "rank-timeout": "30.0"}
