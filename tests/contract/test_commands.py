@@ -16,7 +16,6 @@ TRAINER_COMMANDS = ("fit", "train", "validate", "test", "predict")
 OTHERS = (
     "recipes",
     "devices",
-    "bench",
     "export",
     "classify",
     "compare",
