@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from report import make_parent
 
-from cifar_lit.cli.errors import OneDefault, explain_error
+from cifar_lit.cli.errors import explain_error
 from cifar_lit.cli.quiet import catch_signals, quieten
 from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
@@ -24,18 +24,12 @@ def set_threads(text: str) -> int:
     return int(text)
 
 
-class Help(OneDefault, argparse.ArgumentDefaultsHelpFormatter):
-    """Help of argparse with one default for each flag."""
-
-
 def run_module(prog: str, module: ModuleType, argv: list[str]) -> None:
     """Parse the flags of a measurement and run it. If it has `settings.flags`, these get the unknown flags.
 
     A measurement is a module with `WHAT` (the description), `add_arguments(parser)` and `run(settings)`.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog, description=module.WHAT, allow_abbrev=False, formatter_class=Help, exit_on_error=False
-    )
+    parser = argparse.ArgumentParser(prog=prog, description=module.WHAT, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     module.add_arguments(parser)
     settings, unknown = parser.parse_known_args(argv)
