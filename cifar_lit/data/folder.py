@@ -88,7 +88,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         return files_of(parts_by(duplicates))
 
     images, index = decoded(root, files, arrange, size, settings)
-    bad, duplicates, levels = index.bad, index.duplicates or [], index.levels
+    bad, duplicates, levels = index.bad, index.duplicates, index.levels
     if bad and not settings.skip_bad:
         faults = f"{len(bad):,} of {len(files):,} images {where} are {_fault(bad)}: {_with_reasons(bad)}"
         raise Failure(f"{faults}; repair or remove them, or leave them out with --data.skip_bad true")

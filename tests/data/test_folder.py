@@ -49,14 +49,6 @@ def test_train_and_test_are_read_and_other_files_ignored(root: Path, capsys: pyt
     assert f"{root}: 4 hidden or system folders skipped (.cache, .git, .trash and 1 more)" in err
 
 
-def test_pipes_and_devices_are_not_read(root: Path) -> None:
-    os.mkfifo(root / "train/dog/pipe.png")
-    (root / "test/dog/device.png").symlink_to("/dev/zero")
-    with pytest.raises(Failure, match=r"2 of 9 .* damaged: train/dog/pipe.png \(it is a pipe or a device\), test/dog"):
-        open_set(root)
-    assert values(root, skip_bad=True) == [0, 1, 2, 3, 4]
-
-
 def test_without_train_and_test_the_split_depends_on_seed_and_relative_paths_only(flat: Path, tmp_path: Path) -> None:
     parts = drawn(flat, 0.2, 0)
     counts = {name: (len(parts["train"][name]), len(parts["test"][name])) for name in parts["train"]}

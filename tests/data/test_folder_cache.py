@@ -6,19 +6,16 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from own_images import damage, decodings, open_set, save, save_photo, values
 
 from cifar_lit.data import cache, decode
@@ -70,15 +67,6 @@ def test_only_changed_and_added_files_are_decoded_again(
     assert open_set(root).images.shape[1:3] == (32, 32)
 
 
-def replace_in_index(pattern: str, text: str) -> Callable[[Path, Path], object]:
-    return lambda index, data: index.write_text(re.sub(pattern, text, index.read_text()))
-
-
-def move_data(index: Path, data: Path) -> None:
-    data.rename(index.parent.parent.parent / data.name)
-    replace_in_index('"images-', '"../../images-')(index, data)
-
-
 @pytest.mark.parametrize(
     "harm",
     [
@@ -86,12 +74,6 @@ def move_data(index: Path, data: Path) -> None:
         lambda index, data: data.unlink(),
         lambda index, data: os.truncate(index, index.stat().st_size // 2),
         lambda index, data: index.write_text("[1, 2]"),
-        replace_in_index(r'"shape": \[7', '"shape": [6'),
-        replace_in_index(r'"shape": \[[\d, ]+', '"shape": [7, -8, -8, 3'),
-        replace_in_index(r'(\.png", )\d+', r"\1[]"),
-        replace_in_index('"bad": {}', '"bad": ["train/none.png"]'),
-        replace_in_index('"bad": {}', '"bad": {"train/none.png": ""}'),
-        move_data,
     ],
 )
 def test_a_damaged_cache_is_rebuilt(root: Path, harm: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,9 +100,7 @@ def test_a_full_disk_or_ctrl_c_leaves_the_old_cache_unchanged(
     for module, name, fault in ((os, "fsync", full), (shutil, "disk_usage", lambda path: usage)):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fault)
-            with pytest.raises(
-                Failure, match=r"not be written to .*cache: No space left on device; .*\$CIFAR_LIT_CACHE"
-            ):
+            with pytest.raises(Failure, match=r"not be written to .*cache: No space left on device.*\$CIFAR_LIT_CACHE"):
                 open_set(root)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(cache, "decode_chunks", interrupted)
@@ -128,94 +108,6 @@ def test_a_full_disk_or_ctrl_c_leaves_the_old_cache_unchanged(
     assert {path: path.read_bytes() for path in slot(root).iterdir()} == before
     decodings(capsys)
     assert values(root)[1] == 77 and decodings(capsys) == 1
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not list open files")
-def test_images_are_flushed_to_disk_before_the_index_is_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced, sync = [], os.fsync
-
-    def note_and_sync(descriptor: int) -> None:
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        synced.append((path.suffix, path.stat().st_size, (slot(root) / "index.json").exists()))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", note_and_sync)
-    values(root)
-    images, indexed = synced[0][1:]
-    assert synced[0][0] == ".u8" and not indexed
-    assert images == next(slot(root).glob("*.u8")).stat().st_size > 0
-
-
-class Stopped(BaseException):
-    """The exception of a signal handler during training."""
-
-
-def stopped(root: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, stop: Callable[[], object]) -> None:
-    """Decodes the set one by one, and calls `stop` after so many."""
-    decode_chunks = cache.decode_chunks
-
-    def decode_some(*arguments: Any) -> Any:
-        for number, result in enumerate(decode_chunks(*arguments)):
-            if number == chunks:
-                stop()
-            yield result
-
-    with monkeypatch.context() as patch, suppress(Stopped):
-        patch.setattr(cache, "CHUNK", 1)
-        patch.setattr(cache, "decode_chunks", decode_some)
-        open_set(root, skip_bad=True)
-
-
-@pytest.mark.parametrize("kill", [False, True], ids=["ctrl-c", "kill"])
-def test_a_decoding_that_was_stopped_resumes(
-    kill: bool, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt() -> None:
-        raise Stopped
-
-    def leave_as_it_is() -> None:
-        shutil.copytree(slot(root), root.parent / "killed")
-
-    damage(root / "train/cat/1.png")
-    monkeypatch.setattr(cache, "SAVE_EVERY", -1.0 if kill else 3600.0)
-    stopped(root, monkeypatch, 4, leave_as_it_is if kill else interrupt)
-    if kill:
-        place = slot(root)
-        shutil.rmtree(place)
-        (root.parent / "killed").rename(place)
-    decodings(capsys)
-    assert values(root, skip_bad=True) == [0, 2, 3, 4] and decodings(capsys) == 4  # the damaged one is tried again
-    assert sorted(path.suffix for path in slot(root).iterdir()) == ["", ".json", ".u8"]
-    save(root / "train/cat/1.png", 1)
-    assert values(root) == [0, 1, 2, 3, 4]
-
-
-def test_decoding_with_an_outdated_cache_resumes(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt() -> None:
-        raise Stopped
-
-    open_set(root)
-    for path in root.rglob("*.png"):
-        os.utime(path, (1, 1))
-    stopped(root, monkeypatch, 4, interrupt)
-    decodings(capsys)
-    assert values(root) == [0, 1, 2, 3, 4] and decodings(capsys) == 3
-
-
-def test_checking_for_a_common_size_keeps_the_existing_cache(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cache, "SAVE_EVERY", -1.0)
-    monkeypatch.setattr(cache, "CHUNK", 1)
-    save(root / "train/dog/9.png", 9, (9, 9))
-    assert open_set(root).images.shape[1:3] == (32, 32)
-    save(root / "train/dog/10.png", 10)
-    decodings(capsys)
-    assert open_set(root).images.shape[1:3] == (32, 32)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("decoding images: ")]
-    assert "1/1 images" in lines[-1]
 
 
 def test_an_image_that_became_readable_is_checked_for_duplicates(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,22 +121,6 @@ def test_an_image_that_became_readable_is_checked_for_duplicates(root: Path, mon
     assert groups is not None and len(groups.unique()) == len(groups) - 1
 
 
-def test_a_stop_right_after_saving_keeps_the_index_and_its_images(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_set(root)
-    save(root / "train/cat/1.png", 77)
-    write_text = cache.write_text
-
-    def write_and_stop(path: Path, text: str) -> None:
-        write_text(path, text)
-        raise Stopped
-
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(cache, "write_text", write_and_stop)
-        open_set(root)
-    index = cache.read_index(slot(root))
-    assert index is not None and [path.name for path in slot(root).glob("*.u8")] == [index.data]
-
-
 def test_images_that_are_added_leave_those_that_others_look_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = open_set(root, train=False).images
     decodings(capsys)
@@ -252,18 +128,6 @@ def test_images_that_are_added_leave_those_that_others_look_at(root: Path, capsy
     assert values(root, train=False)[-1] == 99 and decodings(capsys) == 1
     assert len(values(root)) == 5
     assert before.sum() == open_set(root, train=False).images[:-1].sum()
-
-
-@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
-def test_a_link_in_place_of_the_cached_images_is_not_written_through(link: str, root: Path, tmp_path: Path) -> None:
-    open_set(root)
-    (data,) = slot(root).glob("*.u8")
-    other = data.rename(tmp_path / "other")
-    getattr(data, link)(other)
-    before = other.read_bytes()
-    save(root / "test/dog/99.png", 99)
-    assert values(root, train=False)[-1] == 99
-    assert other.read_bytes() == before and not any(path.is_symlink() for path in slot(root).iterdir())
 
 
 def test_a_file_changed_during_decoding_is_reported_or_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,38 +147,11 @@ def test_a_file_changed_during_decoding_is_reported_or_read_again(root: Path, mo
     assert open_set(root).images.shape[1:3] == (32, 32)
 
 
-def test_an_unwritable_cache_is_reported_and_skipped_and_a_read_only_one_is_used(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_cache_is_named(root: Path) -> None:
     blocked = root.parent / "file"
     blocked.write_text("not a folder")
-    assert values(root, cache_dir=str(blocked / "cache")) == [0, 1, 2, 3, 4]
-    assert f"nothing is cached: {blocked / 'cache'}: Not a directory; set $CIFAR_LIT_CACHE" in capsys.readouterr().err
-    open_set(root), decodings(capsys)
-
-    def refused(self: FileLock, timeout: float | None = None) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(FileLock, "acquire", refused)
-    assert values(root) == [0, 1, 2, 3, 4] and capsys.readouterr().err == ""
-
-
-def test_a_link_in_place_of_the_cache_is_not_followed_and_foreign_files_are_kept(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    open_set(root)
-    place, target = slot(root), tmp_path / "target"
-    (place / "notes.txt").write_text("mine")
-    save(root / "train/cat/1.png", 77)
-    open_set(root), decodings(capsys)
-    assert (place / "notes.txt").read_text() == "mine"
-    place.rename(target)
-    place.symlink_to(target)
-    save(root / "train/cat/1.png", 78)
-    before = sorted(target.iterdir())
-    assert values(root)[1] == 78
-    assert f"nothing is cached: {place.parent}: {place.name} is a link" in capsys.readouterr().err
-    assert sorted(target.iterdir()) == before
+    with pytest.raises(Failure, match=r"not be written to .*file/cache: Not a directory; set \$CIFAR_LIT_CACHE"):
+        open_set(root, cache_dir=str(blocked / "cache"))
 
 
 def test_the_environment_sets_the_cache_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

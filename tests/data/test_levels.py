@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from own_images import decodings, open_set, save
 from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.decode import MAX_MEASURED, DecodeError, common_levels, decode, level_sample
+from cifar_lit.data.decode import DecodeError, decode
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 
@@ -68,21 +67,6 @@ def test_dead_pixels_and_blank_images_do_not_change_the_levels(tmp_path: Path) -
     assert open_set(root, channels=1).levels == (1000, 1510)
 
 
-def test_a_note_names_the_levels_of_images_that_others_make_almost_plain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = save_deep(tmp_path / "set", 1, 1000, count=20)
-    assert common_levels(sorted(map(str, root.rglob("*.png")))) == (1000, 1255)
-    assert "others far outside" not in capsys.readouterr().err
-    for path in (root / "a").iterdir():
-        values = np.array(Image.open(path))
-        values[0, :9], values[1, :9] = 0, 65535
-        Image.fromarray(values).save(path)
-    assert common_levels(sorted(map(str, root.rglob("*.png")))) is None
-    found = re.search(r'--data.levels "\[(\d+), (\d+)\]" keeps more', capsys.readouterr().err)
-    assert found and 1000 <= int(found[1]) < 1050 and 1200 < int(found[2]) <= 1255
-
-
 def test_images_of_8_bits_keep_their_values_beside_others(tmp_path: Path) -> None:
     root = save_deep(tmp_path / "set", 1, 7000)
     save(root / "a/plain.png", 50, (SIDE, SIDE))
@@ -115,15 +99,6 @@ def test_levels_may_be_set_and_are_named_otherwise(tmp_path: Path, capsys: pytes
             ImageData("folder", levels=levels)
 
 
-def test_many_images_are_measured_on_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = save_deep(tmp_path / "set", 1, 1000, count=40)
-    monkeypatch.setattr("cifar_lit.data.decode.MAX_MEASURED", 10)
-    opened: list[str] = []
-    real_open = Image.open
-    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: opened.append("") or real_open(*args, **kwargs))
-    assert common_levels(sorted(map(str, root.rglob("*.png")))) == (1000, 1255) and 5 <= len(opened) <= 10
-
-
 def test_dark_colours_of_16_bits_are_refused_with_a_command(tmp_path: Path) -> None:
     from inference.odd_files import png
 
@@ -133,10 +108,3 @@ def test_dark_colours_of_16_bits_are_refused_with_a_command(tmp_path: Path) -> N
         decode(tmp_path / "dark.png")
     (tmp_path / "bright.png").write_bytes(png(8, 8, 16, bright * 8))
     assert decode(tmp_path / "bright.png").max() == 16
-
-
-@pytest.mark.parametrize("factor", [0, 1, 2, 7])
-def test_the_sample_of_a_sample_is_the_sample(factor: int) -> None:
-    for count in range(max(1, factor * MAX_MEASURED - 1), factor * MAX_MEASURED + 2):
-        sample = level_sample([f"{number}.png" for number in range(count)] + ["photo.jpg"])
-        assert 0 < len(sample) <= MAX_MEASURED and level_sample(sample) == sample

@@ -172,9 +172,6 @@ def odd_files() -> list[OddFile]:
             head[:33] + text_bomb + plain["PNG"][33:],
             "packed text",
         ),
-        OddFile(
-            "zstd.tif", "TIFF with Zstandard", encoded(picture(), "TIFF", compression="zstd"), "a rare compression"
-        ),
         OddFile("photo.avif", "first bytes of an AVIF", b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(200), "damaged"),
         OddFile("photo.jxl", "first bytes of a JPEG XL", b"\xff\x0a" + bytes(200), UNKNOWN),
         OddFile("drawing.png", "SVG named .png", b'<svg xmlns="http://www.w3.org/2000/svg"/>', UNKNOWN),
