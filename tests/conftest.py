@@ -1,8 +1,4 @@
-"""Fixtures for all folders. This file's place also lets tests import `browser` and `stress.…`.
-
-A test with `long_form` has a short form for plain `pytest` and a long form for `pytest -m stress`.
-`--stress-json DIR` writes the counts of the stress tests.
-"""
+"""Fixtures for all folders. This file's place also lets tests import `browser` and `stress.…`."""
 
 from __future__ import annotations
 
@@ -47,35 +43,10 @@ def pytest_configure() -> None:
             signal.signal(number, _ignore)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--stress-json", metavar="DIR", help="write the counts of the stress tests to files in DIR")
-
-
 @pytest.fixture(autouse=True)
 def _forget_notes() -> None:
     """Let a test print notes that earlier tests of this process have printed."""
     note_once.cache_clear()
-
-
-@pytest.fixture(params=["short", pytest.param("long", marks=pytest.mark.stress)])
-def long_form(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "long")
-
-
-@pytest.fixture
-def write_counts(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return write_counts(counts, part), which writes a file for the test and `part` with --stress-json."""
-    folder = request.config.getoption("--stress-json")
-
-    def write(counts: dict[str, Any], part: str = "") -> None:
-        if folder:
-            from cifar_lit.cli.seeds_file import environment
-
-            name = Path(request.node.path).stem.removeprefix("test_") + part
-            figures = {"bench": f"stress {name}", **counts, "environment": environment()}
-            (Path(folder) / f"stress-{name}.json").write_text(json.dumps(figures, indent=2))
-
-    return write
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,10 @@ from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import PARSER_SETTINGS, parsed
-from cifar_lit.errors import UsageError
 
 
 def list_devices(argv: list[str]) -> None:
-    """List the devices with their flags; with --net, the parameters of a net; with --check, train on each device."""
+    """List the devices with their flags; with --net, the parameters of a net; with --check, training steps of a net."""
     description = "List the devices of this machine with the flags that select them, or the parameters of a net."
     parser = ArgumentParser(prog="cifar-lit devices", description=description, **PARSER_SETTINGS)
     add = parser.add_argument
@@ -20,15 +19,14 @@ def list_devices(argv: list[str]) -> None:
     add("--channels", type=int, default=3, help="channels of its images")
     add("--image_size", type=int, default=32, help="height and width of its images")
     add("--num_classes", type=int, default=10, help="number of classes")
+    add("--check", action="store_true", help="time the same training steps of a net (tudui) on each device")
     add("--accelerator", type=str, default="auto", help="with --check: auto, cpu, gpu or mps")
-    add("--check", action="store_true", help="train a small net on each device")
+    add("--batch_size", type=int, default=64, help="with --check: images of a step")
     settings = parsed(parser, argv)
-    if settings.check and settings.net:
-        raise UsageError("--check trains on devices, --net lists parameters: leave one of them out")
     if settings.check:
         from cifar_lit.cli.check_devices import check
 
-        check(settings.accelerator)
+        check(settings.accelerator, settings.net or "tudui", settings.width, settings.batch_size)
     elif settings.net:
         _list_parameters(settings)
     else:

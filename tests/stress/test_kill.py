@@ -7,7 +7,6 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -61,7 +60,7 @@ RECIPES = {  # whitened nets under Muon
     "fast94 (all views), float32": shortened("fast94", "32-true --trainer.log_every_n_steps 5"),
     "fast94, bfloat16, images from workers": shortened("fast94", f"bf16-mixed {WORKERS}"),
 }
-GROUPS = {"": SMALL_NET, "_recipes": RECIPES}
+GROUPS = {"small net": SMALL_NET, "recipes": RECIPES}
 
 
 class Plan(NamedTuple):
@@ -146,38 +145,31 @@ def undisturbed(kind: Kind, folder: Path) -> tuple[Path, float]:
     return run, time.monotonic() - attempt.started
 
 
-def kill_trainings(group: str, kills: int, seconds: int, seed: int, folder: str) -> dict[str, Any]:
-    """Kill trainings, each up to three times, until `kills` have hit or `seconds` have passed; return the counts."""
+def kill_trainings(group: str, kills: int, seconds: int, seed: int, folder: str) -> int:
+    """Kill trainings, each up to three times, until `kills` have hit or `seconds` have passed; return how many hit."""
     draw, kinds, start = random.Random(seed), GROUPS[group], time.monotonic()
     expected_run = cache(lambda name: undisturbed(kinds[name], Path(folder) / "undisturbed" / name))
     hits: list[tuple[str, str]] = []
-    survivors: Counter[str] = Counter()
+    survivors = 0
     while len(hits) < kills and time.monotonic() < start + seconds:
-        name = list(kinds)[(seed + survivors.total()) % len(kinds)]
-        kind, place = kinds[name], Path(folder) / f"run-{survivors.total()}"
+        name = list(kinds)[(seed + survivors) % len(kinds)]
+        kind, place = kinds[name], Path(folder) / f"run-{survivors}"
         expected, duration = expected_run(name)
         new, run = kill_one(kind, min(draw.randint(1, 3), kills - len(hits)), duration, draw, place)
         if places := differences(run, expected, ROUNDING if kind.resumed_in else 0.0):
             copy = shutil.copytree(place, tempfile.mkdtemp(prefix="cifar-lit-differs-"), dirs_exist_ok=True)
             raise AssertionError(f"{name}, killed in {new}: differs in {places[:5]}. The run is kept in {copy}.")
-        survivors[name] += 1
+        survivors += 1
         hits += new
         shutil.rmtree(place)
-    hits_by_phase = {phase: Counter(how for how, hit in hits if hit == phase) for phase in PHASES.values()}
-    return {"seed": seed, "fell": hits_by_phase, "survivors": survivors}
+    return len(hits)
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("kinds", GROUPS)
 def test_killed_and_resumed_trainings_equal_undisturbed_ones(
-    group: str, forking: Callable[..., Any], write_counts: Callable[..., None], tmp_path: Path
+    kinds: str, forking: Callable[..., Any], tmp_path: Path
 ) -> None:
     """STRESS_SEED selects other moments, to split a long test over several calls of STRESS_SECONDS each."""
     sizes = {"kills": size("KILLS", 100), "seconds": size("SECONDS", 720), "seed": size("SEED", 0)}
-    counts = forking(kill_trainings, group=group, folder=str(tmp_path), **sizes)
-    headline = {"kills that hit": sum(sum(hits.values()) for hits in counts["fell"].values())}
-    assert headline["kills that hit"] > 0
-    for name, number in counts["survivors"].items():
-        exact = not GROUPS[group][name].resumed_in
-        headline[f"{name}: {'identical to the last bit' if exact else f'equal to {ROUNDING:.0e}'}"] = number
-    write_counts({**counts, "headline": headline, "unit": {}}, group)
+    assert forking(kill_trainings, group=kinds, folder=str(tmp_path), **sizes) > 0
