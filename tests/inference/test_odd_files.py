@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from extras.serving import Service, running
 from odd_files import OddFile, odd_files, picture
 from small_nets import write_net
 
@@ -19,21 +18,20 @@ from cifar_lit.inference.classify import ImageFile, classify_files
 from cifar_lit.inference.load import load
 
 RESULTS = Path(__file__).parent.parent.parent / "results"
-COMMANDS = ("classify", "folder", "serve")
+COMMANDS = ("classify", "folder")
 READ, LEFT_OUT, UNSEEN = "read", "skipped", "ignored"  # a folder ignores files without an image suffix
 
 INTRODUCTION = """\
 # Unusual and damaged image files
 
-How cifar-lit handles each kind of image file: the outcome or error of `classify`, of a data set of
-folders with `--data.skip_bad true`, and the status code of `serve` for a refused file. Without
-`skip_bad`, a file that is "skipped" here stops the run with its name. Files without an image suffix
-are ignored. `tests/inference/odd_files.py` creates the files, and
+How cifar-lit handles each kind of image file: the outcome or error of `classify`, and of a data set of
+folders with `--data.skip_bad true`. Without `skip_bad`, a file that is "skipped" here stops the run
+with its name. Files without an image suffix are ignored. `tests/inference/odd_files.py` creates the files, and
 `python tests/inference/test_odd_files.py` writes this page.
 """
 
 
-def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) -> list[dict[str, str]]:
+def outcomes(odd: list[OddFile], run: Path, work_dir: Path) -> list[dict[str, str]]:
     """Return for each file its name, what it is, and for each of `COMMANDS` the outcome or the reason of a refusal."""
     paths = [work_dir / "train" / f"{number:03}" / file.name for number, file in enumerate(odd)]
     for path, file in zip(paths, odd, strict=True):  # one class per file, with a readable neighbour
@@ -45,43 +43,37 @@ def outcomes(odd: list[OddFile], run: Path, service: Service, work_dir: Path) ->
     cache = str(work_dir / "cache")
     images = folder(SourceSettings(root=str(work_dir), image_size=32, skip_bad=True, cache_dir=cache), train=True)
     counts = images.labels.bincount(minlength=len(paths)).tolist()
-    answers = [service.predict(file.data, {"Content-Type": "application/octet-stream"}) for file in odd]
     return [
         {
             "name": ascii(file.name)[1:-1],
             "what": file.what,
             "classify": row.error or READ,
             "folder": UNSEEN if not file.name.lower().endswith(IMAGES) else READ if count == 2 else LEFT_OUT,
-            "serve": READ if answer.status == 200 else f"{answer.status}: {answer.error}",
         }
-        for file, row, count, answer in zip(odd, rows, counts, answers, strict=True)
+        for file, row, count in zip(odd, rows, counts, strict=True)
     ]
 
 
 def page(files: list[dict[str, str]]) -> str:
-    """Return the outcomes as Markdown, with the status code of `serve` alone."""
-    rows = [
-        (f"`{file['name']}`", file["what"], file["classify"], file["folder"], file["serve"].partition(":")[0])
-        for file in files
-    ]
-    rows[:0] = [("file", "what it is", *(f"`{command}`" for command in COMMANDS)), ("---",) * 5]
+    """Return the outcomes as Markdown."""
+    rows = [(f"`{file['name']}`", file["what"], file["classify"], file["folder"]) for file in files]
+    rows[:0] = [("file", "what it is", *(f"`{command}`" for command in COMMANDS)), ("---",) * 4]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{INTRODUCTION}\n{table}\n"
 
 
-def test_unusual_files_are_decoded_or_refused_as_in_the_table(run: Path, service: Service, tmp_path: Path) -> None:
+def test_unusual_files_are_decoded_or_refused_as_in_the_table(run: Path, tmp_path: Path) -> None:
     odd = odd_files()
-    files = outcomes(odd, run, service, tmp_path / "set")
+    files = outcomes(odd, run, tmp_path / "set")
     committed = json.loads((RESULTS / "cpu" / "odd-files.json").read_text())["files"]
     for number, (made, file, before) in enumerate(zip(odd, files, committed, strict=True)):
         readable = not isinstance(made.expected, str)
-        assert [file["classify"] == READ, file["serve"] == READ] == [readable] * 2, file
+        assert (file["classify"] == READ) == readable, file
         assert file["folder"] in (UNSEEN, READ if readable else LEFT_OUT), file
         for key in ("name", "what", "folder"):  # the wording of a reason depends on Pillow's version
             assert file[key] == before[key]
         if isinstance(made.expected, str):
             assert "\n" not in file["classify"], file
-            assert file["serve"][:3] in ("400", "413", "415", "422"), file
         else:
             pixels = decode(tmp_path / "set" / "train" / f"{number:03}" / made.name, (32, 32)).astype(int)
             means = [pixels[y : y + 4, x : x + 4].mean((0, 1)) for y, x in ((6, 6), (6, 22), (22, 6), (22, 22))]
@@ -94,8 +86,7 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as temporary:
         run = write_net(Path(temporary) / "net", "lenet")
-        with running(run) as service:
-            files = outcomes(odd_files(), run, service, Path(temporary) / "set")
+        files = outcomes(odd_files(), run, Path(temporary) / "set")
     read = sum(file["classify"] == READ for file in files)
     headline = {"kinds of files that classify reads": read, "kinds that it refuses with the reason": len(files) - read}
     figures = {"bench": "odd-files", "settings": {}, "environment": environment(), "headline": headline, "unit": {}}

@@ -12,6 +12,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from extras.serving import png
 from PIL import Image
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from cifar_lit.data.shapes import shapes
 from cifar_lit.errors import UsageError
 from cifar_lit.extras.serve.app import Service
 from cifar_lit.extras.serve.command import serve
-from cifar_lit.extras.serve.images import Limits
 from cifar_lit.inference.export import Options, export
 from cifar_lit.runs.card import (
     LEVELS,
@@ -201,7 +201,7 @@ def test_python_classify_and_serve_give_the_same_sets(
 
     classifier.coverage = wanted
     pixels = [image.permute(1, 2, 0).numpy() for image in IMAGES]
-    answers = Service(classifier, Limits()).predict([array.tobytes() for array in pixels], 1, seen=False)
+    answers = Service(classifier, 10**7).predict([png(array) for array in pixels], 1, seen=False)
     assert [list(answer["prediction_set"]) for answer in answers] == expected  # type: ignore[call-overload]
 
     files = [tmp_path / f"{number:02}.png" for number in range(30)]
@@ -221,7 +221,7 @@ def test_a_number_is_a_coverage_of_the_smallest_sets_and_serve_has_no_sets_witho
     classifier = cifar_lit.load(stored)
     by_number, by_name = (classifier.predict_batch(IMAGES, coverage=each) for each in (0.7, Coverage(0.7, "lac")))
     assert by_number == by_name
-    answers = Service(classifier, Limits()).predict([IMAGES[0].permute(1, 2, 0).numpy().tobytes()], 1, seen=False)
+    answers = Service(classifier, 10**7).predict([png(IMAGES[0].permute(1, 2, 0).numpy())], 1, seen=False)
     assert "prediction_set" not in answers[0]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from extras.serving import png
 
 import cifar_lit
 from cifar_lit.cli.classify import classify
@@ -15,7 +16,6 @@ from cifar_lit.cli.export import export as export_command
 from cifar_lit.errors import UsageError
 from cifar_lit.extras.serve.app import Service
 from cifar_lit.extras.serve.command import serve
-from cifar_lit.extras.serve.images import Limits
 from cifar_lit.inference.export import Options, export
 from cifar_lit.runs.card import STORED_RATES, novelty, reject_scores, threshold
 from cifar_lit.runs.model_file import load_model_file, save_weights
@@ -91,10 +91,10 @@ def test_serve_answers_whether_an_image_is_unknown_only_with_a_rate(stored: Path
     classifier = cifar_lit.load(stored)
     expected = [prediction.unknown for prediction in classifier.predict_batch(IMAGES, reject=0.5)]
     assert {*expected} == {True, False}
-    pixels = [image.permute(1, 2, 0).numpy().tobytes() for image in IMAGES]
+    files = [png(image.permute(1, 2, 0).numpy()) for image in IMAGES]
     for rate in (None, 0.5):
         classifier.reject = rate
-        answers = Service(classifier, Limits()).predict(pixels, 1, seen=False)
+        answers = Service(classifier, 10**7).predict(files, 1, seen=False)
         assert [answer.get("unknown") for answer in answers] == (expected if rate else [None] * 30)
         assert ("unknown" in answers[0]) == (rate is not None)
 

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from jsonargparse import Namespace
+from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.cli.trust import allow_run
-from cifar_lit.data.decode import KINDS
+from cifar_lit.data.decode import DecodeError, decode
 from cifar_lit.data.formats import TABLES
 from cifar_lit.data.progress import progress
 from cifar_lit.data.table import read_table
 from cifar_lit.errors import Failure, UsageError, check_packages
-from cifar_lit.extras.label.journal import JOURNAL, Journal, is_cell
+from cifar_lit.extras.label.journal import JOURNAL, Journal
 from cifar_lit.extras.label.queue import Queue
-from cifar_lit.extras.label.table import TABLE, Labels, current_labels
-from cifar_lit.files import read_text
+from cifar_lit.extras.label.table import TABLE, Labels, current_labels, is_cell
 from cifar_lit.hardware import resolve_device
-from cifar_lit.inference.classify import ImageFile, classify_files, find_images
+from cifar_lit.inference.classify import find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
-from cifar_lit.memory import keep_freed_memory
 from cifar_lit.runs.label_errors import LIST, evidence, rank_labels, read_array, write_ranking
 from cifar_lit.runs.run_data import run_image_data
-from cifar_lit.runs.run_folder import RunFolder, display_path, weights_file
-from cifar_lit.text import counted, note, say
+from cifar_lit.runs.run_folder import RunFolder, display_path, read_json, weights_file
+from cifar_lit.text import counted, listed, note, say
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -58,19 +56,16 @@ def review(argv: list[str]) -> None:
     if (run / "folds.json").is_file():
         model = source = _first_fold(run, settings.trust)
     classifier = load(weights_file(model), resolve_device(settings.accelerator))
-    keep_freed_memory()
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
     labels.check()
     table = run / TABLE
     command = training_command(source, table, labels, data)
-    if not os.access(run, os.W_OK):
-        raise Failure(f"{display_path(run)} cannot be written, and decisions are stored there: review a copy of it")
     with ExitStack() as stack:
         stack.callback(RunFolder(run.parent, run.name, run).release)
-        journal = stack.enter_context(closing(Journal(run / JOURNAL, data.classes)))
+        journal = Journal(run / JOURNAL, data.classes)
         if table.is_file():
-            earlier = {row.path: row.split for row in read_table(table)}
+            earlier = {row.path: row.split for row in read_table(table) if row.split}
             own, labels = labels, labels.with_split_of(earlier)
             added = {*labels.keys} - earlier.keys() - journal.decisions.keys()
             if added and labels is not own:
@@ -83,16 +78,15 @@ def review(argv: list[str]) -> None:
             from cifar_lit.extras.label.app import PAGE, Review
             from cifar_lit.extras.web import Server, application, listen
 
-            if journal.decisions:
-                write()  # a killed review did not
+            write()  # a killed review did not
             sock = stack.enter_context(listen("127.0.0.1", settings.port))
             queue = _queue(settings, run, classifier, data, labels)
             about = {"run": display_path(run), "command": command, "open": labels.column == "path"}
             root = f"/{secrets.token_urlsafe(16)}"  # known only to the reader of the console
-            app = application(Review(queue, journal, write, about).routes, PAGE, root=root)
+            app = application(Review(queue, journal, write, about).routes, PAGE, ["localhost"], root)
             address = f"http://127.0.0.1:{sock.getsockname()[1]}{root}/"
-            count = counted(len(queue.keys), "image")
-            Server(app, lambda: say(f"{count} to review at {address} · stop with Ctrl-C")).answer(sock)
+            say(f"{counted(len(queue.keys), 'image')} to review at {address} · stop with Ctrl-C")
+            Server(app).run([sock])
         strange = {made.image for made in journal.decisions.values() if not made.new}.difference(labels.keys)
         if strange:
             note(f"{counted(len(strange), 'decision')} without effect: this data set has no {min(strange)}")
@@ -105,15 +99,13 @@ def _settings(argv: list[str]) -> Namespace:
     add = parser.add_argument
     add("run", type=str, help="run folder, or the folder of a cross-validation")
     add("--pool", type=str | None, default=None, help="label the images of a folder, or of a table with a column path")
-    add("--limit", type=int, default=1000, help="most images to show; 0 for all")
+    add("--limit", type=NonNegativeInt, default=1000, help="most images to show; 0 for all")
     add("--export", action="store_true", help="only write labels-reviewed.csv from the decisions so far")
     add("--port", type=int, default=8001, help="port of this machine to listen on; 0 for a free one")
     add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
     add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, argv)
-    if settings.limit < 0:
-        raise UsageError(f"--limit must be 0 or more, not {settings.limit}")
     if not settings.export:
         check_packages("review", ("starlette", "uvicorn"), "serve")
     return settings
@@ -121,10 +113,7 @@ def _settings(argv: list[str]) -> Namespace:
 
 def _first_fold(folder: Path, trusted: bool) -> Path:
     """Return the run of the first fold of a cross-validation, which lies beside its folder."""
-    try:
-        run = folder.absolute().parent / Path(json.loads(read_text(folder / "folds.json"))["folds"][0]).name
-    except (OSError, ValueError, LookupError, TypeError):
-        raise Failure(f"{folder / 'folds.json'} is damaged: repeat the cross-validation") from None
+    run = folder.absolute().parent / Path(read_json(folder / "folds.json")["folds"][0]).name
     if not (run / "config.yaml").is_file():
         raise Failure(f"{display_path(run)}, a run of this cross-validation, is missing: move it beside {folder}")
     allow_run(run / "config.yaml", trusted)
@@ -148,10 +137,9 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
         probabilities, embeddings = embedded(pixels.__getitem__, len(files), "images to label")
         return Queue(files, [None] * len(files), probabilities, embeddings, *train)
     if data.parts.folds and (run / "folds.json").is_file():  # predicted by nets that were not trained on the image
-        file, shape = run / "probabilities.npy", tuple(probabilities.shape)
-        held_out = read_array(file, shape)
+        held_out = read_array(run / "probabilities.npy", tuple(probabilities.shape))
         if held_out is None:
-            fault = f"{file} does not hold {shape[0]} × {shape[1]} numbers, as the data of this run need"
+            fault = f"{run / 'probabilities.npy'} has not {len(images)} rows, as the data of this run"
             raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir")
         probabilities = held_out
         ranking = rank_labels(images.labels, probabilities)
@@ -168,31 +156,26 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
 def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tensor]:
     """Return the readable files of a folder or table of images to label, and their pixels, uint8 (M, H, W, C)."""
     place = Path(settings.pool).expanduser()
-    if place.is_dir():
-        files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
-    elif place.name.lower().endswith(TABLES):
+    if place.name.lower().endswith(TABLES):
         files = [str(place.parent / row.path) for row in read_table(place, labelled=False)]
     else:
-        raise UsageError(f"--pool {place} is neither a folder nor a table: name a folder of images, or a CSV file")
-    paths = dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files)
-    images = with_plain_names([ImageFile(path) for path in paths])
-    results = list(classify_files(classifier, images[: settings.limit or None]))
-    rows = [row for chunk, _ in results for row in chunk]
-    bad = [f"{row.path} ({row.error})" for row in rows if row.error]
+        files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
+    paths = list(dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files))
+    names, pixels, bad = [], [], []
+    for path in paths[: settings.limit or None]:
+        if not is_cell(path):
+            bad.append(f"{path} has a name that a table cannot hold")
+            continue
+        try:
+            pixels.append(torch.from_numpy(decode(path, *classifier.preparation)))
+            names.append(path)
+        except DecodeError as error:
+            bad.append(str(error))
     if bad:
-        note(f"{len(bad):,} of {len(rows):,} images cannot be read: {', '.join(bad[:3])}")
-    if len(bad) == len(rows):
-        raise UsageError(f"there are no readable images in {place}: use {KINDS}")
-    pixels = torch.cat([pixels for _, pixels in results]).permute(0, 2, 3, 1)
-    return [row.path for row in rows if row.path and not row.error], pixels
-
-
-def with_plain_names(files: list[ImageFile]) -> list[ImageFile]:
-    """Return the files whose absolute paths a table can hold. A note counts the others."""
-    odd = {file.path for file in files if not is_cell(str(Path(file.path).absolute()))}
-    if odd:
-        note(f"left out {counted(len(odd), 'file')} with names that a table cannot hold, such as {min(odd)[:200]}")
-    return [file for file in files if file.path not in odd]
+        note(f"left out {counted(len(bad), 'image')}: {listed(bad)}")
+    if not names:
+        raise UsageError(f"there are no readable images in {place}: name a folder of images, or a table of them")
+    return names, torch.stack(pixels)
 
 
 def training_command(source: Path, table: Path, labels: Labels, data: ImageData) -> str:

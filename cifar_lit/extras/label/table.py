@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from cifar_lit.data.formats import TABLES
 from cifar_lit.data.sources import load_images
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.extras.label.journal import Decision, is_cell
+from cifar_lit.extras.label.journal import Decision
 from cifar_lit.files import writing
+from cifar_lit.text import csv_cell
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
     from cifar_lit.data.image_set import ImageSet
 
 TABLE = "labels-reviewed.csv"  # in the run folder
-SPLITS = ("train", "val", "test")
+
+
+def is_cell(name: str) -> bool:
+    """Return whether a name is visible text, and no spreadsheet runs it as a formula."""
+    return bool(name) and csv_cell(name) == name
 
 
 class Labels(NamedTuple):
@@ -30,13 +35,13 @@ class Labels(NamedTuple):
     labels: Sequence[str]
     extra: str  # a further column: `split` to keep train, val and test, or `group`; empty for none
     values: Sequence[str]  # cells of the further column
-    groups: Sequence[object] = ()  # images with equal values belong on one side of a split; None for no group
+    groups: Sequence[object]  # images with equal values belong on one side of a split; None for no group
 
     def check(self) -> None:
         """Raise Failure for names that a spreadsheet would change or run."""
-        for name in dict.fromkeys((*self.keys, *self.labels)):
+        for name in (*self.keys, *self.labels):
             if not is_cell(name):
-                raise Failure(f"{name[:200]!r} cannot be written to a table: rename it; after that, train again")
+                raise Failure(f"{name!r} cannot be written to a table: rename it; after that, train again")
 
     def with_split_of(self, earlier: Mapping[str, str]) -> Labels:
         """Return the labels with the split of an earlier table, whose splits are given by key.
@@ -44,17 +49,15 @@ class Labels(NamedTuple):
         A split drawn from a folder changes with its files, so the table keeps its own. Other images, which were added
         or dropped, are on the side of their group, and else trained on.
         """
-        sides = [earlier.get(key, "") for key in self.keys]
-        if self.extra != "split" or not {*sides} & {*SPLITS}:  # without any, the images were moved
+        if self.extra != "split" or earlier.keys().isdisjoint(self.keys):  # without any, the images were moved
             return self
-        groups = self.groups or [None] * len(sides)
-        by_group: dict[object, str] = {}
-        for group, side in zip(groups, sides, strict=True):
-            if side in SPLITS and group is not None:
-                by_group[group] = side
-        for place, side in enumerate(sides):
-            if side not in SPLITS:
-                sides[place] = by_group.get(groups[place], "train")
+        by_group = {}
+        for key, group in zip(self.keys, self.groups, strict=True):
+            if key in earlier and group is not None:
+                by_group[group] = earlier[key]
+        sides = []
+        for key, group in zip(self.keys, self.groups, strict=True):
+            sides.append(earlier.get(key) or by_group.get(group, "train"))
         return self._replace(values=sides)
 
     def write(self, path: Path, decisions: Mapping[str, Decision]) -> int:
@@ -63,8 +66,8 @@ class Labels(NamedTuple):
         Columns: `path` or `image`, `label`, `original_label`, `reviewed` (date, empty if the image was never reviewed)
         and `extra`. New images have no original label, and are training images.
         """
-        rows = [[self.column, "label", "original_label", "reviewed", self.extra]]
-        for key, label, value in zip(self.keys, self.labels, self.values or [""] * len(self.keys), strict=True):
+        rows = []
+        for key, label, value in zip(self.keys, self.labels, self.values, strict=True):
             made = decisions.get(key)
             if made is None or made.action == "skip":
                 rows.append([key, label, label, "", value])
@@ -75,14 +78,16 @@ class Labels(NamedTuple):
             if made.new and made.label is not None and key not in own:
                 value = "train" if self.extra == "split" else key
                 rows.append([key, made.label, "", made.date, value])
-        if not self.extra:
-            rows = [row[:4] for row in rows]
+        columns = [self.column, "label", "original_label", "reviewed", self.extra]
+        count = len(columns) if self.extra else 4
         with (
             writing(path, "Free some space, or make the folder writable.") as partial,
             partial.open("w", newline="", encoding="utf-8") as file,
         ):
-            csv.writer(file, lineterminator="\n").writerows(rows)
-        return len(rows) - 1
+            writer = csv.writer(file, lineterminator="\n")
+            for row in (columns, *rows):
+                writer.writerow([csv_cell(cell) for cell in row[:count]])
+        return len(rows)
 
 
 def current_labels(data: ImageData) -> Labels:
@@ -90,43 +95,38 @@ def current_labels(data: ImageData) -> Labels:
 
     A cross-validation has no split, unless the data set has its own test images.
     """
-    images, settings = data.train_images, data.settings
-    has_folds = data.parts.folds > 0
+    images, settings, has_folds = data.train_images, data.settings, data.parts.folds > 0
     names = [images.classes[label] for label in images.labels.tolist()]
-    val_rows: Sequence[int] = images.val_rows or ()
-    if not has_folds:
-        val_rows = data.split[1].tolist()
     splits = ["train"] * len(images)
+    val_rows = (images.val_rows or ()) if has_folds else data.split[1].tolist()
     for row in val_rows:
         splits[row] = "val"
+    extra = "" if has_folds else "split"
     if data.dataset != "folder":
         if settings.labels == "coarse":
             raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
-        keys = [str(row) for row in range(len(images))]
+        keys: Sequence[str] = [str(row) for row in range(len(images))]
         if (settings.labels or "").lower().endswith(TABLES):
-            keys = list(images.names or ())
-        if has_folds:
-            return Labels("image", keys, names, "", [])
-        return Labels("image", keys, names, "split", splits)
-    train_names, test = images.names or (), load_images("folder", settings, train=False)
-    trained = set(train_names)  # without test images, the validation images are the test set
+            keys = images.names or ()
+        return Labels("image", keys, names, extra, splits, [None] * len(keys))
+    test = load_images("folder", settings, train=False)
+    trained = {*(images.names or ())}  # without test images, the validation images are the test set
     test_rows = [row for row, name in enumerate(test.names or ()) if name not in trained]
     folder = settings.path.absolute()
     if not folder.is_dir():  # the table of the images
         folder = folder.parent
-    groups = _groups(images)
-    keys = [os.path.normpath(folder / name) for name in train_names]
+    paths = [*(images.names or ()), *((test.names or ())[row] for row in test_rows)]
+    keys = [os.path.normpath(folder / name) for name in paths]
     if has_folds and not test_rows:
-        if images.groups is None:
-            return Labels("path", keys, names, "", [])
-        return Labels("path", keys, names, "group", [str(group) for group in images.groups.tolist()])
-    keys += [os.path.normpath(folder / (test.names or ())[row]) for row in test_rows]
+        if images.groups is not None:
+            return Labels("path", keys, names, "group", [*map(str, images.groups.tolist())], [None] * len(keys))
+        return Labels("path", keys, names, "", splits, [None] * len(keys))
     names += [test.classes[label] for label in test.labels[test_rows].tolist()]
-    groups += [_groups(test)[row] for row in test_rows]
+    groups = _groups(images) + [_groups(test)[row] for row in test_rows]
     return Labels("path", keys, names, "split", [*splits, *["test"] * len(test_rows)], groups)
 
 
-def _groups(images: ImageSet) -> list[tuple[int, int] | None]:
+def _groups(images: ImageSet) -> list[object]:
     """Return the group of each image, or of its near-duplicates. Numbers of different sets are unrelated."""
     if images.groups is None:
         return [None] * len(images)

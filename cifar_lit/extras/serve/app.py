@@ -1,95 +1,85 @@
-"""The service over HTTP: the page, its health and predictions."""
+"""The service over HTTP: predictions, and the limits and classes for its page."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
-import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cifar_lit import __version__
-from cifar_lit.extras.serve.images import Decoders, Limits, parse_body
-from cifar_lit.extras.web import read_body
+from cifar_lit.data.decode import DecodeError, decode
+from cifar_lit.extras.web import check_length
 from cifar_lit.inference.load import Classifier
+from cifar_lit.runs.figures import data_uri
 
 PAGE = Path(__file__).parent / "page"
-DEFAULT_TOP = 3
-ANSWER_SECONDS = 20  # once a request has arrived completely
+IMAGES = 64  # in a request, at most
+
+Files = Sequence[tuple[str, bytes]]  # name in errors, and content
 
 
 class Service:
-    """What the page and programs ask for."""
+    """What the page and programs ask for.
 
-    def __init__(self, classifier: Classifier, limits: Limits) -> None:
-        self.classifier, self.limits = classifier, limits
+    max_bytes: largest body of a request.
+    """
+
+    def __init__(self, classifier: Classifier, max_bytes: int) -> None:
+        self.classifier, self.max_bytes = classifier, max_bytes
         self._thread = ThreadPoolExecutor(1)  # torch starts a pool of threads for each thread that computes
-        (height, width), channels, *_ = classifier.preparation
-        self._thread.submit(self.predict, [bytes(height * width * channels)], 1, False).result()  # the first is slow
-        self._decoders = Decoders(classifier.preparation, limits)
-        self.routes = [
-            Route("/health", self._answer_health),
-            Route("/predict", self._answer_images, methods=["POST"]),
-        ]
+        self.routes = [Route("/health", self._health), Route("/predict", self._predict, methods=["POST"])]
 
-    async def _answer_health(self, request: Request) -> Response:
-        health = {
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({
             "status": "ok",
             "version": __version__,
             "net": self.classifier.card.net,
             "classes": self.classifier.classes,
             "image_size": self.classifier.preparation.size,
-            "limits": asdict(self.limits),
-        }
-        return JSONResponse(health)
+            "max_bytes": self.max_bytes,
+            "max_images": IMAGES,
+        })  # fmt: skip
 
-    async def _answer_images(self, request: Request) -> Response:
-        top = self._top(request.query_params.get("top"))
-        seen = request.query_params.get("seen") in ("1", "true")
-        body = await read_body(request, self.limits.body, "send less, or start the service with a larger --max-mb")
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                kind = request.headers.get("content-type", "")
-                images = await asyncio.to_thread(parse_body, kind, body, self.limits)
-                pixels = await self._decoders.decode(images.files)
-                work = partial(self.predict, pixels, top, seen)
-                predictions = await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except TimeoutError:
-            text = f"there was no answer within {ANSWER_SECONDS} s: the service is busy, try again later"
-            raise HTTPException(503, text) from None
-        if images.many:
+    async def _predict(self, request: Request) -> Response:
+        check_length(request, self.max_bytes)
+        top = request.query_params.get("top", "3")
+        if not top.isdecimal() or int(top) < 1:
+            raise HTTPException(422, f"top must be a whole number from 1 on, not {top!r}")
+        is_form = request.headers.get("content-type", "").startswith("multipart/form-data")
+        files: Files = [("the image", await request.body())]
+        if is_form:
+            files = await _files(request)
+        seen = "seen" in request.query_params
+        loop = asyncio.get_running_loop()
+        predictions = await loop.run_in_executor(self._thread, self.predict, files, int(top), seen)
+        if is_form:
             return JSONResponse({"predictions": predictions})
         return JSONResponse(predictions[0])
 
-    def _top(self, text: str | None) -> int:
-        count = len(self.classifier.classes)
-        if text is None:
-            return min(DEFAULT_TOP, count)
-        if not re.fullmatch("[1-9][0-9]{0,5}", text):
-            raise HTTPException(422, f"top must be a whole number from 1 to {count}, not {text[:20]!r}")
-        return min(int(text), count)
+    def predict(self, files: Files, top: int, seen: bool) -> list[dict[str, object]]:
+        """Return the JSON of a prediction for each image file. Raise HTTPException for an unreadable one.
 
-    def predict(self, pixels: list[bytes], top: int, seen: bool) -> list[dict[str, object]]:
-        """Return the JSON of a prediction for each image.
-
-        pixels: decoded images, uint8 (H, W, C). seen: whether to return the images as PNG.
+        seen: whether to return the images as the net sees them.
         """
-        (height, width), channels, *_ = self.classifier.preparation
-        images = torch.frombuffer(bytearray().join(pixels), dtype=torch.uint8).view(-1, height, width, channels)
+        pixels = []
+        for name, data in files:
+            try:
+                pixels.append(decode(io.BytesIO(data), *self.classifier.preparation))
+            except DecodeError as error:
+                raise HTTPException(422, f"{name} cannot be read: {error.reason}") from None
+        images = torch.from_numpy(np.stack(pixels))
         predictions: list[dict[str, object]] = []
-        results = self.classifier.predict_batch(images.permute(0, 3, 1, 2), top)
-        for result, image in zip(results, images.numpy(), strict=True):
+        for image, result in zip(images, self.classifier.predict_batch(images.permute(0, 3, 1, 2), top), strict=True):
             classes = [{"label": label, "probability": round(value, 6)} for label, value in result.top]
             prediction: dict[str, object] = {**classes[0], "top": classes}
             if result.unknown is not None:
@@ -97,13 +87,18 @@ class Service:
             if result.prediction_set is not None:
                 prediction["prediction_set"] = result.prediction_set
             if seen:
-                prediction["seen"] = "data:image/png;base64," + base64.b64encode(as_png(image)).decode()
+                prediction["seen"] = data_uri(image, 2 * max(image.shape))  # a PNG
             predictions.append(prediction)
         return predictions
 
 
-def as_png(image: np.ndarray) -> bytes:
-    """Return an image, uint8 (H, W, C) with C = 1 or 3, as PNG."""
-    file = io.BytesIO()
-    Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image).save(file, "PNG")
-    return file.getvalue()
+async def _files(request: Request) -> Files:
+    """Return the files of a form. Other fields are ignored."""
+    files = []
+    async with request.form(max_files=IMAGES) as form:
+        for _, value in form.multi_items():
+            if isinstance(value, UploadFile):
+                files.append((value.filename or "an image", await value.read()))
+    if not files:
+        raise HTTPException(400, "there is no file in the form")
+    return files

@@ -6,14 +6,13 @@ import ipaddress
 import socket
 
 import torch
-from jsonargparse.typing import PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 
 from cifar_lit.cli.coverage import add_coverage, coverage_of
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import check_packages
 from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.load import load
-from cifar_lit.memory import keep_freed_memory
 from cifar_lit.runs.card import check_rate
 from cifar_lit.runs.run_folder import weights_file
 from cifar_lit.text import say
@@ -21,11 +20,11 @@ from cifar_lit.threads import choose_threads
 
 DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at /.
 
-POST /predict accepts one image as the body (Content-Type: image/jpeg or another image type), or a form with files
-(multipart/form-data). The response to one image is {"label", "probability", "top": [{"label", "probability"}, …]}, to a
-form {"predictions": […]} in the order sent. With --reject, each prediction has "unknown" (true or false); with
---coverage, it has "prediction_set" (a list of classes). ?top=K returns K classes (default 3), ?seen=1 the image as the
-net gets it. GET /health describes the net. Errors are {"error": "one line"}.
+POST /predict accepts one image as the body, or a form with files (multipart/form-data). The response to one image is
+{"label", "probability", "top": [{"label", "probability"}, …]}, to a form {"predictions": […]} in the order sent. With
+--reject, each prediction has "unknown" (true or false); with --coverage, it has "prediction_set" (a list of classes).
+?top=K returns K classes (default 3), ?seen=1 the image as the net gets it. GET /health describes the net. Errors are
+{"error": "one line"}. Limits on time and connections, TLS and passwords are the work of a reverse proxy.
 Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
 
 
@@ -40,42 +39,29 @@ def serve(argv: list[str]) -> None:
     add_coverage(parser)
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     add("--max-mb", type=PositiveInt, default=10, help="largest request body in MB")
-    add("--max-pixels", type=PositiveInt, default=25_000_000, help="largest image in pixels, according to its header")
-    add("--decode-seconds", type=PositiveFloat, default=0.5, help="CPU seconds to decode the images of a request")
     settings = parsed(parser, argv)
     file = weights_file(settings.run)
-    check_packages("serve", ("starlette", "uvicorn"), "serve")
+    check_packages("serve", ("starlette", "uvicorn", "python_multipart"), "serve")
     from cifar_lit.extras.serve.app import PAGE, Service
-    from cifar_lit.extras.serve.connections import LimitedProtocol
-    from cifar_lit.extras.serve.images import Limits
     from cifar_lit.extras.web import Server, application, listen
 
-    limits = Limits(settings.max_mb * 1_000_000, settings.max_pixels, decode_seconds=settings.decode_seconds)
     with listen(settings.host, settings.port) as sock:
         host, port = sock.getsockname()[:2]
-        local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-        own_names = None
-        if not local:
-            own = socket.gethostname().lower()
-            own_names = frozenset({settings.host.lower(), own, f"{own}.local"})
         device = resolve_device(settings.accelerator)
         classifier = load(file, device)
         classifier.reject = None
         if settings.reject is not None:
             classifier.reject = check_rate(settings.reject, classifier.card.reject)
         classifier.coverage = coverage_of(settings, classifier.card)
-        # Leave one core to connections and decoding: torch's threads spin while they wait.
+        # Leave one core to the connections: torch's threads spin while they wait.
         torch.set_num_threads(max(1, choose_threads()[0] - 1))
-        keep_freed_memory()
-
-        def on_ready() -> None:
-            size = "×".join(map(str, classifier.card.input_shape))
-            say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
-            if not local:
-                say(f"any machine on the network can connect to {host}: there is no password and no encryption")
-            address = f"[{host}]" if ":" in host else host
-            say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
-
-        app = application(Service(classifier, limits).routes, PAGE, own_names)
-        Server(app, on_ready, LimitedProtocol).answer(sock)
+        size = "×".join(map(str, classifier.card.input_shape))
+        say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
+        if not ipaddress.ip_address(host).is_loopback:
+            say(f"any machine on the network can connect to {host}: there is no password and no encryption")
+        address = f"[{host}]" if ":" in host else host
+        say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
+        own = socket.gethostname().lower()
+        names = {"localhost", settings.host.lower(), own, f"{own}.local"}
+        Server(application(Service(classifier, settings.max_mb * 1_000_000).routes, PAGE, names)).run([sock])
     say("stopped")

@@ -4,6 +4,7 @@ const find = (id) => document.getElementById(id);
 const details = new Map(); // promises of images by number
 let state = null; // what the service says about all images
 let current = null; // number of the image on the page
+const decided = []; // numbers of images, to go back
 
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
 const isDigit = (text) => /^\d$/.test(text);
@@ -57,7 +58,7 @@ function listClasses(top) {
 
 async function show(item) {
   current = item;
-  const { name, label, predicted, probability } = state.images[item];
+  const { name, label, predicted, probability, action, now } = state.images[item];
   const { picture, top, nearest } = await load(item);
   Object.assign(find("picture"), { src: picture, hidden: !picture });
   find("picture").alt = label ? `image to review, labelled ${label}` : "image to label";
@@ -65,7 +66,8 @@ async function show(item) {
   const own = top.find(([one]) => one === label && label !== predicted);
   find("detail").textContent =
     `The net predicts ${predicted} with ${percent(probability)}${own ? `, ${label} with ${percent(own[1])}` : ""}. ` +
-    (/^\d+$/.test(name) ? `Image ${name}.` : `${name}.`) + (picture ? "" : " The file cannot be read.");
+    (/^\d+$/.test(name) ? `Image ${name}.` : `${name}.`) + (picture ? "" : " The file cannot be read.") +
+    (action ? ` Decided: ${action} ${now ?? ""}` : "");
   find("keep").replaceChildren(...withKey(label ? `Keep ${label}` : `Accept ${predicted}`, "K"));
   find("predicted").replaceChildren(...withKey(`Change to ${predicted}`, "P"));
   find("predicted").hidden = !label || label === predicted;
@@ -115,19 +117,21 @@ const guarded = (work) => async (...values) => {
 };
 
 const decide = guarded(async (action, label) => {
-  const { item, name, ...change } = await ask("decide", { item: current, action, label });
+  Object.assign(state.images[current], await ask("decide", { item: current, action, label }));
   if (label && !state.classes.includes(label)) state.classes.push(label);
-  if (item === null) throw new Error(`The decision about ${name}, which is not in this list, is undone.`);
-  state.images[item] = { ...state.images[item], action: undefined, ...change };
-  await next(action === "undo" ? item : undefined);
+  decided.push(current);
+  await next();
+});
+const goBack = guarded(async () => {
+  if (decided.length) await next(decided.pop());
 });
 const actions = {
   keep: () => decide("keep"),
   predicted: () => decide("relabel", state.images[current].predicted),
   drop: () => decide("drop"),
   skip: () => decide("skip"),
-  undo: () => decide("undo"),
-  back: () => decide("undo"),
+  back: goBack,
+  last: goBack,
   again: guarded(async () => {
     for (const image of state.images) if (image.action === "skip") image.action = undefined;
     await next();
@@ -141,17 +145,17 @@ for (const [id, action] of Object.entries(actions)) find(id).onclick = action;
 
 addEventListener("keydown", (event) => {
   const typing = event.target === find("search"), control = event.ctrlKey || event.metaKey;
-  const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", u: "undo", w: "write" }[event.key.toLowerCase()]);
+  const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", b: "back", w: "write" }[event.key.toLowerCase()]);
   if (typing) {
     if (event.key === "Enter" && event.target.value) find("classes").firstElementChild?.click();
     if (event.key === "Enter" || event.key === "Escape") event.target.blur();
-  } else if (control && event.key === "z") decide("undo");
+  } else if (control && event.key === "z") goBack();
   else if (control || event.altKey || event.repeat) return;
   else if (event.key === "/") find("search").focus(), event.preventDefault();
   else if (button || isDigit(event.key)) {
     event.preventDefault(); // the filter would choose the class that begins with this letter
     const chosen = button ?? find("classes").querySelector(`[value="${event.key}"]`);
-    if (current === null ? ["undo", "write"].includes(chosen?.id) : chosen && !chosen.hidden) chosen.click();
+    if (current === null ? ["back", "write"].includes(chosen?.id) : chosen && !chosen.hidden) chosen.click();
   }
 });
 find("picture").onload = sharpen;
@@ -160,6 +164,7 @@ find("search").oninput = async () => listClasses((await load(current)).top);
 
 guarded(async () => {
   state = await ask("images");
+  decided.push(...[...state.images.keys()].filter((item) => state.images[item].action));
   document.title = `Review labels · ${state.run}`;
   find("command").textContent = state.command;
   find("filter").append(...["", ...state.classes.slice(0, state.known)].map((value) => element("option", { value }, value || "all")));
