@@ -78,7 +78,7 @@ def try_device(device: str, net: str, width: float, batch_size: int) -> dict[str
     """Return images/s by dtype; raise Failure if the losses differ from those of the CPU in float64."""
     import torch
 
-    settings = {"net": net, "width": width, "batch_size": batch_size}
+    settings: dict[str, Any] = {"net": net, "width": width, "batch_size": batch_size}
     expected, _ = train("cpu", torch.float64, **settings)
     kind = device.partition(":")[0]
     precision = choose_precision(detect_machine(), kind)[0]
