@@ -17,9 +17,9 @@ from cifar_lit.models.registry import build_net
 from cifar_lit.runs.model_file import ModelCard, save_weights
 
 
-def marked(heading: str) -> str:
-    """Return the statements of a section of the page that use the run and the file of this test."""
-    text = dict(sections(DOCS / "use-a-trained-net.md"))[heading]
+def marked(page: str, heading: str) -> str:
+    """Return the statements of a section that use the run and the file of this test."""
+    text = dict(sections(DOCS / page))[heading]
     (block,) = [block for block in blocks(text) if block.kind == "trained"]
     return block.text
 
@@ -37,9 +37,9 @@ def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.Ca
     answer = run_command("export", run, "--to", "onnx", "--images", "4")
     assert answer.code == 0, answer.err
     names: dict[str, object] = {}
-    exec(compile(marked("Export"), "page", "exec"), names)
+    exec(compile(marked("use-a-trained-net.md", "Export"), "page", "exec"), names)
     net = cifar_lit.load(run)
     assert np.array_equal(names["images"], net.prepare("cat.jpg"))
     assert capsys.readouterr().out.split() == [net.predict("cat.jpg")[0].label]
-    exec(compile(marked("Prediction sets"), "page", "exec"), {})
+    exec(compile(marked("probabilities.md", "Prediction sets"), "page", "exec"), {})
     assert capsys.readouterr().out == f"('{net.predict('cat.jpg')[0].label}',)\n"
