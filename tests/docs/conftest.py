@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import cifar_lit.train
 
@@ -15,7 +16,10 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     # Images for TensorBoard would take half of the time, and no page shows them.
     monkeypatch.setattr(cifar_lit.train, "log_pictures", lambda *args: None)
     before = set(sys.modules)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second thread slows nets this small down
     yield tmp_path
+    torch.set_num_threads(threads)
     for name in set(sys.modules) - before:
         if name.startswith("my_"):
             del sys.modules[name]
