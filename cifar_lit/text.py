@@ -95,13 +95,6 @@ def duration_seconds(text: str) -> float | None:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
-def duration_text(seconds: float) -> str:
-    """Return a rounded duration, such as "85 s" or "14 min"."""
-    if seconds < 120:
-        return f"{max(1, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min"
-
-
 def say(*lines: str) -> None:
     """Print lines on stdout."""
     for line in lines:

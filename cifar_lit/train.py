@@ -46,7 +46,7 @@ def fit(
     load_weights(model, run.checkpoint, final)
     val = test = None
     if run.best.best_model_path:
-        val = Score.from_dict(final.get("cifar_lit", {}).get("score"), data.class_count)
+        val = Score.from_dict(final["cifar_lit"]["score"])
     if run.command == "train":  # `fit` does not test
         test = _score("test", trainer, model, data)
     if val and not test:

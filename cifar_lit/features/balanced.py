@@ -49,19 +49,14 @@ class Balanced(Callback):
         self._counts = torch.empty(0)
 
     def check(self, model: ImageClassifier, data: ImageData) -> None:
-        """Raise UsageError for data without an order that can be replaced."""
-        if not hasattr(data, "class_counts"):
-            raise UsageError("balanced needs ImageData, whose order it sets: train on ImageData, or leave balanced out")
+        """Raise UsageError for a fixed order."""
         if not data.shuffle:
             raise UsageError("balanced draws a new order every epoch: leave data.shuffle at true")
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Count the training images of each class."""
-        if stage != "fit":
-            return
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        self.check(pl_module, data)
-        self._counts = data.class_counts
+        if stage == "fit":
+            self._counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
 
     def order(self, labels: Tensor) -> Order:
         """Return an `Order` of balanced epochs. labels: int64 (N,) of the whole image set, on the CPU."""

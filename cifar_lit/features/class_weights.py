@@ -9,12 +9,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.errors import check_choice
 from cifar_lit.text import counted
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch
-    from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
 
 KINDS = ("balanced", "effective")
@@ -54,13 +53,6 @@ class ClassWeights(Callback):
         self._kind = kind
         self._counts = torch.empty(0)
         self.weights = torch.empty(0)
-
-    def check(self, model: ImageClassifier, data: ImageData) -> None:
-        """Raise UsageError if the datamodule cannot count its classes."""
-        if not hasattr(data, "class_counts"):
-            raise UsageError(
-                "class_weights needs class_counts of the datamodule: define it, or leave class_weights out"
-            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Count the training images of each class."""

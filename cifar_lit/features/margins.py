@@ -43,9 +43,7 @@ class Margins(Callback):
         self.sums = torch.zeros(2, 0, dtype=torch.int64)
 
     def check(self, model: ImageClassifier, data: ImageData) -> None:
-        """Raise UsageError if the images have no rows or are mixed."""
-        if not hasattr(data, "train_images"):
-            raise UsageError("margins needs the row of each image: train on ImageData, or leave margins out")
+        """Raise UsageError if images are mixed."""
         if data.augment.mixes:
             raise UsageError("margins needs one label per image: remove mixup and cutmix, or use --margins false")
 
@@ -53,10 +51,9 @@ class Margins(Callback):
         """Start without margins."""
         if stage != "fit":
             return
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        self.check(pl_module, data)
         self._trainer = trainer
-        self.sums = torch.zeros(2, len(data.train_images), dtype=torch.int64, device=trainer.strategy.root_device)
+        count = len(trainer.datamodule.train_images)  # type: ignore[attr-defined]
+        self.sums = torch.zeros(2, count, dtype=torch.int64, device=trainer.strategy.root_device)
 
     def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Add the margins of a training batch with logits (B, classes); return its losses (B,)."""
@@ -75,13 +72,10 @@ class Margins(Callback):
         """Return the sums of all devices. Collective: every rank must call this."""
         return {"sums": self.gather()}
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Restore the sums on the first device, unless they are of another number of images."""
-        saved = state_dict.get("sums")
-        if not isinstance(saved, Tensor) or saved.dtype != torch.int64 or saved.shape != self.sums.shape:
-            return
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Restore the sums on the first device."""
         if self._trainer.is_global_zero:
-            self.sums.copy_(saved)
+            self.sums.copy_(state_dict["sums"])
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Write the mean margins to the folder that contains the folder of the checkpoints.

@@ -27,13 +27,11 @@ LEAST_SIDE = 4  # pixels
 def check_resolutions(resolutions: Mapping[int, float], height: int, width: int) -> None:
     """Raise UsageError if a schedule of sizes is invalid for images of this size."""
     least = max(LEAST_SIDE, -(-LEAST_SIDE * height // width))  # narrow images need a width of LEAST_SIDE
-    for side, share in resolutions.items():
+    for side in resolutions:
         if not least <= side <= height:
             raise UsageError(f"resolutions has a side of {side} pixels: use {least} … {height} for these images")
-        if not 0 < share <= 1:
-            fault = f"resolutions has a share of {share:g} of the epochs for {side} pixels"
-            raise UsageError(f"{fault}: use above 0, up to 1")
-    if (total := sum(resolutions.values())) > 1 + 1e-9:
+    total = sum(resolutions.values())
+    if total > 1 + 1e-9:
         raise UsageError(f"the shares in resolutions.sides add up to {total:g}: use at most 1")
 
 
@@ -53,8 +51,6 @@ class Resolutions(Callback):
 
     def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError for sizes that do not fit the images, or that the net refuses."""
-        if not hasattr(data, "side"):
-            raise UsageError("resolutions needs ImageData, which scales the images: train on ImageData")
         channels, height, width = data.input_shape
         check_resolutions(self._sides, height, width)
         net, h = model.part("net"), model.hparams
@@ -71,12 +67,9 @@ class Resolutions(Callback):
             )  # fmt: skip
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Check that the images can be scaled, also for a module that calls no checks."""
-        if stage != "fit":
-            return
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        self.check(pl_module, data)
-        self._full_side = data.input_shape[1]
+        """Keep the full size, for the card."""
+        if stage == "fit":
+            self._full_side = trainer.datamodule.input_shape[1]  # type: ignore[attr-defined]
 
     def side(self, epoch: int, epochs: int | None) -> int | None:
         """Return the height in pixels of the images of an epoch, None for full size. epochs: number of all epochs."""

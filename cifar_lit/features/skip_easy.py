@@ -63,8 +63,7 @@ class LastLosses:
 
     def restore(self, losses: Tensor) -> None:
         """Restore losses returned by `gather` before a resume."""
-        if losses.shape == self._merged.shape:
-            self._merged.copy_(losses)
+        self._merged.copy_(losses)
 
 
 @dataclass(eq=False)
@@ -144,14 +143,10 @@ class SkipEasy(Callback):
         self._share, self._start = share, start
         self._losses: LastLosses | None = None  # None before the current fit has begun
         self._loader: HardRoundsLoader | None = None
-        self._restored: dict[str, object] = {}
+        self._restored: dict[str, Tensor] = {}
 
     def check(self, model: ImageClassifier, data: ImageData) -> None:
-        """Raise UsageError if there is no loss or no order of the images."""
-        if not hasattr(model, "loss_hooks"):
-            raise UsageError("skip_easy needs the loss of each image: train an ImageClassifier, or leave skip_easy out")
-        if not hasattr(data, "train_loader"):
-            raise UsageError("skip_easy needs ImageData, whose order it sets: train on ImageData, or leave it out")
+        """Raise UsageError if the order of the images is set elsewhere."""
         if methods(data.trainer, "order") or not data.shuffle:
             raise UsageError("skip_easy sets the order of images: leave balanced out and data.shuffle at true")
 
@@ -159,7 +154,6 @@ class SkipEasy(Callback):
         """Forget the state of an earlier fit."""
         if stage != "fit":
             return
-        self.check(pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         self._losses = self._loader = None
         self._restored = {}
 
@@ -176,10 +170,9 @@ class SkipEasy(Callback):
             self._losses = LastLosses(count, device)
         skip_from = first_hard_batch(self._start, length)
         self._loader = HardRoundsLoader(**settings, losses=self._losses, skip_easy=self._share, skip_from=skip_from)
-        losses, hard = self._restored.get("losses"), self._restored.get("hard")
-        if isinstance(losses, Tensor) and isinstance(hard, Tensor) and losses.is_floating_point():
-            self._losses.restore(losses)
-            self._loader.hard = hard[torch.isin(hard, self._loader.indices)].long()
+        if self._restored:
+            self._losses.restore(self._restored["losses"])
+            self._loader.hard = self._restored["hard"]
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,7 +181,7 @@ class SkipEasy(Callback):
             return {}
         return {"losses": self._losses.gather(), "hard": self._loader.hard}
 
-    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Keep the state for the loader, which is created later."""
         self._restored = state_dict
 

@@ -15,8 +15,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
-from torch.nn import SyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.text import counted, note, say
 from cifar_lit.training.collectives import gather_rows
@@ -135,7 +133,7 @@ class RandomState(Callback):
     """Save and restore the random state of every device, so that a resumed run draws the same numbers (dropout).
 
     With another number of devices, each device derives a seed from the saved states and its rank. Dropout masks are
-    then reproducible, but differ from those of an uninterrupted run. For nets with batch norm, a note says so.
+    then reproducible, but differ from those of an uninterrupted run.
     """
 
     def __init__(self) -> None:
@@ -162,13 +160,6 @@ class RandomState(Callback):
             saved = b"".join(states.numpy().tobytes() for states in self._restored)
             digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big") + saved).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "big"))
-            if trainer.is_global_zero and any(
-                isinstance(module, _BatchNorm) and module.training and not isinstance(module, SyncBatchNorm)
-                for module in pl_module.modules()
-            ):
-                devices = f"{len(self._restored[0])} → {trainer.world_size} devices"
-                remedy = "to avoid this on GPUs, use --trainer.sync_batchnorm true in all parts of a run"
-                say(f"{devices}: batch norm has statistics per device, so results differ slightly; {remedy}")
             return
         # Clone the rows, because torch reads a state through an aligned pointer, and a row may not be aligned.
         cpu_state, *device_states = (states[trainer.global_rank].clone() for states in self._restored)
@@ -234,18 +225,7 @@ class EpochLines(Callback):
             parts.append(f"{images / max(training, 1e-9):.0f} images/s")
         loss, accuracy = pl_module.running.epoch_means()
         whole = [epoch, f"train loss {loss:.4f} acc {accuracy:.4f}", *parts]
-        console = rich.get_console()
-        line = fitting(whole, console.width) if console.is_terminal else " · ".join(whole)
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def fitting(parts: list[str], width: int) -> str:
-    """Join the parts of an epoch line. On a narrow terminal, drop the speed, then the seconds."""
-    for dropped in range(3):
-        line = " · ".join(parts[: len(parts) - dropped])
-        if len(line) <= width:
-            break
-    return line
+        rich.get_console().print(" · ".join(whole), highlight=False, soft_wrap=True)
 
 
 class SlowdownWarning(Callback):

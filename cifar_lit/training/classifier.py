@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 DEFAULT_SHAPE = (3, 32, 32)
 Pair = Sequence[Tensor]  # images and labels of a loader that is not ours
-METRICS = ("evaluation", "views", "_collector")  # kept out of the modules, as Lightning's summary would list them
 build_before_workers()  # patches Lightning's launcher of worker processes
 
 
@@ -53,8 +52,8 @@ def check_model(h: Mapping[str, Any]) -> None:
     if not 0 <= h["label_smoothing"] < 1:
         raise UsageError(f"model.label_smoothing must be 0 or more and below 1, not {h['label_smoothing']:g}")
     temperature = h["temperature"]
-    if temperature is not None and not 0.05 <= temperature <= 20:
-        raise UsageError(f"model.temperature must be from 0.05 to 20, or null, not {temperature:g}")
+    if temperature is not None and temperature <= 0:
+        raise UsageError(f"model.temperature must be above 0, or null, not {temperature:g}")
 
 
 def check_features(model: ImageClassifier, trainer: pl.Trainer, data: object) -> None:
@@ -167,11 +166,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         """Return the net, optimizer or schedule as it was given: a name, a class, a function or an object."""
         return self._objects.get(name, self.hparams[name])
 
-    def replace_part(self, name: str, part: str) -> None:
-        """Replace the optimizer or the schedule by another of ours with its default options."""
-        self._objects.pop(name, None)
-        self.hparams.update({name: part, f"{name}_options": None})
-
     def build_for(self, data: object) -> None:
         """Build net and metrics for a datamodule, unless they are built. Raise UsageError without `class_count`."""
         if self.hparams["num_classes"] is not None:
@@ -226,18 +220,11 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
     training_step.__signature__ = signature(training_step)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Skip nn.Module's checks for an attribute that Lightning sets about forty times a step, and for METRICS."""
-        if name == "_current_fx_name" or name in METRICS:
+        """Skip nn.Module's checks for an attribute that Lightning sets about forty times a step."""
+        if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
-
-    def _apply(self, fn: object, recurse: bool = True) -> Any:
-        """Move or convert the metrics too."""
-        for name in METRICS:
-            if name in self.__dict__:
-                self.__dict__[name]._apply(fn)
-        return super()._apply(fn, recurse)
 
     def configure_optimizers(self) -> object:
         """Return the optimizer and its schedule, which spans the whole training.
@@ -435,7 +422,7 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
         has_images = any(images for _, _, images in sums)
         self.running.batches = 1 if has_images else 0  # only whether there are any matters; equal on all devices
         self.rows.step = int(state["logged_step"])
-        self.score = Score.from_dict(state["score"], self.hparams["num_classes"])
+        self.score = Score.from_dict(state["score"])
 
     def _what_fixes_the_length(self) -> str | None:
         """Return what depends on the number of epochs: the schedule or a callback; None if nothing does."""

@@ -25,19 +25,13 @@ class ScheduleSettings:
 
     Args:
         warmup_epochs: epochs of linear warm-up before the schedule (may be a fraction).
-        final_lr: final learning rate, as a fraction of lr.
         every: update the learning rate every step or every epoch.
     """
 
     warmup_epochs: float = 0.0
-    final_lr: float = 0.0
     every: str = "step"
 
     def __post_init__(self) -> None:
-        if not self.warmup_epochs >= 0:
-            raise UsageError(f"{OPTIONS}.warmup_epochs must be 0 or more, not {self.warmup_epochs:g}")
-        if not 0 <= self.final_lr <= 1:
-            raise UsageError(f"{OPTIONS}.final_lr is a fraction of model.lr, 0 … 1, not {self.final_lr:g}")
         check_choice(f"{OPTIONS}.every", self.every, ("step", "epoch"))
 
 
@@ -48,33 +42,34 @@ def schedule_settings(name: str, options: Mapping[str, object] | None) -> Schedu
     check_choice("model.schedule", name, SCHEDULES)
     settings = options_of(ScheduleSettings, options or {}, OPTIONS, f"{name} has")
     if settings.every == "epoch" and (settings.warmup_epochs or name == "one_cycle"):
-        raise UsageError(f"with a warm-up, the first epoch would train at final_lr: use {OPTIONS}.every step")
+        raise UsageError(f"with a warm-up, the first epoch would train at a rate of 0: use {OPTIONS}.every step")
     return settings
 
 
-def schedule_factor(name: str, done: float, total: float, warmup: float, final: float) -> float:
+def schedule_factor(name: str, done: float, total: float, warmup: float) -> float:
     """Return the learning rate after `done` of `total` steps (or epochs), as a multiple of the highest rate.
 
     Args:
-        name: `constant`: 1. `cosine`: half a cosine from 1 to `final` (Loshchilov and Hutter, 2017, without restarts).
-            `triangular`: linear from 1 to `final`. `one_cycle`: like cosine, with a cosine warm-up, over 30 % of the
-            training if `warmup` is 0 (Smith and Topin, 2018; as torch's OneCycleLR).
+        name: `constant`: 1. `cosine`: half a cosine from 1 to 0 (Loshchilov and Hutter, 2017, without restarts).
+            `triangular`: linear from 1 to 0. `one_cycle`: like cosine, with a cosine warm-up, over 30 % of the training
+            if `warmup` is 0 (Smith and Topin, 2018; as torch's OneCycleLR).
         done: steps (or epochs) so far.
         total: steps (or epochs) in total.
-        warmup: steps (or epochs) of the rise from `final` to 1.
-        final: the factor at the end.
+        warmup: steps (or epochs) of the rise from 0 to 1.
     """
     if name == "one_cycle" and warmup == 0:
         warmup = 0.3 * total
     if done < warmup:
         rise = done / warmup
-        return final + (1 - final) * ((1 - math.cos(math.pi * rise)) / 2 if name == "one_cycle" else rise)
+        if name == "one_cycle":
+            return (1 - math.cos(math.pi * rise)) / 2
+        return rise
     if name == "constant":
         return 1.0
     fall = min(1.0, (done - warmup) / max(total - warmup, 1e-9))
     if name == "triangular":
-        return 1 + (final - 1) * fall
-    return final + (1 - final) * (1 + math.cos(math.pi * fall)) / 2
+        return 1 - fall
+    return (1 + math.cos(math.pi * fall)) / 2
 
 
 class Schedule(LambdaLR):
@@ -83,16 +78,16 @@ class Schedule(LambdaLR):
     The optimizer's rates at construction are the highest rates.
 
     Args:
-        name, total, warmup, final: see `schedule_factor`. Call `step` once for each unit (step or epoch) of `total`.
+        name, total, warmup: see `schedule_factor`. Call `step` once for each unit (step or epoch) of `total`.
 
     Raises:
         UsageError: if the warm-up is as long as the training.
     """
 
-    def __init__(self, optimizer: Optimizer, name: str, total: float, warmup: float = 0, final: float = 0) -> None:
-        if warmup < 0 or warmup >= max(total, 1e-9):
+    def __init__(self, optimizer: Optimizer, name: str, total: float, warmup: float = 0) -> None:
+        if warmup >= max(total, 1e-9):
             raise UsageError(f"a warm-up of {warmup:g} takes all of {total:g} steps: lower {OPTIONS}.warmup_epochs")
-        super().__init__(optimizer, partial(schedule_factor, name, total=total, warmup=warmup, final=final))
+        super().__init__(optimizer, partial(schedule_factor, name, total=total, warmup=warmup))
 
     def end_early(self, role: str, length: float) -> bool:
         """Let the rates of the groups with a role fall linearly to 0 over `length` steps (or epochs).
@@ -131,7 +126,7 @@ def schedule_from(
     unit = steps_per_epoch if options.get("every") == "epoch" else 1
     if settings:
         warmup = settings.warmup_epochs * steps_per_epoch / unit
-        return Schedule(optimizer, schedule, steps / unit, warmup, settings.final_lr)
+        return Schedule(optimizer, schedule, steps / unit, warmup)
     arguments = {name: value for name, value in options.items() if name != "every"}
     if not isinstance(schedule, LRScheduler) and arguments:
         accepted = accepted_arguments(find_part(schedule, "model.schedule", LRScheduler), arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from cifar_lit.data.progress import SECONDS_BETWEEN_LINES
-from cifar_lit.text import duration_text, note
+from cifar_lit.text import note
 
 
 class Progress:
@@ -28,4 +28,4 @@ class Progress:
             self._printed = now
             seconds = now - self._started
             part = f"{self._what} {int(done) + 1} of {self.total}" + (f", {detail}" if detail else "")
-            note(f"{part} · {duration_text(seconds)} of about {duration_text(seconds * self.total / done)}")
+            note(f"{part} · {seconds:.0f} s of about {seconds * self.total / done:.0f} s")

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import BATCHES, Rows, classifier, features, fitted, shapes_data, trainer, weights
+from small_runs import BATCHES, Rows, classifier, features, fitted, shapes_data, trainer
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
@@ -102,14 +101,8 @@ def test_a_fit_counts_its_training_images_and_validates_without_weights() -> Non
     images, labels = (values[data.split[1]] for values in (data.train_images.images, data.train_images.labels))
     logits = model.eval()((images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.25)
     assert rows.curve("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)
-    assert weights(model).keys() == weights(plain).keys()  # checkpoints are interchangeable
 
 
-def test_weights_without_training_images_to_count_or_of_balanced_classes_are_refused() -> None:
-    loader = DataLoader([Batch(torch.zeros(2, 3, 16, 16), torch.arange(2), torch.arange(2))], batch_size=None)
-    with pytest.raises(UsageError, match="class_weights needs class_counts of the datamodule"):
-        trainer(ClassWeights()).fit(classifier(), loader)
+def test_balancing_the_classes_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="would balance the classes twice"):
         trainer(ClassWeights(), ClassWeights("effective")).fit(classifier(), shapes_data())
-    with pytest.raises(UsageError, match=r"class_weights\.kind must be one of balanced, effective, not 'equal'"):
-        ClassWeights("equal")

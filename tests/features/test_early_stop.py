@@ -44,11 +44,6 @@ def test_the_score_of_a_fitted_head_is_the_first_to_improve_on(tmp_path: Path) -
     assert done.global_step == 2 * BATCHES
 
 
-def test_without_validation_images_training_runs_to_the_end() -> None:
-    data = shapes_data(val_size=0)
-    assert fitted(classifier(), data, EarlyStop(1), max_epochs=3, limit_val_batches=0).current_epoch == 3
-
-
 def test_a_patience_of_0_or_less_is_refused() -> None:
     for patience in (0, -1.0):
         with pytest.raises(UsageError, match=r"early_stop\.patience is a number of validations, or below 1 a share"):

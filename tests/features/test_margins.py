@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, shapes_data, trainer
+from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, shapes_data
 from test_ranks import TWO, two_ranks
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.errors import UsageError
@@ -101,9 +100,6 @@ def test_repeated_images_of_a_batch_count_each_time_and_a_surplus_batch_not_at_a
     assert (margins.sums * torch.tensor([[2.0**-20], [1.0]])).tolist() == [[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
 
 
-def test_trainings_without_rows_or_labels_are_refused() -> None:
+def test_mixed_images_are_refused() -> None:
     with pytest.raises(UsageError, match="remove mixup and cutmix"):
         fitted(classifier(), shapes_data(augment={"mixup": 0.2}), Margins())
-    loader: Any = DataLoader([(torch.zeros(3, 16, 16), 0)] * 4, batch_size=2)
-    with pytest.raises(UsageError, match="train on ImageData"):
-        trainer(Margins()).fit(classifier(), loader)

@@ -197,19 +197,6 @@ def test_another_number_of_devices_derives_random_states_from_checkpoint_and_ran
     assert all(other != first for other in others) and others[1] != others[2]
 
 
-def test_batch_norm_on_another_number_of_devices_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed, synchronised = torch.nn.BatchNorm2d(2).eval(), torch.nn.SyncBatchNorm(2)
-    batch_norm = torch.nn.BatchNorm2d(2)
-    for world, norm, reported in (
-        (1, batch_norm, True), (2, batch_norm, False), (1, fixed, False), (1, synchronised, False)
-    ):  # fmt: skip
-        model, restored = torch.nn.Sequential(norm), RandomState()
-        trainer: Any = SimpleNamespace(world_size=world, global_rank=0, is_global_zero=True)
-        restored.on_load_checkpoint(trainer, model, {"random_state": [torch.stack([torch.get_rng_state()] * 2)]})
-        restored.on_train_start(trainer, model)
-        assert ("2 → 1 devices: batch norm" in capsys.readouterr().out) == reported
-
-
 def test_each_epoch_prints_one_line(capsys: Any) -> None:
     expected: list[str] = []
 
@@ -291,11 +278,3 @@ def test_a_non_finite_validation_loss_is_never_the_best(tmp_path: Path) -> None:
     done = fitted(model, shapes_data(), *best_and_last(tmp_path), logger=rows)
     assert read_checkpoint(tmp_path / "best.ckpt")["epoch"] == 1
     assert done.current_epoch == 2 and sorted(rows.curve("val/accuracy").values()) == [0.5, 0.9]
-
-
-def test_an_epoch_line_drops_its_last_parts_only_if_it_does_not_fit() -> None:
-    parts = ["epoch 1/2", "train loss 1.0", "0.5 s", "900 images/s"]
-    whole = " · ".join(parts)
-    assert callbacks.fitting(parts, len(whole)) == whole
-    assert callbacks.fitting(parts, len(whole) - 1) == "epoch 1/2 · train loss 1.0 · 0.5 s"
-    assert callbacks.fitting(parts, 3) == "epoch 1/2 · train loss 1.0"

@@ -39,15 +39,9 @@ from cifar_lit.models.registry import build_net
     ("settings", "line"),
     [
         ({"label_smoothing": 1.0}, "label_smoothing must be 0 or more and below 1, not 1"),
-        ({"schedule_options": {"final_lr": -0.1}}, "final_lr is a fraction"),
         ({"schedule_options": {"every": "epoch", "warmup_epochs": 1.0}}, r"schedule_options\.every step"),
-        ({"optimizer_options": {"nesterov": True}}, "nesterov needs a momentum above 0"),
-        ({"optimizer_options": {"momentum": 1.0}}, "momentum must be 0 or more and below 1, not 1"),
         ({"optimizer_options": {"momentum": "0.9"}}, "momentum must be a number, not '0.9'"),
-        ({"optimizer_options": {"weight_decay": -1e-3}}, "weight_decay must be 0 or more"),
         ({"optimizer_options": {"bias_lr": 1.0}}, r"no setting 'bias_lr'\. sgd has momentum, nesterov, weight_decay\."),
-        ({"optimizer": "muon", "optimizer_options": {"head_lr": float("nan")}}, "head_lr must be above 0"),
-        ({"optimizer": "muon", "optimizer_options": {"weight_decay": 1.0}}, "a share per step under muon, below 1"),
     ],
 )
 def test_invalid_settings_are_refused_in_one_line(settings: dict[str, Any], line: str) -> None:

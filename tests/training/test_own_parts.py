@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelSummary
 from small_runs import shapes_data, trainer
 from torch import nn
 from torch.optim import SGD, lr_scheduler
@@ -138,11 +137,3 @@ def test_a_file_names_a_net_or_data_set_only_with_trust(tmp_path: Path) -> None:
     with pytest.raises(UntrustedName):
         ImageData.load_from_checkpoint(tmp_path / "data.ckpt")
     assert ImageData.load_from_checkpoint(tmp_path / "data.ckpt", dataset=images).class_count == 10
-
-
-def test_the_summary_of_a_plain_trainer_shows_the_net_only(capsys: pytest.CaptureFixture[str]) -> None:
-    model = ImageClassifier("lenet", num_classes=10)
-    trainer(ModelSummary(), fast_dev_run=1).fit(model, shapes_data(image_size=32))
-    assert [name for name, _ in model.named_children()] == ["net"]
-    model.double()
-    assert model.evaluation.loss.sums.device == model.device

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.errors import UsageError
-from cifar_lit.features.skip_easy import SkipEasy
 
 SCRIPT = Path(__file__).with_name("parts.py")
 
@@ -92,19 +91,10 @@ def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
     trainer.fit(ImageClassifier("lenet", num_classes=8), loader)
 
 
-@pytest.mark.parametrize(
-    ("augment", "callbacks", "line"),
-    [
-        ({"mixup": 0.2}, [], r"data\.augment mixup and cutmix need a model that reads batch\.targets"),
-        ({}, [SkipEasy()], "skip_easy needs the loss of each image"),
-    ],
-)
-def test_settings_unsupported_by_a_plain_model_are_refused(
-    augment: Any, callbacks: Any, line: str, tmp_path: Path
-) -> None:
-    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path, callbacks=callbacks)
-    with pytest.raises(UsageError, match=line):
-        trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, augment=augment))
+def test_mixed_images_are_refused_for_a_plain_model(tmp_path: Path) -> None:
+    trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.raises(UsageError, match=r"data\.augment mixup and cutmix need a model that reads batch\.targets"):
+        trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, augment={"mixup": 0.2}))
 
 
 def test_predict_accepts_a_loader_of_images_without_labels(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,22 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cifar_lit.data.progress import progress
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.errors import UsageError
-from cifar_lit.features.finetune.head import (
-    batches_of_view,
-    compute_features,
-    digest,
-    fit_head,
-    out_of_fold,
-    read_features,
-    write_features,
-)
-from cifar_lit.features.finetune.pretrained import IMAGENET, head_path, load_pretrained, net_head
+from cifar_lit.features.finetune.head import batches_of_view, compute_features, fit_head, out_of_fold
+from cifar_lit.features.finetune.pretrained import IMAGENET, load_pretrained, net_head
 from cifar_lit.files import write_array
 from cifar_lit.hooks import callbacks_with, method
 from cifar_lit.models.pretrained import Pretraining, pretraining_of
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.runs.model_file import read_card
-from cifar_lit.text import counted, duration_text, say
+from cifar_lit.text import counted, say
 from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.optimizers import Group
@@ -67,14 +58,8 @@ class Finetune(Callback):
         input_lr: float | None = None,
         fixed_norms: bool = False,
     ) -> None:
-        if head_views < 0:
-            raise UsageError(f"finetune.head_views must be 0 or more, not {head_views}")
         if not unfreeze and not head_views:
             raise UsageError("finetune.unfreeze false fits only the last layer: set finetune.head_views above 0")
-        if not 0 <= frozen < 1:
-            raise UsageError(f"finetune.frozen is a share of the net's parameters, from 0 to below 1, not {frozen:g}")
-        if input_lr is not None and not input_lr > 0:
-            raise UsageError(f"finetune.input_lr must be above 0, or null, not {input_lr:g}")
         self.weights, self.head_views, self.unfreeze = weights, head_views, unfreeze
         self.frozen, self.input_lr, self.fixed_norms = frozen, input_lr, fixed_norms
         self._model: Any = None
@@ -157,12 +142,8 @@ class Finetune(Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         h, labels, (train, val) = model.hparams, data.train_images.labels, data.split
         classes = h["num_classes"]
-        path = head_path(model.net)
-        # The features do not depend on the head, so neither does their cache key.
-        body = [tensor for name, tensor in model.net.state_dict().items() if not name.startswith(f"{path}.")]
-        net_key = digest([*body, h["net"], h["net_options"], trainer.precision])
-        features = self._features(trainer, model, net_key, train, self.head_views)
-        val_features = self._features(trainer, model, net_key, val, 1) if len(val) else None
+        features = _features(trainer, model, train, self.head_views)
+        val_features = _features(trainer, model, val, 1) if len(val) else None
         head, started = net_head(model.net), time.perf_counter()
         if features is not None:
             class_weights = method(trainer, "class_weights")
@@ -194,69 +175,46 @@ class Finetune(Callback):
         if trainer.is_global_zero:
             say(text)
 
-    def _features(
-        self, trainer: pl.Trainer, model: ImageClassifier, net_key: str, rows: Tensor, views: int
-    ) -> Tensor | None:
-        """Return features of training images, read from the cache or computed on all devices.
-
-        Collective: every rank must call this.
-
-        Args:
-            net_key: cache key of the frozen net.
-            rows: int64 (N,), rows of the training images.
-
-        Returns:
-            float16 (views · N, features) on the CPU for the first device; None for the others.
-        """
-        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
-        rank, world, is_first = trainer.global_rank, trainer.world_size, trainer.is_global_zero
-        images_key = ""
-        if is_first:
-            pixels = (data.train_images.take(part) for part in rows.split(256))
-            images_key = digest(chain(pixels, [data.train_images.input_shape, data.statistics]))
-        parts: list[Tensor] = []
-        model.eval()
-        for view in range(views):
-            augmentation = f"{data.augment}" if view else ""
-            key = digest([images_key, net_key, augmentation, view])
-            file = data.settings.cache_path / f"features-{key}.safetensors"
-            features = read_features(file) if is_first else None
-            if not trainer.strategy.broadcast(features is not None):
-                rank_rows = rows[rank::world]
-                rows_or_one = rank_rows if len(rank_rows) else rows[:1]  # there may be fewer images than devices
-                title = f"features of view {view + 1}" if view else "features"
-                with progress(title, len(rows_or_one)) as advance:
-                    batches = batches_of_view(data, rows_or_one, view)
-                    features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
-                if world > 1:
-                    gathered = torch.zeros(len(rows), features.shape[1], device=model.device)
-                    gathered[rank::world] = features[: len(rank_rows)].to(gathered)
-                    features = trainer.strategy.reduce(gathered, reduce_op="sum").half().cpu()
-                if is_first:
-                    write_features(file, features)
-            if is_first and features is not None:
-                parts.append(features)
-        model.train()
-        return torch.cat(parts) if is_first else None
-
     def _training_plan(self) -> str:
-        """Return the stages with their durations, estimated from the time of a batch."""
-        model = self._model
-        trainer, data, lr = model.trainer, model.trainer.datamodule, model.hparams["lr"]
-        train, val = (len(part) for part in data.split)
-        forward = _seconds(model, data, trains=False)
+        """Return the stages of the training."""
         stages = []
         if self.head_views:
-            seconds = (train * self.head_views + val) * forward
-            stages.append(f"last layer on features of the frozen net, about {duration_text(seconds)}")
+            stages.append("last layer on features of the frozen net")
         if self.unfreeze:
-            rates = f"learning rates {self.input_lr:g} (first layers) to {lr:g}, " if self.input_lr else ""
-            seconds = max(trainer.max_epochs or 1, 1) * (train * _seconds(model, data, trains=True) + val * forward)
             layers = "the later layers" if self.frozen else "all layers"
-            may_stop = any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks)
-            limit = " at most" if may_stop else ""
-            stages.append(f"{layers}, {rates}about {duration_text(seconds)}{limit}")
+            if self.input_lr:
+                lr = self._model.hparams["lr"]
+                layers += f", learning rates {self.input_lr:g} (first layers) to {lr:g}"
+            stages.append(layers)
         return "; then ".join(stages)
+
+
+def _features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, views: int) -> Tensor | None:
+    """Return features of training images, computed on all devices. Collective: every rank must call this.
+
+    rows: int64 (N,), rows of the training images.
+
+    Returns:
+        float16 (views · N, features) on the CPU for the first device; None for the others.
+    """
+    data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
+    rank, world = trainer.global_rank, trainer.world_size
+    rank_rows = rows[rank::world]
+    rows_or_one = rank_rows if len(rank_rows) else rows[:1]  # there may be fewer images than devices
+    parts: list[Tensor] = []
+    model.eval()
+    for view in range(views):
+        title = f"features of view {view + 1}" if view else "features"
+        with progress(title, len(rows_or_one)) as advance:
+            batches = batches_of_view(data, rows_or_one, view)
+            features = compute_features(model.net, batches, trainer.precision_plugin.forward_context, advance)
+        if world > 1:
+            gathered = torch.zeros(len(rows), features.shape[1], device=model.device)
+            gathered[rank::world] = features[: len(rank_rows)].to(gathered)
+            features = trainer.strategy.reduce(gathered, reduce_op="sum").half().cpu()
+        parts.append(features)
+    model.train()
+    return torch.cat(parts) if trainer.is_global_zero else None
 
 
 def _write_out_of_fold(
@@ -295,20 +253,3 @@ def by_depth(group: Group, trained: list[nn.Parameter], input_lr: float) -> list
         {**group, "params": params, "lr": input_lr * ratio ** (depth / (count - 1) if count > 1 else 1)}
         for depth, params in parts.items()
     ]
-
-
-def _seconds(model: pl.LightningModule, data: ImageData, trains: bool) -> float:
-    """Return the time per image of a forward pass, or with `trains` of a forward and a backward pass."""
-    images = next(batches_of_view(data, data.split[0][: max(1, data.batch_size // model.trainer.world_size)], 0))
-    model.eval()
-    with model.trainer.precision_plugin.forward_context(), torch.set_grad_enabled(trains):
-        for _ in range(2):  # the first pass is a warm-up
-            started = time.perf_counter()
-            loss = model(images).float().square().mean()
-            if trains:
-                loss.backward()
-            loss.item()  # synchronises the device
-            seconds = time.perf_counter() - started
-    model.zero_grad()
-    model.train()
-    return seconds / len(images)

@@ -1,33 +1,26 @@
 """Fit the last layer of a net (the head) on features of its frozen body.
 
-Features are computed once and cached on disk, so that runs with other seeds or rates start in seconds. The head is a
-multinomial logistic regression (Kornblith et al., Do Better ImageNet Models Transfer Better?, CVPR 2019). A fitted head
-avoids the large gradients of a random one (Kumar et al., Fine-Tuning can Distort Pretrained Features, ICLR 2022).
+The head is a multinomial logistic regression (Kornblith et al., Do Better ImageNet Models Transfer Better?, CVPR 2019).
+A fitted head avoids the large gradients of a random one (Kumar et al., Fine-Tuning can Distort Pretrained Features,
+ICLR 2022).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.features.finetune.pretrained import net_head
-from cifar_lit.files import atomic_write
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
-
-MAX_FILES = 40  # in the cache
 
 
 @torch.no_grad()
@@ -74,35 +67,6 @@ def batches_of_view(data: ImageData, rows: Tensor, view: int) -> Iterator[Tensor
             yield preprocessing.augment_images(pixels, part, 0, view, preprocessing.normalise)
         else:
             yield preprocessing.normalise(pixels)
-
-
-def read_features(file: Path) -> Tensor | None:
-    """Return features from the cache, None if there are none or the file is damaged."""
-    with suppress(SafetensorError, OSError, KeyError):
-        return load_file(file)["features"]
-    return None
-
-
-def write_features(file: Path, features: Tensor) -> None:
-    """Write features to the cache and delete the oldest files beyond MAX_FILES. Disk errors are ignored."""
-    with suppress(OSError, SafetensorError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(file) as partial:
-            save_file({"features": features}, partial)
-        files = sorted(file.parent.glob("features-*.safetensors"), key=lambda file: file.stat().st_mtime)
-        for oldest in files[:-MAX_FILES]:
-            oldest.unlink(missing_ok=True)
-
-
-def digest(values: Iterable[object]) -> str:
-    """Return the SHA-256 in hex of the bytes of tensors and the text of other values."""
-    total = sha256()
-    for value in values:
-        if isinstance(value, Tensor):
-            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            total.update(f"\0{value}\0".encode())
-    return total.hexdigest()
 
 
 # ---- the head
