@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cifar_lit.data.download import MAX_DOWNLOAD, disk_errors, fetch, file_lock
+from cifar_lit.data.download import disk_errors, fetch, file_lock
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.source_settings import SourceSettings
-from cifar_lit.files import file_size, read_bytes
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of
 # both CIFARs; BrainChip keeps one for its own examples. PaddlePaddle's copy in Beijing serves China. The authors' host
@@ -32,10 +31,7 @@ FASHION_MIRROR = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnis
 
 def _read_cifar(reader: Any, root: Path, train: bool) -> Any | None:
     """Return a CIFAR read by torchvision's `reader`, None unless all unpacked files exist and have their md5s."""
-    base = root / reader.base_folder
     try:
-        for file, _ in (*reader.train_list, *reader.test_list, (reader.meta["filename"], "")):
-            file_size(base / file, MAX_DOWNLOAD)
         return reader(root, train)
     except (OSError, RuntimeError):  # torchvision raises RuntimeError for a missing file or a wrong md5
         return None
@@ -71,7 +67,7 @@ def cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
 
 def _unpickled(file: Path) -> dict[str, object]:
     """Return the contents of a file of CIFAR-100, whose md5 was checked."""
-    contents: dict[str, object] = pickle.loads(read_bytes(file, MAX_DOWNLOAD), encoding="latin1")
+    contents: dict[str, object] = pickle.loads(file.read_bytes(), encoding="latin1")
     return contents
 
 
@@ -101,7 +97,7 @@ def fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
 
 
 def _unpacked(path: Path) -> bytearray:
-    return bytearray(gzip.decompress(read_bytes(path, MAX_DOWNLOAD)))
+    return bytearray(gzip.decompress(path.read_bytes()))
 
 
 def _fashion_folder(settings: SourceSettings) -> Path:

@@ -20,9 +20,7 @@ class Mirror:
     ranges: bool = True  # supports Range
     corrupt: bool = False
     stall_after: int = -1  # bytes until the server stalls
-    bytes_per_second: float = 0.0  # 0: unlimited
     content_type: str = "application/octet-stream"
-    length: bool = True  # sends Content-Length
     promised: int = -1  # a wrong Content-Length
     location: str = ""  # target of redirects
     requests: list[tuple[str, int]] = field(default_factory=list)  # (path, first byte) of every request
@@ -46,15 +44,13 @@ class Mirror:
             return handler.send_error(416)
         handler.send_response(206 if first else 200)
         handler.send_header("Content-Type", self.content_type)
-        if self.length:
-            handler.send_header("Content-Length", str(self.promised if self.promised >= 0 else len(content) - first))
+        handler.send_header("Content-Length", str(self.promised if self.promised >= 0 else len(content) - first))
         handler.end_headers()
         body, step = content[first:][: self.cuts.pop(0) if self.cuts else None], 1000
         for at in range(0, len(body), step):
             if 0 <= self.stall_after <= at:
                 return time.sleep(2.0)  # longer than the timeout of any test
             handler.wfile.write(body[at : at + step])
-            time.sleep(step / self.bytes_per_second if self.bytes_per_second else 0)
         return None
 
 
