@@ -5,6 +5,7 @@ All output goes through `say`, `note` or a table of `cli.console`, so a terminal
 
 from __future__ import annotations
 
+import csv
 import io
 import re
 import sys
@@ -85,6 +86,15 @@ def csv_cell(value: object) -> object:
     except ValueError:
         return _FORMULA.sub(r"\1'\2", text)
     return text  # a number, such as a class named -1
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows of cells as CSV, safe for a spreadsheet; see `csv_cell`."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row in rows:
+        writer.writerow(map(csv_cell, row))
+    return out.getvalue()
 
 
 def duration_seconds(text: str) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cifar_lit.cli.console import csv_text, for_tables, write_or_say
+from cifar_lit.cli.console import for_tables, write_or_say
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.files import writing
@@ -29,7 +29,7 @@ from cifar_lit.runs.compare import (
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
 from cifar_lit.stats import SAME, McNemar, limits_text
-from cifar_lit.text import say
+from cifar_lit.text import csv_text, say
 
 DESCRIPTION = (
     "Compare runs: settings that differ, accuracy with its 95 % interval (Wilson), time, size. Runs on the same test "

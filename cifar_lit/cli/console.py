@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from cifar_lit.files import writing
-from cifar_lit.text import csv_cell, printable, say
+from cifar_lit.text import printable, say
 
 
 class TextConsole(Console):
@@ -27,15 +24,6 @@ class TextConsole(Console):
 def for_tables() -> Console:
     """Return a console as wide as the terminal. Without a terminal, it has 200 columns: rich would wrap rows at 80."""
     return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
-
-
-def csv_text(rows: Iterable[Iterable[object]]) -> str:
-    """Return rows of cells as CSV, safe for a spreadsheet."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for row in rows:
-        writer.writerow(map(csv_cell, row))
-    return out.getvalue()
 
 
 def write_or_say(flag: str, name: str, text: str) -> None:
