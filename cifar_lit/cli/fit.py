@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,23 +16,22 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from cifar_lit import hardware
 from cifar_lit.cli import trust
-from cifar_lit.cli.errors import PARSER_SETTINGS, long_flags, parsed
+from cifar_lit.cli.errors import PARSER_SETTINGS, SYNONYMS, long_flags, parsed
 from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
 from cifar_lit.cli.launch import by_slurm, is_first_process, logs_of
 from cifar_lit.cli.ranks import ChildRanks
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.errors import Failure, UsageError, check_choice, nearest
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.features import FEATURES, feature_class, feature_settings
 from cifar_lit.models.registry import check_net
-from cifar_lit.plugins import import_callable, is_import_path
 from cifar_lit.runs.config_file import check_choices, plain_values
 from cifar_lit.runs.loggers import logger_names
 from cifar_lit.runs.run import Run
@@ -43,8 +40,6 @@ from cifar_lit.runs.run_folder import (
     check_unfinished,
     display_path,
     find_resumable,
-    is_finished,
-    read_metrics,
     run_of,
 )
 from cifar_lit.settings import changed_settings
@@ -61,10 +56,7 @@ from cifar_lit.training.checkpoint import (
     regular_checkpoint,
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
-from cifar_lit.training.metrics import value_names
-from cifar_lit.training.optimizers import OPTIMIZERS
 from cifar_lit.training.orderly_stop import Interrupted
-from cifar_lit.training.schedules import ScheduleSettings
 
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
 
@@ -89,7 +81,6 @@ class TrainingCLI(LightningCLI):
 
     def __init__(self, command: Command) -> None:
         self.command = command
-        set_save_dir(command)
         self.name = command.name.replace("train", "fit")
         self.first = is_first_process(os.environ)
         self.checkpoint = self._resumed_checkpoint()
@@ -124,16 +115,14 @@ class TrainingCLI(LightningCLI):
             return None
         if self.name != "fit":
             raise UsageError(f"--resume is for trainings; `{self.name}` takes --ckpt_path PATH")
-        needs_test = command.name == "train"
         if not self.first and RESUMED_CHECKPOINT in os.environ:
             checkpoint = Path(os.environ[RESUMED_CHECKPOINT])
         else:
+            needs_test = command.name == "train"
             checkpoint = find_resumable(logs_of(command), command.resume or None, needs_test, self.first)
         run = run_of(checkpoint)
         if run is None:
             raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
-        self._check_no_more_epochs(run, needs_test)
-        check_unfinished(run, needs_test)
         # A command repeated from the shell history may name the run's recipe.
         if command.recipe:
             settings = plain_values(run / "config.yaml") or {}
@@ -143,21 +132,6 @@ class TrainingCLI(LightningCLI):
                 )
             command.recipe = None
         return checkpoint
-
-    def _check_no_more_epochs(self, run: Path, needs_test: bool) -> None:
-        """Raise UsageError if a finished run is to have more epochs. The message has the command that trains it on."""
-        epochs = self.command.value("trainer.max_epochs") or ""
-        if not epochs.isdecimal() or not is_finished(run, needs_test):
-            return
-        more = int(epochs) - (read_metrics(run).get("epochs") or 0)
-        if more <= 0:
-            return
-        config = shlex.quote(display_path(run / "config.yaml"))
-        weights = shlex.quote(display_path(run / "model.safetensors"))
-        start = program(self.command.name)
-        command = f"{start} --config {config} --weights {weights} --finetune.head_views 0 --epochs {more}"
-        name, count = display_path(run), counted(more, "more epoch")
-        raise UsageError(f"{name} is finished. To train its weights for {count}, start a new run: {command}")
 
     def _base_settings(self) -> Path | None:
         """Return the file of the settings with the lowest precedence: of the run to resume or score, or of a recipe."""
@@ -208,8 +182,10 @@ class TrainingCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:  # type: ignore[override]
         """Parse our command line, without argparse's usage text on errors."""
-        flags = long_flags(self._subcommand_parsers[self.name])
-        self.config = parsed(parser, args, {*flags, *SHORT, *OWN, *nested_settings()})
+        flags = {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN, *SYNONYMS.values()}
+        for name in FEATURES:
+            flags.update(feature_settings(name))
+        self.config = parsed(parser, args, flags)
         check_choices(self.settings.as_dict())
 
     def _parse_ckpt_path(self) -> None:
@@ -243,10 +219,6 @@ class TrainingCLI(LightningCLI):
         if self.name == "predict" and devices > 1:
             raise UsageError("predict runs on one device: leave --devices out, or give one")
         self.ranks = devices * trainer.num_nodes
-        if trainer.sync_batchnorm and accelerator == "cpu" and self.ranks > 1:
-            raise UsageError("--trainer.sync_batchnorm true needs GPUs, as torch's SyncBatchNorm does: leave it out")
-        if devices > 1 and self.machine.kind(accelerator) == "gpu" and platform.system() == "Windows":
-            raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
         if trainer.num_nodes > 1 and "MASTER_ADDR" not in os.environ and not by_slurm(os.environ):
             names = "MASTER_ADDR, MASTER_PORT and NODE_RANK"
             raise UsageError(f"--nodes {trainer.num_nodes} needs {names} on each machine, or torchrun or SLURM")
@@ -261,7 +233,10 @@ class TrainingCLI(LightningCLI):
         if trainer.precision is None:
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings, self.ranks)
-        adjust_to_features(self.settings)
+        for name in FEATURES:
+            adjust = getattr(feature_class(name), "adjust_settings", None)
+            if adjust and self.settings[name] is not None:
+                adjust(self.settings[name], self.settings)
         self._select_checkpoint()
 
     def _select_checkpoint(self) -> None:
@@ -305,8 +280,6 @@ class TrainingCLI(LightningCLI):
         configured = self.config_init[self.name].trainer
         features = self._features()
         callbacks = as_list(configured.callbacks)
-        if self.name == "fit":
-            self._check_scores(callbacks)
         validates = len(self.datamodule.split[1]) > 0
         self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
         self.run = self._make_run()
@@ -347,15 +320,6 @@ class TrainingCLI(LightningCLI):
             if hasattr(feature, "prepare") and not self.checkpoint:
                 feature.prepare(self.model)  # a failure leaves no run folder
         return features
-
-    def _check_scores(self, callbacks: list[Callback]) -> None:
-        """Raise UsageError if the model or a callback monitors a score that the training does not compute."""
-        scores = ["train/loss", "train/accuracy"]
-        if len(self.datamodule.split[1]):
-            scores = [f"val/{name}" for name in self.model.evaluation.names] + scores
-        elif (monitor := self.model.hparams["monitor"]) != "accuracy":
-            raise UsageError(f"model.monitor {monitor} needs validation images: set --data.val_size 0.1")
-        check_monitors(callbacks, scores)
 
     def _make_run(self) -> Run:
         folder, text = self.folder, self._config_text()
@@ -410,52 +374,6 @@ class TrainingCLI(LightningCLI):
         return f"{program(self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
 
 
-def set_save_dir(command: Command) -> None:
-    """Make `--trainer.logger CSVLogger` write to the folder for run folders: the class has no default folder."""
-    name = (command.value("trainer.logger") or "").removeprefix("lightning.pytorch.loggers.")
-    typed = any(word.startswith("--trainer.logger.") and "save_dir" in word for word in command.flags)
-    if name in ("CSVLogger", "TensorBoardLogger") and not typed:
-        command.flags.append(f"--trainer.logger.save_dir={logs_of(command)}")
-
-
-def nested_settings() -> list[str]:
-    """Return the settings that the parser does not list: those of features, optimizers and schedules."""
-    nested: list[str] = []
-    for name in FEATURES:
-        nested += feature_settings(name)
-    for kind in OPTIMIZERS.values():
-        nested += [f"model.optimizer_options.{field.name}" for field in fields(kind)]
-    nested += [f"model.schedule_options.{field.name}" for field in fields(ScheduleSettings)]
-    return nested
-
-
-def check_monitors(callbacks: list[Callback], names: list[str]) -> None:
-    """Raise UsageError if a callback of Lightning monitors a value that is not in `names`, or occurs twice.
-
-    If a callback is from another package, nothing is checked: it may log any value.
-    """
-    if not all(type(each).__module__.startswith("lightning.") for each in callbacks):
-        return
-    logs_rates = any(isinstance(each, LearningRateMonitor) for each in callbacks)
-    keys: set[str] = set()
-    for callback in callbacks:
-        if type(callback).state_dict is not Callback.state_dict:
-            key = callback.state_key
-            if key in keys:
-                line = f"a checkpoint cannot tell two callbacks {key} apart: remove one, or change its monitor"
-                raise UsageError(line)
-            keys.add(key)
-        monitor = getattr(callback, "monitor", None)
-        logged = list(names)
-        if isinstance(callback, ModelCheckpoint):
-            logged += ["epoch", "step"]
-        if monitor is None or monitor in logged or (logs_rates and monitor.startswith("lr")):
-            continue
-        if getattr(callback, "strict", True):
-            line = f"{type(callback).__name__} monitors {monitor}, which is not logged.{nearest(monitor, names)}"
-            raise UsageError(f"{line} Logged values: {', '.join(names)}.")
-
-
 def as_list(value: object) -> list[Any]:
     """Return a setting that may be one value, several or none as a new list."""
     if value is None:
@@ -474,34 +392,12 @@ def check_settings(settings: Namespace, ranks: int) -> None:
     if (recipe := settings.recipe) is not None and not is_file_name(recipe):
         raise UsageError(f"recipe: {recipe!r} cannot name a folder{NOT_A_FILE_NAME}")
     strategy = str(settings.trainer.strategy)
-    if sharded := re.search(r"fsdp|deepspeed|model_?parallel", strategy, re.IGNORECASE):
-        reason = "shards tensors, but checkpoints and Muon need them whole: use --trainer.strategy ddp"
-        raise UsageError(f"--trainer.strategy {sharded[0]} {reason}")
-    if any(way in strategy for way in ("_spawn", "_fork", "_notebook")):
-        raise UsageError(f"--trainer.strategy {strategy} is for notebooks: use --trainer.strategy ddp")
-    if settings.trainer.barebones:
-        raise UsageError("--trainer.barebones true leaves out what a run records: remove it")
-    epochs, data = settings.trainer.max_epochs, settings.data
-    if epochs == -1 and (settings.trainer.max_time or settings.trainer.max_steps > 0):
-        epochs = None
-    numbers = {"--epochs": epochs, "--batch-size": data.batch_size, "data.eval_batch_size": data.eval_batch_size}
-    for flag, number in numbers.items():
-        if number is not None and number < 1:
-            raise UsageError(f"{flag} must be at least 1, not {number}")
-    model = settings.model.as_dict()
-    check_model(model)
-    check_net(model["net"], model["net_options"] or {})
-    for name in filter(is_import_path, (model["optimizer"], model["schedule"])):
-        import_callable(name)
-    check_choice("model.monitor", model["monitor"], value_names(True, model["metrics"] or {}))
-
-
-def adjust_to_features(settings: Namespace) -> None:
-    """Let the features set what the settings leave open, such as the image size of pretrained weights."""
-    for name in FEATURES:
-        adjust = getattr(feature_class(name), "adjust_settings", None)
-        if adjust and settings[name] is not None:
-            adjust(settings[name], settings)
+    if re.search("fsdp|deepspeed|model_?parallel|_spawn|_fork|_notebook", strategy, re.IGNORECASE):
+        raise UsageError(f"--trainer.strategy {strategy} is not supported: use --trainer.strategy ddp")
+    if settings.trainer.max_epochs == 0:
+        raise UsageError("--epochs must be at least 1, not 0")
+    check_model(settings.model.as_dict())
+    check_net(settings.model.net, settings.model.net_options or {})
 
 
 def program(command: str) -> str:

@@ -61,7 +61,7 @@ def test_help_names_every_command_and_short_flag() -> None:
     assert answer.code == 0
     assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", answer.out, re.MULTILINE)] == []
     flags = "recipe devices accelerator nodes precision epochs logs checkpoint-every lr debug"
-    flags += " dataset data-dir batch-size net seed resume rank-timeout trust"
+    flags += " dataset data-dir batch-size net seed resume trust"
     assert [flag for flag in flags.split() if not re.search(rf"--{flag}\b", answer.out)] == []
 
 

@@ -18,7 +18,6 @@ from .command_line import (
     SMALL,
     assert_refused,
     checkpoint_of,
-    config_of,
     contents_of,
     copy_run,
     environment,
@@ -95,22 +94,6 @@ def test_a_finished_run_is_reported_as_finished_and_unchanged(run_dir: Path) -> 
     ):
         assert_refused(run_command(*words), 2, str(run_dir), "is finished", "metrics.json")
     assert contents_of(run_dir) == before
-
-
-def test_a_finished_run_that_is_to_have_more_epochs_names_the_command_that_trains_it_on(run_dir: Path) -> None:
-    copy_run(run_dir)
-    answer = run_command("--resume", "--epochs", "3")
-    assert_refused(answer, 2, "small-1 is finished. To train its weights for 1 more epoch, start a new run: cifar-lit")
-    words = shlex.split(answer.err.partition("new run: cifar-lit ")[2])
-    answer = run_command(*words)
-    assert (answer.code, answer.err) == (0, "")
-    first, second = (metrics_of(Path(f"lightning_logs/small-{number}")) for number in (1, 2))
-    assert (first["epochs"], second["epochs"]) == (2, 1)
-    assert second["data"] == first["data"]
-    assert (
-        config_of(Path("lightning_logs/small-2"))["finetune"]["weights"] == "lightning_logs/small-1/model.safetensors"
-    )
-    assert_refused(run_command("--resume", "lightning_logs/small-1", "--epochs", "2"), 2, "its results are in")
 
 
 # ---- images that were added
