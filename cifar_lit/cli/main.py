@@ -71,7 +71,7 @@ OWN = {
     "review": "cifar_lit.extras.label.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
-    "export --to hub": "cifar_lit.extras.hub.folder:export_to_hub",
+    "export --to hub": "cifar_lit.extras.hub.repository:export_to_hub",
     "serve": "cifar_lit.extras.serve.command:serve",
 }
 

@@ -22,7 +22,7 @@ from cifar_lit.text import printable
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
-FETCH = "cifar_lit.extras.hub.fetch:fetch"  # for models on the Hugging Face hub
+FETCH = "cifar_lit.extras.hub.repository:fetch"  # for models on the Hugging Face hub
 
 
 @dataclass(frozen=True)

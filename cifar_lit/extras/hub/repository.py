@@ -1,0 +1,105 @@
+"""Repositories of the Hugging Face hub: `cifar-lit export RUN --to hub DIR` writes one, `hf://USER/NAME` loads one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from cifar_lit.cli.errors import command_parser, parsed
+from cifar_lit.errors import Failure, UsageError, check_packages, first_line
+from cifar_lit.files import write_text, writing
+from cifar_lit.runs.config_file import plain_values
+from cifar_lit.runs.model_file import load_model_file, save_weights
+from cifar_lit.runs.report import summary
+from cifar_lit.runs.run_folder import HUB, MODEL, display_path, read_metrics
+from cifar_lit.text import note, printable, say
+
+DESCRIPTION = "Write a repository for the Hugging Face hub, with a model card, into a folder. Nothing is uploaded."
+FILES = (MODEL, "config.yaml", "README.md")
+DATASETS = {  # names on the hub
+    "cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100", "fashion_mnist": "zalando-datasets/fashion_mnist"
+}  # fmt: skip
+PRIVATE = ("root", "logs", "cache_dir", "ckpt_path", "dirpath", "save_dir", "default_root_dir")  # places of the owner
+_PLACE = re.compile(r"^[~/\\]|:[/\\]")  # paths and addresses
+_MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~$&:@!]|(?<=www)\.", re.IGNORECASE)  # also links and names of people
+
+
+def export_to_hub(argv: list[str]) -> None:
+    """Write the repository; raise UsageError if one of its files exists."""
+    parser = command_parser("export", DESCRIPTION)
+    add = parser.add_argument
+    add("run", type=str, help="folder of a tested run")
+    add("folder", type=str, help="folder to write")
+    add("--to", type=str, required=True, help="hub")
+    add("--license", type=str, default="unknown", help="licence of the weights by its name on the hub: apache-2.0, …")
+    options = parsed(parser, argv)
+    run, folder = Path(options.run).expanduser(), Path(options.folder).expanduser()
+    metrics = read_metrics(run)
+    if not metrics.get("test"):
+        raise UsageError(f"{display_path(run)} has no test results for a model card: name the folder of a tested run")
+    for name in FILES:
+        if os.path.lexists(folder / name):
+            raise UsageError(f"{display_path(folder / name)} exists: name another folder, or move that file away")
+    net = load_model_file(run)
+    settings = without_places(plain_values(run / "config.yaml"))
+    front = {"license": options.license, "library_name": "cifar-lit", "pipeline_tag": "image-classification"}
+    if metrics["dataset"] in DATASETS:
+        front["datasets"] = DATASETS[metrics["dataset"]]
+    pages = Environment(
+        loader=PackageLoader("cifar_lit.extras.hub", ""), finalize=markdown, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    card = pages.get_template("README.md.j2").render(
+        front=Markup(yaml.safe_dump(front)), card=net.card, metrics=metrics, test=metrics["test"],
+        facts=summary(metrics), license=options.license,
+    )  # fmt: skip
+    with writing(folder / MODEL, "Choose another folder.", parents=True) as partial:
+        save_weights(partial, net.net.state_dict(), net.card)
+    write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+    write_text(folder / "README.md", card)
+    place = shlex.quote(display_path(folder))
+    say(f"wrote {place} · licence {options.license} (--license)", "", "next: read README.md and config.yaml, then")
+    say(f"  hf upload USER/NAME {place}")
+
+
+def without_places(settings: Any) -> Any:
+    """Return settings without those of `PRIVATE`, and with null for paths and addresses."""
+    if isinstance(settings, dict):
+        return {name: without_places(value) for name, value in settings.items() if name not in PRIVATE}
+    if isinstance(settings, list):
+        return [without_places(value) for value in settings]
+    if isinstance(settings, str) and _PLACE.search(settings):
+        return None
+    return settings
+
+
+def markdown(value: object) -> object:
+    """Return text without meaning in Markdown, HTML and tables. Numbers and `Markup` stay as they are."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return _MARKDOWN.sub(r"\\\g<0>", printable(value))
+    return value
+
+
+def fetch(name: str) -> Path:
+    """Return the path of a repository's model file in the hub's cache, and print its commit. Nothing else is fetched.
+
+    Raise Failure if it cannot be downloaded.
+    """
+    check_packages(HUB, ["huggingface_hub"], "hub")
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    try:
+        folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=[MODEL]))
+    except Exception as error:  # also of its HTTP and transfer libraries
+        remedy = "check the name (hf://USER/NAME@REVISION), the connection, and `hf auth login` for a private one"
+        raise Failure(f"{name} cannot be loaded ({type(error).__name__}: {first_line(error)}): {remedy}") from None
+    note(f"{name} is {HUB}{repository}@{folder.name}")
+    return folder / MODEL

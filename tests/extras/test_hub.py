@@ -1,0 +1,127 @@
+"""`export --to hub` writes a repository that the hub and this program can read, and `hf://` loads one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from contract.command_line import assert_refused, metrics_of, run_command
+from markdown_it import MarkdownIt
+
+from cifar_lit import load
+from cifar_lit.errors import Failure
+from cifar_lit.extras.hub.repository import FILES, without_places
+
+hub = pytest.importorskip("huggingface_hub", reason="pip install -e '.[hub]'")
+EVIL = "a|b `c` <img src=x> [d](javascript:e) **f** & www.g.h http://i.j @k $l$ :m: ~~n~~\n---\n# o"
+
+
+@pytest.fixture(autouse=True)
+def here(working_folder: Path) -> None:
+    """Run each test in its own working folder."""
+
+
+def test_the_folder_has_the_weights_and_a_card_that_the_hub_can_read(run_dir: Path) -> None:
+    answer = run_command("export", run_dir, "--to", "hub", "out", "--license", "cc-by-4.0")
+    assert answer.code == 0 and "  hf upload USER/NAME out" in answer.lines, answer.err
+    assert {path.name for path in Path("out").iterdir()} == {*FILES}
+    assert Path("out/model.safetensors").read_bytes() == (run_dir / "model.safetensors").read_bytes()
+    metrics, card = metrics_of(run_dir), hub.ModelCard.load("out/README.md")
+    assert (card.data.license, card.data.library_name, card.data.pipeline_tag) == (
+        "cc-by-4.0", "cifar-lit", "image-classification"
+    )  # fmt: skip
+    test = metrics["test"]
+    assert f"Of {test['images']} test images, {100 * test['accuracy']:.2f} % are classified correctly (95" in card.text
+    assert f"{100 * test['interval'][0]:.2f} to {100 * test['interval'][1]:.2f} %)." in card.text
+    for name, accuracy in test["per_class"].items():
+        assert f"| {name} | {100 * accuracy:.2f} % |" in card.text
+    assert f"| {metrics['train_seconds']:,.1f} s |" in card.text and "The weights: cc-by-4.0." in card.text
+
+
+def test_the_settings_repeat_the_training(run_dir: Path) -> None:
+    assert run_command("export", run_dir, "--to=hub", "out").code == 0
+    answer = run_command("train", "--config", "out/config.yaml", "--logs", "again")
+    assert answer.code == 0, answer.err
+    (again,) = Path("again").iterdir()
+    assert (again / "model.safetensors").read_bytes() == (run_dir / "model.safetensors").read_bytes()
+
+
+def test_no_place_of_the_owners_machine_is_published() -> None:
+    settings = {
+        "recipe": "own", "logs": "secret", "seed_everything": 3, "ckpt_path": "secret/last.ckpt",
+        "data": {"dataset": "folder", "root": "secret/photos", "cache_dir": "secret", "labels": "fine"},
+        "finetune": {"weights": "/home/secret/weights.pt"},
+        "trainer": {"callbacks": [{"init_args": {"dirpath": "secret", "path": ["~/secret", "C:\\secret", "a"]}}]},
+        "model": {"lr": 0.1, "note": "https://secret:password@host"},
+    }  # fmt: skip
+    assert without_places(settings) == {
+        "recipe": "own", "seed_everything": 3, "data": {"dataset": "folder", "labels": "fine"},
+        "finetune": {"weights": None}, "trainer": {"callbacks": [{"init_args": {"path": [None, None, "a"]}}]},
+        "model": {"lr": 0.1, "note": None},
+    }  # fmt: skip
+
+
+def test_text_of_a_run_means_nothing_in_the_card(run_dir: Path) -> None:
+    run = Path(shutil.copytree(run_dir, "run-1"))
+    pages = []
+    for text in ("plain", EVIL):
+        metrics = {**metrics_of(run_dir), "recipe": text, "dataset": text}
+        metrics["test"] = {"accuracy": 0.5, "loss": 1.0, "images": 2, "per_class": {text: 0.5}}
+        (run / "metrics.json").write_text(json.dumps(metrics))
+        assert run_command("export", run, "--to", "hub", f"out-{len(pages)}", "--license", text).code == 0
+        front, _, body = Path(f"out-{len(pages)}/README.md").read_text().removeprefix("---\n").partition("\n---\n")
+        assert yaml.safe_load(front)["license"] == text
+        page = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+        pages.append(page.render(body))
+    shown = EVIL.replace("\n", "\\n").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    assert f"<h1>{shown} on {shown}</h1>" in pages[1] and f"<td>{shown}</td>" in pages[1]
+    for tag in ("<img", "<a ", "<em", "<strong", "<s>", "<code", "<h1", "<h2", "<hr"):
+        assert pages[1].count(tag) == pages[0].count(tag), tag
+    assert [mark for mark in ("www.g", "http:", " @k", " $l", ":m:") if mark in body] == []  # GitHub knows these too
+
+
+def test_an_existing_file_is_kept_and_a_run_without_a_test_has_no_card(run_dir: Path) -> None:
+    Path("out").mkdir()
+    Path("out/README.md").symlink_to("elsewhere")
+    assert_refused(run_command("export", run_dir, "--to", "hub", "out"), 2, "out/README.md exists: name another folder")
+    assert [path.name for path in Path("out").iterdir()] == ["README.md"] and not Path("elsewhere").exists()
+    run = Path(shutil.copytree(run_dir, "run-1"))
+    (run / "metrics.json").write_text(json.dumps({**metrics_of(run_dir), "test": None}))
+    assert_refused(run_command("export", run, "--to", "hub", "out-2"), 2, "run-1 has no test results for a model card")
+
+
+def test_a_model_of_the_hub_is_one_file_of_a_revision_whose_commit_is_named(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = Path("cache/0123456789abcdef")
+    commit.mkdir(parents=True)
+    shutil.copy(run_dir / "model.safetensors", commit)
+    requests = []
+
+    def download(repository: str, **settings: object) -> str:
+        requests.append({"repository": repository, **settings})
+        return str(commit)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    for name, revision in (("hf://ada/net", None), ("hf://ada/net@v1.0", "v1.0")):
+        assert load(name).classes == load(run_dir).classes
+        assert capsys.readouterr().err == f"{name} is hf://ada/net@{commit.name}\n"
+        only = {"repository": "ada/net", "revision": revision, "allow_patterns": ["model.safetensors"]}
+        assert requests.pop() == only
+
+
+def test_what_the_hub_refuses_and_a_missing_package_are_explained_in_one_line(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("hf://", "hf://ada/../net", "hf://ada/net/file", "hf://a b/c"):
+        answer = run_command("classify", name, "picture.png")
+        assert_refused(answer, 1, f"{name} cannot be loaded (HFValidationError: ", "check the name")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert load(run_dir).classes
+    text = r'hf:// needs missing packages \(huggingface_hub\): pip install "cifar-lit\[hub\]"'
+    with pytest.raises(Failure, match=text):
+        load("hf://ada/net")
