@@ -217,6 +217,11 @@ def _keep(path: Path, previous: Path) -> None:
     second.unlink(missing_ok=True)  # renaming between two names of the same file does nothing
 
 
+def is_below(path: str | Path, folder: Path = Path()) -> bool:
+    """Return whether a path, relative to a folder unless it is absolute, lies in the folder."""
+    return (folder / path).resolve().is_relative_to(folder.resolve())
+
+
 def as_on_disk(path: str, folder: str = "") -> str:
     """Return a path below a folder whose accents have the Unicode form of the disk; the same path without a file."""
     for form in (path, unicodedata.normalize("NFC", path), unicodedata.normalize("NFD", path)):

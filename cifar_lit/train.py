@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.card import describe_model, model_card
-from cifar_lit.runs.model_file import check_card, save_weights
+from cifar_lit.runs.model_file import save_weights
 from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.results import log_pictures, run_metrics, write_metrics, write_report
 from cifar_lit.runs.run import Run
@@ -99,7 +99,6 @@ def write_results(
 
 def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
     """Raise UsageError, before a run folder is created, if data, model and devices are incompatible."""
-    check_card(model_card(model, data))
     data.trainer = trainer  # The Trainer sets it later. Checks and loaders read its callbacks and devices.
     check_features(model, trainer, data)
     data.train_dataloader()  # Fail early if a batch cannot be split across the devices.

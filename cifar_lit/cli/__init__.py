@@ -1,8 +1,5 @@
 """The command line. Importing it is light; torch and Lightning come with the command that needs them."""
 
 from cifar_lit.cli.main import main
-from cifar_lit.plugins import guard_packages
 
 __all__ = ["main"]
-
-guard_packages()

@@ -71,9 +71,7 @@ def _list_machine() -> None:
 
 def _list_parameters(settings: Namespace) -> None:
     from cifar_lit.models.registry import build_net
-    from cifar_lit.plugins import allow_imports
 
-    allow_imports([settings.net])  # typed by the user, not read from a file
     net = build_net(
         settings.net,
         channels=settings.channels,

@@ -15,6 +15,7 @@ from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.features import FEATURES, feature_settings
 from cifar_lit.files import DISK_FULL, find_os_error
 from cifar_lit.text import printable
+from cifar_lit.trust import REFUSED
 
 # Messages of torch's allocators, CUDA, cuBLAS and cuDNN. cuDNN finds no engine if none can allocate its workspace.
 NO_MEMORY = re.compile("allocate memory|out of memory|ALLOC(ATION)?_FAILED|unable to find an engine")
@@ -87,7 +88,6 @@ def is_lost_peer(error: BaseException) -> bool:
 # ---- errors of the parser
 
 SHORT_OF = {long: short for short, long in SHORT.items()}
-UNTRUSTED = "a configuration file names {}, whose code would run: leave it out, or give --trust if you trust the file"
 # Flags of other programs that are not spelt like ours.
 SYNONYMS = {
     "learning-rate": "lr",
@@ -120,9 +120,7 @@ def command_parser(name: str, description: str) -> ArgumentParser:
     """Return the parser of a command on runs. It raises its errors and accepts no abbreviations."""
     parser = ArgumentParser(prog=f"cifar-lit {name}", description=description, **PARSER_SETTINGS)
     # `main` handles --trust.
-    parser.add_argument(
-        "--trust", action="store_true", help="let the run name any class and any path: its code can run"
-    )
+    parser.add_argument("--trust", action="store_true", help="let the run name any class: its code runs")
     return parser
 
 
@@ -155,7 +153,7 @@ def explain_parser_error(message: str, flags: Collection[str]) -> str:
         settings = [flag for flag in flags if flag not in SHORT]
         return f"no setting is called {match[1]}.{nearest(SHORT.get(match[1], match[1]), settings)}"
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
-        return UNTRUSTED.format(match[1])
+        return REFUSED.format(match[1])
     if match := re.match(r"Linked \"(.+?)\" must be|argument \S+ --> (\S+):", message):
         return f"{match[1] or match[2]} is set from --seed or the data: leave it out"
     if key in SHORT_OF:

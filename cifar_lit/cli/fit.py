@@ -22,7 +22,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from cifar_lit import hardware
-from cifar_lit.cli import trust
 from cifar_lit.cli.errors import PARSER_SETTINGS, SYNONYMS, long_flags, parsed
 from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
 from cifar_lit.cli.launch import by_slurm, is_first_process, logs_of
@@ -32,7 +31,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.features import FEATURES, feature_class, feature_settings
 from cifar_lit.models.registry import check_net
-from cifar_lit.runs.config_file import check_choices, plain_values
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.loggers import logger_names
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import (
@@ -57,6 +56,7 @@ from cifar_lit.training.checkpoint import (
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.orderly_stop import Interrupted
+from cifar_lit.trust import check_found, limit_parser, untrusted_parts
 
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
 
@@ -85,7 +85,9 @@ class TrainingCLI(LightningCLI):
         self.first = is_first_process(os.environ)
         self.checkpoint = self._resumed_checkpoint()
         base = self._base_settings()
-        trust.guard(command, base)
+        self.found = base if command.recipe is None else None  # settings of a run, perhaps of somebody else's
+        if self.found:
+            limit_parser()
         self.folder: RunFolder | None = None
         try:
             super().__init__(
@@ -186,7 +188,8 @@ class TrainingCLI(LightningCLI):
         for name in FEATURES:
             flags.update(feature_settings(name))
         self.config = parsed(parser, args, flags)
-        check_choices(self.settings.as_dict())
+        if self.found:
+            check_found(self.settings.as_dict(), self.found.parent.parent, self.command.flags)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: settings of a checkpoint must not override flags."""
@@ -324,7 +327,6 @@ class TrainingCLI(LightningCLI):
     def _make_run(self) -> Run:
         folder, text = self.folder, self._config_text()
         assert folder
-        trust.remember(text)
         settings = yaml.safe_load(text)
         return Run(folder, settings, text, self.notes, self.command.name, self.model.monitored, self.changes)
 
@@ -371,7 +373,10 @@ class TrainingCLI(LightningCLI):
         """Return the command that resumes this run, None before its first checkpoint."""
         if not self.run.trains or not self.run.folder.resumable:
             return None
-        return f"{program(self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
+        line = f"{program(self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
+        if untrusted_parts(self.run.settings, self.run.folder.path.parent):
+            line += " --trust"
+        return line
 
 
 def as_list(value: object) -> list[Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cifar_lit.cli.flags import LOGS, SHORT, Command, recipe_path
 from cifar_lit.errors import UsageError
-from cifar_lit.runs.config_file import check_choices, plain_values
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.run_folder import display_path, is_finished, newest_run_of_job
 from cifar_lit.text import note
 
@@ -174,9 +174,5 @@ def logs_of(command: Command) -> Path:
     for file in files:
         logs = (plain_values(file.expanduser()) or {}).get("logs")
         if isinstance(logs, str) and logs:
-            from cifar_lit.cli import trust  # imports torch
-
-            trust.allow_run(file.expanduser(), command.trust)
-            check_choices({"logs": logs})
             return Path(logs).expanduser()
     return Path(LOGS).expanduser()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import suppress
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -13,14 +12,10 @@ from pathlib import Path
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
-from cifar_lit.plugins import (
-    all_imports_allowed,
-    guard_child_processes,
-    only_allowed_imports,
-    optional_function,
-)
+from cifar_lit.plugins import optional_function
 from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import accept_any_encoding, note, say
+from cifar_lit.trust import allow_typed
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
 
@@ -98,12 +93,12 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
     """
     if argv is None:
         argv = sys.argv[1:]
-    guard_child_processes()
     limit_busy_waiting()
     accept_any_encoding()
     try:
-        with only_allowed_imports():
-            return _run(argv, default)
+        sys.path.append(str(Path.cwd()))  # for own nets; the last folder, so that no file there replaces a package
+        allow_typed(argv, trust="--trust" in argv)
+        return _run(argv, default)
     except BaseException as error:
         if not isinstance(error, (SystemExit, Exception, KeyboardInterrupt)) and not hasattr(error, "exit_code"):
             raise
@@ -130,11 +125,8 @@ def _run(argv: list[str], default: str) -> int:
     if name not in OWN:
         names = [*flags.TRAINING, *OWN]
         raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
-    trusted = "--trust" in arguments
-    _allow_runs(arguments, trusted)
     run = optional_function(OWN[name], f"the command {name!r}")
-    with all_imports_allowed(trusted):
-        code: int | None = run([word for word in arguments if word != "--debug"])
+    code: int | None = run([word for word in arguments if word != "--debug"])
     return code or 0
 
 
@@ -145,20 +137,6 @@ def _command_hint(name: str, commands: list[str]) -> str:
     if name.lower() in _SYNONYMS:
         return f" Did you mean {_SYNONYMS[name.lower()]}?"
     return nearest(name, commands)
-
-
-def _allow_runs(argv: list[str], trusted: bool) -> None:
-    """Allow the nets, data sets and paths named by the runs in `argv`, if this user trained the runs or `trusted`."""
-    for word in argv:
-        with suppress(UsageError, OSError):  # a config.yaml of another program, a word that is no valid path
-            path = Path(word)
-            config = path.parent / "config.yaml"
-            if path.is_dir():
-                config = path / "config.yaml"
-            if path.exists() and config.is_file():
-                from cifar_lit.cli.trust import allow_run
-
-                allow_run(config, trusted)
 
 
 def _train(command: flags.Command, argv: list[str]) -> None:

@@ -15,7 +15,6 @@ from rich.table import Column, Table
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.hooks import methods
-from cifar_lit.plugins import is_import_path
 from cifar_lit.runs.groups import group_lines
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.runs.run import Run
@@ -25,6 +24,7 @@ from cifar_lit.text import counted, say
 from cifar_lit.train import Results
 from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.metrics import Score
+from cifar_lit.trust import untrusted_parts
 
 MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer lists are left out
 
@@ -189,20 +189,22 @@ def _print_test(test: Score, scores: Mapping[str, Any], data: ImageData) -> None
 def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
     folder = display_path(run.folder.path)
     lines = []
+    trust = argument = ""
+    if untrusted_parts(run.settings, run.folder.path.parent):
+        trust, argument = " --trust", ", trust=True"
     if "tensorboard" in run.settings["logger"]:
         lines.append(f"  tensorboard --logdir {shlex.quote(display_path(run.folder.path.parent))}")
     if not is_tested:
         name = "best" if run.best.best_model_path else "last"
-        lines.append(f"  cifar-lit test --ckpt_path {shlex.quote(f'{folder}/checkpoints/{name}.ckpt')}")
-    lines.append(f"  cifar-lit report {shlex.quote(folder)} --open")
-    lines.append(f"  cifar-lit classify {shlex.quote(folder)} IMAGES")
+        lines.append(f"  cifar-lit test --ckpt_path {shlex.quote(f'{folder}/checkpoints/{name}.ckpt')}{trust}")
+    lines.append(f"  cifar-lit report {shlex.quote(folder)} --open{trust}")
+    lines.append(f"  cifar-lit classify {shlex.quote(folder)} IMAGES{trust}")
     if (run.folder.path / OUT_OF_FOLD).exists():
         lines.append(f"  cifar-lit review {shlex.quote(folder)}   (shows wrong labels)")
     elif is_folder:  # a net memorises wrong labels that it was trained on
         config = shlex.quote(f"{folder}/config.yaml")
         lines.append(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
-    trust = ", trust=True" if is_import_path(run.settings["model"]["net"]) else ""
-    code = f"import cifar_lit; print(cifar_lit.load({folder!r}{trust}))"
+    code = f"import cifar_lit; print(cifar_lit.load({folder!r}{argument}))"
     is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes
     quoted = f'"{code}"' if is_plain else shlex.quote(code)
     return [*lines, f"  python -c {quoted}"]

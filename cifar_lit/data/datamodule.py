@@ -24,12 +24,13 @@ from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault,
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError, check_choice
 from cifar_lit.hooks import method
-from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, names_may_be_foreign, part_name
+from cifar_lit.plugins import NameOrObject, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.text import listed
+from cifar_lit.trust import TrustedNames
 
 
-class ImageData(NamesInCheckpoint, pl.LightningDataModule):
+class ImageData(TrustedNames, pl.LightningDataModule):
     """Load one data set, split it, and yield batches that are augmented and normalised on the device.
 
     `parts` holds the images and their split. `preprocessing` works on whole batches. A batch unpacks as (images,
@@ -112,8 +113,6 @@ class ImageData(NamesInCheckpoint, pl.LightningDataModule):
         if workers < 1:
             raise UsageError("data.workers must be at least 1")
         check_choice("data.placement", placement, PLACEMENTS)
-        if names_may_be_foreign() and isinstance(dataset, str):
-            check_allowed(dataset)
         self.dataset = part_name(dataset)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size

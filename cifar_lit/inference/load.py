@@ -14,11 +14,12 @@ from torch import Tensor
 
 from cifar_lit.data.decode import Preparation, decode, pixels_of
 from cifar_lit.errors import Failure
-from cifar_lit.plugins import all_imports_allowed, optional_function
+from cifar_lit.plugins import optional_function
 from cifar_lit.runs.card import FALSE_ALARMS, Coverage, check_rate, novelty, prediction_sets, set_limits, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import HUB, read_metrics
 from cifar_lit.text import printable
+from cifar_lit.trust import trusting
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
@@ -197,7 +198,7 @@ def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifi
     """
     if isinstance(path, str) and path.startswith(HUB):
         path = optional_function(FETCH, HUB)(path)
-    with all_imports_allowed(trust):
+    with trusting(trust):
         net = load_model_file(path)
     test = read_metrics(Path(path)).get("test") or {}
     return Classifier(net, device, test.get("accuracy"))

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from cifar_lit.data.formats import RESIZES
-from cifar_lit.data.source_settings import MAX_SIDE
-from cifar_lit.errors import Failure, InvalidFileError, UsageError, first_line
-from cifar_lit.files import atomic_write, file_size
-from cifar_lit.models.checks import build_on_meta_device
-from cifar_lit.models.registry import MAX_WIDTH, build_net, net_spec, with_versions
-from cifar_lit.models.spec import TIMM
-from cifar_lit.plugins import UntrustedName, check_allowed, is_import_path
+from cifar_lit.errors import Failure, UsageError
+from cifar_lit.files import atomic_write
+from cifar_lit.models.registry import build_net, with_versions
 from cifar_lit.runs.run_folder import weights_file
-from cifar_lit.text import MAX_NAME, is_name
+from cifar_lit.trust import check_name
 
 FORMAT = "cifar-lit 1"
 CHECKSUM = "sha256"  # key of the metadata
+MAX_TEMPERATURE = 20.0  # the minimum is its inverse
 SETS = ("lac", "aps")  # kinds of prediction sets
 BATCH, BATCH_PIXELS = 256, 1 << 20  # most images and pixels of a batch
 READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
@@ -139,188 +133,35 @@ def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_card(path: str | Path) -> ModelCard | None:
-    """Return the card of a run folder or a `model.safetensors`, None for other or invalid files."""
-    with suppress(UsageError, InvalidFileError, SafetensorError, OSError, KeyError, MemoryError):
+    """Return the card of a run folder or a `model.safetensors`, None for other files."""
+    try:
         with safe_open(weights_file(path), framework="pt") as opened:
             metadata = opened.metadata() or {}
-        if metadata.get("format") == FORMAT:
-            return ModelCard(**card_values(metadata["card"]))
-    return None
+    except (UsageError, SafetensorError, OSError):
+        return None
+    if metadata.get("format") != FORMAT:
+        return None
+    return ModelCard(**json.loads(metadata["card"]))
 
 
 def load_model_file(path: str | Path) -> LoadedNet:
     """Return the net of a run folder, or of a `model.safetensors`, in evaluation mode on the CPU.
 
     Raises:
-        UsageError: there is no such file, or it has another format.
-        Failure: the file is damaged, or was not written by this program.
+        UsageError: there is no such file, it has another format, or it names a class that needs trust.
+        Failure: the file is damaged.
     """
     file = weights_file(path)
     try:
-        size = file_size(file)
-        with file.open("rb") as opened:
-            length, brace = int.from_bytes(opened.read(8), "little"), opened.read(1)
-        if brace not in (b"", b"{"):
-            raise UsageError(f"{file} is not a model.safetensors: name a run folder, or its model.safetensors")
-        if length > min(MAX_HEADER, max(size - 8, 0)):
-            raise InvalidFileError(f"its header claims {length:,} bytes")
         with safe_open(file, framework="pt") as opened:
             metadata: dict[str, str] = opened.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise InvalidFileError(f"it holds no {FORMAT!r} model")
-            card = ModelCard(**card_values(metadata["card"]))
-            check_allowed(card.net)
-            if card.net.startswith(TIMM) or is_import_path(card.net):
-                net_spec(card.net)  # raises UsageError for a missing package: the file is not damaged
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no dict
-            check_tensors({name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}, card)
-            weights = {name: opened.get_tensor(name) for name in slices}
-        if metadata.get(CHECKSUM) != checksum(metadata["card"], weights):
-            raise InvalidFileError("its checksum differs: the file was changed")
-        net = build_loaded_net(card, weights)
-        for tensor in net.state_dict().values():
-            if not tensor.isfinite().all():
-                raise InvalidFileError("its weights are not finite numbers: the training diverged")
-    except Failure:
-        raise
-    except (KeyError, TypeError):  # the card has missing or additional values
-        raise Failure(f"{file} does not say how to build its net: copy or train it again") from None
-    except OSError as error:
-        raise Failure(f"{file} cannot be read ({error.strerror or error}): copy or train it again") from None
-    except MemoryError:  # safetensors maps the whole file, which may be sparse
-        raise Failure(f"{file} is larger than the memory: copy or train it again") from None
-    except (InvalidFileError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot map the file
-        raise Failure(f"{file} is damaged or invalid ({error}): copy or train it again") from None
-    return net
-
-
-# ---- Validation of untrusted files before memory is allocated.
-
-MAX_CARD = 3 << 20  # bytes
-MAX_HEADER = 4 << 20  # bytes; torchvision's net with the most tensors and 20,000 classes needs less than 1 MiB
-MAX_CHANNELS = 64
-MAX_CLASSES = 100_000
-MAX_TEMPERATURE = 20.0  # the minimum is its inverse
-
-_FLOATS = {"F16", "BF16", "F32", "F64"}
-_EXACT = {
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-
-
-def card_values(text: str) -> dict[str, Any]:
-    """Return the values of a model card from its JSON; raise InvalidFileError for invalid ones."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    if isinstance(values, dict):
-        for name in ("levels", "coverage"):  # not in files of earlier versions
-            values.setdefault(name, None)
-    if not isinstance(values, dict) or values.keys() != _CHECKS.keys():
-        raise InvalidFileError("its card does not say how to build its net")
-    for name, check in _CHECKS.items():
-        if not check(values[name]):
-            raise InvalidFileError(f"its {name} cannot be {json.dumps(values[name])[:60]}")
-    channels = values["input_shape"][0]
-    for name in ("mean", "std"):
-        if len(values[name]) != channels:
-            raise InvalidFileError(f"its {name} has {len(values[name])} values for {channels} channels")
-    for scores in (values["coverage"] or {}).values():
-        if len(scores) != len(values["classes"]):
-            raise InvalidFileError(f"its coverage has {len(scores)} lists for {len(values['classes'])} classes")
-    return values
-
-
-def check_card(card: ModelCard) -> None:
-    """Raise UsageError for a card that `load_model_file` would refuse. Call this before the training."""
-    try:
-        text = json.dumps(asdict(card))
-        card_values(text)
-        if len(json.dumps(text)) > MAX_CARD:
-            raise InvalidFileError("the names of all classes together are too long")
-    except (InvalidFileError, TypeError) as error:  # TypeError: an option is not a plain value
-        raise UsageError(f"the trained net could not be loaded again ({error}): choose other settings") from None
-
-
-def check_tensors(claims: Mapping[str, tuple[str, tuple[int, ...]]], card: ModelCard) -> None:
-    """Raise InvalidFileError unless the tensors in a file's header are those of the card's net.
-
-    The net is built on the meta device, without memory for its weights. claims: dtype in the notation of safetensors
-    ("F32") and shape of each tensor, by name.
-    """
-    try:
-        expected = build_on_meta_device(card.net, **card.net_settings).state_dict()
-    except UntrustedName:
-        raise
-    except (ValueError, TypeError, RuntimeError, ArithmeticError, MemoryError) as error:  # meaningless settings
-        raise InvalidFileError(f"its net cannot be built: {first_line(error)[:200]}") from None
-    if claims.keys() != expected.keys():
-        raise InvalidFileError(f"its weights do not fit its net {card.net}")
-    for name, tensor in expected.items():
-        if not _fits(tensor, *claims[name]):
-            raise InvalidFileError(f"its weights do not fit its net {card.net}")
-
-
-def _fits(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> bool:
-    if tuple(tensor.shape) != shape:
-        return False
-    if tensor.is_floating_point():
-        return dtype in _FLOATS
-    return _EXACT.get(tensor.dtype) == dtype
-
-
-def _is_number(value: object) -> bool:
-    # False for NaN and huge integers, and for bool.
-    return type(value) in (int, float) and abs(cast("float", value)) <= sys.float_info.max
-
-
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
-def _are_integers(value: object, count: int) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and len(value) == count and all(type(each) is int for each in value)
-
-
-def _is_shape(value: object) -> bool:
-    return _are_integers(value, 3) and min(value) > 0 and value[0] <= MAX_CHANNELS and max(value[1:]) <= MAX_SIDE
-
-
-def _are_levels(value: object) -> bool:
-    return _are_integers(value, 2) and -(1 << 31) <= value[0] < value[1] < 1 << 31
-
-
-def _are_scores(value: object) -> bool:
-    if not isinstance(value, dict) or value.keys() != {*SETS}:
-        return False
-    return all(isinstance(scores, list) and all(map(_are_numbers, scores)) for scores in value.values())
-
-
-def _is_plain(value: object, depth: int = 0) -> bool:
-    """Return whether a setting is None, a bool, a finite number, a short text, or a short list or object of these."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return depth < 3 and len(value) <= 1000 and all(_is_plain(each, depth + 1) for each in value)
-    if isinstance(value, str):
-        return len(value) <= MAX_NAME
-    return value is None or isinstance(value, bool) or _is_number(value)
-
-
-_CHECKS = {
-    "net": is_name,
-    "width": lambda value: _is_number(value) and 0 < value <= MAX_WIDTH,
-    "input_shape": _is_shape,
-    "classes": lambda value: isinstance(value, list) and 0 < len(value) <= MAX_CLASSES and all(map(is_name, value)),
-    "mean": _are_numbers,
-    "std": lambda value: _are_numbers(value) and min(value, default=0) > 0,
-    "options": lambda value: isinstance(value, dict) and _is_plain(value),
-    "reject": lambda value: value is None or (_are_numbers(value) and len(value) == 2 and value[0] >= value[1]),
-    "temperature": lambda value: (
-        value is None or (_is_number(value) and 1 / MAX_TEMPERATURE <= value <= MAX_TEMPERATURE)
-    ),
-    "resize": lambda value: value in tuple(RESIZES),
-    "levels": lambda value: value is None or _are_levels(value),
-    "coverage": lambda value: value is None or _are_scores(value),
-}
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, no dict
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"{file} is damaged, or not a model.safetensors ({error}): copy or train it again") from None
+    if metadata.get("format") != FORMAT:
+        raise UsageError(f"{file} holds no {FORMAT!r} model: name a run folder, or its model.safetensors")
+    if metadata[CHECKSUM] != checksum(metadata["card"], weights):
+        raise Failure(f"{file} is damaged (its checksum differs): copy or train it again")
+    card = ModelCard(**json.loads(metadata["card"]))
+    check_name(card.net)
+    return build_loaded_net(card, weights)

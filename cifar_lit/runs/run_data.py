@@ -17,11 +17,11 @@ from cifar_lit.data.shapes import MIN_SIZE, shapes
 from cifar_lit.data.sources import SourceSettings, find_source, load_images
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError, first_line
-from cifar_lit.plugins import allow_imports, check_allowed
-from cifar_lit.runs.config_file import allow_choices, check_choices, plain_values
+from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import listed, nfc
+from cifar_lit.trust import check_name
 
 NESTED = {"split": Split.of, "augment": Augment.of}  # groups of settings of ImageData
 
@@ -32,19 +32,15 @@ if TYPE_CHECKING:
 def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, object]:
     """Return the data settings of a run's config.yaml, or those of `dataset` for this net; empty if both are missing.
 
-    Check settings from config.yaml with `check_choices` before using them.
-
     dataset: data set to use instead of that in config.yaml, required without a config.yaml.
     data_dir: folder of the data, if it was moved.
     """
-    if data_dir:
-        allow_choices({"root": data_dir})
     settings: dict[str, object] = {}
     if dataset:
-        allow_imports([dataset])  # typed by the user
         settings = _settings_for(dataset, card)
     elif (run / "config.yaml").is_file():
-        settings.update((plain_values(run / "config.yaml") or {}).get("data", {}))
+        settings.update(plain_values(run / "config.yaml").get("data", {}))
+        check_name(str(settings.get("dataset")))
     if not settings:
         return {}
     if data_dir:
@@ -81,7 +77,6 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
         raise UsageError(
             f"{name} has no config.yaml that names the data: add --dataset, and --data-dir with its folder"
         )
-    check_choices({"data": settings})
     data = ImageData(**_parsed(ImageData, settings, name))
     _check_fit(card, data.classes, data.input_shape)
     return data
@@ -179,13 +174,11 @@ class RunData:
             yield from map(images.take, torch.arange(len(images)).split(4096))
 
     def _check_at_hand(self) -> None:
-        check_allowed(self.dataset)
         if not find_source(self.dataset).at_hand(self.settings):
             where = ""
             if self.settings.root:
                 where = f" in {self.settings.root}"
             raise Failure(f"the images of {self.dataset} are missing{where}: give their folder with --data-dir")
-        check_choices({"data": self.values})
 
     def load_or_draw(self, count: int) -> RunImages:
         """Return test images, or generated shapes if there are none, with the reason in `what`.

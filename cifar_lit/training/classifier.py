@@ -23,7 +23,7 @@ from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.fast_gradients import fast_gradients
 from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
-from cifar_lit.plugins import NameOrObject, NamesInCheckpoint, check_allowed, is_import_path, part_name
+from cifar_lit.plugins import NameOrObject, is_import_path, part_name
 from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.checks import NotFiniteLoss, align_restored_state, check_finite, training_settings
 from cifar_lit.training.collectives import broadcast_from_first
@@ -33,6 +33,7 @@ from cifar_lit.training.optimizers import Group, build_optimizer, optimizer_sett
 from cifar_lit.training.rows import TrainingRows, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
+from cifar_lit.trust import TrustedNames
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch
@@ -65,7 +66,7 @@ def check_features(model: ImageClassifier, trainer: pl.Trainer, data: object) ->
         raise UsageError(f"{' and '.join(balancing)} would balance the classes twice: leave one of them out")
 
 
-class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
+class ImageClassifier(TrustedNames, pl.LightningModule):
     """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
 
     Trains and tests on any datamodule or DataLoader with batches `(images, labels)`: normalised float images (B, C, H,
@@ -231,10 +232,6 @@ class ImageClassifier(NamesInCheckpoint, pl.LightningModule):
 
         Raises UsageError for a schedule if the training has no limit.
         """
-        for name in ("optimizer", "schedule"):
-            part = self.part(name)
-            if self.names_are_foreign and isinstance(part, str):
-                check_allowed(part)
         h, trainer = self.hparams, self.trainer
 
         def regroup(groups: list[Group]) -> list[Group]:

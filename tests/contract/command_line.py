@@ -23,8 +23,10 @@ from typing import Any, NamedTuple, NoReturn, TextIO
 import pytest
 import torch
 import yaml
+from jsonargparse._common import parsing_settings
 from PIL import Image
 
+from cifar_lit import trust
 from cifar_lit.cli import main
 from cifar_lit.signals import REQUEUE, STOP_SIGNALS
 
@@ -115,6 +117,9 @@ def undone() -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in loggers}
     variables = dict(os.environ)
     argv = sys.argv
+    path = [*sys.path]
+    typed = {*trust._typed}
+    parsing = dict(parsing_settings)
     precision = torch.get_float32_matmul_precision()
     threads = torch.get_num_threads()
     try:
@@ -124,6 +129,10 @@ def undone() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(variables)
         sys.argv = argv
+        sys.path[:] = path
+        trust._typed.clear()
+        trust._typed.update(typed)
+        parsing_settings.update(parsing)
         urllib.request.install_opener(None)
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)

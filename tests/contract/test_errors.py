@@ -95,11 +95,10 @@ def test_a_misspelt_name_is_refused_before_images_are_loaded(files: Path, monkey
         raise AssertionError("the images were loaded")
 
     monkeypatch.setattr(split_images, "load_images", fail)
-    (files / "my_nets.py").write_text("class MyNet:\n    pass\n")
     for flag, value, part in (
         ("--model.net_options", "{depth: 3}", "lenet has no 'depth'"),
         ("--model.tta", "yes", "'yes'"),
-        ("--net", "my_nets.py", "my_nets.MyNet"),
+        ("--net", "my_nets.py", "my_nets.NAME"),
     ):
         assert_refused(run_command(*S.split(), flag, value), 2, part)
 

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from dataclasses import asdict, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import cifar_lit
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.models.registry import NETS, build_net
-from cifar_lit.plugins import all_imports_allowed
 from cifar_lit.runs.model_file import (
     FORMAT,
-    MAX_HEADER,
     ModelCard,
-    check_card,
-    checksum,
     load_model_file,
     read_card,
     save_weights,
@@ -102,18 +95,11 @@ def check_refused(path: Path, reason: str) -> None:
     assert "\n" not in str(failed.value)
 
 
-def test_a_truncated_model_or_one_with_a_false_header_size_is_refused(path: Path) -> None:
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
+def test_a_truncated_model_is_refused(path: Path, share: float) -> None:
     content = path.read_bytes()
-    path.write_bytes(b"")
-    check_refused(path, r"cannot be read \(the file is empty\)")
-    for length in (5, 100, len(content) // 2, len(content) - 20):
-        path.write_bytes(content[:length])
-        check_refused(path, "is damaged")
-    for size in (len(content) - 7, len(content) + (1 << 40), MAX_HEADER + 1):
-        path.write_bytes(size.to_bytes(8, "little") + content[8:])
-        if size == MAX_HEADER + 1:
-            os.truncate(path, 2 * MAX_HEADER)
-        check_refused(path, rf"\(its header claims {size:,} bytes\)")
+    path.write_bytes(content[: int(share * len(content))])
+    check_refused(path, "is damaged, or not a model.safetensors")
 
 
 def test_an_error_about_a_checkpoint_names_the_run_to_use_instead(path: Path) -> None:
@@ -125,8 +111,6 @@ def test_an_error_about_a_checkpoint_names_the_run_to_use_instead(path: Path) ->
     path.unlink()
     with pytest.raises(UsageError, match=r"best\.ckpt is a checkpoint: name the folder of a finished run instead"):
         load_model_file(checkpoint)
-    with pytest.raises(UsageError, match=r"is not a model\.safetensors: name a run folder, or its model\.safetensors"):
-        load_model_file(checkpoint.rename(path))
 
 
 SWAPPED = json.dumps(asdict(replace(CARD, classes=["dog", "cat", "œuf"])))
@@ -141,91 +125,11 @@ def test_a_flipped_bit_or_a_changed_card_or_checksum_is_refused(path: Path, chan
         content = bytearray(path.read_bytes())
         content[change] ^= 1
         path.write_bytes(content)
-    check_refused(path, r"is damaged or invalid \(its checksum differs: the file was changed\): copy or")
+    check_refused(path, r"is damaged \(its checksum differs\)")
 
 
-def test_a_file_of_an_earlier_version_has_no_levels_and_no_prediction_sets(path: Path) -> None:
-    text = json.dumps({name: value for name, value in CARD_VALUES.items() if name not in ("levels", "coverage")})
-    rewrite_header(path, {"__metadata__": {"card": text, "sha256": checksum(text, load_file(path))}})
-    assert load_model_file(path).card == read_card(path) == CARD
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"net": "x" * 301}, {"net": "a\x1b[2J"}, {"width": 0}, {"width": 1001}, {"width": 10**400}, {"mean": [0.5]},
-        {"input_shape": [65, 20, 24]}, {"input_shape": [3, 20, 2049]}, {"input_shape": [3, 20]}, {"classes": []},
-        {"classes": ["a"] * 100_001}, {"mean": ["0"] * 3}, {"std": [0.1, 0.1, 0]}, {"options": {"a": [[[[1]]]]}},
-        {"options": {"a": [0] * 1001}}, {"mean": [0.5, 0.5, float("nan")]}, {"classes": ["a\tb"]},
-        {"reject": "x"}, {"reject": [1.0, float("inf")]}, {"reject": [1.0]}, {"reject": [1.0, 2.0]}, {"temperature": 0},
-        {"temperature": 21}, {"temperature": "1"}, {"temperature": -1.0},
-        {"resize": "stretch"}, {"resize": ["crop"]},
-        {"coverage": [0.5]}, {"coverage": {"lac": [[0.5]] * 3}}, {"coverage": {"lac": [0.5] * 3, "aps": [0.5] * 3}},
-        {"coverage": {"lac": [["x"]] * 3, "aps": [[0.5]] * 3}}, {"coverage": {"lac": [[0.5]] * 3, "aps": [[0.5]] * 2}},
-        {"coverage": {"lac": [[float("nan")]] * 3, "aps": [[0.5]] * 3}},
-    ],
-)  # fmt: skip
-def test_a_card_with_a_value_out_of_range_is_refused_before_training_and_on_loading(
-    path: Path, values: dict[str, Any]
-) -> None:
-    (name,) = values
-    rewrite_header(path, {"__metadata__": {"card": json.dumps({**CARD_VALUES, **values})}})
-    check_refused(
-        path, rf"is damaged or invalid \(its {name} (cannot be|has 1 values for 3 channels|has 2 lists for 3 c)"
-    )
-    with pytest.raises(UsageError, match=rf"could not be loaded again \(its {name} "):
-        check_card(replace(CARD, **values))
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"options": {"when": date(2026, 1, 1)}}, "date is not JSON"),
-        ({"classes": [f"{n:0>290}" for n in range(20_000)]}, "too long"),
-    ],
-)
-def test_a_net_whose_card_cannot_be_written_is_not_trained(values: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
-        check_card(replace(CARD, **values))
-    check_card(replace(CARD, classes=[f"class {number}" for number in range(100_000)]))
-
-
-def test_tensors_that_are_not_finite_or_do_not_fit_the_net_are_refused(path: Path) -> None:
-    weights = net_of(CARD).state_dict()
-    for tensors in ({**weights, "other": torch.zeros(1)}, net_of(replace(CARD, width=2.0)).state_dict()):
-        save_weights(path, tensors, CARD)
-        check_refused(path, "its weights do not fit its net lenet")
-    for value in (torch.nan, torch.inf):
-        next(iter(weights.values())).view(-1)[0] = value
-        save_weights(path, weights, CARD)
-        check_refused(path, "its weights are not finite numbers: the training diverged")
-
-
-@pytest.mark.parametrize(
-    ("net", "line"),
-    [("timm/resnet18", "needs timm, which is not installed"), ("absent.Net", "there is no module 'absent'")],
-)
-def test_a_missing_package_is_not_reported_as_a_damaged_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch, net: str, line: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "timm", None)
-    save_weights(path, {}, replace(CARD, net=net))
-    with all_imports_allowed(True), pytest.raises(UsageError, match=line):
+def test_a_file_of_another_program_is_refused(path: Path) -> None:
+    save_file({"weight": torch.zeros(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="holds no 'cifar-lit 1' model"):
         load_model_file(path)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "line"),
-    [
-        (None, "holds no 'cifar-lit 1' model"),
-        ({"format": "pt"}, "holds no 'cifar-lit 1' model"),
-        ({"format": FORMAT}, "does not say how to build"),
-        ({"format": FORMAT, "card": "{"}, "does not say how to build"),
-        ({"format": FORMAT, "card": '{"net": "lenet"}'}, "does not say how to build"),
-        ({"format": FORMAT, "card": json.dumps({**CARD_VALUES, "depth": 3})}, "does not say how to build"),
-        ({"format": FORMAT, "card": json.dumps(CARD_VALUES)}, "do not fit its net lenet"),
-    ],
-)
-def test_a_file_of_another_program_is_refused(tmp_path: Path, metadata: dict[str, str] | None, line: str) -> None:
-    save_file({"weight": torch.zeros(2)}, tmp_path / "foreign", metadata=metadata)
-    check_refused(tmp_path / "foreign", line)
+    assert read_card(path) is None

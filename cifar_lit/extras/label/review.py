@@ -17,7 +17,6 @@ from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.cli.trust import allow_run
 from cifar_lit.data.decode import DecodeError, decode
 from cifar_lit.data.formats import TABLES
 from cifar_lit.data.progress import progress
@@ -54,7 +53,7 @@ def review(argv: list[str]) -> None:
         run = run.parent
     source = run  # the folder with a net and a config.yaml
     if (run / "folds.json").is_file():
-        model = source = _first_fold(run, settings.trust)
+        model = source = _first_fold(run)
     classifier = load(weights_file(model), resolve_device(settings.accelerator))
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
     labels = current_labels(data)
@@ -111,12 +110,11 @@ def _settings(argv: list[str]) -> Namespace:
     return settings
 
 
-def _first_fold(folder: Path, trusted: bool) -> Path:
+def _first_fold(folder: Path) -> Path:
     """Return the run of the first fold of a cross-validation, which lies beside its folder."""
     run = folder.absolute().parent / Path(read_json(folder / "folds.json")["folds"][0]).name
     if not (run / "config.yaml").is_file():
         raise Failure(f"{display_path(run)}, a run of this cross-validation, is missing: move it beside {folder}")
-    allow_run(run / "config.yaml", trusted)
     return run
 
 
