@@ -14,11 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
-from functools import partial
-from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from timeit import timeit
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +25,7 @@ from torch import Tensor, nn
 from cifar_lit.data.formats import RESIZES
 from cifar_lit.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.files import writing
-from cifar_lit.runs.card import Coverage, check_rate, novelty, prediction_sets, set_limits, threshold
+from cifar_lit.runs.card import Coverage, novelty, prediction_sets, set_limits, threshold
 from cifar_lit.runs.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 from cifar_lit.text import counted, say
@@ -45,8 +42,6 @@ CHECKED_BATCHES = (1, 7)  # besides the batch size of `classify`
 MAX_DIFFERENCE = 1e-4  # between probabilities in float32; rounding errors of deep nets are 100 times smaller
 MIN_AGREEMENT = 0.95  # int8: fraction of equal predictions
 MAX_ACCURACY_LOSS = 0.02  # int8
-TIMED_BATCHES = (1, 64)
-TIMED_RUNS, TIMED_SECONDS = 10, 1.0  # the fastest run counts; no further run starts after so many seconds
 
 # From uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU.
 Runner = Callable[[Tensor], Tensor]
@@ -55,16 +50,15 @@ Runner = Callable[[Tensor], Tensor]
 def check_request(to: str, quantize: str | None, reject: float | None = None, covers: bool = False) -> None:
     """Raise UsageError for an unknown format or invalid options, Failure if packages are missing."""
     check_choice("--to", to, FORMATS)
-    if quantize not in (None, "int8"):
-        raise UsageError(f"--quantize must be int8, not {quantize!r}")
-    if quantize is not None and to != "onnx":
-        raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
-    if reject is not None:
-        check_rate(reject)
+    if quantize:
+        check_choice("--quantize", quantize, ["int8"])
+        if to != "onnx":
+            raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
     if to == "safetensors" and (covers or reject is not None):
         both = "--reject and --coverage"
         raise UsageError(f"a safetensors file is for `classify` and `serve`, which have {both}: leave it out")
-    check_packages(f"--to {to}", FORMATS[to].packages, FORMATS[to].extra)
+    if to == "onnx":
+        check_packages("--to onnx", ("onnx", "onnxscript", "onnxruntime"), "export")
 
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
@@ -110,7 +104,7 @@ def export(
     path: Path,
     sample: RunImages,
     options: Options = Options(),  # noqa: B008, immutable
-) -> tuple[Check | None, dict[int, list[float]]]:
+) -> Check:
     """Write a net to a file and compare the file with the net. If they disagree, leave `path` unchanged.
 
     Args:
@@ -119,33 +113,16 @@ def export(
         sample: at least one image.
 
     Returns:
-        The check, and the seconds of the net and of the file for each of `TIMED_BATCHES`. None and an empty dictionary
-        for a format that does not run here.
+        The comparison of net and file.
 
     Raises:
         Failure: the net cannot be exported, net and file disagree, or the file cannot be written.
     """
     with writing(path, "Choose another place with --out.") as part:
         FORMATS[to].write(net, part, options)
-        open_file = FORMATS[to].open
-        if open_file is None:
-            return None, {}
-        runners = runner_of(net), open_file(part)
-        result = check(*runners, sample.images, sample.labels)
+        result = check(runner_of(net), FORMATS[to].open(part), sample.images, sample.labels)
         refuse_disagreement(result, int8=options.calibration is not None)
-    seconds = {}
-    for batch in TIMED_BATCHES:
-        images = sample.images[torch.arange(batch) % len(sample.images)]
-        seconds[batch] = [fastest(partial(run, images)) for run in runners]
-    return result, seconds
-
-
-def fastest(call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of several calls."""
-    times: list[float] = []
-    while len(times) < TIMED_RUNS and sum(times) < TIMED_SECONDS:
-        times.append(timeit(call, number=1))
-    return min(times)
+    return result
 
 
 # ---- Comparison of an exported file with its net.
@@ -156,13 +133,12 @@ def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> C
 
     The first images also run in batches of other sizes, and must give the same probabilities.
     """
-    size = max(8, batch_size_of(images))
+    size = batch_size_of(images)
     expected = torch.cat([net(batch) for batch in images.split(size)])
     answers = torch.cat([file(batch) for batch in images.split(size)])
     difference = _difference(answers, expected)
-    for batch in (*CHECKED_BATCHES, size):
-        rows = torch.arange(batch) % len(images)
-        difference = max(difference, _difference(file(images[rows]), expected[rows]))
+    for batch in CHECKED_BATCHES:
+        difference = max(difference, _difference(file(images[:batch]), expected[:batch]))
     before, after = expected.argmax(1), answers.argmax(1)
     accuracy = None
     if labels is not None:
@@ -179,16 +155,18 @@ def _difference(answers: Tensor, expected: Tensor) -> float:
 
 def refuse_disagreement(result: Check, int8: bool) -> None:
     """Raise Failure if a file differs from its net by more than the limits above."""
-    if not int8 and not result.difference <= MAX_DIFFERENCE:
-        raise Failure(
-            f"the file differs from the net: a probability differs by {result.difference:.2g}, more than "
-            f"{MAX_DIFFERENCE:g}, so it was not kept: use another --to, or another version of torch or onnxruntime"
-        )
+    if not int8:
+        if not result.difference <= MAX_DIFFERENCE:
+            raise Failure(
+                f"the file differs from the net: a probability differs by {result.difference:.2g}, more than "
+                f"{MAX_DIFFERENCE:g}, so it was not kept: use another --to, or another version of torch or onnxruntime"
+            )
+        return
     agreement = result.agreeing / result.images
     loss = 0.0
     if result.accuracy:
         loss = result.accuracy[0] - result.accuracy[1]
-    if int8 and (result.difference == math.inf or agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS):
+    if agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS:
         raise Failure(
             f"int8 changes this net too much: {agreement:.1%} of the predictions agree (at least {MIN_AGREEMENT:.0%} "
             f"must), {100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the "
@@ -240,15 +218,13 @@ def runner_of(net: LoadedNet) -> Runner:
 
 
 class Format(NamedTuple):
-    """A file format. An extra may add its own to `FORMATS`."""
+    """A file format."""
 
     suffix: str
     write: Callable[[LoadedNet, Path, Options], None]  # raises Failure for a net that the format cannot express
-    open: Callable[[Path], Runner] | None  # None if files cannot be run here
+    open: Callable[[Path], Runner]
     # Lines that use the file: FILE stands for a Python string with its path, PATH for a word of a shell.
     usage: tuple[str, ...]
-    packages: tuple[str, ...] = ()  # needed
-    extra: str = ""  # installs the packages
 
 
 def write_safetensors(net: LoadedNet, path: Path, options: Options) -> None:
@@ -302,8 +278,6 @@ FORMATS = {
             '  session.run(None, {"images": images})  # uint8 (batch, C, H, W)',
             "  session.get_modelmeta().custom_metadata_map  # class names",
         ),
-        ("onnx", "onnxscript", "onnxruntime"),
-        "export",
     ),
     "torch-export": Format(
         ".pt2",
@@ -383,7 +357,7 @@ def traced(net: LoadedNet, options: Options) -> ExportedProgram:
 
 
 def onnx_model(net: LoadedNet, options: Options) -> ModelProto:
-    """Return a net as an ONNX model with metadata. Raise Failure if ONNX cannot express it, or it exceeds 2 GiB."""
+    """Return a net as an ONNX model with metadata. Raise Failure if ONNX cannot express it."""
     program = traced(net, options)
     try:
         with silenced():
@@ -393,7 +367,6 @@ def onnx_model(net: LoadedNet, options: Options) -> ModelProto:
             )  # fmt: skip
         assert exported is not None
         model: ModelProto = exported.model_proto
-        model.ByteSize()
     except Exception as error:
         raise Failure(f"torch cannot write the net {net.card.net} as ONNX: use --to torch-export") from error
     # Remove the exporter's notes, which include paths of source files, and name the free dimension.
@@ -428,8 +401,6 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     accuracy on CIFAR-10 (JPEG). Weights have a scale per channel. Activations are signed, so that 8-bit products
     overflow on no processor. Rounding costs most accuracy in the first and the last layer, so these stay in float if
     they hold few weights.
-
-    Raise Failure if there is nothing to quantise, or onnxruntime cannot.
     """
     import onnx
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
@@ -437,30 +408,19 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
 
     with TemporaryDirectory() as folder:
         plain, prepared, ready = f"{folder}/plain", f"{folder}/prepared", f"{folder}/ready"
-        Path(plain).write_bytes(model.SerializeToString())
-        cache = {}
-        if "calibration_cache_path" in signature(quantize_static).parameters:  # not in old versions of onnxruntime
-            cache["calibration_cache_path"] = f"{folder}/ranges"
-
+        onnx.save(model, plain)
         batches = ({"images": batch.contiguous().numpy()} for batch in images.images.split(CALIBRATION_BATCH))
         reader = SimpleNamespace(get_next=lambda: next(batches, None))
-        try:
-            with silenced():
-                # Fold operators into the layers. The exporter has already inferred the shapes.
-                quant_pre_process(plain, prepared, skip_symbolic_shape=True)
-                layers, in_float = _layers(onnx.load(prepared))
-                if layers:
-                    quantize_static(
-                        prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
-                        activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
-                        op_types_to_quantize=list(LAYERS), nodes_to_exclude=in_float, **cache,
-                    )  # fmt: skip
-                    result: ModelProto = onnx.load(ready)
-        except Exception as error:
-            text = f"onnxruntime cannot quantise this net ({first_line(error)}): leave --quantize out"
-            raise Failure(text) from error
-    if not layers:
-        raise Failure("this net has no layer to quantise: leave --quantize out")
+        with silenced():
+            # Fold operators into the layers. The exporter has already inferred the shapes.
+            quant_pre_process(plain, prepared, skip_symbolic_shape=True)
+            layers, in_float = _layers(onnx.load(prepared))
+            quantize_static(
+                prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
+                activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
+                op_types_to_quantize=list(LAYERS), nodes_to_exclude=in_float,
+            )  # fmt: skip
+            result: ModelProto = onnx.load(ready)
     del result.metadata_props[:]
     result.metadata_props.extend(model.metadata_props)
     calibration = f"int8 weights and activations, calibrated on {len(images.images)} training images"
@@ -471,7 +431,6 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     used = [each for each in result.opset_import if each.domain in domains]
     del result.opset_import[:]
     result.opset_import.extend(used)
-    result.producer_name = model.producer_name
     say(f"{counted(len(layers), 'layer')} in int8 · in float: {', '.join(in_float) or 'none'}")
     return result
 

