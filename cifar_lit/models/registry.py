@@ -57,10 +57,8 @@ def build_net(
     """
     size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
     shape = f"{size[0]}×{size[1]}"
-    if min(channels, num_classes, *size) < 1:
-        raise UsageError(f"a net needs at least 1 channel, class and pixel, not {channels}, {num_classes} and {shape}")
-    if not 0 < width <= MAX_WIDTH:
-        raise UsageError(f"width, a multiplier, must be above 0 and at most {MAX_WIDTH:g}, not {width}")
+    if not width > 0:
+        raise UsageError(f"width, a multiplier, must be above 0, not {width}")
     options, name = dict(options or {}), part_name(net)
     spec = check_net(net, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)

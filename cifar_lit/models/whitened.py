@@ -68,9 +68,6 @@ def _summed_products(images: Tensor, patch: int) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 PATCH = 2  # side of the whitened patches in pixels; the first layer has 2 · channels · PATCH² filters
-SWITCHES = ("residual", "pad_input", "whiten_bias")
-MAX_DEPTH = 100  # convolutions in a group
-MAX_SIDE = 7  # pixels, of a kernel
 NORM_EPS = 1e-12  # airbench's value; only avoids a division by 0
 NORM_MOMENTUM = 0.4  # weight of the current batch in the running statistics of the norms
 
@@ -86,8 +83,6 @@ class WhitenedOptions:
             shrinks the feature maps by a pixel.
         residual: in each group, add the output of the first convolution before the last activation.
         inner: for each group, channels of the convolutions between its first and its last. None: the group's width.
-        pad_input: pad the input of the first layer with zeros to a multiple of four channels, as GPU tensor cores
-            require. The logits are the same up to rounding.
         whiten_bias: train the bias of the first layer. With false, no gradient is computed at full resolution, which
             saves a tenth of the time on a CPU.
         activation: gelu or silu.
@@ -97,30 +92,18 @@ class WhitenedOptions:
     depth: int | list[int | list[int]] = 2
     residual: bool = False
     inner: list[int] | None = None
-    pad_input: bool = False
     whiten_bias: bool = True
     activation: str = "gelu"
 
     def __post_init__(self) -> None:
-        groups = len(self.widths) if isinstance(self.widths, list) else 0
-        depths = self.depth if isinstance(self.depth, list) else [self.depth] * groups
-        numbers = [depth for depth in depths if not isinstance(depth, list)]
-        valid_depths = len(depths) == groups and all(_is_count(number) and number <= MAX_DEPTH for number in numbers)
-        valid_sides = all(_are_sides(depth) for depth in depths if isinstance(depth, list))
-        channels = "a list of positive integers, one per group"
-        rules = [
-            ("widths", groups and _are_counts(self.widths, groups), channels),
-            ("depth", valid_depths, f"an integer from 1 to {MAX_DEPTH}, or a list of {groups}, one per group"),
-            ("depth", valid_sides, f"made of kernel sides from 1 to {MAX_SIDE} pixels, all odd except the first"),
-            ("inner", self.inner is None or _are_counts(self.inner, groups), f"null, or {channels}"),
-            *((name, isinstance(getattr(self, name), bool), "true or false") for name in SWITCHES),
-        ]
-        for name, valid, rule in rules:
-            if not valid:
-                raise UsageError(f"model.net_options.{name} must be {rule}, not {getattr(self, name)!r}.")
         check_choice("model.net_options.activation", self.activation, ACTIVATIONS)
-        if self.residual and max(map(len, self.kernels)) == 1:
-            raise UsageError("model.net_options.residual needs two convolutions in a group: set depth above 1")
+        for name in ("depth", "inner"):
+            values = getattr(self, name)
+            if isinstance(values, list) and len(values) != len(self.widths):
+                raise UsageError(f"model.net_options.{name} needs one entry per group, as widths: {len(self.widths)}")
+        for first, *sides in self.kernels:
+            if first < 1 or any(side % 2 == 0 for side in sides):
+                raise UsageError(f"model.net_options.depth needs kernel sides of 1, 3, …, not {self.depth}")
 
     @property
     def kernels(self) -> list[list[int]]:
@@ -130,19 +113,6 @@ class WhitenedOptions:
 
 
 OPTIONS = tuple(WhitenedOptions.__dataclass_fields__)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _are_counts(values: object, count: int) -> bool:
-    return isinstance(values, list) and len(values) == count and all(map(_is_count, values))
-
-
-def _are_sides(sides: list[Any]) -> bool:
-    counts = 0 < len(sides) <= MAX_DEPTH and _are_counts(sides, len(sides))
-    return counts and max(sides) <= MAX_SIDE and all(side % 2 for side in sides[1:])
 
 
 def min_size(**options: Any) -> int:
@@ -186,7 +156,6 @@ class WhitenedNet(nn.Module):
         self.whiten.weight.requires_grad_(False)
         nn.init.zeros_(cast("Tensor", self.whiten.bias)).requires_grad_(settings.whiten_bias)
         self.register_buffer("whitened", torch.tensor(False))
-        self.zero_channels = -channels % 4 if settings.pad_input else 0
         self.activation = ACTIVATIONS[settings.activation]
         widths = [scaled(units, width) for units in settings.widths]
         inner = [scaled(units, width) for units in settings.inner or settings.widths]
@@ -203,7 +172,7 @@ class WhitenedNet(nn.Module):
         if self.training and not self.is_prepared and not torch.compiler.is_compiling():
             self._check_whitened(images)
         with _no_autocast(images):
-            maps = self._whitened(images.type(self.whiten.weight.dtype))
+            maps = self.whiten(images.type(self.whiten.weight.dtype))
         maps = maps.detach() if self.bias_is_final else maps
         # The activation at full resolution moves half the memory in the dtype of autocast.
         maps = self.groups(self.activation(maps.type(autocast_dtype(maps))))
@@ -217,12 +186,6 @@ class WhitenedNet(nn.Module):
         if not images.is_meta and not bool(self.whitened):
             raise UsageError("the first layer of this net is not computed: add the feature whitening (whitening: {})")
         self.is_prepared = True
-
-    def _whitened(self, images: Tensor) -> Tensor:
-        if not self.zero_channels:
-            return self.whiten(images)
-        padded, weight = (F.pad(tensor, (0, 0, 0, 0, 0, self.zero_channels)) for tensor in (images, self.whiten.weight))
-        return F.conv2d(padded, weight, self.whiten.bias)
 
     @torch.no_grad()
     def initialise(self, images: Tensor) -> None:

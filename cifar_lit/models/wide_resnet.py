@@ -59,15 +59,11 @@ def wide_resnet(
         dropout: probability of dropout between the convolutions of a block.
 
     Raises:
-        UsageError: an option is invalid.
+        UsageError: the depth is invalid.
     """
-    blocks, rest = divmod(depth - 4, 6) if isinstance(depth, int) else (0, 0)
+    blocks, rest = divmod(depth - 4, 6)
     if blocks < 1 or rest:
         raise UsageError(f"model.net_options.depth must be 6·n + 4, such as 16, 28 or 40, not {depth!r}")
-    if not isinstance(widen, int) or widen < 1:
-        raise UsageError(f"model.net_options.widen must be an integer of at least 1, not {widen!r}")
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise UsageError(f"model.net_options.dropout must be at least 0 and below 1, not {dropout!r}")
     widths = [scaled(STEM * factor, width) for factor in (1, widen, 2 * widen, 4 * widen)]
     layers: list[nn.Module] = [nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)]
     for group, (inputs, outputs) in enumerate(pairwise(widths)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import pathlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
 from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.files import atomic_write, find_os_error, without_links, write_failure, write_text
+from cifar_lit.files import atomic_write, find_os_error, write_failure, write_text
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_json, read_rows
 
 # First columns of every metrics.csv. Other names are appended.
@@ -97,7 +98,7 @@ class CurveFile(Logger):
                 return
             # Mode "a" would recreate a deleted file.
             path = self._run.path / "metrics.csv"
-            with open(path, "r+", newline="", encoding="utf-8", opener=without_links) as file:
+            with pathlib.Path(path).open("r+", newline="", encoding="utf-8") as file:
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self._columns).writerow(row)
 

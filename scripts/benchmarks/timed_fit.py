@@ -118,7 +118,7 @@ def subject_from(settings: argparse.Namespace, flags: Sequence[str] = ()) -> Sub
         model.pop(name, None)
     model |= {name: value for name in ("net", "lr") if (value := getattr(settings, name)) is not None}
     for name, value in model_settings(flags).items():
-        option, _, key = name.partition(".")  # an option: net_options.pad_input
+        option, _, key = name.partition(".")  # an option: net_options.depth
         target = features if option in FEATURES else model
         target[option] = {**(target.get(option) or {}), key: value} if key else value
     features = {name: values for name, values in features.items() if values is not None}

@@ -68,26 +68,16 @@ def test_a_round_within_an_epoch_flips_the_images_already_shown() -> None:
         assert all(torch.equal(images[row], before[row].flip(1)) for row in shown_again)
 
 
-def test_losses_are_gathered_before_devices_get_other_images() -> None:
-    """Otherwise a high loss of an earlier epoch would hide a lower and newer one of another device."""
-    loader = loader_of(200, torch.arange(200), skip_from=(2, 0))
-    loader.losses.latest.fill_(1.0)
-    loader.set_epoch(1)
-    next(iter(loader))
-    assert loader.losses.latest.tolist() == [-1.0] * 200  # gathered
-
-
-def test_images_without_a_loss_count_as_hardest_and_gathering_resets_in_place() -> None:
+def test_images_without_a_loss_count_as_hardest() -> None:
     losses = LastLosses(4, torch.device("cpu"))
     losses.latest[torch.tensor([0, 2])] = torch.tensor([3.0, 1.0])
     assert losses.gather().tolist() == [3.0, float("inf"), 1.0, float("inf")]
-    address = losses.latest.data_ptr()
     losses.latest[2] = 0.0
     assert losses.gather().tolist() == [3.0, float("inf"), 0.0, float("inf")]
-    assert losses.latest.data_ptr() == address and losses.latest.tolist() == [-1.0] * 4
+    assert losses.latest.tolist() == [-1.0] * 4
 
 
-@pytest.mark.parametrize("step", [9, SKIPS_AT, SKIPS_AT + 1, 2 * BATCHES, 2 * BATCHES + 3])
+@pytest.mark.parametrize("step", [9, SKIPS_AT + 1, 2 * BATCHES])
 def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
     shown: dict[int, list[int]] = {}
     shown_again: dict[int, list[int]] = {}
@@ -144,12 +134,3 @@ def test_start_counts_the_steps_of_a_limited_training() -> None:
     skipping, plain = shown
     assert skipping[:6] == plain[:6] and len(skipping) == 10
     assert all(ours != theirs for ours, theirs in zip(skipping[6:], plain[6:], strict=True))
-
-
-def test_a_second_fit_with_the_same_callback_starts_without_losses(tmp_path: Path) -> None:
-    save = At(SKIPS_AT + 1, lambda trainer, _: trainer.save_checkpoint(tmp_path / "a.ckpt"), after=True)
-    whole, again, skips, data = classifier(), classifier(), SkipEasy(0.5, 0.4), shapes_data(**MOVES)
-    fitted(whole, shapes_data(**MOVES), SkipEasy(0.5, 0.4), save, max_epochs=4)
-    fitted(classifier(), data, skips, resume=tmp_path / "a.ckpt", max_epochs=4)
-    fitted(again, data, skips, max_epochs=4)
-    assert same(weights(whole), weights(again))

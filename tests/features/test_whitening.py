@@ -1,19 +1,17 @@
 """A fit initialises the first layer of a whitened net from the training images, once."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from small_runs import BATCHES, Rows, best_and_last, classifier, fitted, float16, same, shapes_data, trainer, weights
+from small_runs import BATCHES, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from cifar_lit.cli.flags import recipe_names, recipe_path, recipe_settings
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.preprocessing import Placed, normalise
+from cifar_lit.data.preprocessing import normalise
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.features import whitening
@@ -21,7 +19,6 @@ from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.features.whitening import Whitening
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training.callbacks import Clock
 from cifar_lit.training.checkpoint import read_checkpoint
 
 CPU = torch.device("cpu")
@@ -40,16 +37,15 @@ def normalised(data: ImageData, rows: Tensor) -> Tensor:
     return normalise(rows, *(torch.tensor(values) for values in data.statistics))
 
 
-@pytest.mark.parametrize("limit", [5000, 30])
-def test_the_first_layer_is_computed_once_from_plain_images(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_layer_is_computed_once_from_plain_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whitening.WHITENING_IMAGES == 5000  # the number in airbench
-    monkeypatch.setattr(whitening, "WHITENING_IMAGES", limit)
+    monkeypatch.setattr(whitening, "WHITENING_IMAGES", 30)
     model, data = classifier(**SMALL), augmented_data()
     fitted(model, data, Resolutions({8: 0.5}), Whitening())
     fitted(model, shapes_data(count=60, split=Split(seed=5)), Whitening(), max_epochs=1)
     net, expected = model.net, classifier(**SMALL).net
     assert isinstance(net, WhitenedNet) and isinstance(expected, WhitenedNet) and bool(net.whitened)
-    expected.initialise(data.plain_images(limit))
+    expected.initialise(data.plain_images(30))
     assert torch.equal(net.whiten.weight, expected.whiten.weight)
     assert torch.equal(data.plain_images(5000), normalised(data, data.train_images.images[data.split[0]]))
 
@@ -81,31 +77,13 @@ def test_the_average_starts_from_whitened_weights_and_resume_keeps_the_first_lay
     assert calls == [100, 100]
 
 
-def test_whitening_uses_the_placed_images_and_counts_towards_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training time counts as in airbench. Images on a device are not copied there again."""
-    data, clock, inputs, compute = augmented_data(), Clock(), list[Tensor](), WhitenedNet.initialise
-
-    def record(net: WhitenedNet, images: Tensor) -> None:
-        assert clock.seconds > 0
-        inputs.append(images)
-        compute(net, images)
-
-    monkeypatch.setattr(WhitenedNet, "initialise", record)
-    images = data.train_images
-    data._placed["train", CPU] = Placed(replace(images, images=255 - images.images), "device")
-    fitted(classifier(**SMALL), data, clock, Whitening(), max_epochs=1)
-    assert torch.equal(inputs[0], normalised(data, 255 - images.images[data.split[0]]))
-
-
 @pytest.mark.parametrize(
     ("epochs", "settings", "trainer_settings", "first"),
     [
         (1, {}, {}, BATCHES),
         (1.5, {}, {}, 11),  # seven steps per epoch; the rate of the 12th is 0
         (1.5, {"schedule_options": {"every": "epoch"}}, {}, 2 * BATCHES),
-        (1, {}, {"accumulate_grad_batches": 2}, BATCHES),
         (1, {}, {"gradient_clip_val": 0.5}, None),  # the norm includes this gradient
-        (None, {}, {}, None),
     ],
 )
 def test_a_whitening_bias_at_rate_0_gets_no_gradient_and_the_weights_are_bit_equal(
@@ -135,23 +113,6 @@ def test_a_bias_that_cannot_end_early_and_a_layer_without_whitening_are_refused(
         Whitening(0)
     with pytest.raises(UsageError, match="add the feature whitening"):
         fitted(classifier(**SMALL), shapes_data())
-
-
-@pytest.mark.parametrize("recipe", [name for name in recipe_names() if name.startswith("fast")])
-def test_the_fast_recipes_train_in_float16_like_in_float32(recipe: str) -> None:
-    given = recipe_settings(recipe_path(recipe))
-    settings = given["model"] | {"width": 0.1, "tta": "none", "schedule_options": {}, "input_shape": [3, 16, 16]}
-    for rates, name in ((settings, "lr"), *((settings["optimizer_options"], name) for name in ("bias_lr", "head_lr"))):
-        rates[name] *= 0.05  # narrow nets need lower rates
-    curves, trainers = list[dict[int, float]](), list[Any]()
-    for precision in ({}, float16()):
-        model, data, rows = classifier(**settings), shapes_data(batch_size=25), Rows()
-        whitened = Whitening(**given["whitening"])
-        trainers.append(fitted(model, data, whitened, logger=rows, log_every_n_steps=1, max_epochs=1, **precision))
-        curves.append(rows.curve("train/loss"))
-    assert len(curves[0]) == 4
-    assert curves[1] == pytest.approx(curves[0], rel=0.01)
-    assert trainers[1].precision_plugin.state_dict()["scale"] == 2.0**16  # no step was skipped
 
 
 def test_without_a_datamodule_the_first_layer_comes_from_the_first_batches() -> None:

@@ -35,7 +35,7 @@ def test_gradients_from_strips_equal_those_of_the_plain_convolution(shape: tuple
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(("kernel", "stride", "dilation"), [(3, 1, 1), (5, 2, 1), (3, 2, 2)])
+@pytest.mark.parametrize(("kernel", "stride", "dilation"), [(5, 2, 1), (3, 2, 2)])
 @pytest.mark.parametrize("frozen", ["nothing", "maps", "weight"])
 def test_depthwise_gradients_equal_those_of_float32_up_to_the_rounding_of_bfloat16(
     kernel: int, stride: int, dilation: int, frozen: str
@@ -86,22 +86,15 @@ def kind_of(result: Tensor) -> str:
     [
         ({}, STRIPS),
         ({"width": MAX_WIDTH + 1}, PLAIN),
-        ({"channels": MIN_CHANNELS - 1, "outputs": MIN_CHANNELS}, PLAIN),
         ({"outputs": MIN_CHANNELS - 1}, PLAIN),
-        ({"kernel_size": 1, "padding": 0}, PLAIN),
         ({"kernel_size": 5}, PLAIN),
-        ({"padding": 0}, PLAIN),
         ({"stride": 2}, PLAIN),
-        ({"dilation": 2}, PLAIN),
         ({"groups": 2}, PLAIN),
         ({"bias": True}, PLAIN),
         ({"padding": "same"}, PLAIN),
         ({"dtype": torch.float32}, PLAIN),
         ({"channels": 8, "groups": 8, "stride": 2, "kernel_size": 5, "width": 20}, DEPTHWISE),
-        ({"channels": 8, "groups": 8, "padding": "same"}, PLAIN),
-        ({"channels": 8, "groups": 4}, PLAIN),
         ({"channels": 1, "groups": 1}, PLAIN),
-        ({"channels": 8, "groups": 8, "dtype": torch.float32}, PLAIN),
     ],
 )
 def test_each_convolution_gets_the_gradient_that_is_fast_for_it(options: dict[str, Any], kind: str) -> None:
@@ -112,13 +105,6 @@ def test_strips_are_used_on_cpus_with_amx_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "has_amx", lambda: False)
     assert kind_of_gradient() == PLAIN
     assert kind_of_gradient(groups=MIN_CHANNELS) == DEPTHWISE
-
-
-def test_other_devices_and_dtypes_get_no_context() -> None:
-    assert isinstance(fast_gradients(torch.empty(1)), nullcontext)
-    assert not isinstance(fast_gradients(torch.empty(1).bfloat16()), nullcontext)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert isinstance(fast_gradients(torch.empty(1, device="meta")), nullcontext)
 
 
 @pytest.mark.usefixtures("_amx")

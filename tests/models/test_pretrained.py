@@ -37,7 +37,7 @@ def test_the_option_side_resizes_images_within_the_net() -> None:
     net.conv1.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
     net(torch.rand(2, 3, 16, 24))
     assert shapes == [(2, 3, 64, 96)]
-    with pytest.raises(UsageError, match=r"model\.net_options\.side must be 16 … 2048 pixels, not 8"):
+    with pytest.raises(UsageError, match=r"model\.net_options\.side must be at least 16 pixels, not 8"):
         build(image_size=16, options={"side": 8})
 
 
@@ -108,11 +108,3 @@ def test_a_package_of_weights_is_used_once_it_is_installed(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     load_pretrained(net, LITE2, "imagenet")
     assert all(map(torch.equal, net.state_dict().values(), published.state_dict().values()))
-
-
-def test_weights_that_cannot_be_downloaded_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    text = r"weights of timm/resnet10t cannot be loaded .*--weights FILE, or use timm/tf_eff"
-    with pytest.raises(Failure, match=text):
-        load_pretrained(build(), "timm/resnet10t", "imagenet")

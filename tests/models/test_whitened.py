@@ -53,6 +53,7 @@ def test_the_default_net_has_the_layers_of_airbench94() -> None:
     assert net(random_images(32)).shape == (6, 10)
     assert [tuple(side) for side in sides] == [(31, 31), (15, 15), (7, 7), (3, 3)]
     assert (net.activation, net.logit_scale) == (F.gelu, 1 / 256)
+    assert float(net.head.weight.detach().std()) == pytest.approx(1, rel=1e-5)
 
 
 def reference_logits(net: Any, images: Tensor, activation: Any, residual: bool) -> Tensor:
@@ -79,8 +80,6 @@ def reference_logits(net: Any, images: Tensor, activation: Any, residual: bool) 
     ("activation", "depth", "residual"),
     [
         ("gelu", 1, False),
-        ("gelu", 2, True),
-        ("silu", 3, True),
         ("gelu", [3, 1], True),
         ("silu", [[3, 1, 1], [2, 5]], True),
     ],
@@ -103,18 +102,6 @@ def test_a_group_can_have_inner_widths_and_its_own_kernel_sizes() -> None:
     ]
     half = build(widths=[8], depth=3, inner=[4], width=0.5)
     assert [conv.weight.shape[0] for conv in half.groups[0].convs] == [4, 2, 4]
-
-
-@pytest.mark.parametrize(("channels", "further"), [(3, 1), (1, 3), (4, 0)])
-def test_pad_input_changes_neither_logits_nor_gradients(channels: int, further: int) -> None:
-    results = []
-    for padded in (False, True):
-        net = build(**TINY, channels=channels, pad_input=padded).double()
-        logits = net(random_images(channels=channels).double())
-        logits.square().sum().backward()
-        results.append((logits.detach(), [p.grad for p in net.parameters() if p.requires_grad]))
-    torch.testing.assert_close(*results)
-    assert net.zero_channels == further
 
 
 @pytest.mark.parametrize(
@@ -156,10 +143,6 @@ def test_convolutions_start_as_the_identity_on_their_common_channels(widths: lis
             assert others.abs().max() <= bound and float(others.std()) == pytest.approx(bound / 3**0.5, rel=0.1)
 
 
-def test_the_head_starts_with_a_standard_deviation_of_1() -> None:
-    assert float(build(widths=[8, 64]).head.weight.detach().std()) == pytest.approx(1, rel=1e-5)
-
-
 @pytest.mark.parametrize("channels", [3, 1])
 def test_initialise_sets_the_whitening_filters_and_a_flag_in_the_state_dict(channels: int) -> None:
     net, other = (build(channels=channels, **TINY).to(memory_format=torch.channels_last) for _ in "12")
@@ -184,7 +167,7 @@ def pictures(count: int = 6, channels: int = 3) -> Tensor:
     return mixed + 0.5 * mixed.roll(1, 3) + 0.25 * mixed.roll(1, 2) - 0.4
 
 
-@pytest.mark.parametrize(("channels", "patch", "eps"), [(3, 2, EPS), (1, 2, 0.1), (3, 3, 0.1), (2, 1, EPS)])
+@pytest.mark.parametrize(("channels", "patch", "eps"), [(3, 2, EPS), (1, 3, 0.1)])
 def test_the_filters_match_a_float64_reference_up_to_sign(channels: int, patch: int, eps: float) -> None:
     assert EPS == 5e-4  # the values of airbench
     images, size = pictures(channels=channels), channels * patch**2
@@ -208,15 +191,6 @@ def test_the_filters_depend_neither_on_blocks_nor_on_the_order_of_images(monkeyp
     torch.testing.assert_close(whitening_filters(images.flip(0), 2), at_once, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(whitened, "BLOCK_NUMBERS", 2 * 12 * 8 * 10)  # patches of two images
     torch.testing.assert_close(whitening_filters(images, 2), at_once, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("patch", [2, 3])
-def test_the_first_non_zero_component_of_each_filter_in_the_first_half_is_positive(patch: int) -> None:
-    # Mirrored images give odd or even eigenvectors, with components of equal size and of zero.
-    images = pictures()
-    images = torch.cat((images, images.flip(3), images.flip(2), images.flip((2, 3))))
-    for values in whitening_filters(images, patch)[: 3 * patch**2].flatten(1):
-        assert values[values.abs() > 1e-3 * values.abs().max()][0] > 0
 
 
 # ---- precision
@@ -243,20 +217,11 @@ def test_under_autocast_the_first_and_last_layer_stay_in_float32() -> None:
     ("options", "line"),
     [
         ({"widhts": [8]}, "of whitened has no 'widhts'. Did you mean widths? It has widths, depth, residual"),
-        ({"widths": []}, "widths must be a list of positive integers, one per group, not []"),
-        ({"depth": 0}, "depth must be an integer from 1 to 100, or a list of 3, one per group, not 0"),
-        ({"depth": [2, [3, 2], 2]}, "kernel sides from 1 to 7 pixels, all odd except the first, not [2, [3, 2], 2]"),
-        ({"depth": [2, [3, "1"], 2]}, "depth must be made of kernel sides"),
-        ({"inner": [8, 8]}, "inner must be null, or a list of positive integers, one per group, not [8, 8]"),
-        ({"residual": "yes"}, "residual must be true or false, not 'yes'"),
-        (
-            {"residual": True, "depth": 1},
-            "residual needs two convolutions in a group: set depth above 1",
-        ),
+        ({"depth": [2, 2]}, "depth needs one entry per group, as widths: 3"),
+        ({"depth": [2, [3, 2], 2]}, "depth needs kernel sides of 1, 3, …, not [2, [3, 2], 2]"),
         ({"activation": "glu"}, "activation must be one of gelu, silu, not 'glu'. Did you mean gelu?"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(line)) as refused:
+    with pytest.raises(UsageError, match=re.escape(line)):
         build(32, **options)
-    assert str(refused.value).startswith("model.net_options") and "\n" not in str(refused.value)

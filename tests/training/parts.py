@@ -1,12 +1,5 @@
-"""Our two classes, alone or with plain Lightning counterparts, under a plain Trainer.
+"""Our two classes, alone or with plain Lightning counterparts, under a plain Trainer."""
 
-    python parts.py FOLDER DEVICES
-
-Each rank writes the Trainer's results and the batch sizes to FOLDER/<combination>-<rank>.json.
-"""
-
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +40,21 @@ class PlainData(L.LightningDataModule):
 
 
 class PlainModel(L.LightningModule):
-    """A module as in a tutorial, which records the batches it receives."""
+    """A module as in a tutorial."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
-        self.lowest_label = 0
-        self.sizes: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
-        self.lowest_label = min(self.lowest_label, int(labels.min()))
-        self.sizes.append(len(labels))
         loss = F.cross_entropy(self.net(images), labels)
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         images, labels = batch
-        self.lowest_label = min(self.lowest_label, int(labels.min()))
         self.log("val/accuracy", (self.net(images).argmax(1) == labels).float().mean(), sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -88,15 +76,15 @@ COMBINATIONS: dict[str, Any] = {
 }
 
 
-def run(name: str, folder: Path, devices: int) -> dict[str, Any]:
+def run(name: str, folder: Path) -> dict[str, Any]:
     """Fit, validate, test, predict and resume. Return the results."""
     make_model, make_data = COMBINATIONS[name]
     monitor: dict[str, Any] = {"monitor": "val/accuracy", "mode": "max"}
     best = ModelCheckpoint(folder / name, filename="best", enable_version_counter=False, **monitor)
     stop = EarlyStopping(**monitor, patience=9)
     settings: dict[str, Any] = {
-        **{"accelerator": "cpu", "devices": devices, "default_root_dir": folder, "accumulate_grad_batches": 2},
-        **{"log_every_n_steps": 1, "enable_model_summary": False, "enable_progress_bar": devices == 1},
+        **{"accelerator": "cpu", "default_root_dir": folder, "accumulate_grad_batches": 2},
+        **{"log_every_n_steps": 1, "enable_model_summary": False},
     }
     trainer = L.Trainer(max_epochs=3, callbacks=[best, stop], **settings)
     model, data = make_model(), make_data()
@@ -119,14 +107,4 @@ def run(name: str, folder: Path, devices: int) -> dict[str, Any]:
         "best": Path(best.best_model_path).name,
         "resumed equal": all(torch.equal(*pair) for pair in zip(model.parameters(), resumed.parameters(), strict=True)),
         "loaded equal": all(torch.equal(*pair) for pair in zip(first.parameters(), loaded.parameters(), strict=True)),
-        "lowest label": getattr(model, "lowest_label", 0),
-        "sizes": getattr(model, "sizes", []),
-        "rank": trainer.global_rank,
     }
-
-
-if __name__ == "__main__":
-    place, count = Path(sys.argv[1]), int(sys.argv[2])
-    for each in COMBINATIONS:
-        answer = run(each, place, count)
-        (place / f"{each}-{answer['rank']}.json").write_text(json.dumps(answer))

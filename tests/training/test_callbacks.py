@@ -19,15 +19,13 @@ from small_runs import (
     classifier,
     fitted,
     shapes_data,
-    trainer,
 )
 
 from cifar_lit.data.batch import Batch
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training import callbacks
-from cifar_lit.training import classifier as classifier_module
 from cifar_lit.training.callbacks import Clock, EpochLines, RandomState
-from cifar_lit.training.checkpoint import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
+from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.metrics import Score
 
@@ -62,38 +60,6 @@ def test_the_clock_separates_training_from_validation_and_continues_on_resume(mo
         assert (clock.seconds, clock.training_seconds, clock.images) == (13 * epochs, 10 * epochs, 16 * epochs)
 
 
-class SlowDisk(AtomicCheckpointIO):
-    """A disk on which each checkpoint takes 100 seconds of the fake time `now`."""
-
-    def __init__(self, now: SimpleNamespace) -> None:
-        super().__init__()
-        self._now = now
-
-    def save_checkpoint(self, *args: Any, **settings: Any) -> None:
-        self._now.seconds += 100
-        super().save_checkpoint(*args, **settings)
-
-
-@pytest.mark.parametrize("settings", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 2 * BATCHES + 3}])
-def test_the_training_time_leaves_out_the_checkpoints_of_the_last_epoch_only(
-    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, clock = SimpleNamespace(seconds=0.0), Clock()
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
-    monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
-
-    def pass_time(*_: Any) -> None:
-        now.seconds += 1
-
-    step = LambdaCallback(on_train_batch_end=pass_time)
-    done = fitted(
-        classifier(), shapes_data(), step, clock, best_and_last(tmp_path)[1], plugins=SlowDisk(now), **settings
-    )
-    assert clock.seconds == done.global_step + 200
-    assert now.seconds == clock.seconds + 100
-    assert read_checkpoint(tmp_path / "last.ckpt")["global_step"] == done.global_step
-
-
 def test_the_clock_includes_the_work_that_a_device_has_not_finished_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU computes while Python continues: one second for each batch, which passes when somebody waits for it."""
     clock, now, waits = Clock(), SimpleNamespace(seconds=0.0, queued=0), list[int]()
@@ -115,35 +81,6 @@ def test_the_clock_includes_the_work_that_a_device_has_not_finished_yet(monkeypa
     now.queued = 5  # the copy of the weights
     done.test(model, datamodule=data, verbose=False)
     assert clock.test_seconds == 2  # batches
-
-
-def test_the_time_of_a_test_includes_the_views_and_excludes_the_writing_of_its_results(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, clock, model = SimpleNamespace(seconds=0.0), Clock(), classifier(tta="mirror")
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: now.seconds)
-    view_logits = classifier_module.view_logits
-
-    def slow_views(*args: Any) -> torch.Tensor:
-        now.seconds += 7
-        return view_logits(*args)
-
-    class SlowRows(Rows):
-        def log_metrics(self, *args: Any, **settings: Any) -> None:
-            now.seconds += 100
-
-    monkeypatch.setattr(classifier_module, "view_logits", slow_views)
-    assert clock.test_seconds is None
-    trainer(clock, logger=SlowRows()).test(model, datamodule=shapes_data(eval_batch_size=12), verbose=False)
-    assert now.seconds > 100 and clock.test_seconds == 2 * 7  # batches
-
-
-@pytest.mark.parametrize(("views", "count"), [("none", 1), ("mirror", 2), ("full", 6)])
-def test_a_test_computes_each_view_once_as_the_records_do(views: str, count: int) -> None:
-    model, batches = classifier(tta=views), list[int]()
-    model.net.register_forward_hook(lambda net, images, logits: batches.append(len(logits)))
-    trainer().test(model, datamodule=shapes_data(eval_batch_size=12), verbose=False)
-    assert batches == 2 * count * [12]
 
 
 @pytest.mark.parametrize(("parts", "total"), [((4, 4), 8), ((3, 2), 5), ((34, 33, 33), 100)])
@@ -251,8 +188,7 @@ def average_of(trainer: pl.Trainer) -> Any:
 
 @pytest.mark.usefixtures("dropout_net")
 @pytest.mark.parametrize(
-    ("name", "averages", "validates"),
-    [("weights", False, True), ("weights", False, False), *((name, True, True) for name in OVERFLOWS)],
+    ("name", "averages", "validates"), [("weights", False, False), *((name, True, True) for name in OVERFLOWS)]
 )
 def test_an_overflow_reaches_no_checkpoint(tmp_path: Path, name: str, averages: bool, validates: bool) -> None:
     best, last = best_and_last(tmp_path)

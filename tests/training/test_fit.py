@@ -169,9 +169,7 @@ ACCUMULATED = {"log_every_n_steps": 2, "accumulate_grad_batches": 2, "limit_trai
     ("settings", "windows"),
     [
         ({"log_every_n_steps": 3}, [(1, 3), (4, 6), (7, 7), (8, 10), (11, 13), (14, 14)]),
-        ({"log_every_n_steps": 100}, [(1, 7), (8, 14)]),
         ({"log_every_n_steps": 0}, [(1, 7), (8, 14)]),
-        ({"log_every_n_steps": 2, "limit_train_batches": 3}, [(1, 2), (3, 3), (4, 5), (6, 6)]),
         ({"log_every_n_steps": 4, "max_steps": 10, "max_epochs": -1}, [(1, 4), (5, 7), (8, 10)]),
         (ACCUMULATED, [(1, 2), (3, 3), (4, 5), (6, 6)]),
     ],

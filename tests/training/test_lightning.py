@@ -46,11 +46,9 @@ def test_an_additional_metric_reaches_score_loggers_and_callbacks(tmp_path: Path
     [
         ({"limit_train_batches": 3}, 6, 2),
         ({"val_check_interval": 0.5, "max_steps": 10}, 10, 3),
-        ({"limit_val_batches": 0}, 14, 0),
         ({"accumulate_grad_batches": 2}, 8, 2),
         ({"fast_dev_run": 3}, 3, 1),
         ({"overfit_batches": 2}, 4, 2),
-        ({"num_sanity_val_steps": 1}, 14, 2),
     ],
 )
 def test_trainer_limits_count_batches_and_updates(settings: dict[str, Any], steps: int, validations: int) -> None:

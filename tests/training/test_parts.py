@@ -1,12 +1,10 @@
 """Both classes work under a plain Lightning Trainer, together and each with a foreign counterpart."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import real_runs
 import torch
 from lightning.pytorch.cli import LightningCLI
 from parts import COMBINATIONS, IMAGES, PlainData, PlainModel, run
@@ -16,63 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.errors import UsageError
 
-SCRIPT = Path(__file__).with_name("parts.py")
 
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("alone")
-    return {name: run(name, folder, devices=1) for name in COMBINATIONS}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Return the output of two processes, and the folder of their results."""
-    folder = tmp_path_factory.mktemp("pair")
-    answer = real_runs.run([str(SCRIPT), str(folder), "2"], folder)
-    assert answer.code == 0, answer.err[-2000:]
-    return answer.out + answer.err, folder
-
-
-def result_of(pair: tuple[str, Path], name: str, rank: int) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((pair[1] / f"{name}-{rank}.json").read_text())
-    return result
-
-
-def check(result: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_plain_trainer_fits_validates_tests_predicts_and_resumes(name: str, tmp_path: Path) -> None:
+    result = run(name, tmp_path)
     assert result["best"] == "best.ckpt"
     assert result["resumed equal"] and result["loaded equal"]
     assert result["steps"][0] == result["steps"][1] > 0
     assert {"test/accuracy", "test/loss"} <= result["tested"].keys()
     assert "val/accuracy" in result["validated"]
     assert result["batches predicted"] > 0
-
-
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_a_plain_trainer_fits_validates_tests_predicts_and_resumes(alone: dict[str, dict[str, Any]], name: str) -> None:
-    check(alone[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_two_devices_do_the_same_without_a_warning_about_sync_dist(pair: tuple[str, Path], name: str) -> None:
-    for rank in (0, 1):
-        check(result_of(pair, name, rank))
-    assert "sync_dist" not in pair[0]
-
-
-@pytest.mark.slow
-def test_our_classes_score_alike_on_two_devices(pair: tuple[str, Path], alone: dict[str, dict[str, Any]]) -> None:
-    both = result_of(pair, "ours", 0)
-    assert both["tested"] == pytest.approx(alone["ours"]["tested"], abs=1e-6)
-    assert both["validated"] == pytest.approx(alone["ours"]["validated"], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_a_foreign_module_gets_no_padding_or_empty_batch_on_two_devices(pair: tuple[str, Path]) -> None:
-    first, second = (result_of(pair, "our data", rank) for rank in (0, 1))
-    assert first["lowest label"] == second["lowest label"] == 0
-    assert first["sizes"] == second["sizes"] == [10] * 12  # the last batch, of a single image, is dropped
 
 
 def test_the_net_takes_its_shape_from_the_datamodule(tmp_path: Path) -> None:
