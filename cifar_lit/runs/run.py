@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import Logger
 from torchvision.utils import make_grid
 
-from cifar_lit.errors import Failure
 from cifar_lit.files import write_text
 from cifar_lit.runs.figures import augmented_sample
 from cifar_lit.runs.loggers import (
@@ -23,7 +21,7 @@ from cifar_lit.runs.loggers import (
     logger_names,
     start_tracker,
 )
-from cifar_lit.runs.run_folder import RunFolder, changes_in, stamp_start
+from cifar_lit.runs.run_folder import RunFolder
 from cifar_lit.training.callbacks import Clock, EpochLines, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, regular_checkpoint
 from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop
@@ -98,22 +96,13 @@ class Run(Callback):
         return self.best.best_model_path or f"{self.last.dirpath}/last.ckpt"
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Claim the folder. Raise Failure if processes would start from different checkpoints."""
+        """Claim the folder."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        start = "the beginning"
-        if "resume" in self.notes:
-            resumed = "/".join(Path(self.notes["resume"]).parts[-3:])
-            start = f"{resumed} of step {self.notes['step']}"
         path = ""
         if trainer.is_global_zero:
             path = str(self.folder.path)
-        path, first_start = trainer.strategy.broadcast((path, start))
-        if start != first_start:  # a network file system may show changes late or only on some nodes
-            raise Failure(
-                f"process {trainer.global_rank} would start from {start}, the first process from {first_start}: "
-                "--logs must be a folder that is the same for all processes"
-            )
+        path = trainer.strategy.broadcast(path)
         self.folder.follow(Path(path))
         for checkpoint in trainer.checkpoint_callbacks:
             if getattr(checkpoint, "dirpath", "") is None:
@@ -123,23 +112,19 @@ class Run(Callback):
                 (self.folder.path / "checkpoints").mkdir(exist_ok=True)
             if not self.folder.resumed:
                 write_text(self.folder.path / "config.yaml", self.config)
-                stamp_start(self.folder.path)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make a resumed run the newest one after its checkpoint has been loaded."""
         if self.folder.resumed and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            stamp_start(self.folder.path)
+            (self.folder.path / "config.yaml").touch()
 
     def state_dict(self) -> dict[str, object]:
         """Return what a resumed run needs to record its changes."""
-        return {"changes": json.dumps(self.changes)}
+        return {"changes": self.changes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Record the settings that differ from config.yaml, unless they did before."""
-        try:
-            self.changes = changes_in(json.loads(state_dict["changes"]))
-        except (KeyError, TypeError, ValueError, RecursionError):
-            raise Failure("the checkpoint's record of changed settings is damaged: use another checkpoint") from None
+        self.changes = list(state_dict["changes"])
         before = {}
         if self.changes:
             before = self.changes[-1]["settings"]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from cifar_lit.errors import Failure
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import changes_text
 
@@ -27,9 +24,3 @@ def test_each_change_is_recorded_once_and_so_is_the_return_to_the_first_settings
     assert run.changes == [{"step": 20, "settings": {"workers": 1}}, {"step": 40, "settings": {}}]
     assert changes_text({"changes": run.changes}) == "from step 20: workers 1; from step 40: as at the start"
     assert changes_text({}) == ""
-
-
-@pytest.mark.parametrize("state", [{}, *({"changes": text} for text in ("[", "[1]", '[{"step": 1}]'))], ids=str)
-def test_a_damaged_record_of_changes_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(Failure, match="record of changed settings is damaged"):
-        resumed(1).load_state_dict(state)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cifar_lit.training.checkpoint import read_checkpoint
 
 # Left by a kill, by the scheduler's job, or by a rank that hung.
-NOT_RESULTS = (".lock", ".owner", ".job", "stacks-rank-0.txt", "stacks-rank-1.txt")
+NOT_RESULTS = (".lock", ".job")
 # Times, clocks, and the digest of a model, which follows from its other fields.
 NEVER_EQUAL = ("train_seconds", "images_per_second", "test_seconds", "seconds", "validation", "sha256")
 # Values that depend on the number of processes: random states, partial sums and batch counts of each process, and the
