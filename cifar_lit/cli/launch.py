@@ -57,6 +57,8 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     """
     if by_torchrun(environment):
         per_node, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
+        if world > 1 and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            _check_restarts(environment)
         _set_devices(command, "torchrun", per_node, "--nproc-per-node", world // per_node, "--nnodes")
         return
     if not by_slurm(environment) or command.asks_only:
@@ -75,6 +77,13 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     environment["SLURM_NTASKS_PER_NODE"] = str(per_node)
     environment["SLURM_NNODES"] = str(tasks // per_node)
     environment.update({name: environment[slurm_name] for name, slurm_name in RANK_VARIABLES.items()})
+
+
+def _check_restarts(environment: Mapping[str, str]) -> None:
+    """Raise UsageError if restarted ranks would read the addresses of killed ones (pytorch/pytorch#135712)."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        raise UsageError(f"torchrun --max-restarts needs {name} in its environment: restarted ranks cannot connect")
 
 
 def _set_devices(

@@ -74,6 +74,7 @@ def is_child() -> bool:
 
 def end_frozen_parent() -> None:
     """Kill the process that started this rank, unless it ends by itself."""
-    time.sleep(2 * EXIT_SECONDS)
+    if is_child():
+        time.sleep(2 * EXIT_SECONDS)
     if is_child():
         os.kill(os.getppid(), signal.SIGKILL)

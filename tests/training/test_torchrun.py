@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from real_runs import LIMIT, SCRIPT, SETTINGS, STEPS_PER_EPOCH, assert_same_run, environment
+from real_runs import LIMIT, SCRIPT, SETTINGS, assert_same_run, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix", reason="signals")]
 
@@ -30,18 +30,6 @@ def end(agents: list[subprocess.Popen[bytes]]) -> list[int]:
         for agent in agents:
             if agent.poll() is None:
                 os.killpg(agent.pid, signal.SIGTERM)
-
-
-def test_two_agents_restart_all_ranks_after_a_loss_and_resume(tmp_path: Path, pair: Path) -> None:
-    meeting = f"127.0.0.1:{find_free_network_port()}"
-    words = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "night"]
-    lost = {"AT_STEP": str(STEPS_PER_EPOCH + 6), "AT_STEP_SIGNAL": str(int(signal.SIGKILL)), "AT_STEP_RANK": "1"}
-    codes = end([start(tmp_path, node, words, **lost) for node in (0, 1)])
-    printed = "".join((tmp_path / f"{node}.txt").read_text() for node in (0, 1))
-    assert codes == [0, 0], printed
-    assert printed.count("resuming lightning_logs/tudui-1: torchrun's job was restarted") == 1
-    assert_same_run(tmp_path, pair)
 
 
 def test_two_agents_take_ranks_and_address_from_the_variables_of_kubernetes(tmp_path: Path, pair: Path) -> None:
