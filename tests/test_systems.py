@@ -5,22 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from contract.command_line import RECIPE, environment, run_command, run_process
 from PIL import Image
 
 from cifar_lit import files
-from cifar_lit.cli.processes import ask_to_stop, kill_group, started
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
 from cifar_lit.text import is_file_name
@@ -146,63 +142,3 @@ def test_other_names_of_runs_are_allowed(name: str) -> None:
 
 def test_paths_are_printed_with_slashes() -> None:
     assert display_path(Path("lightning_logs", "small-1").absolute()) == "lightning_logs/small-1"
-
-
-# ---- processes
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-SLEEP = [sys.executable, "-c", "import subprocess, sys; print('ready', flush=True); subprocess.run(['sleep', '60'])"]
-
-
-@pytest.mark.parametrize("groups", [True, False])
-def test_a_process_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, groups: bool) -> None:
-    if not groups:
-        monkeypatch.delattr(os, "killpg")
-    with started(SLEEP, stdout=subprocess.PIPE) as process:
-        assert process.stdout and process.stdout.readline() == "ready\n"
-        wait_until(lambda: psutil.Process(process.pid).children())
-        (child,) = psutil.Process(process.pid).children()
-        kill_group(process)
-        assert process.wait() == -signal.SIGKILL
-        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    kill_group(process)  # has ended
-
-
-def test_a_signal_while_a_process_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = []
-
-    class SlowStart(subprocess.Popen[str]):
-        def __init__(self, *words: Any, **settings: Any) -> None:
-            super().__init__(*words, **settings)
-            signal.raise_signal(signal.SIGINT)
-            processes.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", SlowStart)
-    with pytest.raises(KeyboardInterrupt), started(SLEEP, stdout=subprocess.DEVNULL):
-        pass
-    assert [process.returncode for process in processes] == [-signal.SIGKILL]
-
-
-def test_a_child_writes_utf_8_whatever_the_console_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    with started([sys.executable, "-c", "print('·')"], stdout=subprocess.PIPE) as process:
-        assert process.stdout and process.stdout.read() == "·\n"
-
-
-def test_windows_stops_a_process_by_ctrl_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-
-    class Process:
-        send_signal = staticmethod(sent.append)
-
-    ask_to_stop(Process())  # type: ignore[arg-type]
-    monkeypatch.setattr(signal, "CTRL_BREAK_EVENT", 1, raising=False)
-    ask_to_stop(Process(), signal.SIGINT)  # type: ignore[arg-type]
-    assert sent == [signal.SIGTERM, 1]

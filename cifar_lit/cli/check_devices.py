@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
-from cifar_lit.cli.processes import child_environment
 from cifar_lit.errors import Failure
 from cifar_lit.hardware import choose_precision, detect_machine, resolve_device
 from cifar_lit.text import say
@@ -19,6 +19,7 @@ from cifar_lit.text import say
 if TYPE_CHECKING:
     import torch
 
+FOLDER = Path(__file__).parents[2]  # of the package
 LIMIT = 90.0  # seconds for a device, most of them for imports
 CHECKED, TIMED = 3, 50  # steps
 SECONDS = 3.0  # fewer timed steps on a slow device
@@ -62,9 +63,7 @@ def run_probe(device: str, settings: dict[str, Any]) -> dict[str, float]:
     """Call `try_device` in a new process and return its speeds; raise Failure if it fails or hangs."""
     command = [sys.executable, "-m", "cifar_lit.cli.check_devices", device, json.dumps(settings)]
     try:
-        probe = subprocess.run(
-            command, capture_output=True, encoding="utf-8", env=child_environment(), timeout=LIMIT, check=False
-        )
+        probe = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=FOLDER, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:
         raise Failure(f"no answer in {LIMIT:g} s") from None
     if probe.returncode:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import logs_of
-from cifar_lit.cli.several import check_one_device, check_several, show_runs, train_each
+from cifar_lit.cli.several import check_several, mean_text, train_each
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.files import write_text
@@ -25,20 +24,22 @@ from cifar_lit.runs.run_folder import RunFolder, display_path, read_metrics
 from cifar_lit.stats import mean_interval, wilson_interval
 from cifar_lit.text import say
 
-FIGURES = ("accuracy", "balanced_accuracy", "macro_f1")
-
 
 def train_folds(command: Command) -> None:
     """Train once per fold, and write the combined results to a folder of their own."""
-    folds = check_folds(command)
+    text = command.several["folds"]
+    if not text.isdecimal() or int(text) < 2:
+        raise UsageError(f"--folds must be a number of at least 2, such as 5, not {text!r}")
+    check_several(command)
+    folds = int(text)
     parts: list[Mapping[str, Tensor]] = []
     last: dict[str, Any] = {}
 
     def collect(cli: TrainingCLI) -> None:
         """Keep the predictions for the fold, and the images, equal in all trainings."""
         data = cli.datamodule
-        if (predictions := cli.model.predictions) is not None:
-            parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
+        predictions = dict(cli.model.predictions or {})
+        parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
         last.update(images=data.train_images, recipe=cli.run.settings["recipe"] or "custom")
 
     trainings = {}
@@ -53,17 +54,6 @@ def train_folds(command: Command) -> None:
         folder.release()
 
 
-def check_folds(command: Command) -> int:
-    """Return the number of folds; raise UsageError for flags that are incompatible with a cross-validation."""
-    text = command.several["folds"]
-    check_one_device(command.value("trainer.devices"), "--folds trains")
-    remedy = "starts new trainings: leave --resume out, or resume one of its runs without --folds"
-    check_several(command, "--folds", remedy)
-    if not re.fullmatch(r"[0-9]{1,3}", text) or int(text) < 2:
-        raise UsageError(f"--folds must be a number of at least 2, such as 5, not {text!r}")
-    return int(text)
-
-
 def finish(
     folder: Path, runs: Sequence[tuple[str, dict[str, Any]]], parts: Sequence[Mapping[str, Tensor]], images: ImageSet
 ) -> None:
@@ -76,24 +66,23 @@ def finish(
     order = torch.cat([part["indices"] for part in parts]).argsort()  # each image is in one fold
     probabilities = torch.cat([part["probabilities"] for part in parts])[order].float()
     correct = int((probabilities.argmax(1) == images.labels).sum())
-    low, high = wilson_interval(correct, count)
-    spreads, values = {}, {}
-    for name in FIGURES:
+    interval = wilson_interval(correct, count)
+    means = {}
+    for name in ("accuracy", "balanced_accuracy", "macro_f1"):
         spread = mean_interval([test[name] for _, test in runs])
-        spreads[name] = spread
-        values[name] = {"n": spread["n"], "mean": spread["mean"], "std": spread["std"]}
+        means[name] = {part: spread[part] for part in ("n", "mean", "std")}  # folds share images: no interval
     ranking = rank_labels(images.labels, probabilities)
     write_ranking(folder / LIST, images, ranking, ["test"] * len(images))
-    suspects = ranking.suspects
-    combined = {"accuracy": correct / count, "interval": [low, high], "images": count, "suspected_labels": suspects}
-    metrics = {"folds": [path for path, _ in runs], "test": combined, **values}
+    accuracy, suspects = correct / count, ranking.suspects
+    combined = {"accuracy": accuracy, "interval": interval, "images": count, "suspected_labels": suspects}
+    metrics = {"folds": [path for path, _ in runs], "test": combined, **means}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
-    show_runs("test results of each fold", "fold", dict(runs), [*FIGURES, "images"], spreads)
     say(
+        *(f"{name.replace('_', ' ')} of the folds {mean_text(spread)}" for name, spread in means.items()),
         f"{suspects} of {count} predictions contradict the label: {display_path(folder)}/{LIST}",
-        f"95 % interval of the accuracy {low:.4f} … {high:.4f}",
-        f"accuracy over all folds {correct / count:.4f} · {count} images",
+        f"95 % interval of the accuracy {interval[0]:.4f} … {interval[1]:.4f}",
+        f"accuracy over all folds {accuracy:.4f} · {count} images",
         f"results {display_path(folder)}",
         "",
         "next:",

@@ -104,8 +104,6 @@ def test_folds_keep_groups_together_and_do_not_use_the_test_set() -> None:
     [
         (("train", "--folds", "one"), "--folds must be a number of at least 2, such as 5, not 'one'"),
         (("fit", "--folds", "5"), "--folds trains and tests: use it with `train`"),
-        (("train", "--folds", "5", "--resume"), "--folds starts new trainings"),
-        (("train", "--folds", "5", "--devices", "2"), "--folds trains on one device, not on --devices 2"),
         (
             ("train", "--data.split.folds", "5", "--data.split.fold", "5"),
             "data.split.fold 5 of data.split.folds 5 is invalid",
