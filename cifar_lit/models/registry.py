@@ -18,7 +18,6 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.spec import TIMM, NetSpec
 from cifar_lit.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
 
-MAX_WIDTH = 1000.0
 # Specs by name, or the place of one (MODULE:NAME): a module is imported when its net is used.
 NETS: dict[str, NetSpec | str] = {
     "whitened": "cifar_lit.models.whitened:SPEC",

@@ -71,10 +71,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(Path(path))
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, but no folder and no file with another suffix."""
-        file = Path(path)
-        if file.suffix == ModelCheckpoint.FILE_EXTENSION and not file.is_dir():
-            file.unlink(missing_ok=True)
+        """Remove a checkpoint, but no folder, as Lightning would."""
+        Path(path).unlink(missing_ok=True)
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -89,12 +87,10 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
         """Replace the folder in the state of every ModelCheckpoint: Lightning deletes the files that a state names."""
-        states = checkpoint.get("callbacks", {})
+        states = checkpoint["callbacks"]
         for callback in trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint):
-                continue
-            for key in {callback.state_key, type(callback)} & states.keys():  # old Lightning versions use the type
-                states[key] = _in_folder(states[key], str(callback.dirpath))
+            if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
+                states[callback.state_key] = _in_folder(states[callback.state_key], str(callback.dirpath))
 
     def save_first(self, trainer: pl.Trainer, scores: Mapping[str, float]) -> None:
         """Save the weights before the first step as the best so far. scores: validation scores by name."""
@@ -116,8 +112,6 @@ def _in_folder(state: Mapping[str, Any], folder: str) -> dict[str, object]:
 
     paths = {name: moved(state.get(name, "")) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
     best = {moved(path): score for path, score in state.get("best_k_models", {}).items()}
-    if not all(isinstance(score, Tensor) for score in best.values()) or paths["kth_best_model_path"] not in {"", *best}:
-        raise ValueError("its best checkpoints have no scores")
     return {**state, **paths, "best_k_models": best, "dirpath": folder}
 
 
@@ -192,7 +186,7 @@ def regular_checkpoint(interval: str | int) -> RegularCheckpoint:
     """
     steps = int(interval) if str(interval).isdecimal() else None
     seconds = duration_seconds(str(interval))
-    triggers: dict[str, object] = {"every_n_train_steps": steps}
+    triggers: dict[str, Any] = {"every_n_train_steps": steps}
     if seconds:
         triggers = {"train_time_interval": timedelta(seconds=seconds)}
     if not steps and not seconds:
@@ -264,14 +258,13 @@ def _read(path: Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # torch warns of old formats
             contents = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if any(word in str(error) for word in ("GLOBAL", "Trying to call reduce", "allowlisted")):
-            remedy = "Use checkpoints that hold weights only, as torch.save(net.state_dict(), FILE) writes"
-            raise Failure(f"{path} was not loaded: it would execute code. {remedy}.") from None
-        raise DamagedCheckpoint(f"{path} is not a checkpoint, or is damaged: use another checkpoint") from None
+        if not any(word in str(error) for word in ("GLOBAL", "Trying to call reduce", "allowlisted")):
+            raise DamagedCheckpoint(f"{path} is not a checkpoint, or is damaged: use another checkpoint") from None
+        remedy = "Use checkpoints that hold weights only, as torch.save(net.state_dict(), FILE) writes"
+        raise Failure(f"{path} was not loaded: it would execute code. {remedy}.") from None
     except Exception as error:  # A damaged file can raise anything.
-        raise DamagedCheckpoint(
-            f"{path} is cut short or damaged ({first_line(error)}): use another checkpoint"
-        ) from None
+        fault = f"{path} is cut short or damaged ({first_line(error)})"
+        raise DamagedCheckpoint(f"{fault}: use another checkpoint") from None
     if not isinstance(contents, dict):
         raise Failure(f"{path} is not a Lightning checkpoint, and has no weights by name: use another file")
     return contents
@@ -304,16 +297,14 @@ def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
         return ValidCheckpoint(other, contents, str(error).rpartition(": ")[0])
 
 
-def describe_net(settings: Any) -> str:
-    """Return the name and the shapes of a net from the hyper-parameters in a checkpoint, which may have any type."""
-    sides = settings.get("input_shape")
-    shape = "×".join(str(side)[:9] for side in sides[:3]) if isinstance(sides, list | tuple) else "of unknown shape"
-    factor = settings.get("width", 1.0)
-    width = " of unknown width"
-    if isinstance(factor, int | float):
-        width = "" if factor == 1.0 else f" width {factor:g}"
-    net, classes = (str(settings.get(name, "?"))[:60] for name in ("net", "num_classes"))
-    return f"{'an unknown net' if net == '?' else net}{width} ({shape}, {classes} classes)"
+def describe_net(settings: Mapping[str, Any]) -> str:
+    """Return the name and the shapes of a net from the hyper-parameters of its model."""
+    shape = "×".join(map(str, settings.get("input_shape") or "?"))
+    width = settings.get("width", 1.0)
+    net = f"{settings.get('net', 'an unknown net')}"
+    if width != 1.0:
+        net += f" width {width:g}"
+    return f"{net} ({shape}, {settings.get('num_classes', '?')} classes)"
 
 
 def load_weights(model: pl.LightningModule, path: str | Path, checkpoint: dict[str, Any]) -> None:
