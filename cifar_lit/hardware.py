@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.text import note
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu", "hpu")  # the Trainer's names
-DEVICE_NAMES = ("auto", "cpu", "gpu", "cuda", "mps")  # choices for commands without a Trainer
-MIN_BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, so noise does not matter
+BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, so noise does not matter
 # Spin limits of idle OpenMP threads: iterations (GNU), milliseconds (LLVM and Intel).
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
-# Turing GPUs without tensor cores, where float16 convolutions of cuDNN return NaN (pytorch/pytorch#77955).
-NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200|2000)\b")
-# CUDA 13 cannot compile for older GPUs (Maxwell, Pascal, Volta). PyTorch 2.14 had the last builds for CUDA 12.
-OLDEST_CAPABILITY = (7, 5)
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 Devices = int | str | list[int]  # a value of --devices
 
@@ -35,10 +26,9 @@ class Machine:
     bf16: bool  # whether the CPU has bfloat16 instructions (AVX512-BF16, AMX); without them, bfloat16 is slow
     gpus: tuple[tuple[str, int], ...] = ()  # name and bytes of each CUDA or ROCm device that this torch can use
     gpu_bf16: bool = False  # whether all GPUs have bfloat16 instructions
-    gpu_fp16: bool = False  # whether all GPUs have tensor cores for float16
+    gpu_fp16: bool = False  # whether float16 is fast on all GPUs
     mps: bool = False  # whether there is an Apple GPU
     cuda_build: bool = True  # whether this torch was built for GPUs
-    unusable: str = ""  # why the GPUs are not used, with the remedy, if torch has no code for one of them
 
     def __str__(self) -> str:
         if self.gpus:
@@ -51,9 +41,7 @@ class Machine:
     @property
     def devices(self) -> list[str]:
         """Names of all devices, as torch uses them."""
-        names = ["cpu"]
-        for number in range(len(self.gpus)):
-            names.append(f"cuda:{number}")
+        names = ["cpu", *(f"cuda:{number}" for number in range(len(self.gpus)))]
         if self.mps:
             names.append("mps")
         return names
@@ -101,30 +89,20 @@ def detect_machine() -> Machine:
     """Return the devices of this machine."""
     import torch
 
-    gpus: list[_Gpu] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `unusable` says the same in one line
-        if torch.cuda.is_available():
-            gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    is_rocm = bool(torch.version.hip)
-    unusable = ""
-    if not is_rocm:
-        unusable = lacks_code(gpus, torch.cuda.get_arch_list(), torch.__version__)
-    if unusable:
-        gpus = []
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     # `torch.cuda.is_bf16_supported` looks at one GPU only. ROCm GPUs have no compute capability; they support bfloat16.
     oldest = min((gpu.major for gpu in gpus), default=0)
-    lacks_cores = any(NO_TENSOR_CORES.search(gpu.name) for gpu in gpus)
+    if torch.version.hip:
+        oldest = 9
     return Machine(
         cpu=_cpu_name(),
         threads=core_count(),
         bf16=torch.cpu._is_avx512_bf16_supported() or has_amx(),  # no public name
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
-        gpu_bf16=bool(gpus) and (is_rocm or oldest >= 8),
-        gpu_fp16=bool(gpus) and (is_rocm or oldest >= 7) and not lacks_cores,
+        gpu_bf16=oldest >= 8,
+        gpu_fp16=oldest >= 7,
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
-        unusable=unusable,
     )
 
 
@@ -151,57 +129,6 @@ def processor(accelerator: str) -> str:
     return f"{_cpu_name()} ({units})"
 
 
-class _Gpu(Protocol):
-    """What is used of `torch.cuda.get_device_properties`."""
-
-    name: str
-    total_memory: int
-    major: int
-    minor: int
-
-
-def lacks_code(gpus: Sequence[_Gpu], codes: Sequence[str], version: str) -> str:
-    """Return why GPUs are not used: torch has no code for one of them. Empty if all of them can be used.
-
-    codes: `torch.cuda.get_arch_list()`; empty if unknown.
-    """
-    usable = []
-    unusable = []
-    for number, gpu in enumerate(gpus):
-        if not codes or _runs(codes, (gpu.major, gpu.minor)):
-            usable.append(str(number))
-        else:
-            unusable.append(gpu)
-    if not unusable:
-        return ""
-    old = unusable[0]
-    remedy = "install a newer torch and torchvision"
-    if (old.major, old.minor) < OLDEST_CAPABILITY:
-        remedy = "install torch 2.14 and its torchvision for CUDA 12.6, see pytorch.org/get-started/previous-versions"
-    if usable:
-        remedy += f", or use the others: CUDA_VISIBLE_DEVICES={','.join(usable)}"
-    return f"{old.name} (sm_{old.major}{old.minor}) is not used: torch {version} has no code for it; {remedy}"
-
-
-def _runs(codes: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Return whether a GPU runs one of these codes.
-
-    Machine code (sm_86) runs on the same major version from its minor version on, PTX (compute_90) on all later GPUs.
-    A suffix restricts code to its own version (sm_90a) or its major version (compute_100f).
-    """
-    for kind, major, minor, suffix in re.findall(r"(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(codes)):
-        built = latest = (int(major), int(minor))
-        if kind == "sm" or suffix == "f":
-            latest = (int(major), 9)
-        elif suffix == "":
-            latest = (99, 9)
-        if suffix == "a":
-            latest = built
-        if built <= capability <= latest:
-            return True
-    return False
-
-
 # ---- devices
 
 
@@ -218,27 +145,18 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
     if name == "cpu":
         return name  # without initialising CUDA
     machine = machine or detect_machine()
-    accelerator, _, number = name.partition(":")
-    kind = machine.kind(accelerator)
-    if number and accelerator in ("auto", "cpu"):
-        kind = "none"  # only GPUs are numbered
-    if kind == "gpu" and machine.gpus and not number:
-        return "cuda"
-    if kind == "gpu" and f"cuda:{number}" in machine.devices:
-        return f"cuda:{number}"
-    if kind == "cpu" or (kind == "mps" and machine.mps and number in ("", "0")):
-        if machine.unusable:
-            note(machine.unusable)
-        return kind
-    hint = ""
-    if accelerator not in DEVICE_NAMES:
-        hint = nearest(name, DEVICE_NAMES)
-    advice = machine.unusable or "auto selects the fastest"
-    raise UsageError(f"this machine has no device {name!r}: it has {', '.join(machine.devices)}.{hint} {advice}.")
+    accelerator, colon, number = name.partition(":")
+    device = machine.kind(accelerator).replace("gpu", "cuda") + colon + number
+    names = list(machine.devices)
+    if machine.gpus:
+        names.append("cuda")
+    if device not in names:
+        raise UsageError(f"this machine has no device {name!r}: it has {', '.join(machine.devices)}")
+    return device
 
 
-def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> tuple[str, int | str | list[int]]:
-    """Return accelerator and devices for the Trainer; raise UsageError for invalid values and missing devices."""
+def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> Devices:
+    """Return the devices for the Trainer; raise UsageError for invalid values and missing devices."""
     if accelerator not in ACCELERATORS:
         hint = nearest(accelerator, ACCELERATORS)
         if ":" in accelerator:
@@ -246,8 +164,6 @@ def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> tupl
         raise UsageError(f"there is no accelerator {accelerator!r}.{hint}")
     kind = machine.kind(accelerator)
     if kind in ("gpu", "cuda") and not machine.gpus:
-        if machine.unusable:
-            raise UsageError(f"{machine.unusable}, or use --accelerator cpu")
         build = ""
         if not machine.cuda_build:
             build = ", and this torch is a build for CPUs only"
@@ -266,12 +182,10 @@ def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> tupl
     if kind == "gpu" and needed_gpus > len(machine.gpus):
         fault = f"--devices {devices}: this machine has {machine}"
         raise UsageError(f"{fault}. Use --devices {len(machine.gpus)}, or leave it out")
-    if machine.unusable and kind == "cpu":
-        accelerator = "cpu"  # for auto, the Trainer would choose the GPU
-    return accelerator, parsed
+    return parsed
 
 
-def parse_devices(devices: Devices) -> int | str | list[int]:
+def parse_devices(devices: Devices) -> Devices:
     """Return a number (-1 for all), a list of ids or "auto" from a value of --devices; raise UsageError for others."""
     text = str(devices).replace(" ", "")
     if text == "auto":
@@ -313,21 +227,16 @@ def count_devices(machine: Machine, accelerator: str, devices: Devices) -> int:
 def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
     """Return the default precision, which is the fastest that trains as well as float32, and the reason for it."""
     kind = machine.kind(accelerator)
-    if kind == "gpu" and machine.gpus:
-        where = "this GPU"
-        if len(machine.gpus) > 1:
-            where = "every GPU here"
-        if machine.gpu_bf16:
-            return "bf16-mixed", f"bfloat16 is fast on {where}"
-        if machine.gpu_fp16:
-            return "16-mixed", f"float16 is fast on {where}, bfloat16 is not"
-        return "32-true", f"neither bfloat16 nor float16 is fast on {where}"
+    if kind == "gpu" and machine.gpu_bf16:
+        return "bf16-mixed", "bfloat16 is fast on this GPU"
+    if kind == "gpu" and machine.gpu_fp16:
+        return "16-mixed", "float16 is fast on this GPU, bfloat16 is not"
     if kind != "cpu":
         return "32-true", "the safe choice here"
     if not machine.bf16:
         return "32-true", "this CPU does not support bfloat16"
     gain = probe_bf16()
-    if gain < MIN_BF16_GAIN:
+    if gain < BF16_GAIN:
         return "32-true", f"measured: bfloat16 runs at {gain:.2f} × its speed on this CPU"
     return "bf16-mixed", f"measured: {gain:.1f} × as fast as float32 on this CPU"
 

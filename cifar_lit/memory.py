@@ -14,9 +14,9 @@ import psutil
 if TYPE_CHECKING:
     import torch
 
-MAX_FLOATS = 1 << 28  # 1 GB of float32; limit for images processed in one batch before training
+FLOATS_AT_ONCE = 1 << 28  # 1 GB of float32; limit for images processed in one batch before training
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_… of glibc's malloc.h
-MIN_RETURNED_BLOCK = 2**17  # bytes; the default of glibc
+RETURNED_BLOCK = 2**17  # bytes; the default of glibc
 
 
 def keep_freed_memory() -> None:
@@ -36,8 +36,8 @@ def return_freed_memory() -> None:
     Needed in processes that prefetch batches. Before 2.38, glibc often cannot reuse a freed block for an aligned block
     of the same size, which torch requests. Kept memory would then grow with every batch.
     """
-    _mallopt(_MMAP_THRESHOLD, MIN_RETURNED_BLOCK)
-    _mallopt(_TRIM_THRESHOLD, MIN_RETURNED_BLOCK)
+    _mallopt(_MMAP_THRESHOLD, RETURNED_BLOCK)
+    _mallopt(_TRIM_THRESHOLD, RETURNED_BLOCK)
 
 
 def _mallopt(parameter: int, value: int) -> None:
@@ -65,13 +65,9 @@ def _free_in_cgroups() -> Iterator[int]:
     """Yield the free bytes, including the file cache, below each memory limit of this container or job."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controller, path = line.split(":", 2)
-            limit_file, used_file = "memory.max", "memory.current"
-            if controller:  # version 1
-                limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            folder = CGROUPS / controller / path.strip("/")
+            folder = CGROUPS / line.rpartition(":")[2].strip("/")
             for group in (folder, *folder.parents):
-                with suppress(OSError, ValueError):  # no limit, or another controller
-                    limit, used = int((group / limit_file).read_text()), int((group / used_file).read_text())
+                with suppress(OSError, ValueError):  # no limit
+                    limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
                     cached = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
                     yield limit - used + sum(map(int, cached))

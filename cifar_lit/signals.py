@@ -1,6 +1,6 @@
 """The signals that ask the program to stop: Ctrl-C, SIGTERM, and SIGHUP of a closed terminal or a lost ssh session.
 
-Windows has Ctrl-Break (SIGBREAK) instead of SIGTERM and SIGHUP, and cannot block signals.
+Windows has Ctrl-Break (SIGBREAK) instead of SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import sys
 import threading
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
 
 HANGUP: int | None = getattr(signal, "SIGHUP", None)  # not on Windows
 BREAK: int | None = getattr(signal, "SIGBREAK", None)  # only on Windows
@@ -67,26 +65,3 @@ def stop_signals_later() -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
         for number in arrived:
             signal.raise_signal(number)
-
-
-def start_resource_tracker() -> None:
-    """Start multiprocessing's resource tracker with SIGHUP blocked. It already ignores Ctrl-C and SIGTERM.
-
-    Call this before processes are spawned. Otherwise, a closed terminal ends the tracker while they run, with warnings.
-    """
-    if HANGUP:
-        with signals_blocked({HANGUP}):
-            resource_tracker.ensure_running()
-
-
-@contextmanager
-def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread, and in processes while they start."""
-    if sys.platform == "win32" or not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -32,8 +32,6 @@ def check(accelerator: str, net: str, width: float, batch_size: int) -> None:
     """Print a row for each device; raise UsageError for a missing accelerator, Failure if a device cannot train."""
     machine = detect_machine()
     prefix = "" if accelerator == "auto" else resolve_device(accelerator, machine)
-    if machine.unusable:
-        say(machine.unusable)
     table = Table("device", "precision", Column("images/s", justify="right"), Column("× cpu", justify="right"))
     baseline: dict[str, float] = {}
     failed = []

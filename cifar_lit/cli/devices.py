@@ -59,9 +59,7 @@ def _list_machine() -> None:
     for kind, (precision, reason) in choices.items():
         console.print(f"{kind}: {precision} by default ({reason})")
     console.print("--devices 2 uses two GPUs, or two processes on the CPU (DDP)")
-    if machine.unusable:
-        console.print(machine.unusable)
-    elif not machine.gpus and machine.cuda_build:
+    if not machine.gpus and machine.cuda_build:
         console.print("torch finds no GPU: none is visible (CUDA_VISIBLE_DEVICES can hide them)")
     elif not machine.gpus:
         console.print("torch finds no GPU: this build is CPU-only")

@@ -212,10 +212,8 @@ class TrainingCLI(LightningCLI):
             logger_names(self.settings.logger)
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
-        accelerator, trainer.devices = hardware.choose_devices(self.machine, trainer.accelerator, trainer.devices)
-        if self.first and trainer.accelerator == "auto" and self.machine.unusable:
-            note(self.machine.unusable)
-        trainer.accelerator = accelerator
+        accelerator = trainer.accelerator
+        trainer.devices = hardware.choose_devices(self.machine, accelerator, trainer.devices)
         if self.name == "predict" and trainer.devices == "auto":
             trainer.devices = 1
         devices = hardware.count_devices(self.machine, accelerator, trainer.devices)

@@ -26,7 +26,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from cifar_lit.data.formats import HAS_HEIF, HEIC_SUFFIXES, IMAGES
 from cifar_lit.errors import Failure
-from cifar_lit.signals import ignore_stop_signals, start_resource_tracker
+from cifar_lit.signals import ignore_stop_signals
 from cifar_lit.text import printable
 from cifar_lit.threads import free_cores
 
@@ -195,7 +195,6 @@ def decode_chunks(
         yield from map(work, chunks)
         return
     workers = min(cores, 32)
-    start_resource_tracker()
     limit = Image.MAX_IMAGE_PIXELS
     pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker, initargs=(limit,))
     ahead: deque[Future[Pixels]] = deque()

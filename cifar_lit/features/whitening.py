@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.errors import UsageError
-from cifar_lit.memory import MAX_FLOATS
+from cifar_lit.memory import FLOATS_AT_ONCE
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.loop_position import steps_per_epoch
@@ -81,7 +81,7 @@ class Whitening(Callback):
         if trainer.is_global_zero:
             data = trainer.datamodule  # type: ignore[attr-defined]
             if hasattr(data, "plain_images"):
-                limit = max(1, MAX_FLOATS // math.prod(data.input_shape))  # images in 1 GB
+                limit = max(1, FLOATS_AT_ONCE // math.prod(data.input_shape))  # images in 1 GB
                 images = data.plain_images(min(WHITENING_IMAGES, limit))
             else:
                 batches = islice(trainer.train_dataloader, 8)  # type: ignore[arg-type]

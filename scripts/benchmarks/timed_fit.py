@@ -128,7 +128,8 @@ def subject_from(settings: argparse.Namespace, flags: Sequence[str] = ()) -> Sub
     if data.get("dataset") == "shapes":
         data["count"] = settings.count
     machine = detect_machine()
-    accelerator, devices = choose_devices(machine, settings.accelerator, 1)
+    accelerator = settings.accelerator
+    devices = choose_devices(machine, accelerator, 1)
     precision = settings.precision or trainer.get("precision") or choose_precision(machine, accelerator)[0]
     images, classifier = build(model, data)
     settings.net, settings.lr = model.get("net", classifier.hparams["net"]), classifier.hparams["lr"]
