@@ -217,14 +217,13 @@ def resolved(node: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 
 
 def api(kind: str, name: str, *options: str) -> str:
-    """Return a link to the source of a module, class or function, and a table of its public members."""
-    target = import_module(name) if kind == "automodule" else imported(name)
+    """Return a link to the source of a class or function, and a table of its public members."""
+    target = imported(name)
     source = Path(inspect.getfile(target)).relative_to(DOCS.parent).as_posix()
     head = textwrap.fill(f"[{source}](../../{source}): {summary(target)}", 100, break_on_hyphens=False)
-    owner = target.__name__ if inspect.ismodule(target) else target.__module__
     rows = []
     for member, value in vars(target).items() if options else ():
-        if not member.startswith("_") and getattr(value, "__module__", None) == owner and inspect.getdoc(value):
+        if not member.startswith("_") and getattr(value, "__module__", None) == target.__module__ and inspect.getdoc(value):
             rows.append([code(member + signature(value)), summary(value)])
     return "\n\n".join([head, *([table(["name", "what it does"], rows)] if rows else [])])
 
