@@ -223,7 +223,8 @@ def api(kind: str, name: str, *options: str) -> str:
     head = textwrap.fill(f"[{source}](../../{source}): {summary(target)}", 100, break_on_hyphens=False)
     rows = []
     for member, value in vars(target).items() if options else ():
-        if not member.startswith("_") and getattr(value, "__module__", None) == target.__module__ and inspect.getdoc(value):
+        is_own = getattr(value, "__module__", None) == target.__module__
+        if is_own and not member.startswith("_") and inspect.getdoc(value):
             rows.append([code(member + signature(value)), summary(value)])
     return "\n\n".join([head, *([table(["name", "what it does"], rows)] if rows else [])])
 
