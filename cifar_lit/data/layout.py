@@ -16,10 +16,9 @@ from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.walk import is_folder, skipped_text, visible_entries, walk
 from cifar_lit.errors import Failure, UsageError, nearest
-from cifar_lit.text import counted, listed, natural_key, nfc
+from cifar_lit.text import counted, listed, nfc
 
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
-MAX_WRAPPERS = 20  # folders within each other, because a link may lead to a folder above
 SAME_FOLDERS = 0.7  # share of common names from which the folders in some folders are the same classes
 # Parts by the names of folders, and by the words of a table's split column.
 PARTS = {
@@ -91,8 +90,7 @@ class _Reader:
         """Return the folders in a folder by their composed names, and the paths of the images in it."""
         folders: dict[str, list[str]] = {}  # a composed and a decomposed spelling are one folder
         images = []
-        entries = visible_entries(path, _unreadable, self.skipped)
-        for entry in sorted(entries, key=lambda entry: natural_key(entry.name)):
+        for entry in visible_entries(path, _unreadable, self.skipped):
             if is_folder(entry):
                 folders.setdefault(nfc(entry.name), []).append(entry.path)
             elif entry.name.lower().endswith(IMAGES):
@@ -104,7 +102,7 @@ class _Reader:
 
         stop: whether an inner folder of this name is a part or a class.
         """
-        for _ in range(MAX_WRAPPERS):
+        while True:
             folders, images = self.contents(path)
             if len(folders) != 1 or len(images) > 1:
                 return path
@@ -113,7 +111,6 @@ class _Reader:
             if stop(name) or not _inner_folders(inner):
                 return path
             path = inner
-        return path
 
     # ---- Part folders.
 
@@ -196,8 +193,9 @@ class _Reader:
                 f"move each into a folder named after its class, such as {Path(path) / 'cat' / names[0]}.{hint}"
             )
         if not folders:
-            others = [entry.name for entry in visible_entries(path, _unreadable)]
-            raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy_for(others)}{hint}")
+            raise UsageError(
+                f"{path} has no class folders: expected {LAYOUT}.{remedy_for(entry.name for entry in Path(path).iterdir())}{hint}"
+            )
         if len(folders) == 1:
             ((name, paths),) = folders.items()
             hint = f" Did you mean --data-dir {paths[0]}?" if _inner_folders(paths[0]) else hint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from cifar_lit.data.cache import file_at
@@ -37,57 +36,45 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
     if missing and not (skip_bad and found):
         remedy = "To leave them out: --data.skip_bad true" if found else "No image below it has such a name"
         raise UsageError(
-            f"{len(missing):,} of {len(listed_rows):,} images of {table} do not exist: "
-            f"{listed(path[:200] for path in missing)}; paths are relative to {folder}/. {remedy}"
+            f"{len(missing):,} of {len(listed_rows):,} images of {table} do not exist: {listed(missing)}; "
+            f"paths are relative to {folder}/. {remedy}"
         )
     rows: dict[str, Row] = {}  # by path; `split` is the part
     same_files: dict[str, str] = {}  # path by the absolute path
     part_of_group: dict[str, str] = {}
-    repeated = 0
     for row in listed_rows:
-        part = PARTS.get(row.split.lower(), "none") if row.split else ""
-        with_part = row._replace(split=part)
         path = found.get(row.path, row.path)
         path = same_files.setdefault(os.path.abspath(os.path.join(folder, path)), path)  # noqa: PTH100, PTH118
+        part = PARTS.get(row.split.lower(), "") if row.split else ""
+        row = row._replace(split=part) if part else row
+        above = rows.setdefault(path, row)
         fault = ""
-        if part == "none":
-            fault = f"split {row.split[:80]!r} is none of {', '.join(PARTS)}.{nearest(row.split[:80], PARTS)}"
-        elif path in rows:
-            repeated += 1
-            for column in ("label", "split", "group"):
-                above, here = getattr(rows[path], column), getattr(with_part, column)
-                if above != here:
-                    fault = f"{path[:200]} has the {column} {here[:80]!r}, and {above[:80]!r} in a row above"
-        elif rows and bool(part) != bool(next(iter(rows.values())).split):
+        if row.split and not part:
+            fault = f"split {row.split!r} is none of {', '.join(PARTS)}.{nearest(row.split, PARTS)}"
+        elif bool(part) != bool(next(iter(rows.values())).split):
             fault = "some rows have a split, others none: give each one, or leave the column out"
         elif row.group and part_of_group.setdefault(row.group, part) != part:
-            fault = f"group {row.group[:80]!r} is in {part_of_group[row.group]} and in {part}: leave it in one"
-        else:
-            rows[path] = with_part
+            fault = f"group {row.group!r} is in {part_of_group[row.group]} and in {part}: leave it in one"
+        for column in ("label", "split", "group"):
+            before, here = getattr(above, column), getattr(row, column)
+            if before != here:
+                fault = f"{path} has the {column} {here!r}, and {before!r} in a row above"
         if fault:
             raise UsageError(f"{table}, row {row.number}: {fault}")
+    if len(rows) < len(listed_rows):
+        note_once(f"{table}: {len(listed_rows) - len(rows):,} rows repeat an earlier row, and count once")
 
-    if repeated:
-        note_once(f"{table}: {repeated:,} rows repeat an earlier row, and count once")
-    by_column = {}
-    for place, column in enumerate(columns):
-        by_column[column] = {path: row.values[place] for path, row in rows.items()}
-    return replace(_listing(table, folder, rows), columns=by_column)
-
-
-def _listing(table: Path, folder: str, rows: dict[str, Row]) -> Listing:
-    """Return the files of rows, given by path, by part and class."""
     names = {row.label for row in rows.values()}
     check_class_names(sorted(names), f"in {table}, the class")
     classes = sort_classes(names)
     if len(classes) == 1:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
-    used = {row.split for row in rows.values()}
-    if "" not in used and ("train" not in used or len(used) == 1):
+    used = {row.split or "all" for row in rows.values()}
+    if "all" not in used and ("train" not in used or len(used) == 1):
         absent = "val or test" if "train" in used else "train"
         raise UsageError(f"{table} has no {absent} rows: add some, or remove the split column to draw test images")
     parts: dict[str, Tree] = {
-        part or "all": {name: [] for name in classes} for part in ("train", "val", "test", "") if part in used
+        part: {name: [] for name in classes} for part in ("train", "val", "test", "all") if part in used
     }
     files = [file_at(os.path.join(folder, path), path) for path in rows]  # noqa: PTH118
     for file in sorted(files, key=lambda file: (nfc(file.path), file)):
@@ -96,7 +83,11 @@ def _listing(table: Path, folder: str, rows: dict[str, Row]) -> Listing:
     untrained = [name for name, members in next(iter(parts.values())).items() if not members]
     if untrained:
         raise UsageError(f"{table} has no training images of class {listed(untrained)}: add some, or remove the class")
-    return Listing(parts, {path: row.group for path, row in rows.items() if row.group})
+    groups = {path: row.group for path, row in rows.items() if row.group}
+    by_column = {}
+    for place, column in enumerate(columns):
+        by_column[column] = {path: row.values[place] for path, row in rows.items()}
+    return Listing(parts, groups, by_column)
 
 
 # ---- From paths in a table to files.
@@ -125,7 +116,7 @@ def find_files(table: Path, folder: str, paths: Iterable[str]) -> dict[str, str]
     for path in unique:
         fits = endings.get(nfc(path.replace("\\", "/")), [])
         if len(fits) > 1:
-            raise UsageError(f"{table}: {path[:200]} may be {fits[0]} or {fits[1]}: write paths relative to {folder}/")
+            raise UsageError(f"{table}: {path} may be {fits[0]} or {fits[1]}: write paths relative to {folder}/")
         if fits:
             files[path] = fits[0]
     if files:

@@ -6,14 +6,13 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 from cifar_lit.data.formats import IMAGES
 from cifar_lit.data.progress import note_once
 from cifar_lit.errors import UsageError, nearest
-from cifar_lit.files import file_size
 from cifar_lit.text import nfc
 
 COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
@@ -24,11 +23,6 @@ COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
     "split": ("split", "set", "subset"),
     "group": ("group",),
 }  # fmt: skip
-MAX_BYTES = 1 << 29
-MAX_ROWS = 2_000_000  # they take 2 GB of memory
-MAX_EMPTY_LINES = 500_000
-MAX_LINE = 1 << 20  # characters
-MAX_COLUMNS = 1000  # further columns are ignored
 
 
 class Row(NamedTuple):
@@ -47,8 +41,8 @@ def read_table(
 ) -> Iterator[Row]:
     """Yield the rows of a table.
 
-    The columns are named by the first row of CSV (with commas, semicolons or tabs), or by the keys of the first JSON
-    object. Of two columns, the second name may be any. A list has no names: each line is a path, then a label.
+    The columns are named by the first row of CSV (with commas, semicolons or tabs), or by the keys of JSON objects. Of
+    two columns, the second name may be any. A list has no names: each line is a path, then a label.
 
     Args:
         table: the file.
@@ -59,94 +53,90 @@ def read_table(
     Raises:
         UsageError: a column is missing, a row has no path or label, or the file is not a table.
     """
-    records = _cells(table)
+    try:
+        text = table.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{table} is not a UTF-8 text file: save it as CSV UTF-8") from None
     if table.suffix.lower() in (".jsonl", ".ndjson"):
-        records = _objects(table)
-    names = next(records, (0, []))[1][:MAX_COLUMNS]
-    if len(names) == 2 and names[0].lower().endswith(IMAGES):
-        records = chain([(1, names)], records)
-        names = ["path", "label"]
-    positions = _positions(table, names, group, labelled)
-    places = [_place(table, names, column, "data.groups") for column in columns]
+        names, records = _objects(table, text)
+    else:
+        names, records = _cells(table, text)
+    places = _places(table, names, group, labelled)
+    further = [_place(table, names, column, "data.groups") for column in columns]
     rows = 0
     for number, cells in records:
-        values = dict.fromkeys(COLUMNS, "")
-        for column, place in positions.items():
-            if place < len(cells):
-                values[column] = cells[place]
-        further = tuple(nfc(cells[place]) if place < len(cells) else "" for place in places)
-        row = Row(number, values["path"], nfc(values["label"]), nfc(values["split"]), nfc(values["group"]), further)
-        if re.search("[\0\ud800-\udfff]", row.path):  # no file system stores half of a surrogate pair
-            raise UsageError(f"{table}, row {number}: no file can be called {row.path[:80]!r}")
-        if row.path and (row.label or not labelled):
+        cells += [""] * (len(names) - len(cells))
+        values = {column: cells[place] for column, place in places.items()}
+        path, label = values["path"], nfc(values.get("label", ""))
+        if path and (label or not labelled):
             rows += 1
-            yield row
-        elif row.path:
-            raise UsageError(f"{table}, row {number} has no label")
+            split, group_name = nfc(values.get("split", "")), nfc(values.get("group", ""))
+            yield Row(number, path, label, split, group_name, tuple(nfc(cells[place]) for place in further))
         elif any(cells):
-            raise UsageError(f"{table}, row {number} has no path")
-        if rows > MAX_ROWS:
-            raise UsageError(f"{table} has more than {MAX_ROWS:,} rows")
+            raise UsageError(f"{table}, row {number} has no {'label' if path else 'path'}")
     if not rows:
-        raise UsageError(f"{table} has no rows below its column names, {_listed(names)}")
+        raise UsageError(f"{table} has no rows below its column names, {', '.join(names)}")
 
 
-def _positions(table: Path, names: Sequence[str], group: str | None, labelled: bool) -> dict[str, int]:
+def _places(table: Path, names: Sequence[str], group: str | None, labelled: bool) -> dict[str, int]:
     """Return the place of each known column; raise UsageError if one is missing. Arguments: see `read_table`."""
     plain = [_plain(name) for name in names]
-    positions: dict[str, int] = {}
-    unknown = list(range(len(names)))
+    places: dict[str, int] = {}
+    unknown = [place for place, name in enumerate(names) if name != group]
     for column, aliases in COLUMNS.items():
         for alias in reversed(aliases):  # the first has precedence
             if alias in plain:
-                positions[column] = plain.index(alias)
-        unknown = [place for place in unknown if plain[place] not in aliases and names[place] != group]
-    labels = [name[:80] for place, name in enumerate(names) if plain[place] in COLUMNS["label"]]
+                places[column] = plain.index(alias)
+        unknown = [place for place in unknown if plain[place] not in aliases]
+    labels = [name for place, name in enumerate(names) if plain[place] in COLUMNS["label"]]
     if labelled and len(labels) > 1:
-        used = names[positions["label"]][:80]
+        used = names[places["label"]]
         note_once(f"{table}: {used} is used of the columns that may be the label, {', '.join(labels)}")
-    absent = [column for column in ("path", "label") if column not in positions]
+    absent = [column for column in ("path", "label") if column not in places]
     if len(unknown) == len(absent) == 1:
-        positions[absent[0]] = unknown[0]
-    rule = "its first row must name the columns, path at least"
-    if labelled:
-        rule = "its first row must name the columns, path and label at least"
+        places[absent[0]] = unknown[0]
+    needed = ["path", "label"] if labelled else ["path"]
+    rule = f"its first row must name the columns, {' and '.join(needed)} at least"
     if not any(names):
         raise UsageError(f"{table} is empty: {rule}")
-    for column in ("path", "label"):
-        if column not in positions and (labelled or column == "path"):
+    for column in needed:
+        if column not in places:
             accepted = ", ".join(COLUMNS[column][:6])
-            fault = f"has no column for the {column} ({accepted}, …), only {_listed(names)}"
+            fault = f"has no column for the {column} ({accepted}, …), only {', '.join(names)}"
             raise UsageError(f"{table} {fault}: {rule}")
     if group is not None:
-        positions["group"] = _place(table, names, group, "data.split.group")
-    return positions
+        places["group"] = _place(table, names, group, "data.split.group")
+    return places
 
 
 def _place(table: Path, names: Sequence[str], column: str, setting: str) -> int:
     if column not in names:
-        fault = f"{table} has no column {column!r} for {setting}, only {_listed(names)}"
+        fault = f"{table} has no column {column!r} for {setting}, only {', '.join(names)}"
         raise UsageError(f"{fault}.{nearest(column, names)}")
     return names.index(column)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(name[:80] for name in names[:20])
+Records = Iterator[tuple[int, list[str]]]  # number and cells of each row
 
 
-def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV, a TSV or a list of paths and labels with their numbers; cells are stripped."""
-    lines = _lines(table)
-    first = next(lines, "")
+def _cells(table: Path, text: str) -> tuple[list[str], Records]:
+    """Return the column names of a CSV, a TSV or a list of paths and labels, and its rows."""
+    first = text.partition("\n")[0]
     if table.suffix.lower() == ".txt" and not re.search("[,;\t]", first):
-        yield 0, ["path", "label"]
-        for number, line in enumerate(chain([first], lines), 1):
-            yield number, line.strip().rsplit(maxsplit=1)
-        return
+        lines = enumerate(text.splitlines(), 1)
+        return ["path", "label"], ((number, line.strip().rsplit(maxsplit=1)) for number, line in lines)
     delimiter = max(",;\t", key=first.count)
     if table.suffix.lower() == ".tsv":
         delimiter = "\t"
-    reader = csv.reader(chain([first], lines), delimiter=delimiter)
+    rows = _csv_rows(table, text, delimiter)
+    _, names = next(rows, (0, []))
+    if len(names) == 2 and names[0].lower().endswith(IMAGES):
+        return ["path", "label"], _csv_rows(table, text, delimiter)
+    return names, rows
+
+
+def _csv_rows(table: Path, text: str, delimiter: str) -> Records:
+    reader = csv.reader(StringIO(text), delimiter=delimiter)
     try:
         for cells in reader:
             if cells:
@@ -155,28 +145,21 @@ def _cells(table: Path) -> Iterator[tuple[int, list[str]]]:
         raise UsageError(f"{table}, row {reader.line_num} cannot be read: {error}; is a quote left open?") from None
 
 
-def _objects(table: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the keys of the first JSON object, then the values of each object in their order, with the line numbers."""
-    names: list[str] = []
-    first_keys: set[str] = set()
-    for number, line in enumerate(_lines(table), 1):
+def _objects(table: Path, text: str) -> tuple[list[str], Records]:
+    """Return the keys of all JSON objects, and the values of each in their order."""
+    objects: list[tuple[int, dict[str, object]]] = []
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             values = None
         if not isinstance(values, dict):
             raise UsageError(f'{table}, row {number} is not a JSON object such as {{"path": "1.jpg", "label": "cat"}}')
-        if not names:
-            names = [*values]
-            first_keys = set(names)
-            yield 0, names
-        for name in values.keys() - first_keys:
-            if _plain(name) in chain.from_iterable(COLUMNS.values()):
-                fault = f"row {number} has {name[:80]!r}, which the first row lacks: add it there, null if empty"
-                raise UsageError(f"{table}, {fault}")
-        yield number, [_text(values.get(name)) for name in names]
+        objects.append((number, values))
+    names = list(dict.fromkeys(name for _, values in objects for name in values))
+    return names, ((number, [_text(values.get(name)) for name in names]) for number, values in objects)
 
 
 def _plain(name: str) -> str:
@@ -188,23 +171,3 @@ def _text(value: object) -> str:
     if value is None or isinstance(value, dict | list):
         return ""
     return str(value).strip()
-
-
-def _lines(table: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 text, with or without a byte order mark. Raise UsageError for any other file."""
-    try:
-        file_size(table, MAX_BYTES)
-        empty = 0
-        with table.open(encoding="utf-8-sig", newline="") as file:
-            while line := file.readline(MAX_LINE):
-                if len(line) == MAX_LINE or "\0" in line:
-                    fault = f"a line is longer than {MAX_LINE:,} characters, or has a NUL"
-                    raise UsageError(f"{table} is not a text file: {fault}")
-                empty += line.isspace()
-                if empty > MAX_EMPTY_LINES:
-                    raise UsageError(f"{table} has more than {MAX_EMPTY_LINES:,} empty lines: remove them")
-                yield line
-    except UnicodeDecodeError:
-        raise UsageError(f"{table} is not a UTF-8 text file: save it as CSV UTF-8") from None
-    except OSError as error:
-        raise UsageError(f"{table} cannot be read: {error.strerror}") from None

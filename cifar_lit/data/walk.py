@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 
 from cifar_lit.text import counted, listed, natural_key
 
@@ -24,7 +23,7 @@ def is_skipped(name: str) -> bool:
 
 
 def visible_entries(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
-    """Yield the visible entries of a folder in the order of the disk.
+    """Yield the visible entries of a folder in natural order.
 
     Args:
         folder: its path. If it cannot be read and `on_error` does not raise, it has no entries.
@@ -32,41 +31,38 @@ def visible_entries(folder: str, on_error: OnError, skipped: list[str] | None = 
         skipped: list to which the paths of hidden and system folders are added.
     """
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not is_skipped(entry.name):
-                    yield entry
-                elif skipped is not None and is_folder(entry):
-                    skipped.append(entry.path)
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: natural_key(entry.name))
     except OSError as error:
         on_error(error)
+        return
+    for entry in entries:
+        if not is_skipped(entry.name):
+            yield entry
+        elif skipped is not None and is_folder(entry):
+            skipped.append(entry.path)
 
 
-def walk(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
+def walk(
+    folder: str, on_error: OnError, skipped: list[str] | None = None, entered: set[str] | None = None
+) -> Iterator[os.DirEntry[str]]:
     """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
 
-    Links to folders are followed, but each folder is entered only once. Otherwise a link to a parent folder would never
-    end, and links that double at every level would take 2^levels visits. For the arguments, see `visible_entries`.
+    Links to folders are followed, but each folder is entered only once: a link to a parent folder would never end. For
+    the other arguments, see `visible_entries`.
+
+    entered: real paths of the folders that were entered.
     """
-    visited: set[tuple[int, int]] = set()
-    stack: list[os.DirEntry[str]] = []
-
-    def enter(path: str) -> bool:
-        """Return whether a folder is new, and put its entries on the stack."""
-        with suppress(OSError):  # reading the folder raises it again
-            status = os.stat(path)  # noqa: PTH116
-            if (status.st_dev, status.st_ino) in visited:
-                return False
-            visited.add((status.st_dev, status.st_ino))
-        entries = visible_entries(path, on_error, skipped)
-        stack.extend(sorted(entries, key=lambda entry: natural_key(entry.name), reverse=True))
-        return True
-
-    enter(folder)
-    while stack:
-        entry = stack.pop()
-        if not is_folder(entry) or enter(entry.path):
+    entered = {os.path.realpath(folder)} if entered is None else entered
+    for entry in visible_entries(folder, on_error, skipped):
+        if not is_folder(entry):
             yield entry
+            continue
+        place = os.path.realpath(entry.path)
+        if place not in entered:
+            entered.add(place)
+            yield entry
+            yield from walk(entry.path, on_error, skipped, entered)
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:

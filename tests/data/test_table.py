@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import unicodedata
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from own_images import damage, open_set, save, values
 
-from cifar_lit.data import table as table_module
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.folder import draw_test, files_of
 from cifar_lit.data.layout import scan
@@ -50,7 +47,6 @@ BY_KEY = [{"split": part, "path": path, "label": label} for path, label, part in
         ("a.csv", "utf-8", ["n\tfile\tcategory\tsplit\r", *["\t".join(("1,5", *row)) + "\r" for row in ROWS]]),
         ("a.tsv", "utf-8", ["file_name\ttarget\tsubset", "", *map("\t".join, ROWS), "\t\t"]),
         ("a.jsonl", "utf-8-sig", [json.dumps({"n": [1], "image": a, "class": b, "set": c}) for a, b, c in ROWS]),
-        ("a.ndjson", "utf-8", ["", *map(json.dumps, BY_KEY)]),
         ("a.jsonl", "utf-8", [json.dumps(keys, sort_keys=bool(place % 2)) for place, keys in enumerate(BY_KEY)]),
     ],
 )
@@ -91,14 +87,6 @@ def test_without_a_split_column_the_test_set_is_that_of_the_folder_in_any_row_or
             for part in ("train", "test"):
                 expected = [int(Path(file.path).stem) for file in files_of({part: parts[part]})]
                 assert values(table, part == "train", split=Split(seed=seed)) == expected
-
-
-def test_integer_labels_are_sorted_by_value(pets: Path) -> None:
-    labels = [10, 10, 9, 9, -1, -1]
-    rows = [json.dumps({"path": name, "label": label}) for name, label in zip(NAMES, labels, strict=True)]
-    assert open_set(write(pets / "a.jsonl", *rows)).classes == ("-1", "9", "10")
-    rows = [f"{name},{str(label).replace('-1', '9b')}" for name, label in zip(NAMES, labels, strict=True)]
-    assert open_set(write(pets / "a.csv", "path,label", *rows)).classes == ("10", "9", "9b")
 
 
 @pytest.mark.parametrize(
@@ -155,30 +143,17 @@ CAT, DOG = "cat/0.png,cat", "dog/3.png,dog"
     ("name", "rows", "text"),
     [
         ("a.csv", ["file,kind,age", CAT + ",1"], r"no column for the label \(label, labels, .*, only file, kind, age"),
-        ("a.csv", ["kind,age", CAT, DOG], r"no column for the path \(path, file, .*, only kind, age: its first row"),
-        ("a.jsonl", ['{"path": "cat/0.png"}'], "no column for the label .*, only path"),
-        (
-            "a.jsonl",
-            ['{"path": "cat/0.png", "label": "cat"}', '{"path": "dog/3.png", "label": "dog", "Split": "test"}'],
-            "row 2 has 'Split', which the first row lacks: add it there, null if empty",
-        ),
         ("a.csv", [HEAD], "has no rows below its column names, path, label, split, group"),
-        ("a.csv", [HEAD, "", ",,,"], "has no rows"),
         ("a.csv", [HEAD, CAT, "cat/1.png,cat"], r"one class only \(cat\)"),
-        ("a.csv", [HEAD, f"{CAT},train", ",dog,train"], "row 3 has no path"),
         ("a.csv", [HEAD, f"{CAT},train", "dog/3.png"], "row 3 has no label"),
         ("a.csv", [HEAD, f"{CAT},tset"], "row 2: split 'tset' is none of train, .* Did you mean test?"),
         ("a.csv", [HEAD, f"{CAT},train", f"{DOG},"], "row 3: some rows have a split, others none"),
         ("a.csv", [HEAD, f"{CAT},train", "cat/0.png,dog,train"], "row 3: cat/0.png has the label 'dog', and 'cat' in"),
-        ("a.csv", [HEAD, f"{CAT},train", f"{CAT},test"], "row 3: cat/0.png has the split 'test', and 'train'"),
         ("a.csv", [HEAD, f"{CAT},train,p1", "cat/1.png,cat,test,p1"], "row 3: group 'p1' is in train and in test"),
         ("a.csv", [HEAD, f"{CAT},train", f"{DOG},test"], "no training images of class dog"),
-        ("a.csv", [HEAD, f"{CAT},train", f"{DOG},train"], "has no val or test rows: add some"),
         ("a.csv", [HEAD, f"{CAT},test", f"{DOG},test"], "has no train rows"),
-        ("a.csv", [HEAD, CAT, DOG], "every class of .*a.csv has only one image or group"),
         ("a.csv", [HEAD, f"{CAT},,1", "cat/1.png,cat,,1", f"{DOG},,1", "dog/4.png,dog,,1"], "only one image or group"),
         ("a.csv", [HEAD, "cat/0.png,c\tt", DOG], r"in .*a.csv, the class 'c\\tt' has to be renamed"),
-        ("a.csv", [HEAD, f"cat/0.png,{'9' * 5000}", "dog/3.png,1"], "has to be renamed"),
     ],
 )  # fmt: skip
 def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: list[str], text: str) -> None:
@@ -192,60 +167,17 @@ def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: li
     ("name", "content", "text"),
     [
         ("a.csv", b"", "is empty"),
-        ("a.jsonl", b"\n\n", "is empty"),
         ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "not a UTF-8 text"),
-        ("a.csv", "path,label\nä.png,cat".encode("latin-1"), "not a UTF-8 text"),
-        ("a.csv", b"path,label\ncat/0.png\0,cat", "not a text file: .* or has a NUL"),
-        (
-            "a.csv",
-            b"path,label\n" + b"x" * (table_module.MAX_LINE + 1),
-            "not a text file: a line is longer than 1,048,576 characters",
-        ),
-        ("a.csv", b"a," * 400_000, "no column for the path"),
-        (
-            "a.csv",
-            b'path,label\n"cat/0.png,cat\n' + b"dog/3.png,dog\n" * 10_000,
-            "row [0-9]+ cannot be read: .* quote left open?",
-        ),
-        (
-            "a.csv",
-            b"path,label\n" + b"x" * 100_000 + b",cat\ndog/3.png,dog",
-            r"1 of 2 images .* do not exist: x{200}; ",
-        ),
-        ("a.jsonl", b"[" * 100_000, "row 1 is not a JSON object such as"),
+        ("a.csv", b'path,label\n"cat/0.png,cat\n' + b"dog/3.png,dog\n" * 10_000, "row [0-9]+ .* is a quote left open?"),
         ("a.jsonl", b'{"path": "a", "label": "b"}\n["a", "b"]', "row 2 is not a JSON object"),
-        ("a.jsonl", b'{"path": "a", "label": ' + b"9" * 100_000 + b"}", "row 1 is not a JSON object"),
         ("a.jsonl", b'{"path": "a", "label": {"b": 1}}', "row 1 has no label"),
-        ("a.jsonl", rb'{"path": "a\u0000b", "label": "b"}', r"row 1: no file can be called 'a\\x00b'"),
-        ("a.jsonl", rb'{"path": "\ud800", "label": "b"}', r"row 1: no file can be called '\\ud800'"),
     ],
-)
-def test_an_unreadable_table_is_refused_in_one_short_line(pets: Path, name: str, content: bytes, text: str) -> None:
+)  # fmt: skip
+def test_an_unreadable_table_is_refused_in_one_line(pets: Path, name: str, content: bytes, text: str) -> None:
     (pets / name).write_bytes(content)
     with pytest.raises(UsageError, match=text) as refusal:
         open_set(pets / name)
-    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 2000
-
-
-def endless(table: Path) -> None:
-    table.write_bytes(b"path,label\n")
-    os.truncate(table, 1 << 40)
-
-
-@pytest.mark.parametrize(
-    "make", [os.mkfifo, endless, lambda table: table.symlink_to("/dev/zero")], ids=["pipe", "1 TiB", "device"]
-)
-def test_pipes_devices_and_huge_tables_are_not_read(pets: Path, make: Callable[[Path], object]) -> None:
-    make(pets / "a.csv")
-    with pytest.raises(UsageError, match=r"a\.csv cannot be read: it is "):
-        open_set(pets / "a.csv")
-
-
-def test_a_table_with_too_many_rows_is_refused(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "MAX_ROWS", 5)
-    table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in NAMES])
-    with pytest.raises(UsageError, match="more than 5 rows"):
-        open_set(table)
+    assert "\n" not in str(refusal.value)
 
 
 # ---- columns and paths that other programs write
@@ -257,13 +189,10 @@ def test_a_table_with_too_many_rows_is_refused(pets: Path, monkeypatch: pytest.M
         ("a.csv", ["id,breed", *[f"{Path(name).stem},{name[:3]}" for name in NAMES]]),
         ("a.csv", ["image_id,choice", *[f"{Path(name).name},{name[:3]}" for name in NAMES]]),
         ("a.csv", ["id,img,labels", *[f"{9 - place},{name},{name[:3]}" for place, name in enumerate(NAMES)]]),
-        ("a.csv", ["File-Name,label", *[rf"{name[:3]}\{name[4:]},{name[:3]}" for name in NAMES]]),
         ("a.csv", ["path,label", *[rf".\{name[:3]}\{name[4:]},{name[:3]}" for name in NAMES]]),
-        ("a.csv", ["path,label", *[f"./{name[:3]}//{name[4:]},{name[:3]}" for name in NAMES]]),
         ("a.csv", [f"{name},{name[:3]}" for name in NAMES]),
         ("a.txt", [f"{name} {name[:3]}" for name in NAMES]),
         ("train_list.TXT", [f"{name}\t{name[:3]}" for name in NAMES]),
-        ("a.txt", ["path,label", *[f"{name},{name[:3]}" for name in NAMES]]),
     ],
 )
 def test_usual_columns_paths_and_lists_are_understood(pets: Path, name: str, rows: list[str]) -> None:
@@ -291,47 +220,18 @@ def test_names_that_fit_several_files_are_refused(pets: Path) -> None:
         list_table(table, None, False)
 
 
-def test_a_search_by_name_takes_the_folders_of_a_path_into_account(pets: Path) -> None:
-    save(pets / "old/cat/1.png"), save(pets / "old/dog/1.png")
-    table = write(pets / "a.csv", "id,label", r"old\cat\1,a", "old/dog/1.png,b", "emu/0.png,b")
-    with pytest.raises(UsageError, match=r"2 of 3 images of .* do not exist: old\\cat\\1, emu/0.png"):
-        list_table(table, None, False)
-    write(table, "id,label", r"old\cat\1,a", "old/dog/1,b")
-    assert list_table(table, None, False).parts["all"]["a"][0].path == "old/cat/1.png"
+def test_a_table_of_missing_files_only_is_refused_with_the_reason(pets: Path) -> None:
+    table = write(pets / "a.csv", "path,label", "x0.png,cat", "x3.png,dog")
+    text = "2 of 2 images .* paths are relative to .*pets/. No image below it has such a name"
+    with pytest.raises(UsageError, match=text) as refusal:
+        open_set(table, skip_bad=True)
+    assert "skip_bad" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        (
-            "https://example.org/{}.png",
-            r"2 of 2 images of .* do not exist: https://.*No image below it has such a name",
-        ),
-        ("x{}.png", "2 of 2 images .* paths are relative to .*pets/. No image below it has such a name"),
-    ],
-)
-def test_a_table_of_missing_files_only_is_refused_with_the_reason(pets: Path, path: str, text: str) -> None:
-    table = write(pets / "a.csv", "path,label", f"{path.format(0)},cat", f"{path.format(3)},dog")
-    for skip_bad in (False, True):
-        with pytest.raises(UsageError, match=text) as refusal:
-            open_set(table, skip_bad=skip_bad)
-        assert "skip_bad" not in str(refusal.value)
-
-
-def test_other_images_are_not_searched_for_a_missing_one(pets: Path) -> None:
-    save(pets / "old/9.png")
-    table = write(pets / "a.csv", "path,label", "9.png,cat", *[f"{name},{name[:3]}" for name in NAMES])
-    with pytest.raises(UsageError, match=r"1 of 7 images of .* do not exist: 9\.png"):
-        open_set(table)
-
-
-@pytest.mark.parametrize("spelling", ["./{}", "{}/../{}", "absolute"])
-def test_one_file_in_two_spellings_is_one_image(pets: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(pets.parent)
-    other = {"{}/../{}": "cat/../cat/0.png", "absolute": str(pets / "cat/0.png")}.get(spelling, "")
-    rows = ["cat/0.png,cat,train", "dog/3.png,dog,train", f"{other or spelling.format('cat/0.png')},cat,test"]
+def test_one_file_in_two_spellings_is_one_image(pets: Path) -> None:
+    rows = ["cat/0.png,cat,train", "dog/3.png,dog,train", f"{pets / 'cat/0.png'},cat,test"]
     with pytest.raises(UsageError, match=r"row 4: cat/0\.png has the split 'test', and 'train' in a row above"):
-        list_table(write(Path("pets/a.csv"), "path,label,split", *rows), None, False)
+        list_table(write(pets / "a.csv", "path,label,split", *rows), None, False)
 
 
 @pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
@@ -422,8 +322,8 @@ def test_columns_named_by_data_groups_follow_their_images(pets: Path) -> None:
         open_set(tables[0], groups=("camera",))
 
 
-@pytest.mark.parametrize("split", [Split(test_size=0.5), Split(folds=2, fold=1)])
-def test_drawn_test_images_and_folds_keep_their_columns(pets: Path, split: Split) -> None:
+def test_the_images_of_a_fold_keep_their_columns(pets: Path) -> None:
+    split = Split(folds=2, fold=1)
     table = write(pets / "a.csv", "path,label,number", *[f"{name},{name[:3]},n{Path(name).stem}" for name in NAMES])
     data = ImageData(
         "folder", str(table), val_size=2, split=split, groups="number,label", cache_dir=str(pets / "cache")
