@@ -193,9 +193,8 @@ class _Reader:
                 f"move each into a folder named after its class, such as {Path(path) / 'cat' / names[0]}.{hint}"
             )
         if not folders:
-            raise UsageError(
-                f"{path} has no class folders: expected {LAYOUT}.{remedy_for(entry.name for entry in Path(path).iterdir())}{hint}"
-            )
+            remedy = remedy_for(entry.name for entry in Path(path).iterdir())
+            raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}{hint}")
         if len(folders) == 1:
             ((name, paths),) = folders.items()
             hint = f" Did you mean --data-dir {paths[0]}?" if _inner_folders(paths[0]) else hint
