@@ -84,7 +84,7 @@ def write_results(
     card = describe_model(model, data) if run.trains else model_card(model, data)
     metrics = run_metrics(run, model, data, val, test, card)
     if run.boards:
-        log_pictures(run, val, test, model.predictions, data, trainer.global_step)
+        log_pictures(run, val, test, data, trainer.global_step)
     if run.trains:
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
         with suppress(OSError):  # a leftover checkpoint is harmless

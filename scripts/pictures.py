@@ -39,7 +39,7 @@ from torchvision.utils import make_grid
 from cifar_lit import ImageData
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.augment import Augment
-from cifar_lit.runs.figures import augmented_sample, confusion_matrix, gallery
+from cifar_lit.runs.figures import as_pixels, augmented_sample, confusion_matrix
 from cifar_lit.stats import SHARE, mean_interval
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +106,15 @@ def mistakes(count: int, columns: int) -> Tensor:
     rows = wrong[highest[wrong].argsort(descending=True)][:count]
     captions = [(f"true {names[test.labels[row]]}", f"predicted {names[predicted[row]]}") for row in rows]
     return gallery(test.images[rows], captions, columns)
+
+
+def gallery(images: Tensor, captions: list[tuple[str, ...]], columns: int) -> Tensor:
+    """Return a grid of images, uint8 (N, H, W, C), with captions, as uint8 (3, H, W)."""
+    rows = -(-len(images) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(1.2 * columns, 1.5 * rows))
+    for axes, image, lines in zip(grid.flat, images, captions, strict=True):
+        show(axes, image, "\n".join(lines))
+    return pixels_of(figure)
 
 
 def pixels_of(figure: Figure) -> Tensor:
@@ -182,7 +191,7 @@ def draw_confusion() -> None:
     count = len(images().classes)
     pairs = images().test_images.labels * count + probabilities().argmax(1)
     matrix = torch.bincount(pairs, minlength=count**2).view(count, count)
-    save(confusion_matrix(matrix, images().classes), DOCS / "confusion.png")
+    save(as_pixels(confusion_matrix(matrix, images().classes)), DOCS / "confusion.png")
 
 
 def draw_mistakes() -> None:

@@ -9,8 +9,8 @@ from jsonargparse import ArgumentParser, Namespace
 from cifar_lit.errors import UsageError
 
 if TYPE_CHECKING:
-    from cifar_lit.runs.card import Coverage
     from cifar_lit.runs.model_file import ModelCard
+    from cifar_lit.runs.sets import Coverage
 
 
 def add_coverage(parser: ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def add_coverage(parser: ArgumentParser) -> None:
 
 def coverage_of(settings: Namespace, card: ModelCard) -> Coverage | None:
     """Return the requested sets, None without --coverage. Raise UsageError if the model cannot give them."""
-    from cifar_lit.runs.card import Coverage, set_limits  # imports torch
+    from cifar_lit.runs.sets import Coverage, set_limits  # imports torch
 
     if settings.coverage is None:
         if settings.sets != "lac" or settings.by_class:

@@ -23,7 +23,8 @@ commands
   fit        train and validate (the default)
   train      fit, then test the best checkpoint once
   validate   score a checkpoint on the validation images
-  test       score a checkpoint on the test images
+  test       score a checkpoint on the test images;
+             test RUN tests a run's weights again, and compares with what it recorded
   predict    write the predictions of a checkpoint for the test images
   recipes    list recipes with accuracy and training time
   devices    list devices; --check trains on each of them
@@ -68,6 +69,7 @@ OWN = {
     "export": "cifar_lit.cli.export:export",
     "export --to hub": "cifar_lit.extras.hub.repository:export_to_hub",
     "serve": "cifar_lit.extras.serve.command:serve",
+    "test RUN": "cifar_lit.cli.retest:test_again",
 }
 
 _SYNONYMS = {  # commands of other programs
@@ -119,6 +121,8 @@ def _run(argv: list[str], default: str) -> int:
         name, arguments = argv[0], argv[1:]
     if name == "export" and ("--to=hub" in arguments or ("--to", "hub") in pairwise(arguments)):
         name = "export --to hub"
+    if name == "test" and arguments and not arguments[0].startswith("-"):
+        name = "test RUN"
     if name in flags.TRAINING:
         _train(flags.parse(name, arguments), arguments)
         return 0

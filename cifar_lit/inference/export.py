@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from cifar_lit.data.formats import RESIZES
 from cifar_lit.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.files import writing
-from cifar_lit.runs.card import Coverage, novelty, prediction_sets, set_limits, threshold
+from cifar_lit.runs.card import novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
+from cifar_lit.runs.sets import Coverage, prediction_sets, set_limits
 from cifar_lit.text import counted, say
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from torch import Tensor
 from cifar_lit.data.decode import Preparation, decode, pixels_of
 from cifar_lit.errors import Failure
 from cifar_lit.plugins import optional_function
-from cifar_lit.runs.card import FALSE_ALARMS, Coverage, check_rate, novelty, prediction_sets, set_limits, threshold
+from cifar_lit.runs.card import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import HUB, read_metrics
+from cifar_lit.runs.sets import Coverage, prediction_sets, set_limits
 from cifar_lit.text import printable
 from cifar_lit.trust import trusting
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import combinations, cycle, product
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cifar_lit.data.formats import TABLES
-from cifar_lit.data.table import read_table
 from cifar_lit.errors import UsageError
-from cifar_lit.files import file_size
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import GROUP, LOCK, changes_text, display_path, read_curves, read_metrics, read_rows
+from cifar_lit.runs.run_folder import GROUP, LOCK, changes_text, display_path, read_metrics
 from cifar_lit.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
-from cifar_lit.text import csv_cell, natural_key, printable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.lines import Line2D
+from cifar_lit.text import natural_key
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison
-MAX_LABELS = 4 << 20  # bytes of a table of labels whose changes are counted
-MAX_COLUMNS = 20  # columns of groups
 RUN_FILES = ("config.yaml", "metrics.json", "metrics.csv", LOCK)
 
 # ---- Read runs.
@@ -48,10 +39,7 @@ class RunRecord:
     @property
     def test(self) -> dict[str, Any]:
         """The test results in metrics.json; empty without a test."""
-        test = self.metrics.get("test")
-        if isinstance(test, dict) and isinstance(test.get("accuracy"), int | float):
-            return test
-        return {}
+        return self.metrics.get("test") or {}
 
     @property
     def recipe(self) -> str:
@@ -65,6 +53,12 @@ class RunRecord:
         if seed is False:
             return None
         return seed
+
+    @property
+    def data(self) -> str:
+        """The `data` entry of metrics.json as text; empty if it is missing."""
+        data = self.metrics.get("data")
+        return json.dumps(data, sort_keys=True) if data else ""
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -98,25 +92,14 @@ def find_runs(names: Sequence[str]) -> list[Path]:
         matches = [path]
         if not path.exists():
             matches = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207
-        if not matches:
-            raise UsageError(f"there is no {name}: name run folders, a pattern of them, or a folder of logs")
         folders = _sorted_folders(matches)
         if not folders:
-            raise UsageError(f"{name} is a file: name run folders, a pattern of them, or a folder of logs")
+            raise UsageError(f"there is no folder {name}: name run folders, a pattern of them, or a folder of logs")
         for folder in folders:
-            for run in _runs_in(folder) or [folder]:
+            inner = [] if _is_run(folder) else list(filter(_is_run, _sorted_folders(folder.iterdir())))
+            for run in inner or [folder]:
                 runs.setdefault(run.resolve(), run)
     return list(runs.values())
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    """Return the runs in a folder; none if it is a run itself or cannot be read, which `read_run` reports."""
-    try:
-        if _is_run(folder):
-            return []
-        return [inner for inner in _sorted_folders(folder.iterdir()) if _is_run(inner)]
-    except OSError:
-        return []
 
 
 def _sorted_folders(paths: Iterable[Path]) -> list[Path]:
@@ -126,46 +109,29 @@ def _sorted_folders(paths: Iterable[Path]) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    try:
-        return any((path / name).is_file() for name in RUN_FILES)
-    except OSError:
-        return True
+    return any((path / name).is_file() for name in RUN_FILES)
 
 
 def read_run(path: Path) -> RunRecord:
     """Return the contents of a run folder. Missing and damaged files are reported in `note`, never raised."""
-    try:
-        return _read_run(path)
-    except OSError as error:
-        return RunRecord(path, display_path(path), {}, {}, f"cannot be read ({error.strerror or error})")
-
-
-def _read_run(path: Path) -> RunRecord:
     settings: dict[str, Any] = {}
-    config = path / "config.yaml"
-    with suppress(UsageError):  # it is damaged
-        if config.is_file():  # reading a pipe would block
-            settings = _flattened(plain_values(config))
+    with suppress(OSError, UsageError):  # it is missing or damaged
+        settings = _flattened(plain_values(path / "config.yaml"))
     for name in PLACES:
         settings.pop(name, None)
-    record = RunRecord(path, display_path(path), settings, read_metrics(path))
-    notes = [_note(record), changes_text(record.metrics)]
-    return replace(record, note="; ".join(filter(None, notes)))
+    run = RunRecord(path, display_path(path), settings, read_metrics(path))
+    return replace(run, note="; ".join(filter(None, (_note(run), changes_text(run.metrics)))))
 
 
 def _note(run: RunRecord) -> str:
-    if run.metrics:
-        if not run.settings:
-            return "its config.yaml is missing or damaged"
-        if not run.test:
-            return "no test"
+    if run.test:
         return ""
+    if run.metrics:
+        return "no test"
     if (run.path / "metrics.json").exists():
         return "damaged: metrics.json cannot be read"
     if (run.path / "folds.json").is_file():
         return "a cross-validation: compare its runs"
-    if (run.path / "predictions.csv").is_file():
-        return "predictions only"
     if not run.settings:
         return "broken: neither config.yaml nor metrics.json"
     if (run.path / LOCK).exists():  # a killed process leaves it
@@ -174,7 +140,7 @@ def _note(run: RunRecord) -> str:
 
 
 def _flattened(settings: object, prefix: str = "") -> dict[str, object]:
-    """Return nested settings by dotted name; empty if they are no mapping. Lists and empty mappings are values."""
+    """Return nested settings by dotted name. Lists and empty mappings are values."""
     if not isinstance(settings, Mapping):
         return {}
     flat: dict[str, object] = {}
@@ -206,7 +172,7 @@ def _setting_text(run: RunRecord, name: str) -> str:
     value = run.settings.get(name, "–")
     if isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -215,33 +181,20 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     Returns:
         For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds` and
         `accuracies` of the runs, and `mean_interval` of `accuracy` and `train_seconds` over the first run of each seed.
-        If the data of equal settings differ, such as a folder that was changed, `settings` has a number of the data as
-        `data`.
+        If runs used different data, such as a folder that was changed, `settings` has a number of the data as `data`.
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe", "threads")]
+    numbers: dict[str, str] = {}  # of the data, in the order of their first use
+    for run in tested:
+        numbers.setdefault(run.data, str(len(numbers) + 1))
     members: dict[tuple[str, ...], list[RunRecord]] = {}
     for run in tested:
-        key = (run.recipe, *(_setting_text(run, name) for name in names))
+        key = (run.recipe, *(_setting_text(run, name) for name in names), numbers[run.data])
         members.setdefault(key, []).append(run)
-    if any(len({_data_text(run) for run in group} - {""}) > 1 for group in members.values()):
+    if len(numbers) > 1:
         names.append("data")
-        members = _split_by_data(members, tested)
     return [_summary(names, key, group) for key, group in members.items()]
-
-
-def _split_by_data(
-    members: Mapping[tuple[str, ...], Sequence[RunRecord]], runs: Sequence[RunRecord]
-) -> dict[tuple[str, ...], list[RunRecord]]:
-    """Add a number of the data to the keys, in the order of their first use in `runs`, – for unknown data."""
-    numbers = {"": "–"}
-    for run in runs:
-        numbers.setdefault(_data_text(run), str(len(numbers)))
-    split: dict[tuple[str, ...], list[RunRecord]] = {}
-    for key, group in members.items():
-        for run in group:
-            split.setdefault((*key, numbers[_data_text(run)]), []).append(run)
-    return split
 
 
 def _summary(names: Sequence[str], key: Sequence[str], group: Sequence[RunRecord]) -> dict[str, Any]:
@@ -249,15 +202,13 @@ def _summary(names: Sequence[str], key: Sequence[str], group: Sequence[RunRecord
     # Runs that repeat a seed say nothing about the spread over seeds. Runs without a seed are independent.
     firsts: dict[str, RunRecord] = {}
     for run in group:
-        if run.seed is None:
-            firsts[run.name] = run
-        else:
-            firsts.setdefault(str(run.seed), run)
+        label = run.name if run.seed is None else str(run.seed)
+        firsts.setdefault(label, run)
     accuracies = [run.test["accuracy"] for run in firsts.values()]
     seconds = [run.metrics["train_seconds"] for run in firsts.values() if run.metrics.get("train_seconds")]
     return {
         "recipe": key[0],
-        "settings": dict(zip(names, key[1:], strict=True)),
+        "settings": dict(zip(names, key[1:], strict=False)),
         "runs": [run.name for run in group],
         "seeds": [run.seed for run in group],
         "accuracies": [run.test["accuracy"] for run in group],
@@ -276,33 +227,27 @@ class Hits:
 
 
 def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
-    """Return the hits by name of each run with complete predictions."""
+    """Return the hits by name of each run with the predictions for all of its test images."""
     found = {}
     for run in runs:
-        fingerprint = run.test.get("fingerprint")
-        if fingerprint and (hits := _hits(run, fingerprint)):
-            found[run.name] = hits
+        file = run.path / "predictions.csv"
+        if run.test.get("fingerprint") and file.is_file():
+            hits = _read_hits(file, run.test["fingerprint"])
+            if len(hits.correct) == run.test["images"]:
+                found[run.name] = hits
     return found
 
 
-def _hits(run: RunRecord, fingerprint: str) -> Hits | None:
-    """Return the hits of a run; None if predictions.csv lacks a test image."""
-    names = run.test.get("groups")
-    if not isinstance(names, dict):
-        names = {}
-    columns = {name: f"{GROUP}{csv_cell(name)}" for name in [*names][:MAX_COLUMNS]}
-    try:
-        table = read_rows(run.path / "predictions.csv", ("index", "label", "predicted", *columns.values()))
-        rows = sorted(table, key=lambda row: int(row["index"]))
-        indices = [int(row["index"]) for row in rows]
-        correct = [row["label"] == row["predicted"] for row in rows]
-    except (KeyError, ValueError):
-        return None
-    if len(rows) != run.test.get("images") or indices != [*range(len(rows))]:
-        return None
-    written = {column for row in rows for column in row}
-    values = {name: [row.get(c, "") for row in rows] for name, c in columns.items() if c in written}
-    return Hits(fingerprint, correct, values)
+def _read_hits(file: Path, fingerprint: str) -> Hits:
+    correct = []
+    with file.open(encoding="utf-8", newline="") as lines:
+        table = csv.DictReader(lines)
+        columns: dict[str, list[str]] = {name: [] for name in table.fieldnames or () if name.startswith(GROUP)}
+        for row in table:
+            correct.append(row["label"] == row["predicted"])
+            for name, values in columns.items():
+                values.append(row[name])
+    return Hits(fingerprint, correct, {name.removeprefix(GROUP): values for name, values in columns.items()})
 
 
 def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
@@ -314,16 +259,14 @@ def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tup
         The names of each pair with its test, and messages about runs that are not compared.
     """
     tested = [run for run in runs if run.test]
-    if len(tested) < 2:
-        return [], []
     messages = []
-    missing = ", ".join(run.name for run in tested if run.name not in hits)
-    if missing:
-        messages.append(f"not compared image by image, because predictions.csv is missing or incomplete: {missing}")
     by_images: dict[str, list[RunRecord]] = {}
     for run in tested:
         if run.name in hits:
-            by_images.setdefault(run.test["fingerprint"], []).append(run)
+            by_images.setdefault(hits[run.name].fingerprint, []).append(run)
+    missing = ", ".join(run.name for run in tested if run.name not in hits)
+    if missing and len(tested) > 1:
+        messages.append(f"not compared image by image, because predictions.csv is missing or incomplete: {missing}")
     if len(by_images) > 1:
         messages.append("runs with different test images are not compared image by image")
     candidates: list[tuple[RunRecord, RunRecord]] = []
@@ -336,192 +279,39 @@ def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tup
         messages.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small")
     tests = []
     for first, second in candidates:
-        counts = Counter(zip(hits[first.name].correct, hits[second.name].correct, strict=False))
+        counts = Counter(zip(hits[first.name].correct, hits[second.name].correct, strict=True))
         tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
     return tests, messages
 
 
-def group_tests(
-    columns: Mapping[str, Sequence[str]], first: Sequence[bool], second: Sequence[bool]
-) -> dict[str, McNemar]:
-    """Apply McNemar's test to the images of each group, by column and value.
-
-    columns: value of each image by column. first, second: whether each image is correct in either run.
-    """
+def group_tests(first: Hits, second: Hits) -> dict[str, McNemar]:
+    """Apply McNemar's test to the images of each group, by column and value."""
     tests = {}
-    for column, values in columns.items():
+    for column, values in {**second.columns, **first.columns}.items():
         counts: dict[str, Counter[tuple[bool, bool]]] = {}
-        for value, *pair in zip(values, first, second, strict=False):
+        for value, *pair in zip(values, first.correct, second.correct, strict=True):
             counts.setdefault(value, Counter())[pair[0], pair[1]] += 1
         for value, of_group in counts.items():
             tests[f"{column} {value or 'without a value'}"] = mcnemar(of_group[True, False], of_group[False, True])
     return tests
 
 
-# ---- Data.
-
-
 def data_differences(runs: Sequence[RunRecord]) -> list[str]:
     """Return a line about each further data set that runs used, compared with that of the first run."""
-    by_data: dict[str, RunRecord] = {}
+    different: dict[str, RunRecord] = {}
     for run in runs:
-        if data := _data_text(run):
-            by_data.setdefault(data, run)
+        if run.data:
+            different.setdefault(run.data, run)
     lines = []
-    different = list(by_data.values())
-    for run in different[1:]:
-        first = different[0]
-        lines.append(f"{first.name} and {run.name} used different data: {_data_difference(first, run)}")
+    records = list(different.values())
+    for run in records[1:]:
+        differ = _differing_data(records[0].metrics["data"], run.metrics["data"])
+        lines.append(f"{records[0].name} and {run.name} used different data: {', '.join(differ)}")
     return lines
 
 
-def _data_text(run: RunRecord) -> str:
-    """Return the `data` entry of metrics.json as text; empty if it is missing."""
-    data = run.metrics.get("data")
-    if not isinstance(data, dict):
-        return ""
-    return json.dumps(data, sort_keys=True)
-
-
-def _data_difference(first: RunRecord, second: RunRecord) -> str:
+def _differing_data(data: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return what differs. The labels and the split of different images cannot be compared."""
-    data, other = first.metrics["data"], second.metrics["data"]
-    differ = {name for name in ("images", "labels", "split", "classes") if data.get(name) != other.get(name)}
-    counts = f"{data.get('train')} and {other.get('train')} training images"
-    texts = []
-    if "images" in differ:
-        texts.append(f"images ({counts})")
-    else:
-        if "labels" in differ:
-            texts.append(_changed_labels(first, second))
-        if "split" in differ:
-            texts.append(f"split ({counts})")
-        if "classes" in differ:
-            texts.append("classes")
-    tests = {run.test["fingerprint"] for run in (first, second) if run.test.get("fingerprint")}
-    if len(tests) > 1:
-        texts.append("test set")
-    return ", ".join(texts)
-
-
-def _changed_labels(first: RunRecord, second: RunRecord) -> str:
-    """Return `labels`, with the number of images that have other labels if the tables of both runs tell it."""
-    try:
-        table, other = _labels(first), _labels(second)
-    except (UsageError, OSError):
-        return "labels"
-    changed = 0
-    for path, label in table.items():
-        if other.get(path, label) != label:
-            changed += 1
-    if not changed:
-        return "labels"
-    return f"labels of {changed} images"
-
-
-def _labels(run: RunRecord) -> dict[Path, str]:
-    """Return the labels in the table of a run; empty without one. Raise UsageError or OSError for an invalid table."""
-    root = Path(str(run.settings.get("data.root"))).expanduser()
-    if root.suffix.lower() not in TABLES or not root.is_file():
-        return {}
-    file_size(root, MAX_LABELS)  # a file that the configuration of someone else may name
-    return {root.absolute().parent / row.path: row.label for row in read_table(root)}
-
-
-# ---- Plot the curves.
-
-# Okabe and Ito's palette for all colour vision, without its yellow, which is too light on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-GREY = "#666666"
-STYLES = ("-", "--", ":", "-.")  # line styles; each is used with all colours before the next
-SIDE, ROW = 4.6, 3.1  # inches of one panel
-
-
-@dataclass(frozen=True)
-class Curves:
-    """The curves of a run."""
-
-    rows: list[dict[str, float]]  # rows of metrics.csv, with an `epoch` each
-    label: str  # the run's name or that of its group, which all of its runs share
-    seconds: float  # mean time of an epoch; 0 if unknown
-
-    def points(self, column: str) -> tuple[list[float], list[float]]:
-        """Return the epochs completed at each row that has a value, and the values."""
-        ends = {row["epoch"]: row.get("step", 0.0) for row in self.rows}
-        epochs, values = [], []
-        for row in self.rows:
-            if column in row:
-                begin, end = ends.get(row["epoch"] - 1, 0.0), ends[row["epoch"]]
-                epochs.append(row["epoch"] + (row.get("step", end) - begin) / max(end - begin, 1.0))
-                values.append(row[column])
-        return epochs, values
-
-
-def _curves_of(run: RunRecord, label: str) -> Curves:
-    rows = [row for row in read_curves(run.path) if "epoch" in row]
-    return Curves(rows, label, (run.metrics.get("train_seconds") or 0) / (run.metrics.get("epochs") or 1))
-
-
-def plot_curves(runs: Sequence[RunRecord], labels: Sequence[str], file: Path) -> None:
-    """Draw accuracy and training loss over epochs, and over seconds if the training time is known, as a PNG.
-
-    The accuracy is the validation accuracy, or the training accuracy if no run validates. Runs with the same label have
-    the same colour. The user's matplotlibrc is ignored: it could select TeX. Raise ValueError if no run has a curve.
-    """
-    from matplotlib import style
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    curves = [_curves_of(run, label) for run, label in zip(runs, labels, strict=True)]
-    if any(curve.points("val/accuracy")[0] for curve in curves):
-        accuracy, title = "val/accuracy", "validation accuracy"
-    elif any(curve.points("train/accuracy")[0] for curve in curves):
-        accuracy, title = "train/accuracy", "training accuracy"
-    else:
-        raise ValueError("none of these runs has a curve yet")
-    appearance = dict(zip(dict.fromkeys(labels), cycle(product(STYLES, COLOURS)), strict=False))
-    panels = 1
-    if any(curve.seconds for curve in curves):
-        panels = 2
-    columns = min(len(appearance), 1 + panels)
-    legend_rows = math.ceil(len(appearance) / columns)
-    with style.context("default"):
-        size = (SIDE * panels, 2 * ROW + 0.22 * legend_rows + 0.2)
-        figure = Figure(figsize=size, dpi=150, layout="constrained")
-        grid = figure.subplots(2, panels, sharex="col", sharey="row", squeeze=False)
-        lines: dict[str, Line2D] = {}
-        for curve in curves:
-            lines |= _draw_curve(grid[0], curve, accuracy, appearance[curve.label])
-            lines |= _draw_curve(grid[1], curve, "train/loss", appearance[curve.label])
-        for axes in grid.flat:
-            axes.grid(color="#e6e6e6", linewidth=0.8)
-            axes.set_axisbelow(True)
-            axes.set_xlim(left=0)
-            axes.spines[["top", "right"]].set_visible(False)
-        for axes in grid[0]:
-            axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
-        grid[0][0].set_ylabel(f"{title}, %")
-        grid[1][0].set_ylabel("training loss")
-        grid[1][0].set_xlabel("epochs")
-        if panels == 2:
-            grid[1][1].set_xlabel("training time, s (at each run's mean epoch)")
-        names = [printable(label).replace("$", r"\$") for label in lines]  # matplotlib parses formulas between dollars
-        figure.legend(list(lines.values()), names, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-        figure.savefig(file, format="png")
-
-
-def _draw_curve(row: Sequence[Axes], curve: Curves, column: str, appearance: tuple[str, str]) -> dict[str, Line2D]:
-    """Draw a curve over epochs, and in the second panel of the row over seconds if known. Return its line by label.
-
-    appearance: line style and colour.
-    """
-    epochs, values = curve.points(column)
-    if not epochs:
-        return {}
-    look: dict[str, Any] = {"linestyle": appearance[0], "color": appearance[1], "linewidth": 1.4, "markersize": 4}
-    if len(epochs) == 1:
-        look["marker"] = "o"
-    (line,) = row[0].plot(epochs, values, **look)
-    if curve.seconds:
-        row[1].plot([curve.seconds * epoch for epoch in epochs], values, **look)
-    return {curve.label: line}
+    if data["images"] != other["images"]:
+        return [f"images ({data['train']} and {other['train']} training images)"]
+    return [name for name in ("labels", "split", "classes") if data[name] != other[name]]

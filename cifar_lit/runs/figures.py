@@ -1,15 +1,16 @@
-"""Figures of a run: SVG charts in the colours of the page, and pictures for the page and TensorBoard."""
+"""Figures of a run: charts in the colours of the page, and pictures for the page and TensorBoard.
+
+They are drawn without pyplot, which would keep the figures in memory. The user's matplotlibrc is ignored.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO, StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import matplotlib
@@ -20,18 +21,18 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image
 from torch import Tensor
-from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+from torchvision.transforms.functional import to_pil_image
 
 from cifar_lit.text import printable
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
-own_style = style.context("default")  # ignores the user's matplotlibrc
+own_style = style.context("default")
 
-# ---- SVG charts of the page. `as_svg` replaces these placeholder colours by the page's CSS variables.
+# ---- Charts. `as_svg` replaces these placeholder colours by the page's CSS variables.
 
 INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
 PAGE_COLOURS = {
@@ -39,33 +40,26 @@ PAGE_COLOURS = {
 }  # fmt: skip
 PART_COLOURS = {"train": FIRST, "val": SECOND, "test": THIRD}
 PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
-SIZE = (4.4, 2.9)  # inches; at the width of a phone, the text has the size of the page's text
 
 
 @own_style
-def line_chart(name: str, lines: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
-    """Return curves over training steps as `<svg>`.
+def line_chart(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """Draw curves over training steps.
 
-    Args:
-        name: unique name of the chart on the page.
-        lines: (step, value) by part (train, val, test), or by the name of the only curve. Each part has the same colour
-            in all charts. A single point is drawn as a diamond.
-        label: text for screen readers.
+    lines: (step, value) by part (train, val, test), or by the name of the only curve. A single point is a diamond.
     """
-    figure, axes = new_chart()
+    figure, axes = _new_chart()
     for part, points in lines.items():
         steps, values = zip(*points, strict=True)
-        (line,) = axes.plot(steps, values, color=PART_COLOURS.get(part, INK), linewidth=1.6, markersize=3, zorder=3)
+        (line,) = axes.plot(steps, values, color=PART_COLOURS.get(part, INK), linewidth=1.6, markersize=3)
         line.set_label(PART_NAMES.get(part, _tick(part)))
         if len(points) == 1:
-            line.set(linestyle="none", marker="D", markersize=6, zorder=4)
-        elif len(points) < 30:
-            line.set_marker("o")
+            line.set(linestyle="none", marker="D", markersize=6)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     if len(lines) > 1:
         axes.legend(frameon=False, labelcolor=INK, fontsize=9)
-    return as_svg(figure, name, label)
+    return figure
 
 
 class Bin(NamedTuple):
@@ -83,7 +77,7 @@ def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
 
     probability: float (N,) in 0 … 1. hits: bool (N,), whether the prediction is correct.
     """
-    indices = (probability * bins).ceil().long().sub(1).clamp(0, bins - 1)
+    indices = (probability.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)
     counts = torch.bincount(indices, minlength=bins)
     confidence = torch.bincount(indices, probability.double(), minlength=bins) / counts
     accuracy = torch.bincount(indices, hits.double(), minlength=bins) / counts
@@ -102,35 +96,77 @@ def expected_calibration_error(bins: Sequence[Bin]) -> float:
 
 
 @own_style
-def reliability_diagram(name: str, bins: Sequence[Bin], label: str) -> str:
-    """Return accuracy over probability as `<svg>`, with the diagonal of a perfectly calibrated net."""
-    figure, axes = new_chart()
+def reliability_diagram(bins: Sequence[Bin]) -> Figure:
+    """Draw accuracy over probability, with the diagonal of a perfectly calibrated net."""
+    figure, axes = _new_chart()
     lows, _, _, means, accuracies = zip(*bins, strict=True)  # matplotlib skips NaN
     axes.bar(lows, accuracies, 1 / len(bins), align="edge", color=FIRST, alpha=0.75, label="accuracy")
     axes.plot(means, means, color=SECOND, linestyle="none", marker="D", markersize=4, label="mean probability")
     axes.plot((0, 1), (0, 1), color=INK, linewidth=1, linestyle=":", label="perfect calibration")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class")
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
-    return as_svg(figure, name, label)
+    return figure
 
 
-def new_chart(ink: str = INK, rule: str = RULE) -> tuple[Figure, Axes]:
-    """Return an empty chart of the page, and its axes."""
-    figure = Figure(figsize=SIZE, facecolor="none")
+def _new_chart() -> tuple[Figure, Axes]:
+    # At the width of a phone, the text has the size of the page's text.
+    figure = Figure(figsize=(4.4, 2.9), facecolor="none")
     # Numbers of seven digits and a factor above the axis fit. Constrained layout would take half of a report's time.
     figure.subplots_adjust(left=0.16, right=0.96, bottom=0.16, top=0.92)
     axes = figure.subplots(subplot_kw={"facecolor": "none"})
-    axes.grid(color=rule, linewidth=0.6)
+    axes.grid(color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(rule)
-    axes.tick_params(which="both", color=rule, labelcolor=ink, labelsize=9)
-    axes.xaxis.label.set(color=ink, fontsize=9)
+    axes.spines[["left", "bottom"]].set_color(RULE)
+    axes.tick_params(which="both", color=RULE, labelcolor=INK, labelsize=9)
+    axes.xaxis.label.set(color=INK, fontsize=9)
     return figure, axes
 
 
+MAX_COUNTED = 20  # with more classes the cells of a confusion matrix have no numbers
+
+
+@own_style
+def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Figure:
+    """Draw a confusion matrix, int64 (classes, classes), labels in rows.
+
+    Darker cells hold a larger fraction of their row.
+    """
+    count = len(classes)
+    side = min(11.0, 3.0 + 0.55 * count)  # inches
+    size = max(4.0, min(10.0, 600.0 / (8 + count)))  # points of the text
+    figure = Figure(figsize=(side, side), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    # The square root makes rare confusions visible.
+    shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    if count <= MAX_COUNTED:
+        for (label, predicted), images in np.ndenumerate(matrix.numpy()):
+            colour = "black"
+            if shares[label, predicted] > 0.6:
+                colour = "white"
+            axes.text(predicted, label, images, ha="center", va="center", fontsize=max(6, size), color=colour)
+    names = [_tick(name) for name in classes]
+    axes.set_xticks(range(count), names, rotation=90, fontsize=size)
+    axes.set_yticks(range(count), names, fontsize=size)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    axes.set_title(f"{int(matrix.diag().sum()):,} of {int(matrix.sum()):,} images correct")
+    return figure
+
+
+def _tick(name: str, limit: int = 18) -> str:
+    """Return a short name for an axis. Dollar signs are escaped, as matplotlib parses formulas between them."""
+    plain = printable(name)
+    if len(plain) > limit:
+        plain = plain[: limit - 1] + "…"
+    return plain.replace("$", r"\$")
+
+
 def as_svg(figure: Figure, name: str, label: str) -> str:
-    """Return a chart as `<svg>`. Arguments are those of `line_chart`."""
+    """Return a chart as `<svg>` in the colours of the page.
+
+    name: unique name of the chart on the page. label: text for screen readers.
+    """
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -140,7 +176,16 @@ def as_svg(figure: Figure, name: str, label: str) -> str:
     return re.sub("|".join(PAGE_COLOURS), lambda match: PAGE_COLOURS[match[0]], text)
 
 
-# ---- Galleries.
+def as_pixels(figure: Figure) -> Tensor:
+    """Return a figure as a picture, uint8 (3, height, width)."""
+    canvas = FigureCanvasAgg(figure)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a missing glyph is drawn as a box
+        canvas.draw()
+    return torch.from_numpy(np.asarray(canvas.buffer_rgba())[:, :, :3].copy()).permute(2, 0, 1)
+
+
+# ---- Images.
 
 GALLERY_SIZE = 24  # images
 THUMBNAIL_PIXELS = 96  # maximum height and width
@@ -168,87 +213,9 @@ def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
     return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
 
 
-def gallery(images: Tensor, captions: Sequence[Sequence[str]], columns: int = 6) -> Tensor:
-    """Return a grid of images, uint8 (N, H, W, C), with up to three caption lines each: uint8 (3, height, width)."""
-    cell, pitch, height = THUMBNAIL_PIXELS, THUMBNAIL_PIXELS + 24, THUMBNAIL_PIXELS + 48
-    rows = max(1, math.ceil(len(images) / columns))
-    sheet = Image.new("RGB", (columns * pitch, rows * height), "white")
-    draw = ImageDraw.Draw(sheet)
-    font = _font()
-    for index, (image, lines) in enumerate(zip(images, captions, strict=True)):
-        top, left = index // columns * height, index % columns * pitch + 12
-        method = Image.Resampling.LANCZOS
-        if max(image.shape[:2]) < cell:
-            method = Image.Resampling.NEAREST  # shows single pixels
-        picture = to_pil_image(image.permute(2, 0, 1))
-        sheet.paste(ImageOps.pad(picture, (cell, cell), method, "white"), (left, top))
-        text = "\n".join(_short(line, 20) for line in lines)
-        draw.multiline_text(
-            (left + cell // 2, top + cell + 2), text, "black", font, anchor="ma", align="center", spacing=2
-        )
-    if not captions:
-        draw.text((sheet.width / 2, sheet.height / 2), "none", "black", font, anchor="mm")
-    return pil_to_tensor(sheet)
-
-
 def augmented_sample(data: ImageData, count: int, epoch: int = 0) -> Tensor:
     """Return the first `count` training images of an epoch as augmented by `data`: uint8 (count, C, H, W)."""
     loader = data.train_loader
     (batch,) = loader.maker(epoch)([(loader.epoch_rows(epoch)[:count], 1.0)])
     batch = data.preprocessing.augment_batch(batch, lambda images: images.permute(0, 3, 1, 2))
     return batch.images.float().round().clamp(0, 255).byte().cpu()
-
-
-def _font() -> ImageFont.FreeTypeFont:
-    """Return matplotlib's font, which has more glyphs than Pillow's."""
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), 10)
-
-
-# ---- The confusion matrix, drawn without pyplot, which would keep the figure in memory.
-
-DPI = 100
-MAX_COUNTED = 20  # with more classes the cells have no numbers
-
-
-@own_style
-def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Tensor:
-    """Return a picture, uint8 (3, height, width), of a confusion matrix, int64 (classes, classes), labels in rows.
-
-    Darker cells hold a larger fraction of their row.
-    """
-    count = len(classes)
-    side = min(11.0, 3.0 + 0.55 * count)  # inches
-    size = max(4.0, min(10.0, 600.0 / (8 + count)))  # points of the text
-    figure = Figure(figsize=(side, side), dpi=DPI, layout="constrained")
-    axes = figure.subplots()
-    # The square root makes rare confusions visible.
-    shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    if count <= MAX_COUNTED:
-        for (label, predicted), images in np.ndenumerate(matrix.numpy()):
-            colour = "black"
-            if shares[label, predicted] > 0.6:
-                colour = "white"
-            axes.text(predicted, label, images, ha="center", va="center", fontsize=max(6, size), color=colour)
-    names = [_tick(name) for name in classes]
-    axes.set_xticks(range(count), names, rotation=90, fontsize=size)
-    axes.set_yticks(range(count), names, fontsize=size)
-    axes.set(xlabel="predicted class", ylabel="true class")
-    axes.set_title(f"{int(matrix.diag().sum()):,} of {int(matrix.sum()):,} images correct")
-    canvas = FigureCanvasAgg(figure)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a missing glyph is drawn as a box
-        canvas.draw()
-    return torch.from_numpy(np.asarray(canvas.buffer_rgba())[:, :, :3].copy()).permute(2, 0, 1)
-
-
-def _short(name: str, limit: int = 18) -> str:
-    plain = printable(name)
-    if len(plain) > limit:
-        plain = plain[: limit - 1] + "…"
-    return plain
-
-
-def _tick(name: str) -> str:
-    """Return a short name for an axis. Dollar signs are escaped, as matplotlib parses formulas between them."""
-    return _short(name).replace("$", r"\$")

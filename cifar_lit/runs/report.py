@@ -14,14 +14,11 @@ from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
-from cifar_lit.errors import UsageError
-from cifar_lit.files import read_text
-from cifar_lit.runs.card import MIN_HELD_OUT
-from cifar_lit.runs.config_file import plain_values
 from cifar_lit.runs.figures import (
     GALLERY_SIZE,
     PART_NAMES,
     Picture,
+    as_svg,
     confusion_matrix,
     data_uri,
     expected_calibration_error,
@@ -29,7 +26,7 @@ from cifar_lit.runs.figures import (
     reliability,
     reliability_diagram,
 )
-from cifar_lit.runs.groups import INVALID, group_lines, group_rows
+from cifar_lit.runs.groups import group_lines
 from cifar_lit.runs.label_errors import (
     LIST,
     Findings,
@@ -48,10 +45,6 @@ from cifar_lit.text import note, printable_lines
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
-MAX_TABLE_CLASSES = 20  # with more classes the confusion matrix is a picture instead of a table
-MAX_CHARTS = 60  # the file of a stranger may have thousands of columns; a chart takes 50 ms
-MAX_FACTS = 100
-WIDE = 0.1  # half the width of an interval of a class's accuracy that needs more test images
 PARTS = ("train", "val", "test")  # `train/loss`, `val/loss` and `test/loss` share a chart
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # others follow in the order of their columns
 TITLES = {"lr": "learning rate", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
@@ -143,79 +136,41 @@ def render(
     metrics: contents of metrics.json. predictions: those for the test images.
     findings: suspected label errors and duplicates; None if they were not searched.
     """
-    classes, test = data.classes, metrics.get("test") or {}
+    classes = data.classes
     matrix = predictions.confusion(len(classes))
     bins = reliability(predictions.probability, predictions.hits)
     error = expected_calibration_error(bins)
-    matrix_uri = None
-    if len(classes) > MAX_TABLE_CLASSES:
-        matrix_uri = data_uri(confusion_matrix(matrix, classes).permute(1, 2, 0), largest=4096)
-    config_text = ""
-    with suppress(OSError, UnicodeDecodeError):
-        config_text = read_text(run / "config.yaml")
-    correct = int(predictions.hits.sum())
-    needs = _class_needs(matrix, classes, data.class_counts.tolist())
+    correct, images = int(predictions.hits.sum()), len(predictions.labels)
+    test = metrics.get("test") or {}
+    charts = []
+    for number, (name, lines) in enumerate(_curves(run).items()):
+        ends = [f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in lines.items()]
+        label = f"{_title(name)} over training steps: {', '.join(ends)}"
+        charts.append((_title(name), as_svg(line_chart(lines), f"chart-{number}", label)))
     page = Environment(loader=PackageLoader("cifar_lit.runs", "pages"), autoescape=True, undefined=StrictUndefined,
                        finalize=printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    folder = shlex.quote(display_path(run))
     return page.get_template("report.html.j2").render(
         title=run.absolute().name,
-        config=config_text,
-        commands=_commands(run),
-        search=f"cifar-lit report {_quoted(run)}",
+        folder=folder,
         metrics=metrics,
-        classes=classes,
-        findings=findings,
-        images=len(predictions.labels),
+        test=test,
+        images=images,
         correct=correct,
-        interval=wilson_interval(correct, len(predictions.labels)),
+        interval=wilson_interval(correct, images),
         summary=summary(metrics),
-        charts=_charts(read_curves(run)),
-        smoothing=_label_smoothing(run / "config.yaml"),
-        matrix=matrix.tolist(),
-        matrix_uri=matrix_uri,
-        predicted_counts=matrix.sum(0).tolist(),
+        charts=charts,
+        classes=_class_rows(matrix, classes, data.class_counts.tolist()),
+        matrix=as_svg(confusion_matrix(matrix, classes), "matrix", f"Confusion matrix of {len(classes)} classes"),
         confused=_most_confused(matrix, classes),
-        needs=needs,
-        wide=WIDE,
-        bins=bins,
         error=error,
-        calibration=test.get("calibration"),
-        fitted=len(data.split[1]) >= MIN_HELD_OUT,
-        coverage=coverage_rows(test),
+        calibration=test.get("calibration") or {"temperature": None, "tempered_error": None},
         groups=group_lines(test),
-        group_tables=group_rows(test),
         mean=float(predictions.probability.mean()),
-        diagram=reliability_diagram(
-            "reliability", bins, f"Reliability diagram: expected calibration error {error:.4f}"
-        ),
-        mistakes=_pictures(data, predictions, predictions.confident_mistakes(GALLERY_SIZE)),
-        doubtful=_pictures(data, predictions, predictions.doubtful_hits(GALLERY_SIZE)),
+        diagram=as_svg(reliability_diagram(bins), "reliability", f"Reliability diagram: calibration error {error:.4f}"),
+        mistakes=_mistakes(data, predictions),
+        findings=findings,
     )
-
-
-def _commands(run: Path) -> list[tuple[str, str]]:
-    """Return title and text of the commands that repeat the run."""
-    commands = []
-    if (run / "config.yaml").exists():
-        commands.append(("Train and test again", f"cifar-lit train --config {_quoted(run / 'config.yaml')}"))
-    for checkpoint in (run / "checkpoints/best.ckpt", run / "checkpoints/last.ckpt"):
-        if checkpoint.exists():
-            commands.append(("Test again", f"cifar-lit test --ckpt_path {_quoted(checkpoint)}"))
-            break
-    commands.append(("Search for label errors and duplicates", f"cifar-lit report {_quoted(run)}"))
-    return commands
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(display_path(path))
-
-
-def _label_smoothing(config: Path) -> float:
-    """Return the label smoothing in a config.yaml; 0 if the file is missing or cannot be read."""
-    try:
-        return float(plain_values(config)["model"]["label_smoothing"])
-    except (UsageError, OSError, KeyError, TypeError, ValueError):
-        return 0.0
 
 
 def _title(name: str) -> str:
@@ -227,45 +182,34 @@ def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = []
     for name, (label, form) in FACTS.items():
         value = metrics.get(name)
-        if value is None or (name == "images_per_second" and value == 0):  # a last layer takes no steps
-            continue
         if name == "accelerator":
             value = f"{metrics.get('devices', 1)} × {value}"
-        facts.append((label, form.format(value)))
+        if value is not None:
+            facts.append((label, form.format(value)))
     if changes := changes_text(metrics):
         facts.append(("changed when resumed", changes))
     for part in ("test", "val"):
-        for name, value in (metrics.get(part) or {}).items():
+        scores = metrics.get(part) or {}
+        for name, value in scores.items():
             in_headline = name == "images" or (part, name) == ("test", "accuracy")
             if isinstance(value, int | float) and not in_headline:
                 facts.append((f"{PART_NAMES[part]} {_title(name)}", f"{value:.4f}"))
-            elif name == "tta" and isinstance(value, dict):
-                facts.append((f"{PART_NAMES[part]} accuracy with {value['views']} views", f"{value['accuracy']:.4f}"))
-    return facts[:MAX_FACTS]
+        if tta := scores.get("tta"):
+            facts.append((f"{PART_NAMES[part]} accuracy with {tta['views']} views", f"{tta['accuracy']:.4f}"))
+    return facts
 
 
-def _charts(curves: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Return title and SVG of the first `MAX_CHARTS` values that were logged more than once."""
+def _curves(run: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return (step, value) by metric and part, of the values in metrics.csv that were logged more than once."""
     logged: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in FIRST_CHARTS}
-    for row in curves:
+    for row in read_curves(run):
         for column, value in row.items():
             part, _, metric = column.partition("/")
             if part not in PARTS:
                 part = metric = column
-            if column not in ("epoch", "step") and "step" in row:
+            if column not in ("epoch", "step"):
                 logged.setdefault(metric, {}).setdefault(part, []).append((row["step"], value))
-    charts: list[tuple[str, str]] = []
-    for name, lines in logged.items():
-        if len(charts) == MAX_CHARTS:
-            break
-        if max(map(len, lines.values()), default=0) < 2:
-            continue
-        ordered = {part: lines[part] for part in (*PARTS, name) if part in lines}
-        ends = [f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in ordered.items()]
-        title = _title(name)
-        label = f"{title.capitalize()} over training steps: {', '.join(ends)}"
-        charts.append((title, line_chart(f"chart-{len(charts)}", ordered, label)))
-    return charts
+    return {name: lines for name, lines in logged.items() if max(map(len, lines.values()), default=0) > 1}
 
 
 def _most_confused(matrix: Tensor, classes: Sequence[str], limit: int = 10) -> list[tuple[str, str, int, float]]:
@@ -280,70 +224,23 @@ def _most_confused(matrix: Tensor, classes: Sequence[str], limit: int = 10) -> l
     return confused
 
 
-def _class_needs(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what each class needs, the least accurate first, at most `MAX_TABLE_CLASSES`. trained: training images."""
-    mean = float(matrix.diag().sum() / matrix.sum())
-    rows: list[dict[str, Any]] = []
-    untested: list[dict[str, object]] = []
-    for name, images, tested, correct in zip(
-        classes, trained, matrix.sum(1).tolist(), matrix.diag().tolist(), strict=True
-    ):
-        row = {"name": name, "trained": images, "tested": tested, "accuracy": None, "low": 0.0, "high": 1.0}
-        if not tested:
-            untested.append({**row, "needs": "test images"})
-            continue
-        low, high = wilson_interval(correct, tested)
-        needs = ""
-        if high < mean:
-            needs = "training images"
-        elif high - low > 2 * WIDE:
-            needs = "test images"
-        rows.append({**row, "accuracy": correct / tested, "low": low, "high": high, "needs": needs})
-    rows.sort(key=lambda row: float(row["accuracy"]))
-    return [*rows, *untested][:MAX_TABLE_CLASSES]
+def _class_rows(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the numbers of images of each class, the least accurate first. trained: training images."""
+    rows = []
+    counts = matrix.sum(1).tolist(), matrix.sum(0).tolist(), matrix.diag().tolist()
+    for name, images, tested, predicted, correct in zip(classes, trained, *counts, strict=True):
+        row = {"name": name, "trained": images, "tested": tested, "predicted": predicted, "correct": correct}
+        row["interval"] = wilson_interval(correct, tested) if tested else (0.0, 1.0)
+        rows.append(row)
+    return sorted(rows, key=lambda row: row["correct"] / (row["tested"] or 1))
 
 
-def coverage_rows(test: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table of the coverage and the mean size of prediction sets, all images first, then the worst classes.
-
-    test: the `test` part of metrics.json. Without coverage, or with invalid values, the table is empty.
-    """
-    with suppress(*INVALID):
-        levels = test.get("coverage") or []
-        header = ["", *(f"{100 * level['coverage']:g} %" for level in levels)]
-        whole = ["all images", *(_covered(level["measured"], level["set_size"]) for level in levels)]
-        rows = []
-        for name in sorted(levels[-1]["per_class"], key=lambda name: float(levels[-1]["per_class"][name][0])):
-            rows.append([name, *(_covered(*level["per_class"][name]) for level in levels)])
-        return [header, whole, *rows[:MAX_TABLE_CLASSES]]
-    return []
-
-
-def _covered(share: float, size: float) -> str:
-    return f"{100 * share:.1f} % · {size:.2f}"
-
-
-def captions(
-    table: PredictionTable, rows: Tensor, classes: Sequence[str], images: ImageSet | None = None
-) -> list[tuple[str, ...]]:
-    """Return the caption lines of the images in these rows of a table. images: those of the table, to show names."""
-    lines: list[tuple[str, ...]] = []
-    columns = [column[rows].tolist() for column in table]
-    for index, label, predicted, probability in zip(*columns, strict=True):
-        line = [f"true {classes[label]}", f"predicted {classes[predicted]}"]
-        if predicted == label:
-            line = [classes[label]]
-        if images:
-            line += [f"{probability:.4f}", images.name(index)]
-        else:
-            line.append(f"{probability:.4f} · #{index}")
-        lines.append(tuple(line))
-    return lines
-
-
-def _pictures(data: ImageData, table: PredictionTable, rows: Tensor) -> list[Picture]:
-    lines = captions(table, rows, data.classes, data.test_images)
+def _mistakes(data: ImageData, table: PredictionTable) -> list[Picture]:
+    """Return the most confident mistakes."""
     pictures = []
-    for image, line in zip(data.test_images.images[table.indices[rows]], lines, strict=True):
-        pictures.append(Picture(data_uri(image), f"Test image: {', '.join(line)}", line))
+    rows = table.confident_mistakes(GALLERY_SIZE)
+    for index, label, predicted, probability in zip(*(column[rows].tolist() for column in table), strict=True):
+        name = data.test_images.name(index)
+        lines = (f"true {data.classes[label]}", f"predicted {data.classes[predicted]}", f"{probability:.4f}", name)
+        pictures.append(Picture(data_uri(data.test_images.images[index]), f"Test image: {', '.join(lines)}", lines))
     return pictures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,18 +16,20 @@ import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.files import write_text
 from cifar_lit.hardware import processor
-from cifar_lit.runs.card import MIN_HELD_OUT, measured_coverage, measured_sets, tempered
+from cifar_lit.runs.card import tempered
 from cifar_lit.runs.data_record import data_record
-from cifar_lit.runs.figures import GALLERY_SIZE, confusion_matrix, expected_calibration_error, gallery, reliability
-from cifar_lit.runs.groups import COVERED, group_results
+from cifar_lit.runs.figures import as_pixels, confusion_matrix, expected_calibration_error, reliability
+from cifar_lit.runs.groups import group_results
 from cifar_lit.runs.model_file import ModelCard
 from cifar_lit.runs.predictions import fingerprint, prediction_table
-from cifar_lit.runs.report import captions, render
+from cifar_lit.runs.report import render
 from cifar_lit.runs.run import Run
+from cifar_lit.runs.sets import MIN_HELD_OUT, lac_sets, measured_coverage
 from cifar_lit.stats import wilson_interval
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 
+COVERED = 0.95  # coverage of the prediction sets of groups
 Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 
 
@@ -84,19 +86,25 @@ def _test_scores(model: ImageClassifier, data: ImageData, test: Score, card: Mod
     if views := model.views_score:
         scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
     if model.predictions is not None:
-        scores["calibration"] = calibration_of(model.predictions, card.temperature)
-        probabilities = tempered(model.predictions["probabilities"], card.temperature)
-        labels = model.predictions["labels"]
-        held_out = None
-        if len(data.split[1]) >= MIN_HELD_OUT:  # else the card's scores are those of these test images
-            held_out = card.coverage
-        scores["coverage"] = measured_coverage(probabilities, labels, held_out, data.classes)
-        columns, sets = data.test_images.columns, None
-        if columns:
-            sets = measured_sets(probabilities, labels, held_out, COVERED)
-        scores["groups"] = group_results(columns, probabilities, labels, sets)
+        scores |= _probability_scores(model.predictions, data, card)
     scores["fingerprint"] = fingerprint(data.test_images.images, data.test_images.labels)
     return scores
+
+
+def _probability_scores(predictions: Predictions, data: ImageData, card: ModelCard) -> dict[str, object]:
+    """Return the calibration, the coverage of prediction sets, and the results of the groups of test images."""
+    probabilities, labels = tempered(predictions["probabilities"], card.temperature), predictions["labels"]
+    held_out = None
+    if len(data.split[1]) >= MIN_HELD_OUT:  # else the card's scores are those of these test images
+        held_out = card.coverage
+    covered, sets = None, lac_sets(probabilities, held_out, COVERED)
+    if sets is not None:
+        covered = sets.gather(1, labels[:, None])[:, 0]
+    return {
+        "calibration": calibration_of(predictions, card.temperature),
+        "coverage": measured_coverage(probabilities, labels, held_out),
+        "groups": group_results(data.test_images.columns, probabilities.argmax(1) == labels, covered),
+    }
 
 
 def accuracy_interval(score: Score) -> list[float] | None:
@@ -111,16 +119,17 @@ def accuracy_interval(score: Score) -> list[float] | None:
 
 def calibration_of(predictions: Predictions, temperature: float | None) -> dict[str, float | None]:
     """Return the expected calibration error without (`error`) and with a temperature (`tempered_error`)."""
-
-    def error(probabilities: Tensor) -> float:
-        table = prediction_table({**predictions, "probabilities": probabilities})
-        return round(expected_calibration_error(reliability(table.probability, table.hits)), 6)
-
-    probabilities = predictions["probabilities"]
+    probabilities, labels = predictions["probabilities"], predictions["labels"]
     tempered_error = None
     if temperature is not None:
-        tempered_error = error(tempered(probabilities, temperature))
-    return {"error": error(probabilities), "temperature": temperature, "tempered_error": tempered_error}
+        tempered_error = _calibration_error(tempered(probabilities, temperature), labels)
+    error = _calibration_error(probabilities, labels)
+    return {"error": error, "temperature": temperature, "tempered_error": tempered_error}
+
+
+def _calibration_error(probabilities: Tensor, labels: Tensor) -> float:
+    highest, predicted = probabilities.max(1)
+    return round(expected_calibration_error(reliability(highest, predicted == labels)), 6)
 
 
 def versions() -> dict[str, str]:
@@ -144,40 +153,14 @@ def write_metrics(run: Path, metrics: Mapping[str, object]) -> None:
     write_text(run / "metrics.json", json.dumps(without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
 
 
-def log_pictures(
-    run: Run,
-    val: Score | None,
-    test: Score | None,
-    predictions: Predictions | None,
-    data: ImageData,
-    step: int,
-) -> None:
-    """Log confusion matrices, and galleries of mistakes and doubtful predictions.
-
-    predictions: those of the test, or of the validation if there was no test. None draws no galleries.
-    """
-    pictures: dict[str, Tensor] = {}
-    if val and val.images:
-        pictures["val/confusion_matrix"] = confusion_matrix(torch.tensor(val.confusion), data.classes)
-        if predictions is not None and test is None:
-            pictures |= _galleries("val", predictions, data.train_images.images, data.classes)
-    if test and test.images:
-        pictures["test/confusion_matrix"] = confusion_matrix(torch.tensor(test.confusion), data.classes)
-        if predictions is not None:
-            pictures |= _galleries("test", predictions, data.test_images.images, data.classes)
+def log_pictures(run: Run, val: Score | None, test: Score | None, data: ImageData, step: int) -> None:
+    """Log the confusion matrices of the scores."""
     for board in run.boards:
-        for tag, picture in pictures.items():
-            board.log_images(tag, picture, step)
+        for part, score in (("val", val), ("test", test)):
+            if score and score.images:
+                picture = as_pixels(confusion_matrix(torch.tensor(score.confusion), data.classes))
+                board.log_images(f"{part}/confusion_matrix", picture, step)
         board.save()
-
-
-def _galleries(stage: str, predictions: Predictions, images: Tensor, classes: Sequence[str]) -> dict[str, Tensor]:
-    table = prediction_table(predictions)
-    mistakes, doubtful = table.confident_mistakes(GALLERY_SIZE), table.doubtful_hits(GALLERY_SIZE)
-    return {
-        f"{stage}/confident_mistakes": gallery(images[table.indices[mistakes]], captions(table, mistakes, classes)),
-        f"{stage}/doubtful_hits": gallery(images[table.indices[doubtful]], captions(table, doubtful, classes)),
-    }
 
 
 def write_report(run: Path, metrics: dict[str, object], predictions: Predictions, data: ImageData) -> None:

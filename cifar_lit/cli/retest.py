@@ -1,0 +1,103 @@
+"""`cifar-lit test RUN`: test the stored weights of a run again, and compare with what the run recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Column, Table
+from torch import Tensor
+
+from cifar_lit.cli.console import for_tables
+from cifar_lit.cli.errors import command_parser, parsed
+from cifar_lit.data.progress import progress
+from cifar_lit.errors import UsageError
+from cifar_lit.hardware import resolve_device
+from cifar_lit.runs.data_record import data_record
+from cifar_lit.runs.model_file import READ_AT_ONCE, load_model_file
+from cifar_lit.runs.predictions import fingerprint, read_predictions
+from cifar_lit.runs.run_data import run_image_data
+from cifar_lit.runs.run_folder import display_path, read_metrics
+from cifar_lit.text import say
+from cifar_lit.training.metrics import Evaluation
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+
+DESCRIPTION = (
+    "Test the weights of a run again on the images that the run names, and print each score beside the one in "
+    "metrics.json. Exit code 1 if data, predictions or accuracy differ from what the run recorded."
+)
+MAX_CHANGE = 0.1  # of a probability: half precision and other devices change it less
+
+
+def test_again(words: list[str]) -> int:
+    """Print recorded and new scores; return 1 if the run recorded something else."""
+    parser = command_parser("test RUN", DESCRIPTION)
+    add = parser.add_argument
+    add("run", type=str, metavar="RUN", help="folder of a run with test results")
+    add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
+    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    settings = parsed(parser, words)
+    run = Path(settings.run).expanduser()
+    net = load_model_file(run).on(resolve_device(settings.accelerator))
+    metrics = read_metrics(run)
+    if not metrics.get("test"):
+        remedy = f"cifar-lit test --ckpt_path {display_path(run)}/checkpoints/last.ckpt tests it"
+        raise UsageError(f"{display_path(run)} has no test results to compare with: {remedy}")
+    data = run_image_data(run, net.card, None, settings.data_dir)
+    images = data.test_images
+    logits = []
+    with progress("testing", len(images)) as advance:
+        for rows in torch.arange(len(images)).split(READ_AT_ONCE):
+            logits.append(net.logits(images.take(rows).permute(0, 3, 1, 2)))
+            advance(len(rows))
+    evaluation = Evaluation(len(net.classes))
+    evaluation.update(torch.cat(logits), images.labels)
+    score = evaluation.compute()
+    table = Table("", Column("recorded", justify="right"), Column("now", justify="right"))
+    for name, value in score.values.items():
+        recorded = metrics["test"].get(name)
+        table.add_row(name.replace("_", " "), "–" if recorded is None else f"{recorded:.4f}", f"{value:.4f}")
+    for_tables().print(table)
+    faults = [*data_faults(metrics, data), *prediction_faults(run, metrics["test"], data, torch.cat(logits))]
+    say(*faults or ["data, predictions and accuracy agree with what the run recorded"])
+    return int(len(faults) > 0)
+
+
+def data_faults(metrics: Mapping[str, Any], data: ImageData) -> list[str]:
+    """Return how the data differ from those in metrics.json."""
+    faults = []
+    if metrics["test"]["fingerprint"] != fingerprint(data.test_images.images, data.test_images.labels):
+        faults.append("the run was tested on other images than these data have")
+    recorded, now = metrics["data"], data_record(data)
+    for name, what in {"images": "other images", "labels": "other labels", "split": "another split"}.items():
+        if recorded[name] != now[name]:
+            counts = f"{recorded['train']:,} training images then, {now['train']:,} now"
+            return [*faults, f"the run used {what} than these data have ({counts})"]
+    return faults
+
+
+def prediction_faults(run: Path, recorded: Mapping[str, Any], data: ImageData, logits: Tensor) -> list[str]:
+    """Return how predictions.csv and the accuracy in metrics.json differ from those of the weights.
+
+    recorded: the `test` part of metrics.json. logits: those of the test images, (N, classes).
+    """
+    count = len(logits)
+    table = read_predictions(run / "predictions.csv", data.classes, count)
+    if table is None:
+        return ["predictions.csv is missing, or does not fit the test images"]
+    faults = []
+    probabilities = logits.double().softmax(1)[table.indices]
+    highest, predicted = probabilities.max(1)
+    own = probabilities.gather(1, table.predicted[:, None])[:, 0]
+    other = int(((highest - own > MAX_CHANGE) | ((own - table.probability).abs() > MAX_CHANGE)).sum())
+    if other:
+        faults.append(f"{other:,} of {count:,} predictions in predictions.csv are not those of model.safetensors")
+    hits = int((predicted == data.test_images.labels[table.indices]).sum())
+    changed = int((predicted != table.predicted).sum())  # close predictions, in another precision
+    if abs(hits - recorded["accuracy"] * count) > changed + 0.5:
+        faults.append(f"metrics.json has accuracy {recorded['accuracy']:.4f}, the weights reach {hits / count:.4f}")
+    return faults
