@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import webbrowser
-from functools import partial
 from pathlib import Path
 
 from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
 from cifar_lit.hardware import resolve_device
-from cifar_lit.inference.embeddings import logits_and_embeddings
-from cifar_lit.inference.load import load
 from cifar_lit.memory import keep_freed_memory
+from cifar_lit.runs.model_file import load_model_file
 from cifar_lit.runs.report import inspected_page
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import display_path
@@ -37,7 +35,7 @@ def report(words: list[str]) -> None:
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, words)
     device = resolve_device(settings.accelerator)
-    classifier = load(settings.run, device)
+    net = load_model_file(settings.run).on(device)
     keep_freed_memory()
     run = Path(settings.run).expanduser()
     if not run.is_dir():
@@ -45,8 +43,8 @@ def report(words: list[str]) -> None:
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
         raise UsageError(f"{out} cannot be written: name a file in another folder with --out")
-    data = run_image_data(run, classifier.card, settings.dataset, settings.data_dir)
-    page = inspected_page(run, data, partial(logits_and_embeddings, classifier), device)
+    data = run_image_data(run, net.card, settings.dataset, settings.data_dir)
+    page = inspected_page(run, data, net)
     with writing(out, "Choose another place with --out.") as part:
         part.write_text(page, encoding="utf-8")
     say(f"report {display_path(out)} · {out.stat().st_size / 1e6:.1f} MB")

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.hardware import resolve_device
 from cifar_lit.runs.data_record import data_record
-from cifar_lit.runs.model_file import READ_AT_ONCE, load_model_file
-from cifar_lit.runs.predictions import fingerprint, read_predictions
+from cifar_lit.runs.model_file import load_model_file
+from cifar_lit.runs.predictions import fingerprint, read_predictions, set_logits
 from cifar_lit.runs.run_data import run_image_data
 from cifar_lit.runs.run_folder import display_path, read_metrics
 from cifar_lit.text import say
@@ -49,35 +48,32 @@ def test_again(words: list[str]) -> int:
         raise UsageError(f"{display_path(run)} has no test results to compare with: {remedy}")
     data = run_image_data(run, net.card, None, settings.data_dir)
     images = data.test_images
-    logits = []
-    with progress("testing", len(images)) as advance:
-        for rows in torch.arange(len(images)).split(READ_AT_ONCE):
-            logits.append(net.logits(images.take(rows).permute(0, 3, 1, 2)))
-            advance(len(rows))
+    logits = set_logits(net, images, torch.arange(len(images)), "testing")
     evaluation = Evaluation(len(net.classes))
-    evaluation.update(torch.cat(logits), images.labels)
+    evaluation.update(logits, images.labels)
     score = evaluation.compute()
     table = Table("", Column("recorded", justify="right"), Column("now", justify="right"))
     for name, value in score.values.items():
         recorded = metrics["test"].get(name)
         table.add_row(name.replace("_", " "), "–" if recorded is None else f"{recorded:.4f}", f"{value:.4f}")
     for_tables().print(table)
-    faults = [*data_faults(metrics, data), *prediction_faults(run, metrics["test"], data, torch.cat(logits))]
+    faults = data_faults(metrics, data)
+    if metrics["test"]["fingerprint"] == fingerprint(images.images, images.labels):
+        faults += prediction_faults(run, metrics["test"], data, logits)
+    else:
+        faults.append("the run was tested on other images than these data have")
     say(*faults or ["data, predictions and accuracy agree with what the run recorded"])
     return int(len(faults) > 0)
 
 
 def data_faults(metrics: Mapping[str, Any], data: ImageData) -> list[str]:
-    """Return how the data differ from those in metrics.json."""
-    faults = []
-    if metrics["test"]["fingerprint"] != fingerprint(data.test_images.images, data.test_images.labels):
-        faults.append("the run was tested on other images than these data have")
+    """Return how the data of the training differ from those in metrics.json."""
     recorded, now = metrics["data"], data_record(data)
     for name, what in {"images": "other images", "labels": "other labels", "split": "another split"}.items():
         if recorded[name] != now[name]:
             counts = f"{recorded['train']:,} training images then, {now['train']:,} now"
-            return [*faults, f"the run used {what} than these data have ({counts})"]
-    return faults
+            return [f"the run used {what} than these data have ({counts})"]
+    return []
 
 
 def prediction_faults(run: Path, recorded: Mapping[str, Any], data: ImageData, logits: Tensor) -> list[str]:
@@ -86,7 +82,7 @@ def prediction_faults(run: Path, recorded: Mapping[str, Any], data: ImageData, l
     recorded: the `test` part of metrics.json. logits: those of the test images, (N, classes).
     """
     count = len(logits)
-    table = read_predictions(run / "predictions.csv", data.classes, count)
+    table = read_predictions(run / "predictions.csv", data.classes)
     if table is None:
         return ["predictions.csv is missing, or does not fit the test images"]
     faults = []

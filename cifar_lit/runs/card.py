@@ -25,7 +25,8 @@ from torch import Tensor
 
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.errors import UsageError
-from cifar_lit.runs.model_file import MAX_TEMPERATURE, READ_AT_ONCE, ModelCard, build_loaded_net
+from cifar_lit.runs.model_file import MAX_TEMPERATURE, ModelCard, build_loaded_net
+from cifar_lit.runs.predictions import set_logits
 from cifar_lit.runs.sets import MIN_HELD_OUT, held_out_scores
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def describe_model(model: ImageClassifier, data: ImageData) -> ModelCard:
     val = spread_rows(data.split[1], MAX_DESCRIBED)
     # Fitted in float32, the precision in which the net will be used.
     net = build_loaded_net(card, model.net.state_dict()).on(data.device)
-    logits = torch.cat([net.logits(images.take(rows).permute(0, 3, 1, 2)) for rows in val.split(READ_AT_ONCE)])
+    logits = set_logits(net, images, val, "fitting the temperature")
     card = replace(card, temperature=fit_temperature(logits, images.labels[val]), reject=reject_scores(novelty(logits)))
     probabilities = (logits.double() / (card.temperature or 1)).softmax(1)
     return replace(card, coverage=held_out_scores(probabilities, images.labels[val]))

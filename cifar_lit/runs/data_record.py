@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.data.image_set import ImageSet
 
 
 def data_record(data: ImageData) -> dict[str, object]:
@@ -26,10 +27,9 @@ def data_record(data: ImageData) -> dict[str, object]:
     images, labels, split = [], [], []  # uint64 (N,), a key per image
     for image_set, sides in data.parts.sides():
         names = _keys(name.encode() for name in image_set.classes)
-        for rows in torch.arange(len(image_set)).split(4096):  # in parts, because the images may be memory-mapped
-            images.append(_keys(image_set.take(rows).flatten(1).numpy()))
-            labels.append(names[image_set.labels[rows].numpy()])
-            split.append(sides[rows].numpy().astype(np.uint64))
+        images.append(image_keys(image_set))
+        labels.append(names[image_set.labels.numpy()])
+        split.append(sides.numpy().astype(np.uint64))
     train, val = data.split
     return {
         "images": _fingerprint(images, images),
@@ -40,6 +40,14 @@ def data_record(data: ImageData) -> dict[str, object]:
         "test": int((np.concatenate(split) == TEST).sum()),
         "classes": data.class_count,
     }
+
+
+def image_keys(images: ImageSet) -> np.ndarray:
+    """Return a hash of the pixels of each image, uint64 (N,)."""
+    keys = [np.zeros(0, np.uint64)]
+    for rows in torch.arange(len(images)).split(4096):  # in parts, because the images may be memory-mapped
+        keys.append(_keys(images.take(rows).flatten(1).numpy()))
+    return np.concatenate(keys)
 
 
 def _keys(items: Iterable[Buffer]) -> np.ndarray:

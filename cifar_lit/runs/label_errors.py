@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Callable, Sequence
-from hashlib import sha256
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,26 +11,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.files import atomic_write, file_size
+from cifar_lit.files import atomic_write, write_csv
+from cifar_lit.runs.data_record import image_keys
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
-from cifar_lit.text import csv_cell
+from cifar_lit.runs.model_file import READ_AT_ONCE
 
-MAX_HEADER = 1 << 16  # bytes before the numbers of a NumPy file, 128 in those of a run
-COMPARED = 1000  # test images whose pixels are compared with those of the most similar training image
-# Share of the standard deviation of the pixels. In CIFAR-10, 1 % of the test images are as near to a training image.
-MAX_DIFFERENCE = 0.4
 OUT_OF_FOLD = "out_of_fold.npy"  # probabilities by predictors that were not fitted on the image; NaN if there is none
 LIST = "label_errors.csv"
-AT_ONCE = 256  # images compared with all training images in one step
+SIDE = 36  # pixels of the images that are searched for near-duplicates
 
 
 class Pair(NamedTuple):
-    """A test image, the most similar training image, and a caption."""
+    """A test image and a training image."""
 
     test: Picture
     train: Picture
-    lines: Sequence[str]
 
 
 class Suspects(NamedTuple):
@@ -53,31 +47,6 @@ class Findings(NamedTuple):
     pairs: Sequence[Pair]  # test images that are nearly a training image, but not identical
     identical: int  # test images identical to a training image
     conflicting: int  # identical test images with a different label
-
-
-def find_nearest(train: Tensor, test: Tensor, advance: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-    """Find the training image with the greatest cosine similarity to each test image.
-
-    The mean training embedding is subtracted first: it is common to all images and makes any two similar. Method:
-    B. Barz and J. Denzler, Do We Train on Test Data?, J. Imaging 2020.
-
-    Args:
-        train: embeddings of the training images (N, features).
-        test: embeddings of the test images (M, features), from the same net.
-        advance: callback with the number of images processed since the last call.
-
-    Returns:
-        Cosines and rows of training images, float (M,) and int64 (M,), on the CPU.
-    """
-    mean = train.mean(0)
-    columns = F.normalize(train - mean, dim=1).T
-    cosines, rows = [], []
-    for part in test.split(AT_ONCE):
-        best = (F.normalize(part - mean, dim=1) @ columns).max(1)
-        cosines.append(best.values)
-        rows.append(best.indices)
-        advance(len(part))
-    return torch.cat(cosines).cpu(), torch.cat(rows).cpu()
 
 
 def suspect_labels(images: ImageSet, ranking: Ranking, what: str, parts: Sequence[str] = ()) -> Suspects:
@@ -154,27 +123,24 @@ def evidence(run: Path, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
     """
     unseen = read_array(run / OUT_OF_FOLD, tuple(probabilities.shape))
     if unseen is not None:
-        is_known = ((unseen >= 0) & (unseen <= 1)).all(1, keepdim=True)
-        probabilities = torch.where(is_known, unseen, probabilities.float())
+        probabilities = torch.where(unseen.isnan(), probabilities.float(), unseen)
     return probabilities, read_array(run / "margins.npy", probabilities.shape[:1])
 
 
 def write_ranking(path: Path, images: ImageSet, ranking: Ranking, parts: Sequence[str]) -> None:
     """Write all labels as CSV, the most suspicious first. parts: part of each image, such as train."""
     columns = "index,path,label,probability_of_label,suggested,probability_of_suggested,score,part,suspected,confident"
+    table: list[Sequence[object]] = [columns.split(",")]
+    for place, row in enumerate(ranking.rows.tolist()):
+        name = images.names[row] if images.names else ""
+        label, suggested = images.classes[images.labels[row]], images.classes[ranking.suggested[row]]
+        cells = [row, name, label, f"{ranking.own[row]:.6f}", suggested, f"{ranking.best[row]:.6f}"]
+        cells += [f"{ranking.scores[row]:.6f}", parts[row]]
+        for mark in (place < ranking.suspects, ranking.confident[row]):
+            cells.append("yes" if mark else "no")
+        table.append(cells)
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns.split(","))
-        for place, row in enumerate(ranking.rows.tolist()):
-            name = ""
-            if images.names:
-                name = images.names[row]
-            label, suggested = images.classes[images.labels[row]], images.classes[ranking.suggested[row]]
-            cells = [row, csv_cell(name), csv_cell(label), f"{ranking.own[row]:.6f}", csv_cell(suggested)]
-            cells += [f"{ranking.best[row]:.6f}", f"{ranking.scores[row]:.6f}", parts[row]]
-            for mark in (place < ranking.suspects, ranking.confident[row]):
-                cells.append("yes" if mark else "no")
-            writer.writerow(cells)
+        write_csv(file, table)
 
 
 def _quantiles(values: Tensor) -> Tensor:
@@ -184,50 +150,38 @@ def _quantiles(values: Tensor) -> Tensor:
 
 def read_array(file: Path, shape: tuple[int, ...]) -> Tensor | None:
     """Return the numbers in a NumPy file, float32; None if there is no such file or they have another shape."""
-    try:
-        # A pipe would block, and a header may be as long as the file.
-        file_size(file, MAX_HEADER + 8 * math.prod(shape))
-        # Mapped, because a damaged header may claim more than the memory.
-        values = np.lib.format.open_memmap(file, mode="r")
-    except Exception:  # a damaged header raises OSError, ValueError, OverflowError, TokenError and others
+    if not file.is_file():
         return None
-    if values.dtype.kind != "f" or values.shape != shape:
+    values = np.load(file)
+    if values.shape != shape:  # images were added since
         return None
-    return torch.from_numpy(values.astype(np.float32))
+    return torch.from_numpy(values).float()
 
 
-def find_duplicates(train: ImageSet, test: ImageSet, cosines: Tensor, rows: Tensor) -> tuple[list[Pair], int, int]:
-    """Return `pairs`, `identical` and `conflicting` of `Findings`. cosines, rows: results of `find_nearest`.
-
-    Of the test images most similar to a training image, those whose pixels differ plainly are left out.
-    """
-    same_rows = identical_rows(train, test)
+def find_duplicates(train: ImageSet, test: ImageSet) -> tuple[list[Pair], int, int]:
+    """Return `pairs`, `identical` and `conflicting` of `Findings`."""
+    rows: dict[int, int] = {}
+    for row, key in enumerate(image_keys(train).tolist()):
+        rows.setdefault(key, row)
+    same_rows = torch.tensor([rows.get(key, -1) for key in image_keys(test).tolist()])
     is_identical = same_rows >= 0
-    count = min(int((~is_identical).sum()), COMPARED)
     pairs: list[Pair] = []
-    for test_row in cosines.masked_fill(is_identical, -2.0).argsort(descending=True, stable=True)[:count].tolist():
-        train_row = int(rows[test_row])
-        image, other = test.images[test_row].float(), train.images[train_row].float()
-        squares = F.mse_loss(image, other).item(), F.mse_loss(image, other.flip(1)).item()
-        difference = math.sqrt(min(squares))
-        if difference > MAX_DIFFERENCE * float(image.std()):
-            continue
-        caption = (f"cosine {float(cosines[test_row]):.4f}", f"difference {difference:.1f}")
-        pairs.append(Pair(_labelled("Test", test, test_row), _labelled("Training", train, train_row), caption))
+    for group in near_duplicates(np.concatenate([_thumbnails(train), _thumbnails(test)])):
+        for row in group:
+            test_row = row - len(train)
+            if group[0] < len(train) and test_row >= 0 and not is_identical[test_row]:
+                pairs.append(Pair(_labelled("Test", test, test_row), _labelled("Training", train, group[0])))
     conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
     return pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting
 
 
-def identical_rows(train: ImageSet, test: ImageSet) -> Tensor:
-    """Return the row of the first training image with the pixels of each test image, int64 (M,); -1 if none has."""
-    first_rows: dict[bytes, int] = {}
-    for row, image in enumerate(train.images):
-        first_rows.setdefault(_digest(image), row)
-    return torch.tensor([first_rows.get(_digest(image), -1) for image in test.images])
-
-
-def _digest(image: Tensor) -> bytes:
-    return sha256(image.numpy().tobytes()).digest()
+def _thumbnails(images: ImageSet) -> np.ndarray:
+    """Return the images scaled to `SIDE` pixels, uint8 (N, H, W, C); the images may be larger than the memory."""
+    parts = []
+    for rows in torch.arange(len(images)).split(READ_AT_ONCE):
+        scaled = F.adaptive_avg_pool2d(images.take(rows).permute(0, 3, 1, 2).float(), SIDE)
+        parts.append(scaled.round().byte().permute(0, 2, 3, 1))
+    return torch.cat(parts).numpy()
 
 
 def _labelled(what: str, images: ImageSet, row: int) -> Picture:

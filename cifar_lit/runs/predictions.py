@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.files import atomic_write, write_array
-from cifar_lit.runs.run_folder import GROUP, read_rows
+from cifar_lit.data.progress import progress
+from cifar_lit.files import atomic_write, write_array, write_csv
+from cifar_lit.runs.model_file import READ_AT_ONCE, LoadedNet
+from cifar_lit.runs.run_folder import GROUP
 from cifar_lit.text import csv_cell
 
 ROWS_AT_ONCE = 4096  # rows converted to Python numbers in one step
@@ -45,11 +47,6 @@ class PredictionTable(NamedTuple):
         rows = (~self.hits).nonzero()[:, 0]
         return rows[self.probability[rows].neg().argsort(stable=True)][:limit]
 
-    def doubtful_hits(self, limit: int) -> Tensor:
-        """Return the table rows of at most `limit` correct predictions, the least probable first."""
-        rows = self.hits.nonzero()[:, 0]
-        return rows[self.probability[rows].argsort(stable=True)][:limit]
-
 
 def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
     """Return the table of predictions: `indices` and `labels`, int64 (N,), and `probabilities` (N, classes)."""
@@ -74,48 +71,54 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
     labels = torch.cat([batch["labels"] for batch in batches])
     probabilities = torch.cat([batch["probabilities"] for batch in batches])
     order = indices.argsort(stable=True)
-    names = [csv_cell(name) for name in images.classes]
-    header = ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names)]
-    further = {f"{GROUP}{csv_cell(name)}": values for name, values in images.columns.items()}
+    names = images.classes
+    further = {f"{GROUP}{name}": values for name, values in images.columns.items()}
     if images.names:
         further["path"] = images.names
-    header += further
-    digits = ",".join(["%.6f"] * len(names))
-    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
+
+    def table() -> Iterator[list[object]]:
+        yield ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names), *further]
         for rows in order.split(ROWS_AT_ONCE):
             part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
             for index, label, predicted, values in zip(*map(Tensor.tolist, part), strict=True):
-                cells = (digits % tuple(values)).split(",")
-                own = [csv_cell(values_of[index]) for values_of in further.values()]
-                writer.writerow([index, names[label], names[predicted], cells[predicted], *cells, *own])
+                cells = [f"{value:.6f}" for value in values]
+                own = [values_of[index] for values_of in further.values()]
+                yield [index, names[label], names[predicted], cells[predicted], *cells, *own]
+
+    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        write_csv(file, table())
     write_array(path.with_name("probabilities.npy"), probabilities[order].float().contiguous().numpy())
     return len(order)
 
 
-def read_predictions(path: Path, classes: Sequence[str], count: int) -> PredictionTable | None:
-    """Return the table in a `predictions.csv`, or None if it does not fit these classes and number of images.
-
-    Each index must occur once. Probabilities must be in 0 … 1, or NaN for all images (a diverged net).
-    """
-    number: dict[object, int] = {csv_cell(name): index for index, name in enumerate(classes)}
-    indices, labels, predicted, values = [], [], [], []
+def read_predictions(path: Path, classes: Sequence[str]) -> PredictionTable | None:
+    """Return the table in a `predictions.csv`; None if there is no such file, or it has other classes."""
+    number = {str(csv_cell(name)): index for index, name in enumerate(classes)}
+    indices, labels, predicted, probability = [], [], [], []
     try:
-        for row in read_rows(path, ("index", "label", "predicted", "probability")):
-            indices.append(int(row["index"]))
-            labels.append(number[row["label"]])
-            predicted.append(number[row["predicted"]])
-            values.append(float(row["probability"]))
-    except (ValueError, KeyError):
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                indices.append(int(row["index"]))
+                labels.append(number[row["label"]])
+                predicted.append(number[row["predicted"]])
+                probability.append(float(row["probability"]))
+    except (OSError, KeyError):
         return None
-    if not indices or len(set(indices)) < len(indices) or min(indices) < 0 or max(indices) >= count:
-        return None
-    probability = torch.tensor(values, dtype=torch.float64)
-    is_valid = (probability >= 0) & (probability <= 1)
-    if not (is_valid.all() or probability.isnan().all()):
-        return None
-    return PredictionTable(torch.tensor(indices), torch.tensor(labels), torch.tensor(predicted), probability)
+    classes_of = torch.tensor(labels), torch.tensor(predicted)
+    return PredictionTable(torch.tensor(indices), *classes_of, torch.tensor(probability, dtype=torch.float64))
+
+
+def set_logits(net: LoadedNet, images: ImageSet, rows: Tensor, what: str) -> Tensor:
+    """Return float32 logits (N, classes) of rows of a set, on the CPU; the images may be larger than the memory.
+
+    what: description of the progress.
+    """
+    logits = []
+    with progress(what, len(rows), min_seconds=5.0) as advance:
+        for part in rows.split(READ_AT_ONCE):
+            logits.append(net.logits(images.take(part).permute(0, 3, 1, 2)))
+            advance(len(part))
+    return torch.cat(logits)
 
 
 def fingerprint(images: Tensor, labels: Tensor) -> str:
@@ -155,33 +158,29 @@ class Row:
 
     def values(self, top: int) -> dict[str, Value]:
         """Return the values by column, with `top` classes and six digits."""
-        values: dict[str, Value] = {"index": self.index, "label": None, "probability": None}
-        for rank in range(2, top + 1):
-            values |= {f"class_{rank}": None, f"probability_{rank}": None}
-        for rank, (name, probability) in enumerate(self.top[:top], 1):
-            if rank == 1:
-                values |= {"label": name, "probability": round(probability, 6)}
-            else:
-                values |= {f"class_{rank}": name, f"probability_{rank}": round(probability, 6)}
-        novelty = self.novelty
-        if novelty is not None:
-            novelty = round(novelty, 6)
-        values |= {"path": self.path, "novelty": novelty, "unknown": self.unknown}
-        values |= {"prediction_set": self.prediction_set, "error": self.error}
-        return values
+        values: dict[str, Value] = {"index": self.index}
+        best = [*self.top[:top], *[(None, None)] * (top - len(self.top))]
+        for rank, (name, probability) in enumerate(best, 1):
+            values["label" if rank == 1 else f"class_{rank}"] = name
+            values["probability" if rank == 1 else f"probability_{rank}"] = _rounded(probability)
+        values |= {"path": self.path, "novelty": _rounded(self.novelty), "unknown": self.unknown}
+        return values | {"prediction_set": self.prediction_set, "error": self.error}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
 
 
 class CsvRows:
     """Writer of CSV with a header."""
 
     def __init__(self, file: TextIO, top: int) -> None:
-        self._writer, self._top = csv.writer(file, lineterminator="\n"), top
-        self._writer.writerow(Row(0, ()).values(top))
+        self._file, self._top = file, top
+        write_csv(file, [Row(0, ()).values(top)])
 
     def write(self, rows: Iterable[Row]) -> None:
         """Write rows."""
-        for row in rows:
-            self._writer.writerow(map(_cell, row.values(self._top).values()))
+        write_csv(self._file, (map(_cell, row.values(self._top).values()) for row in rows))
 
 
 def _cell(value: Value) -> object:
@@ -192,8 +191,8 @@ def _cell(value: Value) -> object:
     if isinstance(value, float):
         return f"{value:.6f}"
     if isinstance(value, tuple):
-        return csv_cell("|".join(value))
-    return csv_cell(value)
+        return "|".join(value)
+    return value
 
 
 class JsonRows:

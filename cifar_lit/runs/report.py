@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.progress import progress
 from cifar_lit.runs.figures import (
     GALLERY_SIZE,
     PART_NAMES,
@@ -32,18 +31,18 @@ from cifar_lit.runs.label_errors import (
     Findings,
     evidence,
     find_duplicates,
-    find_nearest,
     rank_labels,
     suspect_labels,
     write_ranking,
 )
-from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions
+from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions, set_logits
 from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics
 from cifar_lit.stats import wilson_interval
 from cifar_lit.text import note, printable_lines
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.runs.model_file import LoadedNet
 
 PARTS = ("train", "val", "test")  # `train/loss`, `val/loss` and `test/loss` share a chart
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # others follow in the order of their columns
@@ -56,59 +55,42 @@ FACTS = {
     "train_seconds": ("training time", "{:,.1f} s"), "images_per_second": ("training speed", "{:,.0f} images/s"),
 }  # fmt: skip
 
-# Computes logits and embeddings (N, …). Arguments: a function from rows to their images, the rows, a progress callback.
-Embedder = Callable[[Callable[[Tensor], Tensor], Tensor, Callable[[int], None]], tuple[Tensor, Tensor]]
 
-
-def inspected_page(run: Path, data: ImageData, embed: Embedder, device: str) -> str:
+def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
     """Return the page with suspected label errors and duplicates, from a pass over all images.
 
     If the run was tested on the same test images, its predictions are used. Otherwise they are computed again.
-
-    embed: `inference.embeddings.logits_and_embeddings` with the run's net.
-    device: device on which embeddings are compared.
     """
     metrics = read_metrics(run)
-    train = data.train_images
-    test = data.test_images
+    train, test = data.train_images, data.test_images
+    test_logits = set_logits(net, test, torch.arange(len(test)), "predicting the test images")
     predictions = None
     tested_on = (metrics.get("test") or {}).get("fingerprint")
     if tested_on == fingerprint(test.images, test.labels):
-        predictions = read_predictions(run / "predictions.csv", data.classes, len(test))
+        predictions = read_predictions(run / "predictions.csv", data.classes)
     elif tested_on:
         note("the run was tested on other images: evaluating these test images now")
         metrics["test"] = None
-
-    def embed_all(images: ImageSet, what: str) -> tuple[Tensor, Tensor]:
-        with progress(f"computing embeddings of the {what}", len(images)) as advance:
-            return embed(images.take, torch.arange(len(images)), advance)
-
-    logits, embeddings = embed_all(test, "test images")
     if predictions is None:
-        probabilities = logits.double().softmax(1)
-        predictions = prediction_table(
-            {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": probabilities}
-        )
-    train_logits, train_embeddings = embed_all(train, "training images")
+        values = {"indices": torch.arange(len(test)), "labels": test.labels}
+        predictions = prediction_table({**values, "probabilities": test_logits.double().softmax(1)})
+    train_logits = set_logits(net, train, torch.arange(len(train)), "predicting the training images")
     ranking = rank_labels(train.labels, *evidence(run, train_logits.softmax(1)))
     parts = data.parts.part_names()
     with suppress(OSError):  # a run that is read-only
         write_ranking(run / LIST, train, ranking, parts)
-    others, rows = _without_test(data)
-    with progress("comparing test with training images", len(test)) as advance:
-        nearest = find_nearest(train_embeddings[rows].to(device), embeddings.to(device), advance)
     findings = Findings(
         suspect_labels(train, ranking, "Training", parts),
-        suspect_labels(test, rank_labels(test.labels, logits.softmax(1)), "Test"),
-        *find_duplicates(others, test, *nearest),
+        suspect_labels(test, rank_labels(test.labels, test_logits.softmax(1)), "Test"),
+        *find_duplicates(_without_test(data), test),
     )
     return render(run, metrics, data, predictions, findings)
 
 
-def _without_test(data: ImageData) -> tuple[ImageSet, Tensor]:
-    """Return the training and validation images that are no test images, and their rows in `data.train_images`.
+def _without_test(data: ImageData) -> ImageSet:
+    """Return the training and validation images that are no test images.
 
-    That contains test images in a cross-validation, and if the folder val/ is also the test set.
+    `data.train_images` has test images in a cross-validation, and if the folder val/ is also the test set.
     """
     images = data.train_images
     keep = torch.ones(len(images), dtype=torch.bool)
@@ -117,11 +99,11 @@ def _without_test(data: ImageData) -> tuple[ImageSet, Tensor]:
     elif images.names:
         test_names = set(data.test_images.names or ())
         keep = torch.tensor([name not in test_names for name in images.names])
-    rows = keep.nonzero()[:, 0]
     if keep.all():
-        return images, rows
+        return images
+    rows = keep.nonzero()[:, 0]
     names = [images.name(row) for row in rows.tolist()]
-    return ImageSet(images.images[rows], images.labels[rows], images.classes, names=names), rows
+    return ImageSet(images.images[rows], images.labels[rows], images.classes, names=names)
 
 
 def render(
