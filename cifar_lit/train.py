@@ -49,9 +49,6 @@ def fit(
         val = Score.from_dict(final["cifar_lit"]["score"])
     if run.command == "train":  # `fit` does not test
         test = _score("test", trainer, model, data)
-    if val and not test:
-        trainer.loggers = []  # This pass only collects predictions; the score is already logged.
-        _score("validate", trainer, model, data)
     return write_results(run, model, data, val, test)
 
 

@@ -139,13 +139,10 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Figure:
     axes = figure.subplots()
     # The square root makes rare confusions visible.
     shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.7)  # black numbers are legible on all cells
     if count <= MAX_COUNTED:
         for (label, predicted), images in np.ndenumerate(matrix.numpy()):
-            colour = "black"
-            if shares[label, predicted] > 0.6:
-                colour = "white"
-            axes.text(predicted, label, images, ha="center", va="center", fontsize=max(6, size), color=colour)
+            axes.text(predicted, label, images, ha="center", va="center", fontsize=max(6, size))
     names = [_tick(name) for name in classes]
     axes.set_xticks(range(count), names, rotation=90, fontsize=size)
     axes.set_yticks(range(count), names, fontsize=size)

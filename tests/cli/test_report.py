@@ -50,7 +50,7 @@ def test_report_adds_label_errors_and_duplicates(own: Path, open_page: Open, mon
     assert "of 40 test images" in page
     test = metrics_of(own)["test"]
     assert headline(page)["test accuracy"] == f"{test['accuracy']:.4f}"
-    assert "cifar-lit test --ckpt_path own-1/checkpoints/best.ckpt" in page
+    assert "cifar-lit test own-1" in page
     assert opened == [(own / "report.html").absolute().as_uri()]
     view = open_page(opened[0], width=400, scheme="dark")
     assert (view.overflow, view.errors, view.requests, view.unloaded, view.nameless) == (0, [], [], [], [])

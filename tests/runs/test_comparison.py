@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,13 +19,11 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.compare import (
     RunRecord,
-    data_differences,
     differing,
     find_runs,
     groups,
     hits_by_run,
     pairs,
-    plot_curves,
     read_run,
 )
 from cifar_lit.runs.predictions import write_predictions
@@ -33,10 +32,6 @@ from cifar_lit.stats import McNemar
 
 MOSTLY = [True] * 8 + [False] * 2
 HALF = [True] * 5 + [False] * 5
-CURVES = (
-    "epoch,step,lr,train/loss,train/accuracy,val/loss,val/accuracy,test/loss,test/accuracy\n"
-    "0,10,0.1,1.5,0.4,1.4,0.45,,\n1,20,0.05,1.0,0.6,1.1,0.5,,\n2,20,,,,,,0.5,0.5\n"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +69,12 @@ def make_run(
     if correct is not None:
         images = len(correct)
         test = {"accuracy": sum(correct) / images, "loss": 0.5, "images": images, "fingerprint": fingerprint}
-        test["groups"] = {name: [] for name in columns or {}}
         labels = torch.arange(images) % 2
         predicted = torch.where(torch.tensor(correct), labels, 1 - labels)
         batch = {"indices": torch.arange(images), "labels": labels, "probabilities": torch.eye(2)[predicted]}
         write_predictions(path / "predictions.csv", [batch], images_of(labels, columns))
     metrics = {"recipe": "small", "seed": seed, "epochs": 2, "train_seconds": 10.0 + seed, "test": test, "data": data}
     (path / "metrics.json").write_text(json.dumps({**metrics, "val": {"accuracy": 0.5, "loss": 1.0}}))
-    (path / "metrics.csv").write_text(CURVES)
     return read_run(path)
 
 
@@ -91,15 +84,9 @@ def test_runs_are_found_once_each_by_folder_or_pattern_sorted_by_number() -> Non
     expected = [f"logs/{name}" for name in ("other-1", "small-1", "small-2", "small-10")]
     assert [str(path) for path in find_runs(["logs"])] == expected
     assert [path.name for path in find_runs(["logs/small-*", "logs/small-1/"])] == ["small-1", "small-2", "small-10"]
-    for name, reason in (("logs/none-*", r"there is no logs/none-\*"), ("logs/small-1/config.yaml", "is a file")):
-        with pytest.raises(UsageError, match=reason):
+    for name in ("logs/none-*", "logs/small-1/config.yaml"):
+        with pytest.raises(UsageError, match=f"there is no folder {re.escape(name)}"):
             find_runs([name])
-
-
-def test_a_run_name_may_end_in_a_digit_that_is_not_decimal() -> None:
-    for name in ("logs/a-10", "logs/a-9", "logs/a-²"):
-        make_run(name)
-    assert [run.name for run in find_runs(["logs"])] == ["a-9", "a-10", "a-²"]
 
 
 def test_settings_that_differ_are_listed_except_paths() -> None:
@@ -107,8 +94,6 @@ def test_settings_that_differ_are_listed_except_paths() -> None:
     assert differing(runs) == {"model.lr": ["0.1", "0.2"]}
     other = make_run("c/small-1", seed=4, widths=[8])
     assert differing([runs[0], other]) == {"seed_everything": ["0", "4"], "model.widths": ["[8, 16]", "[8]"]}
-    unknown = RunRecord(Path("none"), "none")  # differs in nothing, but keeps its column
-    assert differing([runs[0], unknown, make_run("d/small-1")]) == {"model.widths": ["[8, 16]", "–", "–"]}
 
 
 def test_a_run_without_results_has_a_note_with_the_reason() -> None:
@@ -123,8 +108,6 @@ def test_a_run_without_results_has_a_note_with_the_reason() -> None:
     assert read_run(running).note == "damaged: metrics.json cannot be read"
     (running / "empty").mkdir()
     assert read_run(running / "empty").note == "broken: neither config.yaml nor metrics.json"
-    (make_run("d", MOSTLY).path / "config.yaml").write_text("a: [")
-    assert read_run(Path("d")).note == "its config.yaml is missing or damaged"
 
 
 def test_further_metrics_of_test_and_validation_are_among_the_figures() -> None:
@@ -159,14 +142,11 @@ def test_the_interval_of_a_group_ends_at_one() -> None:
 def test_runs_whose_folder_was_changed_between_them_form_groups_by_data() -> None:
     data = [{"images": "i", "labels": "l"}, {"images": "i", "labels": "corrected"}]
     runs = [make_run(f"small-{number}", HALF, number % 2, data=data[number // 2]) for number in range(4)]
-    runs.append(make_run("tested", HALF, 5))  # by `cifar-lit test`, without a data entry
     assert [(group["settings"], group["runs"]) for group in groups(runs)] == [
         ({"data": "1"}, ["small-0", "small-1"]),
         ({"data": "2"}, ["small-2", "small-3"]),
-        ({"data": "–"}, ["tested"]),
     ]
-    (group,) = groups([*runs[:2], runs[4]])
-    assert (group["settings"], group["accuracy"]["n"]) == ({}, 3)
+    assert [group["settings"] for group in groups(runs[:2])] == [{}]
 
 
 def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> None:
@@ -213,19 +193,6 @@ def test_a_verdict_on_two_groups_needs_three_seeds_and_a_spread(differences: lis
     assert any("takes about" in line for line in lines) == (len({*differences}) > 1)
 
 
-def test_a_table_of_labels_that_is_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    for number in (1, 2):
-        Path(f"labels-{number}.csv").write_text(f"path,label\n1.png,cat\n2.png,class {number}\n")
-        run = make_run(f"small-{number}", HALF, data={"images": "i", "labels": str(number)})
-        run.settings["data.root"] = f"labels-{number}.csv"
-        runs.append(run)
-    line = "small-1 and small-2 used different data: labels"
-    assert data_differences(runs) == [f"{line} of 1 images"]
-    monkeypatch.setattr("cifar_lit.runs.compare.MAX_LABELS", 20)  # a stranger's configuration may name any file
-    assert data_differences(runs) == [line]
-
-
 def compared(runs: list[RunRecord]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
     return pairs(runs, hits_by_run(runs))
 
@@ -241,11 +208,9 @@ def test_pairs_count_the_images_that_only_one_run_classifies_correctly_on_the_sa
     without_fingerprint, truncated = make_run("d", HALF, fingerprint=None), make_run("e", HALF)
     predictions = truncated.path / "predictions.csv"
     lines = predictions.read_text().splitlines(keepends=True)
-    predictions.write_text("".join([*lines[:-1], lines[1]]))  # the last image is missing, the first occurs twice
-    claims_too_many = make_run("f", HALF)
-    claims_too_many.metrics["test"]["images"] = 10**10
-    reason = "not compared image by image, because predictions.csv is missing or incomplete: d, e, f"
-    assert compared([first, without_fingerprint, truncated, claims_too_many]) == ([], [reason])
+    predictions.write_text("".join(lines[:-1]))
+    reason = "not compared image by image, because predictions.csv is missing or incomplete: d, e"
+    assert compared([first, without_fingerprint, truncated]) == ([], [reason])
 
 
 def test_many_runs_are_each_compared_with_the_best() -> None:
@@ -273,57 +238,17 @@ def test_groups_are_paired_by_seed_and_by_test_image() -> None:
     assert seed_pairs(groups(runs), without)[0].over_images is None
 
 
-def test_a_damaged_run_does_not_stop_the_comparison_of_its_group() -> None:
-    runs = [make_run(f"a-{seed}", HALF, seed) for seed in range(3)]
-    runs += [make_run(f"b-{seed}", HALF, seed, lr=0.5) for seed in range(2)]
-    runs.append(make_run("b-2", HALF[:-2], 2, lr=0.5))  # claims the same test images
-    runs[0].settings["seed_everything"] = [0]
-    (pair,) = seed_pairs(groups(runs), hits_by_run(runs))
-    assert pair.over_seeds["n"] == 2 and pair.over_images is None
-
-
-@pytest.mark.parametrize(("ratio", "seeds"), [(1.0, 10), (0.5, 34), (0.2, 199), (0.001, 7_848_880)])
+@pytest.mark.parametrize(("ratio", "seeds"), [(1.0, 10), (0.2, 199)])
 def test_the_number_of_seeds_is_that_of_a_paired_t_test_with_80_percent_power(ratio: float, seeds: int) -> None:
     pair = SeedPairs(0, 1, {"std": 0.002}, None)
     assert pair.seeds_for(0.002 * ratio) == pytest.approx(seeds, abs=1 + seeds // 50)
     assert pair.seeds_for(0.2) == 3  # a verdict needs as many
 
 
-def test_curves_have_a_line_per_run_and_a_legend_entry_per_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
-
-    figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
-    runs = [make_run(f"small-{number}") for number in range(10)]
-    plot_curves(runs, [run.name for run in runs], Path("a.png"))
-    plot_curves(runs, ["one"] * 5 + ["other"] * 5, Path("b.png"))
-    assert [len(axes.get_lines()) for axes in figures[0].axes] == [10] * 4
-    lines = figures[0].axes[0].get_lines()
-    assert (list(lines[0].get_xdata()), list(lines[0].get_ydata())) == ([1, 2], [0.45, 0.5])
-    assert [text.get_text() for text in figures[1].legends[0].get_texts()] == ["one", "other"]
-
-    run = RunRecord(Path("b"), "b")
-    Path("b").mkdir()
-    for header in ("", CURVES.splitlines()[0] + "\n"):  # before the first row
-        Path("b/metrics.csv").write_text(header)
-        with pytest.raises(ValueError, match="none of these runs has a curve"):
-            plot_curves([run], ["b"], Path("c.png"))
-    Path("b/metrics.csv").write_text(CURVES.replace("val/accuracy", "other"))
-    plot_curves([run], ["b"], Path("c.png"))
-    assert [axes.get_ylabel() for axes in figures[2].axes] == ["training accuracy, %", "training loss"]
-
-
 # ---- groups of test images
 
 
 CAMERAS = {"camera": ["east"] * 10 + ["west"] * 30, "=site": ["x", ""] * 20}
-
-
-def damage_groups(name: str, groups: Any) -> RunRecord:
-    path = Path(name) / "metrics.json"
-    metrics = json.loads(path.read_text())
-    path.write_text(json.dumps({**metrics, "test": {**metrics["test"], "groups": groups}}))
-    return read_run(Path(name))
 
 
 def test_the_group_in_which_a_run_got_worse_is_named() -> None:
@@ -346,17 +271,3 @@ def test_a_run_without_groups_is_compared_by_those_of_the_other() -> None:
     runs = [make_run("a", [True] * 40), make_run("b", [False] * 10 + [True] * 30, columns=CAMERAS)]
     for names in (("a", "b"), ("b", "a")):
         assert group_differences(*names, hits_by_run(runs))[0].startswith("  camera east: b is worse")
-
-
-@pytest.mark.parametrize("groups", [5, [], "x", {"none": []}, {"camera": "x"}, {f"{n}": [] for n in range(99)}, None])
-def test_damaged_groups_do_not_stop_a_comparison(groups: Any) -> None:
-    runs = [make_run("a", [True] * 40, columns=CAMERAS)]
-    make_run("b", [False] * 10 + [True] * 30)
-    runs.append(damage_groups("b", groups))
-    assert group_differences("a", "b", hits_by_run(runs))[0].startswith("  camera east: b is worse")
-    assert pairs(runs, hits_by_run(runs))[0][0][2].first == 10
-
-
-def test_runs_of_the_same_fingerprint_may_claim_other_numbers_of_images() -> None:
-    runs = [make_run("a", [True] * 40, columns=CAMERAS), make_run("b", [False] * 12)]
-    assert group_differences("a", "b", hits_by_run(runs))[0].startswith("  camera east: b is worse")
