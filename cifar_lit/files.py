@@ -6,7 +6,6 @@ symlink instead of following it.
 
 from __future__ import annotations
 
-import csv
 import errno
 import os
 import secrets
@@ -14,13 +13,12 @@ import sqlite3
 import stat
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.text import csv_cell
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,13 +114,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
-
-
-def write_csv(file: TextIO, rows: Iterable[Iterable[object]]) -> None:
-    """Write rows of cells as CSV, safe for a spreadsheet, to a file that is open with `newline=""`."""
-    writer = csv.writer(file, lineterminator="\n")
-    for row in rows:
-        writer.writerow(map(csv_cell, row))
 
 
 def check_regular(path: Path) -> None:

@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from io import BytesIO
@@ -108,7 +108,7 @@ def mistakes(count: int, columns: int) -> Tensor:
     return gallery(test.images[rows], captions, columns)
 
 
-def gallery(images: Tensor, captions: list[tuple[str, ...]], columns: int) -> Tensor:
+def gallery(images: Tensor, captions: Sequence[tuple[str, ...]], columns: int) -> Tensor:
     """Return a grid of images, uint8 (N, H, W, C), with captions, as uint8 (3, H, W)."""
     rows = -(-len(images) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(1.2 * columns, 1.5 * rows))

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.files import atomic_write, write_csv
+from cifar_lit.files import write_text
 from cifar_lit.runs.data_record import image_keys
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 from cifar_lit.runs.model_file import READ_AT_ONCE
+from cifar_lit.text import csv_text
 
 OUT_OF_FOLD = "out_of_fold.npy"  # probabilities by predictors that were not fitted on the image; NaN if there is none
 LIST = "label_errors.csv"
@@ -139,8 +140,7 @@ def write_ranking(path: Path, images: ImageSet, ranking: Ranking, parts: Sequenc
         for mark in (place < ranking.suspects, ranking.confident[row]):
             cells.append("yes" if mark else "no")
         table.append(cells)
-    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        write_csv(file, table)
+    write_text(path, csv_text(table))
 
 
 def _quantiles(values: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
-from cifar_lit.files import atomic_write, write_array, write_csv
+from cifar_lit.files import atomic_write, write_array
 from cifar_lit.runs.model_file import READ_AT_ONCE, LoadedNet
 from cifar_lit.runs.run_folder import GROUP
-from cifar_lit.text import csv_cell
+from cifar_lit.text import csv_cell, csv_text
 
 ROWS_AT_ONCE = 4096  # rows converted to Python numbers in one step
 
@@ -76,17 +76,17 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
     if images.names:
         further["path"] = images.names
 
-    def table() -> Iterator[list[object]]:
-        yield ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names), *further]
+    header = ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names), *further]
+    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
+        file.write(csv_text([header]))
         for rows in order.split(ROWS_AT_ONCE):
+            table = []
             part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
             for index, label, predicted, values in zip(*map(Tensor.tolist, part), strict=True):
                 cells = [f"{value:.6f}" for value in values]
                 own = [values_of[index] for values_of in further.values()]
-                yield [index, names[label], names[predicted], cells[predicted], *cells, *own]
-
-    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        write_csv(file, table())
+                table.append([index, names[label], names[predicted], cells[predicted], *cells, *own])
+            file.write(csv_text(table))
     write_array(path.with_name("probabilities.npy"), probabilities[order].float().contiguous().numpy())
     return len(order)
 
@@ -176,11 +176,11 @@ class CsvRows:
 
     def __init__(self, file: TextIO, top: int) -> None:
         self._file, self._top = file, top
-        write_csv(file, [Row(0, ()).values(top)])
+        file.write(csv_text([Row(0, ()).values(top)]))
 
     def write(self, rows: Iterable[Row]) -> None:
         """Write rows."""
-        write_csv(self._file, (map(_cell, row.values(self._top).values()) for row in rows))
+        self._file.write(csv_text(map(_cell, row.values(self._top).values()) for row in rows))
 
 
 def _cell(value: Value) -> object:
