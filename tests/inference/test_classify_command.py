@@ -179,7 +179,7 @@ def test_a_folder_of_other_formats_names_them(run: Path, capsys: Capture) -> Non
 
 
 def test_non_finite_weights_are_refused(tmp_path: Path, capsys: Capture) -> None:
-    code, out, err = classify(capsys, write_net(tmp_path / "nan", gain=float("nan")), "pictures")
+    code, _, err = classify(capsys, write_net(tmp_path / "nan", gain=float("nan")), "pictures")
     assert code == 1 and "logits are not finite" in err
 
 
