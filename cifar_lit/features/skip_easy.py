@@ -138,8 +138,6 @@ class SkipEasy(Callback):
     def __init__(self, share: float = 0.5, start: float = 0.6) -> None:
         if not 0 < share < 1:
             raise UsageError(f"skip_easy.share is a share of the images, above 0 and below 1, not {share:g}")
-        if not 0 <= start <= 1:
-            raise UsageError(f"skip_easy.start is a share of the steps, from 0 to 1, not {start:g}")
         self._share, self._start = share, start
         self._losses: LastLosses | None = None  # None before the current fit has begun
         self._loader: HardRoundsLoader | None = None

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from cifar_lit.errors import UsageError
 from cifar_lit.models.registry import with_versions
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ class WeightAverage(EMAWeightAveraging):
     """
 
     def __init__(self, decay: float) -> None:
-        if not 0 < decay < 1:
-            raise UsageError(f"weight_average.decay must be above 0 and below 1, not {decay:g}")
         super().__init__(decay=decay, use_buffers=True)
         self.decay = decay
 

@@ -37,8 +37,6 @@ class Whitening(Callback):
     """
 
     def __init__(self, bias_epochs: float | None = None) -> None:
-        if bias_epochs is not None and not bias_epochs > 0:
-            raise UsageError(f"whitening.bias_epochs must be above 0, or null, not {bias_epochs:g}")
         self.bias_epochs = bias_epochs
         self._schedule: Schedule | None = None  # schedule of the bias, until it ends
         self._end = math.inf  # steps, or epochs, of the schedule

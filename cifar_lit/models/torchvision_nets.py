@@ -19,7 +19,6 @@ SMALL_STEM = ("resnet18", "resnet34", "resnet50")
 MAX_SMALL = 64  # pixels of the shorter side of small images; for larger images this stem costs 16 times the work
 INCEPTIONS = ("googlenet", "inception_v3")  # their weights come from TensorFlow
 FIXED_SIZE = ("vit_", "maxvit_")  # prefixes of nets that accept only the image size they were built for
-MAXVIT_STEP = 224  # pixels: five halvings, then windows of 7×7
 MAX_TRIED_SIZE = 224  # pixels: every torchvision net accepts this size
 
 
@@ -53,15 +52,9 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
 
 
 def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, object]:
-    height, width = image_size
     if name.startswith("vit_"):
-        patch = int(name.rsplit("_", 1)[1])
-        if height != width or height % patch:
-            raise UsageError(f"{name} needs square images with a side divisible by {patch}, not {height}×{width}.")
-        return {"image_size": height}
+        return {"image_size": image_size[0]}
     if name.startswith("maxvit_"):
-        if height % MAXVIT_STEP or width % MAXVIT_STEP:
-            raise UsageError(f"{name} needs images with sides divisible by {MAXVIT_STEP}, not {height}×{width}.")
         return {"input_size": image_size}
     if name in INCEPTIONS:
         # Without auxiliary heads, forward returns a tensor. An explicit init_weights silences a warning.

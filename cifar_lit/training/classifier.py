@@ -50,11 +50,6 @@ def check_model(h: Mapping[str, Any]) -> None:
     check_choice("model.tta", h["tta"], VIEWS)
     if not h["lr"] > 0:
         raise UsageError(f"the learning rate must be above 0, not {h['lr']:g}: set --lr")
-    if not 0 <= h["label_smoothing"] < 1:
-        raise UsageError(f"model.label_smoothing must be 0 or more and below 1, not {h['label_smoothing']:g}")
-    temperature = h["temperature"]
-    if temperature is not None and temperature <= 0:
-        raise UsageError(f"model.temperature must be above 0, or null, not {temperature:g}")
 
 
 def check_features(model: ImageClassifier, trainer: pl.Trainer, data: object) -> None:
@@ -402,10 +397,8 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             self.double()  # Lightning converts the weights after it has loaded them, which would round them
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-        if averages and "averaging_state" not in checkpoint:
-            raise UsageError("weight_average cannot change on resume: the checkpoint has none. Start a new run")
-        if not averages and "averaging_state" in checkpoint:
-            raise UsageError("weight_average cannot change on resume: the checkpoint has one. Start a new run")
+        if averages != ("averaging_state" in checkpoint):
+            raise UsageError("weight_average cannot be added or removed on resume: start a new run")
         state = checkpoint.get("cifar_lit", {})
         may_change = [f"model.{name}" for name in self.may_change]
         changed_settings(saved_settings(state), self.trained_with, may_change, self._what_fixes_the_length())

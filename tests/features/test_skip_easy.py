@@ -113,8 +113,6 @@ def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(UsageError, match=r"skip_easy\.share is a share of the images, above 0 and below 1"):
         SkipEasy(1.0)
-    with pytest.raises(UsageError, match=r"skip_easy\.start is a share of the steps"):
-        SkipEasy(0.5, 1.5)
     with pytest.raises(UsageError, match=r"leave balanced out and data\.shuffle at true"):
         fitted(classifier(), shapes_data(shuffle=False), SkipEasy())
     with pytest.raises(UsageError, match=r"needs the length of the training: set --epochs or --trainer\.max_steps"):

