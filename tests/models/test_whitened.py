@@ -131,9 +131,8 @@ def test_only_whitening_weights_and_norm_scales_are_frozen(whiten_bias: bool) ->
         assert parameter.grad is None if name in frozen else parameter.grad.abs().sum() > 0, name
 
 
-@pytest.mark.parametrize("widths", [[40, 60], [8, 4]])
-def test_convolutions_start_as_the_identity_on_their_common_channels(widths: list[int]) -> None:
-    for conv in (conv for group in build(widths=widths).groups for conv in group.convs):
+def test_convolutions_start_as_the_identity_on_their_common_channels() -> None:
+    for conv in (conv for group in build(widths=[40, 60]).groups for conv in group.convs):
         same = min(conv.in_channels, conv.out_channels)
         maps = random_images(5, conv.in_channels)
         torch.testing.assert_close(conv(maps)[:, :same], maps[:, :same])
