@@ -125,13 +125,8 @@ class TrainingCLI(LightningCLI):
         run = run_of(checkpoint)
         if run is None:
             raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
-        # A command repeated from the shell history may name the run's recipe.
-        if command.recipe:
-            settings = plain_values(run / "config.yaml") or {}
-            if recipe_path(command.recipe).stem != settings.get("recipe"):
-                raise UsageError(
-                    f"{display_path(run)} was trained with another recipe: leave --recipe out to resume it"
-                )
+        if command.recipe:  # a command repeated from the shell history may name the run's recipe
+            command.flags.append(f"--recipe={recipe_path(command.recipe).stem}")
             command.recipe = None
         return checkpoint
 
@@ -254,13 +249,14 @@ class TrainingCLI(LightningCLI):
         logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
         self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
         if self.checkpoint and run:
-            trained, given = plain_values(run / "config.yaml") or {}, yaml.safe_load(self._config_text())
+            self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
+            trained = plain_values(run / "config.yaml") or {}
+            given = yaml.safe_load(self._config_text())
             given["logs"] = trained.get("logs")  # a resumed run stays in its folder
             may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
             may_change += [f"model.{name}" for name in ImageClassifier.may_change]
             may_change += [f"data.{name}" for name in ImageData.may_change]
             self.changes = changed_settings(by_name(trained), by_name(given), may_change)
-            self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
             self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})
             self.notes |= {"resume": display_path(self.checkpoint), "step": str(self.step)}
 

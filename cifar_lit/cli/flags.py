@@ -72,13 +72,12 @@ class Command:
         """Return whether the command only prints help or a configuration."""
         return any(word.partition("=")[0] in ("-h", "--help") or word.startswith("--print_") for word in self.flags)
 
-    def values(self, flag: str) -> list[str]:
-        """Return all values of a long flag, in order."""
-        return [word.partition("=")[2] for word in self.flags if word.startswith(f"--{flag}=")]
-
     def value(self, flag: str) -> str | None:
         """Return the last value of a long flag; None if it is not given."""
-        return next(reversed(self.values(flag)), None)
+        for word in reversed(self.flags):
+            if word.startswith(f"--{flag}="):
+                return word.partition("=")[2]
+        return None
 
 
 def machine_kind(accelerator: str | None = None) -> str:

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from cifar_lit.cli import flags
 from cifar_lit.cli.console import for_tables
-from cifar_lit.errors import UsageError
 from cifar_lit.text import say
 
 # Columns of training times by the kind of machine, see `flags.machine_kind`: title, and name in the headers.
@@ -22,13 +21,9 @@ def list_recipes(argv: list[str]) -> None:
     if argv[:1] in (["-h"], ["--help"]):
         say("usage: cifar-lit recipes [NAME]", "", "List the packaged recipes, or print the settings of one.")
         return
-    for word in argv:
-        if word.startswith("-"):
-            raise UsageError(f"recipes has no flag {word}: use `cifar-lit recipes` or `cifar-lit recipes NAME`")
+    for name in argv:
+        say(*flags.packaged_recipe(name).read_text(encoding="utf-8").splitlines())
     if argv:
-        paths = [flags.packaged_recipe(name) for name in argv]
-        for path in paths:
-            say(*path.read_text().splitlines())
         return
     kind = flags.machine_kind()
     default = flags.DEFAULT_RECIPES[kind]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -168,25 +167,6 @@ def test_a_checkpoint_of_another_net_is_refused_with_both_nets(run_dir: Path) ->
     answer = run_command("test", "--ckpt_path", checkpoint, "--data.num_classes", "5")
     assert_refused(answer, 2, "the checkpoint was trained on other classes", "name the folder of its own data")
     assert not Path("lightning_logs").exists()
-
-
-class MakeFolder:
-    """Creates the folder `ran` when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
-        return os.mkdir, ("ran",)
-
-
-def test_a_checkpoint_that_would_execute_code_is_refused_without_executing_it(
-    run_dir: Path, working_folder: Path
-) -> None:
-    shutil.copytree(run_dir, "copy")
-    checkpoint = Path("copy/checkpoints/best.ckpt")
-    torch.save({**checkpoint_of(checkpoint), "hyper_parameters": MakeFolder()}, checkpoint)
-    assert_refused(run_command("test", "--ckpt_path", checkpoint), 1, str(checkpoint), "execute code")
-    assert not (working_folder / "ran").exists()
-    torch.load(checkpoint, weights_only=False)
-    assert (working_folder / "ran").exists(), "the payload does nothing, so this test proves nothing"
 
 
 # ---- failed trainings

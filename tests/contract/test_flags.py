@@ -6,12 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from cifar_lit.data.augment import Augment
 
-from .command_line import SMALL, assert_refused, checkpoint_of, config_of, files_of, metrics_of, run_command
+from .command_line import SMALL, checkpoint_of, config_of, files_of, metrics_of, run_command
 
 # Short flag, value, long flag, and value in the printed configuration.
 SHORT_FLAGS: list[tuple[str, str, str, Any]] = [
@@ -112,25 +111,7 @@ def test_checkpoints_within_epochs_are_removed_at_the_end_if_no_longer_needed() 
     assert checkpoints == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
 
 
-# ---- --trust, --debug
-
-
-def test_a_configuration_file_may_name_own_classes_only_with_trust(
-    working_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (working_folder / "contract_callbacks.py").write_text(
-        "from pathlib import Path\nfrom lightning.pytorch.callbacks import Callback\nPath('imported').touch()\n"
-        "class Mark(Callback):\n    def on_train_start(self, trainer, pl_module):\n        Path('trained').touch()\n"
-    )
-    monkeypatch.syspath_prepend(working_folder)
-    Path("own.yaml").write_text("trainer:\n  callbacks:\n  - class_path: contract_callbacks.Mark\n")
-    words = ["fit", *SMALL, "--config", "own.yaml", "--epochs", "1"]
-    assert_refused(run_command(*words), 2, "contract_callbacks.Mark", "--trust")
-    assert_refused(run_command("--recipe", "own.yaml"), 2, "contract_callbacks.Mark", "--trust")
-    assert not Path("imported").exists()
-    assert run_command(*words, "--trust").code == 0
-    assert Path("trained").exists()
-    assert_refused(run_command(*words), 2, "contract_callbacks.Mark", "--trust")  # --trust applies to one command
+# ---- --debug
 
 
 def test_debug_prints_the_traceback_before_the_same_line() -> None:
@@ -139,16 +120,6 @@ def test_debug_prints_the_traceback_before_the_same_line() -> None:
     assert "Traceback (most recent call last):" in debugged.err
     assert debugged.err.splitlines()[-1:] == plain.err.splitlines()
     assert debugged.code == plain.code == 2
-
-
-def test_augmentation_is_set_by_files_and_flags_and_reproduced_from_config_yaml() -> None:
-    Path("photos.yaml").write_text("data: {augment: {scale: [0.5, 1], transform: rand_augment, crop: 2}}\n")
-    flags = ["--config", "photos.yaml", "--data.augment.crop", "0", "--data.augment.mixup=0.2"]
-    assert run_command("fit", *SMALL, *flags, "--epochs", "1").code == 0
-    config = Path("lightning_logs/small-1/config.yaml")
-    expected = asdict(Augment(scale=[0.5, 1], transform="rand_augment", mixup=0.2))
-    assert config_of(config.parent)["data"]["augment"] == expected
-    assert printed_config("--config", config)["data"]["augment"] == expected
 
 
 def test_all_augmentation_is_turned_off_by_null() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +17,6 @@ from .command_line import (
     checkpoint_of,
     contents_of,
     copy_run,
-    environment,
     files_of,
     metrics_of,
     rows_of,
@@ -48,18 +44,6 @@ def test_ctrl_c_exits_with_130_and_writes_a_checkpoint_but_no_results(interrupti
     assert "config.yaml" in files
     assert not files & {"metrics.json", "model.safetensors", "predictions.csv", "report.html"}
     assert not {name for name in files if name.endswith((".part", ".tmp"))}
-
-
-def test_a_closed_terminal_ends_a_training_with_129_and_a_checkpoint(working_folder: Path) -> None:
-    command = [sys.executable, "-m", "cifar_lit", "train", *SMALL, "--epochs", "100000"]
-    process, terminal = pty.fork()
-    if not process:
-        os.execve(sys.executable, [str(word) for word in command], environment(working_folder))
-    while not (working_folder / "lightning_logs/small-1/checkpoints/best.ckpt").exists():
-        os.read(terminal, 1 << 16)  # fails if the training ends
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 129
-    assert checkpoint_of(working_folder / "lightning_logs/small-1/checkpoints/last.ckpt")["global_step"] > 0
 
 
 def test_ctrl_c_prints_the_exact_command_to_resume(interruption: Interruption, interrupted: Path) -> None:
@@ -152,7 +136,7 @@ def test_an_allowed_change_is_recorded_and_leaves_the_configuration_as_it_was(in
 def test_settings_that_contradict_the_run_are_refused_and_the_run_stays_unchanged(interrupted: Path) -> None:
     before = contents_of(interrupted)
     names = files_of(interrupted)
-    assert_refused(run_command("--resume", "--recipe=quickstart"), 2, "was trained with another recipe")
+    assert_refused(run_command("--resume", "--recipe=quickstart"), 2, "recipe was ", " in this run, not ")
     others = {"net": "tudui", "model.optimizer": "adamw", "data.num_classes": "5", "model.schedule": "constant",
               "lr": "0.1", "epochs": "2", "batch-size": "16", "seed": "4", "data.augment.flip": "random",
               "data.split.seed": "7", "trainer.accumulate_grad_batches": "2"}  # fmt: skip
