@@ -19,7 +19,7 @@ from cifar_lit.text import say
 if TYPE_CHECKING:
     import torch
 
-FOLDER = Path(__file__).parents[2]  # of the package
+FOLDER = Path(__file__).parents[2]  # the package lies below
 LIMIT = 90.0  # seconds for a device, most of them for imports
 CHECKED, TIMED = 3, 50  # steps
 SECONDS = 3.0  # fewer timed steps on a slow device
