@@ -29,10 +29,6 @@ class UsageError(_OneLine, ValueError):
     exit_code = 2
 
 
-class InvalidFileError(ValueError):
-    """Inconsistent or incomplete contents of a file. The caller adds the file's name to the text."""
-
-
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return `" Did you mean X?"` for the choice closest to `word`, or an empty string if none is close.
 

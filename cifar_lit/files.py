@@ -1,7 +1,6 @@
-"""Atomic writes: write to a temporary file, sync it to disk, then rename it. Bounded reads.
+"""Atomic writes: write to a temporary file, sync it to disk, then rename it.
 
-A folder may come from anyone and contain symlinks. The temporary name is random and unused, and renaming replaces a
-symlink instead of following it.
+The temporary name is random and unused, and renaming replaces a symlink instead of following it.
 """
 
 from __future__ import annotations
@@ -9,12 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import sqlite3
-import stat
 import time
 import unicodedata
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 PART = ".cifar-lit-part"  # suffix of temporary files, unique to this program, so that leftovers can be removed
-MAX_TEXT = 8 << 20  # bytes; metrics.json with 100,000 classes has 5 MiB
-MAX_DATABASE = 256 << 20  # bytes; a sweep of 1,000 trials and 100 epochs has 10 MiB
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 REPLACE_SECONDS = 2.0 if os.name == "nt" else 0.0  # how long to wait for a file that is in use
 
@@ -58,20 +53,13 @@ def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
 def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path, then replace `path` by that file. If anything fails, `path` is unchanged.
 
-    The file has the mode given by the umask, and is synced to disk.
-
     previous: new name for an existing file at `path`.
     Raise OSError for a failed write, whichever error a library raised instead. Its filename is `path`.
     """
-    if path.absolute().parent == Path("/dev"):  # root could replace a device
-        raise OSError(errno.EINVAL, "files cannot be written to /dev", str(path))
     partial = _new_name(path)
     partial.touch(exist_ok=False)
-    mode = partial.stat().st_mode
     try:
         yield partial
-        if partial.stat().st_mode != mode:
-            partial.chmod(mode)
         with partial.open("r+b") as file:  # Windows cannot sync a file that is open for reading
             os.fsync(file.fileno())
         if previous is not None and path.exists():
@@ -79,10 +67,8 @@ def atomic_write(path: Path, previous: Path | None = None) -> Iterator[Path]:
         _replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if not isinstance(error, Exception) or isinstance(error, (Failure, UsageError)):
-            raise
         cause = find_os_error(error)
-        if cause is None or cause.filename not in (None, str(partial)):
+        if cause is None or cause.filename not in (None, str(partial)) or isinstance(error, (Failure, UsageError)):
             raise
         raise OSError(cause.errno, cause.strerror or str(cause), str(path)) from error
     with suppress(OSError):  # unsupported on Windows and on some network file systems
@@ -104,8 +90,6 @@ def writing(path: Path, remedy: str, parents: bool = False) -> Iterator[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial:
             yield partial
-    except BrokenPipeError:  # from standard output, not from this file
-        raise
     except OSError as error:
         raise Failure(f"cannot write {path}: {error.strerror or error}. {remedy}") from None
 
@@ -114,78 +98,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
-
-
-def check_regular(path: Path) -> None:
-    """Raise OSError if a path is a symlink, a pipe or anything else than a file; it may be missing."""
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, "it is a symlink or no regular file", str(path))
-
-
-def without_links(path: str, flags: int) -> int:
-    """Open a file of a run's folder, perhaps a stranger's: an `opener` for `open` and `Path.open`.
-
-    Raise OSError like `check_regular`.
-    """
-    check_regular(Path(path))  # Windows has no O_NOFOLLOW
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def file_size(path: str | Path, most: int | None = None) -> int:
-    """Return the size in bytes of a regular file. Raise OSError for other kinds of files, and above `most` bytes.
-
-    An empty file is refused too: kernel files such as /proc/kmsg have size 0, and reading them may never end.
-    """
-    status = os.stat(path)  # noqa: PTH116 (faster than Path for many small files)
-    if stat.S_ISDIR(status.st_mode):
-        raise OSError(errno.EISDIR, "it is a folder", str(path))
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
-    if status.st_size == 0:
-        raise OSError(errno.EINVAL, "the file is empty", str(path))
-    if most is not None and status.st_size > most:
-        limit = f"{most >> 10} KiB"
-        if most >= 1 << 20:
-            limit = f"{most >> 20} MiB"
-        raise OSError(errno.EFBIG, f"it is larger than {limit}", str(path))
-    return status.st_size
-
-
-def read_bytes(path: str | Path, most: int) -> bytes:
-    """Return the contents of a file; raise OSError like `file_size`."""
-    size = file_size(path, most)
-    with open(path, "rb") as file:  # noqa: PTH123 (faster than Path)
-        return file.read(size)
-
-
-def read_text(path: Path, most: int = MAX_TEXT) -> str:
-    """Return the text of a UTF-8 file; raise OSError like `file_size`."""
-    return read_bytes(path, most).decode()
-
-
-# Views, triggers (MLflow has one) and functions that make a large text from a small one.
-CODE = """
-    SELECT count(*) FROM sqlite_master WHERE type = 'view' OR (type = 'trigger' AND tbl_name != 'secrets')
-    OR sql LIKE '%virtual%' OR sql LIKE '%blob(%' OR sql LIKE '%hex(%' OR sql LIKE '%printf(%'
-    OR sql LIKE '%format(%' OR sql LIKE '%replace(%'
-"""
-
-
-def check_database(path: Path) -> None:
-    """Raise Failure unless an SQLite file is missing or has plain tables only: a view or a trigger may never end."""
-    if not os.path.lexists(path):
-        return
-    try:
-        check_regular(path)
-        if path.stat().st_size:  # SQLite creates an empty file before its first table
-            file_size(path, MAX_DATABASE)
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as database:
-            (count,) = database.execute(CODE).fetchone()
-            if count:
-                raise sqlite3.DatabaseError("it has views, triggers or functions")
-    except (OSError, sqlite3.Error) as error:
-        fault = getattr(error, "strerror", None) or error
-        raise Failure(f"the database {path} is not read: {fault}. Move it away.") from None
 
 
 def _replace(path: Path, target: Path) -> None:

@@ -80,13 +80,9 @@ def plain_settings(group: str, settings: Mapping[str, object]) -> dict[str, obje
 
 def saved_settings(state: Mapping[str, Any]) -> dict[str, object]:
     """Return the settings in the state of a checkpoint; raise UsageError if it has none."""
-    try:
-        settings = json.loads(state["settings"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        settings = None
-    if not isinstance(settings, dict):
-        fault = "the checkpoint does not hold the settings that it was trained with, because its version is older"
-        raise UsageError(f"{fault}: it cannot be resumed. Start a new run")
+    if "settings" not in state:
+        raise UsageError("the checkpoint holds no settings of a training: it cannot be resumed. Start a new run")
+    settings: dict[str, object] = json.loads(state["settings"])
     return settings
 
 

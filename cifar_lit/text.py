@@ -1,4 +1,4 @@
-"""Untrusted text, such as names of files, classes and runs, made safe for terminals and tables.
+"""Text from anywhere, such as names of files, classes and runs, made safe for terminals, pages and tables.
 
 All output goes through `say`, `note` or a table of `cli.console`, so a terminal never executes escape sequences.
 """
@@ -12,43 +12,18 @@ import sys
 import unicodedata
 from collections.abc import Iterable
 
-MAX_NAME = 300  # characters of a class or a net
-# Invisible characters that `str.isprintable` accepts: fillers and variation selectors, except those of emoji.
-_BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0d\uffa0\U000e0100-\U000e01ef]")
-_JOINERS = "\u200c\u200d"  # valid between letters of Persian and Indic scripts, and in emoji
-# Text that spreadsheets execute as a formula, also after a semicolon (OWASP, CSV Injection).
-_FORMULA = re.compile(r"(^|;)('*[=+\-@＝＋－＠])")
-
-# Characters and names that Windows reserves. A folder is copied from one system to another.
-_NOT_IN_FILE_NAMES = re.compile(r'[<>:"/\\|?*]|[. ]$|^(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)', re.IGNORECASE)
-NOT_A_FILE_NAME = """ on every system: leave out / \\ : ? * " < > | and control characters, and names such as con"""
+# Control characters, those that change the direction of a line, line separators, and halves of characters.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-def is_name(value: object) -> bool:
-    """Return whether a value is a valid name of a class, net or run: text without control characters and surrogates."""
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= MAX_NAME
-        and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
-    )
-
-
-def is_file_name(value: object) -> bool:
-    """Return whether a value is a valid name of a file or folder on every system, Windows included."""
-    return is_name(value) and _NOT_IN_FILE_NAMES.search(str(value)) is None
+def is_name(value: str) -> bool:
+    """Return whether a text can be the name of a class: not empty, without control characters and invalid Unicode."""
+    return bool(value) and not {"Cc", "Cs"} & set(map(unicodedata.category, value))
 
 
 def printable(text: str) -> str:
-    """Return text on one line, with escapes for control, invisible and direction-changing characters."""
-    if text.isascii() and text.isprintable():
-        return text
-    shown = []
-    for index, letter in enumerate(text):
-        if _is_visible(text, index):
-            shown.append(letter)
-        else:
-            shown.append(letter.encode("unicode_escape").decode())
-    return "".join(shown)
+    """Return text on one line, with escapes for control and direction-changing characters."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def printable_lines(value: object) -> object:
@@ -56,13 +31,6 @@ def printable_lines(value: object) -> object:
     if type(value) is not str:  # also Markup
         return value
     return "\n".join(map(printable, value.split("\n")))
-
-
-def _is_visible(text: str, index: int) -> bool:
-    if text[index] in _JOINERS:
-        neighbours = text[max(index - 1, 0) : index] + text[index + 1 : index + 2]
-        return len(neighbours) == 2 and neighbours.isprintable() and not any(map(str.isascii, neighbours))
-    return text[index].isprintable() and not _BLANK.match(text[index])
 
 
 def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
@@ -81,10 +49,12 @@ def csv_cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = printable(value)
+    if not text.startswith(("=", "+", "-", "@")):
+        return text
     try:
-        float(value)
+        float(text)
     except ValueError:
-        return _FORMULA.sub(r"\1'\2", text)
+        return f"'{text}"
     return text  # a number, such as a class named -1
 
 

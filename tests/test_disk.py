@@ -1,4 +1,4 @@
-"""Files are written atomically and read only up to a bounded size."""
+"""Files are written atomically."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cifar_lit.errors import Failure
-from cifar_lit.files import PART, atomic_write, read_text
+from cifar_lit.files import PART, atomic_write
 
 
 def names(folder: Path) -> list[str]:
@@ -18,17 +18,6 @@ def names(folder: Path) -> list[str]:
 def write(path: Path, text: str, previous: Path | None = None) -> None:
     with atomic_write(path, previous) as partial:
         partial.write_text(text)
-
-
-def test_a_file_gets_the_mode_of_the_umask_whatever_mode_a_library_sets(tmp_path: Path) -> None:
-    mask = os.umask(0o027)
-    try:
-        with atomic_write(tmp_path / "a") as partial:
-            partial.unlink()
-            partial.touch(0o600)
-    finally:
-        os.umask(mask)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_write_keeps_the_previous_file_and_an_interrupted_write_changes_nothing(tmp_path: Path) -> None:
@@ -110,17 +99,3 @@ def test_a_symlink_in_place_of_the_file_its_part_or_its_predecessor_is_not_follo
     write(a, "2", b)
     assert (a.read_text(), b.read_text(), target.read_text()) == ("2", "1", "unchanged")
     assert not a.is_symlink() and not b.is_symlink()
-
-
-def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "device").symlink_to("/dev/zero")
-    (tmp_path / "large").touch()
-    os.truncate(tmp_path / "large", 1 << 40)
-    (tmp_path / "empty").touch()  # kernel files that block, such as /proc/kmsg, have size 0 too
-    special = dict.fromkeys(("pipe", "device"), "a pipe or a device")
-    for name, reason in {**special, "large": "larger than 8 MiB", ".": "a folder", "empty": "is empty"}.items():
-        with pytest.raises(OSError, match=reason):
-            read_text(tmp_path / name)
-    (tmp_path / "text").write_text("…")
-    assert read_text(tmp_path / "text") == "…"

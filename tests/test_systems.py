@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract.command_line import RECIPE, environment, run_command, run_process
+from contract.command_line import RECIPE, environment, run_process
 from PIL import Image
 
 from cifar_lit import files
 from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
-from cifar_lit.text import is_file_name
 
 # Runs command lines without the modules and functions that Windows lacks and that torch does not need on Linux.
 PROGRAM = """
@@ -122,22 +121,6 @@ def test_on_windows_a_file_that_a_virus_scanner_reads_is_replaced_a_moment_later
         write_text(Path("a.txt"), "one")
     assert (len(calls), Path("a.txt").exists()) == ((4, True) if seconds else (1, False))
     assert not list(Path().glob("a.txt?*"))  # no partial file
-
-
-REFUSED = ["a:b", "why?", "a*", 'a"', "a<b", "a|b", "a\\b", "a/b", "..", "x.", "x ", "CON", "nul.x", "Lpt1"]
-
-
-def test_a_run_has_a_name_that_every_system_allows() -> None:
-    assert [name for name in REFUSED if is_file_name(name)] == []
-    Path("named.yaml").write_text("recipe: why?\n", encoding="utf-8")
-    answer = run_command("fit", "--config", "small.yaml", "--config", "named.yaml")
-    assert answer.code == 2 and "'why?' cannot name a folder on every system" in answer.err
-    assert not Path("lightning_logs").exists()
-
-
-@pytest.mark.parametrize("name", ["console", "com", "lpt10", "岩", "a.b", "ä-1", "nullen"])
-def test_other_names_of_runs_are_allowed(name: str) -> None:
-    assert is_file_name(name)
 
 
 def test_paths_are_printed_with_slashes() -> None:

@@ -42,7 +42,7 @@ from cifar_lit.runs.run_folder import (
     run_of,
 )
 from cifar_lit.settings import changed_settings
-from cifar_lit.text import NOT_A_FILE_NAME, counted, is_file_name, note, say
+from cifar_lit.text import counted, note, say
 from cifar_lit.threads import choose_threads
 from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
@@ -388,8 +388,8 @@ def check_settings(settings: Namespace, ranks: int) -> None:
         regular_checkpoint(settings.checkpoint_every)
         if ranks > 1 and not str(settings.checkpoint_every).isdecimal():
             raise UsageError(f"--checkpoint-every {settings.checkpoint_every} needs one process: use a number of steps")
-    if (recipe := settings.recipe) is not None and not is_file_name(recipe):
-        raise UsageError(f"recipe: {recipe!r} cannot name a folder{NOT_A_FILE_NAME}")
+    if settings.recipe and Path(settings.recipe).name != settings.recipe:
+        raise UsageError(f"recipe: {settings.recipe!r} must be the name of a folder, without /")
     strategy = str(settings.trainer.strategy)
     if re.search("fsdp|deepspeed|model_?parallel|_spawn|_fork|_notebook", strategy, re.IGNORECASE):
         raise UsageError(f"--trainer.strategy {strategy} is not supported: use --trainer.strategy ddp")

@@ -15,7 +15,7 @@ from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.seeds_file import write_seeds_file
 from cifar_lit.cli.several import check_several, mean_text, train_each
 from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import read_text, write_text
+from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import RunFolder, display_path, read_json, read_metrics
 from cifar_lit.stats import ANY, SHARE, limits_text, mean_interval
 from cifar_lit.text import say
@@ -37,7 +37,11 @@ def train_seeds(command: Command) -> None:
     if command.recipe:
         files.insert(0, recipe_path(command.recipe))
         name = f"{files[0].stem}-seeds"
-    record: dict[str, Any] = {"command": command.words, "files": [read_text(path) for path in files], "seeds": text}
+    record: dict[str, Any] = {
+        "command": command.words,
+        "files": [path.read_text(encoding="utf-8") for path in files],
+        "seeds": text,
+    }
     logs = logs_of(command)
     folder = RunFolder(logs, name, _earlier_group(logs, record))
     trained: list[str] = []  # by this process without an interruption

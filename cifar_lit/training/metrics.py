@@ -20,7 +20,6 @@ from torchmetrics.utilities import dim_zero_cat
 
 from cifar_lit.errors import UsageError
 from cifar_lit.plugins import build_part
-from cifar_lit.text import csv_cell, is_name
 
 
 class MeanLoss(Metric):
@@ -131,8 +130,8 @@ class Evaluation(nn.Module):
         self.top5 = SumMetric(nan_strategy="disable") if num_classes > TOP else None
         further = {}
         for name, metric in (metrics or {}).items():
-            if not is_name(name) or csv_cell(name) != name or name in RESERVED or "." in name:
-                raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json, or invalid: rename it")
+            if name in RESERVED or "." in name:
+                raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json, or has a dot: rename it")
             further[name] = build_part(metric, "model.metrics", Metric, num_classes=num_classes).clone()
         self.further = MetricCollection(further, compute_groups=False)
 
