@@ -81,10 +81,10 @@ def without_places(settings: Any) -> Any:
 
 
 def markdown(value: object) -> object:
-    """Return text without meaning in Markdown, HTML and tables. Numbers and `Markup` stay as they are."""
-    if isinstance(value, str) and not isinstance(value, Markup):
-        return _MARKDOWN.sub(r"\\\g<0>", printable(value))
-    return value
+    """Return a value as text without meaning in Markdown, HTML and tables. `Markup` stays as it is."""
+    if isinstance(value, Markup):
+        return value
+    return _MARKDOWN.sub(r"\\\g<0>", printable(str(value)))
 
 
 def fetch(name: str) -> Path:
