@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import threading
-from collections.abc import Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Container
+from contextlib import suppress
 
 HANGUP: int | None = getattr(signal, "SIGHUP", None)  # not on Windows
 BREAK: int | None = getattr(signal, "SIGBREAK", None)  # only on Windows
@@ -46,22 +45,3 @@ def accept_hangup() -> None:
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, descriptor)
                 os.close(devnull)
-
-
-@contextmanager
-def stop_signals_later() -> Iterator[None]:
-    """Handle signals of the block at its end. Other threads than the main one handle none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in stop_signals()}
-    try:
-        for number in handlers:
-            signal.signal(number, lambda number, frame: arrived.append(number))
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for number in arrived:
-            signal.raise_signal(number)

