@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -38,10 +37,6 @@ MIN_DEEP_COLOUR = 16  # smallest maximum of the upper bytes of a picture with 16
 MEASURED = 300  # images, to find the levels of all
 UNREAD_SUFFIXES = (*HEIC_SUFFIXES, ".jp2", ".jxl", ".dng", ".cr2", ".nef", ".arw", ".psd", ".tga", ".svg", ".pdf")
 MISSING = "missing: there is no such file"
-SIGNATURE = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|BM|GIF8[79]a|II[*+]\0|MM\0[*+]|P[1-6f]\s|RIFF....WEBP|....ftyp(?:avi|he|mif|msf)",
-    re.DOTALL,
-)  # how files of `KINDS` begin
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
 T = TypeVar("T")

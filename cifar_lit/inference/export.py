@@ -29,7 +29,6 @@ from cifar_lit.runs.card import novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.runs.run_data import RunImages
 from cifar_lit.runs.sets import Coverage, prediction_sets, set_limits
-from cifar_lit.text import counted, say
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -415,7 +414,7 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
         with silenced():
             # Fold operators into the layers. The exporter has already inferred the shapes.
             quant_pre_process(plain, prepared, skip_symbolic_shape=True)
-            layers, in_float = _layers(onnx.load(prepared))
+            in_float = _layers_in_float(onnx.load(prepared))
             quantize_static(
                 prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
                 activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
@@ -426,22 +425,18 @@ def quantised(model: ModelProto, images: RunImages) -> ModelProto:
     result.metadata_props.extend(model.metadata_props)
     calibration = f"int8 weights and activations, calibrated on {len(images.images)} training images"
     result.metadata_props.add(key="quantized", value=calibration)
-    result.metadata_props.add(key="layers_in_float", value=json.dumps(in_float))
     # onnxruntime lists all operator sets that it knows, and an earlier one refuses those that it does not know.
     domains = {node.domain for node in result.graph.node}
     used = [each for each in result.opset_import if each.domain in domains]
     del result.opset_import[:]
     result.opset_import.extend(used)
-    say(f"{counted(len(layers), 'layer')} in int8 · in float: {', '.join(in_float) or 'none'}")
     return result
 
 
-def _layers(model: ModelProto) -> tuple[list[str], list[str]]:
-    """Return the names of the layers to quantise, and the names of those that stay in float."""
+def _layers_in_float(model: ModelProto) -> list[str]:
+    """Return the names of the first and the last layer, if they hold few weights."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
     layers = [node for node in model.graph.node if node.op_type in LAYERS]
     weights = {node.name: sum(sizes.get(name, 0) for name in node.input) for node in layers}
     names = list(weights)
-    ends = dict.fromkeys((*names[:1], *names[-1:]))
-    in_float = [name for name in ends if weights[name] <= MAX_FLOAT_FRACTION * sum(weights.values())]
-    return [name for name in names if name not in in_float], in_float
+    return [name for name in (names[0], names[-1]) if weights[name] <= MAX_FLOAT_FRACTION * sum(weights.values())]

@@ -46,6 +46,14 @@ def test_a_damaged_line_is_named_and_the_file_stays(tmp_path: Path, line: str) -
     assert file.read_text() == text
 
 
+def test_a_journal_elsewhere_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/review.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Failure, match="is a symlink pointing outside"):
+        Journal(tmp_path / "run/review.jsonl", CLASSES)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_line_that_fits_only_in_part_leaves_no_trace(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "review.jsonl", CLASSES)
     journal.decide(made("1", "drop"))

@@ -35,8 +35,8 @@ def test_a_run_is_exported_and_checked_on_its_test_images(run: Path, capsys: pyt
     lines = out.splitlines()
     assert lines[0].startswith("calibrating on 400 training images of shapes") and err == ""
     assert lines[1] == "checking on 50 test images of shapes"
-    assert "predicted classes agree on " in lines[3] and lines[4].endswith(" % of the file".replace(" %", "%"))
-    assert lines[5].startswith(f"wrote {run}/model.int8.onnx · ") and (run / "model.int8.onnx").is_file()
+    assert "predicted classes agree on " in lines[2] and lines[3].endswith(" % of the file".replace(" %", "%"))
+    assert lines[4].startswith(f"wrote {run}/model.int8.onnx · ") and (run / "model.int8.onnx").is_file()
 
 
 def test_a_model_without_a_run_is_checked_on_generated_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from cifar_lit.extras.label.table import is_cell
 from cifar_lit.extras.web import check_length
 
 PAGE = Path(__file__).parent / "page"
-MAX_BODY_BYTES = 10_000
 
 
 class Review:
@@ -53,7 +52,7 @@ class Review:
 
     async def _decide(self, request: Request) -> Response:
         """Store a decision, `{"item", "action", "label"}`; return the image's new state."""
-        check_length(request, MAX_BODY_BYTES)
+        check_length(request, 10_000)
         body = await request.json()
         item, action, label = body["item"], body["action"], None
         if action not in ACTIONS:

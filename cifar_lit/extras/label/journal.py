@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cifar_lit.errors import Failure
+from cifar_lit.files import is_below
 
 JOURNAL = "review.jsonl"
 ACTIONS = ("keep", "relabel", "drop", "skip")
@@ -29,10 +30,12 @@ class Journal:
 
     The attribute `classes` has the classes of the run, and those that decisions have added.
 
-    Raise Failure if a line of the file is damaged.
+    Raise Failure if a line of the file is damaged, or the file is a symlink pointing outside of its folder.
     """
 
     def __init__(self, path: Path, classes: Sequence[str]) -> None:
+        if not is_below(path.name, path.parent):
+            raise Failure(f"{path} is a symlink pointing outside: replace it with a copy of its target")
         self._path = path
         self.decisions: dict[str, Decision] = {}
         self.classes = list(classes)
