@@ -30,7 +30,7 @@ DESCRIPTION = (
     "Test the weights of a run again on the images that the run names, and print each score beside the one in "
     "metrics.json. Exit code 1 if data, predictions or accuracy differ from what the run recorded."
 )
-MAX_CHANGE = 0.1  # of a probability: half precision and other devices change it less
+MAX_CHANGE = 0.1  # change of a probability: half precision and other devices change it less
 
 
 def test_again(words: list[str]) -> int:

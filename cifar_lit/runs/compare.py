@@ -185,7 +185,7 @@ def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """
     tested = [run for run in runs if run.test]
     names = [name for name in differing(tested) if name not in (SEED, "recipe", "threads")]
-    numbers: dict[str, str] = {}  # of the data, in the order of their first use
+    numbers: dict[str, str] = {}  # number of each data set, in the order of first use
     for run in tested:
         numbers.setdefault(run.data, str(len(numbers) + 1))
     members: dict[tuple[str, ...], list[RunRecord]] = {}
