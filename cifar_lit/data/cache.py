@@ -18,8 +18,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from hashlib import sha256
 from math import prod
@@ -34,8 +33,7 @@ from cifar_lit.data.decode import (
     Preparation,
     SizesDiffer,
     common_levels,
-    decode_chunks,
-    decode_files,
+    decode_all,
     image_size,
 )
 from cifar_lit.data.download import file_lock
@@ -48,8 +46,6 @@ from cifar_lit.files import atomic_write, write_text
 FORMAT = 5  # incremented when files of the cache or pixels of the decoder change
 MAX_OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
 COMMON_SIZE = 32  # pixels; side of all other images if no size is set
-CHUNK = 64  # files that a decoding process takes at a time
-POOL_FROM_FILES, POOL_FROM_BYTES = 2_000, 64_000_000  # smaller jobs end before worker processes would have started
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on
 
 Duplicates = list[list[str]]  # paths of near-duplicates, by group
@@ -103,7 +99,7 @@ def decoded(
         settings: settings of the source. Without `levels`, those of all 16-bit images are used.
 
     Raises:
-        Failure: the cache cannot be written, or a decoding process was killed.
+        Failure: the cache cannot be written.
     """
     real_root = root.resolve()
     channels = settings.channels or 3
@@ -122,8 +118,6 @@ def decoded(
                 preparation = Preparation(index.shape[1:3], channels, settings.resize, index.levels)
                 index = _decode(cache, folder, ordered, preparation)
             return map_images(cache / index.data, index.shape), index
-    except BrokenProcessPool as error:
-        raise Failure("a decoding process was killed, probably for lack of memory") from error
     except OSError as error:
         remedy = "set $CIFAR_LIT_CACHE to another folder"
         fault = f"the decoded images could not be written to {settings.cache_path}: {error.strerror}"
@@ -160,8 +154,8 @@ def _is_current(index: Index, folder: Path, files: Sequence[File], levels: Level
         return False
     if levels and index.levels != levels:
         return False
-    bad = [str(folder / path) for path in index.bad]
-    return len(decode_files(bad, Preparation((1, 1)))[1]) == len(bad)
+    results = decode_all((f"{folder / path}" for path in index.bad), Preparation((1, 1)))
+    return all(isinstance(result, DecodeError) for result in results)
 
 
 def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
@@ -211,13 +205,18 @@ def _decode(
     bad: dict[str, str] = {}
     bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
     with atomic_write(data) as partial, partial.open("wb") as output, bar as advance:
-        decoded_rows = _decoded_rows(folder, new, preparation, all_of_size, advance)
+        results = decode_all((f"{folder / file.path}" for file in new), preparation, all_of_size)
         for file in files:
-            row = rows[file].data if file in rows else next(decoded_rows)
-            if isinstance(row, str):
-                bad[file.path] = row
+            row: np.ndarray | DecodeError
+            if file in rows:
+                row = rows[file]
             else:
-                output.write(row)
+                row = next(results)
+                advance(1)
+            if isinstance(row, DecodeError):
+                bad[file.path] = row.reason
+            else:
+                output.write(row.data)
     index = Index((len(files) - len(bad), *shape), [*files], bad, data.name, [], preparation.levels)
     readable = _readable(index)
     if old and set(readable) == set(_readable(old)) == rows.keys():
@@ -231,23 +230,3 @@ def _decode(
         if leftover != data:
             leftover.unlink(missing_ok=True)
     return index
-
-
-def _decoded_rows(
-    folder: Path,
-    files: Sequence[File],
-    preparation: Preparation,
-    all_of_size: bool,
-    advance: Callable[[int], None],
-) -> Iterator[bytes | str]:
-    """Yield the pixels of each file, or the reason why it is unreadable."""
-    row_bytes = prod((*preparation.size, preparation.channels))
-    chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
-    paths = ([f"{folder / file.path}" for file in chunk] for chunk in chunks)
-    all_cores = len(files) >= POOL_FROM_FILES or sum(file.bytes for file in files) >= POOL_FROM_BYTES
-    results = decode_chunks(paths, preparation, all_cores, all_of_size)
-    for chunk, (pixels, reasons) in zip(chunks, results, strict=True):
-        readable_rows = (pixels[start : start + row_bytes] for start in range(0, len(pixels), row_bytes))
-        advance(len(chunk))
-        for position in range(len(chunk)):
-            yield reasons[position] if position in reasons else next(readable_rows)

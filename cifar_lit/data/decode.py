@@ -1,33 +1,26 @@
-"""Decode image files to uint8 arrays. Decoding processes import this module, so it imports no torch."""
+"""Decode image files to uint8 arrays."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
-import signal
-import sys
-import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from types import ModuleType
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from cifar_lit.data.formats import HAS_HEIF, HEIC_SUFFIXES, IMAGES
 from cifar_lit.errors import Failure
-from cifar_lit.signals import ignore_stop_signals
+from cifar_lit.hardware import core_count
 from cifar_lit.text import printable
-from cifar_lit.threads import free_cores
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 KINDS = f"JPEG, PNG, WebP, BMP, GIF, TIFF, PPM{', AVIF or HEIC' if HAS_HEIF else ' or AVIF'}"
@@ -39,9 +32,10 @@ UNREAD_SUFFIXES = (*HEIC_SUFFIXES, ".jp2", ".jxl", ".dng", ".cr2", ".nef", ".arw
 MISSING = "missing: there is no such file"
 _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCbCr": "RGB", "CMYK": "RGB", "LAB": "RGB"}
 
-T = TypeVar("T")
+# Pillow warns of large images, which are refused below, and of damaged EXIF and tags.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
 Levels = tuple[int, int]  # grey values that become black and white
-Pixels = tuple[bytes, dict[int, str]]  # pixels of the readable files in order; reasons of the unreadable by position
 
 
 class Preparation(NamedTuple):
@@ -99,8 +93,7 @@ def decode(
             side = 2 * max(size)
             image.draft(None, (side, side))  # a JPEG is decoded at a smaller scale, at least twice the final size
         is_deep_colour = not image.mode.startswith("I") and ";16" in str(image.tile[:1])
-        with silent_stderr() if image.format == "TIFF" else nullcontext():  # libtiff prints its errors
-            image.load()
+        image.load()
         # Pillow keeps the upper 8 of 16 bits of colours.
         if is_deep_colour and np.asarray(image.convert("RGB")).max() < MIN_DEEP_COLOUR:
             raise OSError("16-bit colours that use 12 bits or fewer: magick mogrify -evaluate multiply 16 FILES")
@@ -119,7 +112,7 @@ def pixels_of(image: Image.Image, preparation: Preparation) -> np.ndarray:
 
 @contextmanager
 def pixel_limit(pixels: int) -> Iterator[None]:
-    """Limit the pixels of decoded images within the context, also in decoding processes that are started in it."""
+    """Limit the pixels of decoded images within the context."""
     previous = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = pixels
     try:
@@ -138,23 +131,6 @@ def image_size(source: str | Path) -> tuple[int, int]:
         return image.size if turned else image.size[::-1]
 
 
-def decode_files(paths: Sequence[str], preparation: Preparation, all_of_size: bool = False) -> Pixels:
-    """Decode many files. With `all_of_size`, nothing is resized, and an image of another size raises SizesDiffer."""
-    pixels: list[bytes] = []
-    bad: dict[int, str] = {}
-    size, channels, resize, levels = preparation
-    for position, path in enumerate(paths):
-        try:
-            image = decode(path, None if all_of_size else size, channels, resize, levels)
-        except DecodeError as error:
-            bad[position] = error.reason
-            continue
-        if image.shape[:2] != size:
-            raise SizesDiffer(path)
-        pixels.append(image.tobytes())
-    return b"".join(pixels), bad
-
-
 def common_levels(paths: Sequence[str]) -> Levels | None:
     """Return the levels of the 16-bit grey images among files, measured on at most `MEASURED` of them.
 
@@ -168,8 +144,7 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
         with suppress(DecodeError), _decode_errors(path):
             image = _open(Path(path).read_bytes())
             if image.mode.startswith("I"):
-                with silent_stderr():
-                    values = np.asarray(image)
+                values = np.asarray(image)
                 lows.append(int(np.percentile(values, 0.1, method="lower")))
                 highs.append(int(np.percentile(values, 99.9, method="higher")))
     if not lows:
@@ -180,52 +155,36 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
     return None if is_full or low >= high else (low, high)
 
 
-def decode_chunks(
-    chunks: Iterable[Sequence[str]], preparation: Preparation, all_cores: bool, all_of_size: bool = False
-) -> Iterator[Pixels]:
-    """Yield the result of `decode_files` for each chunk of paths, in order. `all_cores`: a process per free core."""
-    work = partial(decode_files, preparation=preparation, all_of_size=all_of_size)
-    cores = free_cores() if all_cores else 1
-    if cores == 1:
-        yield from map(work, chunks)
-        return
-    workers = min(cores, 32)
-    limit = Image.MAX_IMAGE_PIXELS
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=start_worker, initargs=(limit,))
-    ahead: deque[Future[Pixels]] = deque()
+def decode_all(
+    paths: Iterable[str], preparation: Preparation, all_of_size: bool = False
+) -> Iterator[np.ndarray | DecodeError]:
+    """Yield the pixels of each file, or why it is unreadable, in order. A thread per core decodes.
+
+    With `all_of_size`, nothing is resized, and an image of another size raises SizesDiffer.
+    """
+    size, channels, resize, levels = preparation
+
+    def work(path: str) -> np.ndarray | DecodeError:
+        try:
+            image = decode(path, None if all_of_size else size, channels, resize, levels)
+        except DecodeError as error:
+            return error
+        if image.shape[:2] != size:
+            raise SizesDiffer(path)
+        return image
+
+    cores = core_count()
+    pool = ThreadPoolExecutor(cores)
+    ahead: deque[Future[np.ndarray | DecodeError]] = deque()
     try:
-        for chunk in chunks:
-            ahead.append(submit_without_main(pool, work, chunk))
-            if len(ahead) > 4 * workers:
+        for path in paths:
+            ahead.append(pool.submit(work, path))
+            if len(ahead) > 4 * cores:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def submit_without_main(pool: ProcessPoolExecutor, function: Callable[..., T], *args: object) -> Future[T]:
-    """Submit a call with `__main__` hidden. Otherwise a spawned process would import the main script, and torch."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        return pool.submit(function, *args)
-    finally:
-        sys.modules["__main__"] = main
-
-
-def start_worker(pixel_limit: int | None) -> None:
-    """Set up a decoding process with the parent's pixel limit. It ignores Ctrl-C, and ends when the parent ends."""
-    Image.MAX_IMAGE_PIXELS = pixel_limit
-    ignore_stop_signals(but={signal.SIGTERM})  # the parent ends its workers with it
-    parent = parent_process()
-    if parent is not None:
-
-        def end_with_parent() -> None:
-            parent.join()
-            os._exit(1)  # a killed parent would otherwise leave its workers waiting forever
-
-        threading.Thread(target=end_with_parent, daemon=True).start()
+        pool.shutdown(cancel_futures=True)
 
 
 def remedy_for(names: Iterable[str]) -> str:
@@ -252,21 +211,10 @@ def _open(data: bytes) -> ImageFile.ImageFile:
         pi_heif = import_module("pi_heif")
         pi_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
         formats = ("HEIF",)
-    return Image.open(io.BytesIO(data), formats=formats)
-
-
-@contextmanager
-def silent_stderr() -> Iterator[None]:
-    """Suppress what C code prints to standard error."""
-    stderr = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(null)
+    image = Image.open(io.BytesIO(data), formats=formats)
+    if Image.MAX_IMAGE_PIXELS and image.width * image.height > Image.MAX_IMAGE_PIXELS:  # Pillow only warns of it
+        raise Image.DecompressionBombError
+    return image
 
 
 def _check_complete(data: bytes, file_format: str | None) -> None:
@@ -326,15 +274,12 @@ def _decode_errors(source: object) -> Iterator[None]:
     """Convert every error into a DecodeError for `source`. Pillow does not document all that it raises."""
     name = str(source) if isinstance(source, str | Path) else str(getattr(source, "name", "the image"))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            yield
+        yield
     except FileNotFoundError:
         raise DecodeError(name, MISSING) from None
     except UnidentifiedImageError:
         raise DecodeError(name, f"not a {KINDS}, or its beginning is damaged") from None
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+    except Image.DecompressionBombError:
         raise DecodeError(name, f"more than {Image.MAX_IMAGE_PIXELS:,} pixels") from None
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__

@@ -47,19 +47,14 @@ class ImageSet:
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        images, labels, groups = self.images, self.labels, self.groups
-        if images.dtype != torch.uint8 or images.ndim != 4:
-            raise ValueError(f"images must be uint8 (N, H, W, C), not {images.dtype} {tuple(images.shape)}")
-        if images.shape[3] not in (1, 3):
-            raise ValueError(f"images must have 1 or 3 channels, not {images.shape[3]}")
-        if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-            raise ValueError(f"labels must be int64 ({len(images)},), not {labels.dtype} {tuple(labels.shape)}")
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.classes):
+        count = len(self.images)
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4 or self.images.shape[3] not in (1, 3):
+            shape = f"{self.images.dtype} {tuple(self.images.shape)}"
+            raise ValueError(f"images must be uint8 (N, H, W, C), with 1 or 3 channels, not {shape}")
+        if self.labels.dtype != torch.int64 or self.labels.shape != (count,):
+            raise ValueError(f"labels must be int64 ({count},), not {self.labels.dtype} {tuple(self.labels.shape)}")
+        if count and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
             raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
-        if any(len(values) != len(images) for values in self.columns.values()):
-            raise ValueError(f"columns must have {len(images)} values each")
-        if groups is not None and (groups.dtype != torch.int64 or groups.shape != labels.shape):
-            raise ValueError(f"groups must be int64 ({len(labels)},), not {groups.dtype} {tuple(groups.shape)}")
         check_class_names(self.classes)
 
     def __len__(self) -> int:

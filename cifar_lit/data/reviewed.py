@@ -14,8 +14,6 @@ from cifar_lit.data.table import read_table
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.files import as_on_disk
 
-MAX_DIGITS = 12  # digits of a row number
-
 
 def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
     """Return training images with the labels and the split of a table. Images without a row are left out.
@@ -33,26 +31,24 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
     files: list[torch.Tensor] = []
     parts: dict[str, dict[str, tuple[int, int]]] = {"train": {}, "val": {}}  # place and label by image
     for number, image, label, split, *_ in read_table(table):
+        is_row = image.isdecimal()
+        key = str(int(image)) if is_row else os.path.normpath(image)  # 7 and 07 are the same row
         fault = ""
-        if image.isdecimal() and len(image) < MAX_DIGITS:
-            image = str(int(image))  # 7 and 07 are the same row
-        elif not image.isdecimal():
-            image = os.path.normpath(image)
         if label not in images.classes:
-            fault = f"the data set has no class {label[:80]!r}.{nearest(label[:80], images.classes)}"
+            fault = f"the data set has no class {label!r}.{nearest(label, images.classes)}"
         elif split not in ("", *parts):
-            fault = f"the split {split[:80]!r} is neither train nor val"
-        elif image in parts["train"] or image in parts["val"]:
-            fault = f"image {image[:80]} is in a row above"
-        elif image.isdecimal() and (len(image) >= MAX_DIGITS or int(image) >= len(images)):
-            fault = f"there is no image {image[:80]}: the last one is {len(images) - 1}"
+            fault = f"the split {split!r} is neither train nor val"
+        elif key in parts["train"] or key in parts["val"]:
+            fault = f"image {key} is in a row above"
+        elif is_row and int(image) >= len(images):
+            fault = f"there is no image {image}: the last one is {len(images) - 1}"
         if fault:
             raise UsageError(f"{table}, row {number}: {fault}")
-        place = int(image) if image.isdecimal() else len(images) + len(files)
-        if not image.isdecimal():
-            file = as_on_disk(image, str(table.parent))
+        place = int(image) if is_row else len(images) + len(files)
+        if not is_row:
+            file = as_on_disk(key, str(table.parent))
             files.append(torch.from_numpy(decode(file, (height, width), channels)))
-        parts[split or "train"][image] = place, images.classes.index(label)
+        parts[split or "train"][key] = place, images.classes.index(label)
     if not parts["train"]:
         raise UsageError(f"{table} has no training images: add rows with the split train")
     rows = {**parts["train"], **parts["val"]}

@@ -21,7 +21,6 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
 from cifar_lit.data.source_settings import ImageSize, parse_image_size
 from cifar_lit.errors import UsageError
-from cifar_lit.memory import free_memory
 
 Array = NDArray[np.floating]  # always float32, but numpy's types do not infer that
 
@@ -76,7 +75,7 @@ FIGURES: dict[str, Callable[[Array, Array], Array]] = {
 CLASSES = (*FIGURES, *(f"{large}+{small}" for large in FIGURES for small in FIGURES))
 MIN_SIZE = 8
 BLOCK_IMAGES = 128  # drawn at a time, so that a channel of 32×32 stays in the CPU cache
-MAX_LINES, MAX_DOTS = 3, 4  # in the background
+LINES, DOTS = 3, 4  # in the background
 
 
 def shapes(
@@ -86,7 +85,7 @@ def shapes(
 
     Image i depends on `seed`, `train`, i and the other settings, not on `count`. Train and test images never share
     random numbers. The first ten classes are single figures, the other hundred are pairs ("star+ring"). Raises
-    UsageError for invalid settings, and if the images do not fit in memory.
+    UsageError for invalid settings.
     """
     height, width = size = parse_image_size(image_size)
     if min(size) < MIN_SIZE:
@@ -95,11 +94,6 @@ def shapes(
         raise UsageError(f"shapes has 1 or 3 channels, not {channels}.")
     if not 2 <= num_classes <= len(CLASSES):
         raise UsageError(f"shapes has 2 to {len(CLASSES)} classes, not {num_classes}.")
-    free = free_memory(torch.device("cpu"))
-    size_bytes = count * height * width * channels
-    if free is not None and size_bytes > free:
-        fault = f"{count:,} drawn images take {size_bytes / 1e9:,.1f} GB, of which {free / 1e9:,.1f} GB are free"
-        raise UsageError(f"{fault}: lower data.count")
     images = np.empty((count, height, width, channels), np.uint8)
     labels = np.empty(count, np.int64)
     rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that each block is balanced
@@ -157,14 +151,14 @@ def _coverage(distance: Array, size: int) -> Array:
 def _clutter(rng: Generator, x: Array, y: Array) -> Iterator[Array]:
     """Yield coverages (N, H, W) of a random number of thin lines and small dots."""
     shape, size, (wide, high) = (len(x), 1, 1), min(x.shape[1:]), _extents(x)
-    number = rng.integers(0, MAX_LINES + 1, shape)
-    for line in range(MAX_LINES):
+    number = rng.integers(0, LINES + 1, shape)
+    for line in range(LINES):
         angle = _uniform(rng, 0, np.pi, shape)
         left, top = wide * rng.random(shape, np.float32), high * rng.random(shape, np.float32)
         across = np.cos(angle) * (x - left) + np.sin(angle) * (y - top)
         yield (line < number) * _coverage(np.abs(across) - _uniform(rng, 0.01, 0.022, shape), size)
-    number = rng.integers(0, MAX_DOTS + 1, shape)
-    for dot in range(MAX_DOTS):
+    number = rng.integers(0, DOTS + 1, shape)
+    for dot in range(DOTS):
         left, top = wide * rng.random(shape, np.float32), high * rng.random(shape, np.float32)
         distance = np.sqrt((x - left) ** 2 + (y - top) ** 2)
         yield (dot < number) * _coverage(distance - _uniform(rng, 0.02, 0.05, shape), size)

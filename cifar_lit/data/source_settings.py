@@ -18,15 +18,16 @@ ImageSize = int | Sequence[int] | str  # 96 for squares, [96, 128] or "96x128" f
 
 
 def parse_image_size(value: ImageSize) -> tuple[int, int]:
-    """Return height and width in pixels. Raise UsageError for an invalid size or a side above `MAX_SIDE`."""
-    sides: Sequence[int | str] = (value,) if isinstance(value, int) else value
-    if isinstance(value, str):
-        sides = re.split("[x×]", value)
+    """Return height and width in pixels. Raise UsageError for an invalid size."""
+    sides = [value] if isinstance(value, int) else value
+    if isinstance(sides, str):
+        sides = re.split("[x×]", sides)
     try:
-        height, width = map(int, sides if len(sides) > 1 else (*sides, *sides))
+        sizes = [int(side) for side in sides]
+        height, width = sizes * 2 if len(sizes) == 1 else sizes
     except ValueError:
         form = "a number of pixels for squares, or height x width, such as 96x128"
-        raise UsageError(f"--data.image_size must be {form}, not {str(value)[:40]!r}") from None
+        raise UsageError(f"--data.image_size must be {form}, not {value!r}") from None
     if not 1 <= min(height, width) <= max(height, width) <= MAX_SIDE:
         raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,} pixels a side, not {height}×{width}")
     return height, width
@@ -83,8 +84,5 @@ class SourceSettings:
     @property
     def cache_path(self) -> Path:
         """The folder of decoded images, and of features computed from them."""
-        try:
-            return (Path(self.cache_dir) if self.cache_dir else default_cache_dir()).expanduser()
-        except RuntimeError:  # neither HOME nor an entry in the list of users
-            remedy = "name one with --data.cache_dir"
-            raise UsageError(f"this user has no home folder to cache images in: {remedy}") from None
+        folder = Path(self.cache_dir) if self.cache_dir else default_cache_dir()
+        return folder.expanduser()

@@ -6,9 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -16,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cifar_lit.data.decode import KINDS, decode_chunks, remedy_for
+from cifar_lit.data.decode import KINDS, DecodeError, decode_all, remedy_for
 from cifar_lit.data.formats import HEIC_SUFFIXES, IMAGES
 from cifar_lit.data.walk import is_folder, is_skipped, skipped_text, walk
-from cifar_lit.errors import Failure
 from cifar_lit.files import as_on_disk
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.predictions import TOP, Row
@@ -119,10 +116,9 @@ def _files_below(folder: str) -> Iterator[ImageFile]:
         note(f"{folder}: {skipped_text(skipped)}")
 
 
-# ---- From files to rows. Many files are decoded in other processes. Files are classified in chunks.
+# ---- From files to rows. Files are classified in chunks.
 
-CHUNK = 64  # files to decode and predict at once; up to four chunks per core are in memory
-POOL_FROM = 200  # files; fewer are decoded in less time than other processes need to start
+CHUNK = 64  # files to predict at once
 
 
 def classify_files(
@@ -133,36 +129,28 @@ def classify_files(
     Yields:
         The rows of each chunk, and its readable images, uint8 (B, C, H, W). The row of an unreadable file has the
         reason as `error`.
-
-    Raises:
-        Failure: a decoding process was killed.
     """
     size, channels, *_ = classifier.preparation
-    chunks = [files[start : start + CHUNK] for start in range(0, len(files), CHUNK)]
-    paths = []
-    for chunk in chunks:
-        paths.append([file.path for file in chunk if file.error is None])
-    decoded = decode_chunks(paths, classifier.preparation, all_cores=len(files) >= POOL_FROM)
-    indices = count()
-    try:
-        for chunk, (pixels, errors) in zip(chunks, decoded, strict=True):
-            array = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, *size, channels)
-            images = torch.from_numpy(array).permute(0, 3, 1, 2)
-            predictions = iter(classifier.predict_batch(images, top))
-            reasons = map(errors.get, count())  # a reason for each decoded file, None if it is readable
-            rows = []
-            for file in chunk:
-                row = Row(next(indices), (), path=file.path, error=file.error or next(reasons))
-                if row.error is None:
-                    best = next(predictions)
-                    row = replace(
-                        row,
-                        top=best.top,
-                        novelty=best.novelty,
-                        unknown=best.unknown,
-                        prediction_set=best.prediction_set,
-                    )
-                rows.append(row)
-            yield rows, images
-    except BrokenProcessPool as error:
-        raise Failure("a decoding process was killed, probably for lack of memory: lower --max-pixels") from error
+    decoded = decode_all((file.path for file in files if file.error is None), classifier.preparation)
+    for start in range(0, len(files), CHUNK):
+        chunk = files[start : start + CHUNK]
+        results = [None if file.error else next(decoded) for file in chunk]
+        pixels = [result for result in results if isinstance(result, np.ndarray)]
+        array = np.array(pixels, np.uint8).reshape(-1, *size, channels)
+        images = torch.from_numpy(array).permute(0, 3, 1, 2)
+        predictions = iter(classifier.predict_batch(images, top))
+        rows = []
+        for index, (file, result) in enumerate(zip(chunk, results, strict=True), start):
+            reason = result.reason if isinstance(result, DecodeError) else file.error
+            row = Row(index, (), path=file.path, error=reason)
+            if row.error is None:
+                best = next(predictions)
+                row = replace(
+                    row,
+                    top=best.top,
+                    novelty=best.novelty,
+                    unknown=best.unknown,
+                    prediction_set=best.prediction_set,
+                )
+            rows.append(row)
+        yield rows, images

@@ -31,20 +31,20 @@ def slot(root: Path) -> Path:
 
 def during_the_decoding(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
     """Makes `change` happen once, after the files were listed and before they are decoded."""
-    decode_files, changes = decode.decode_files, [change]
+    real_decode, changes = decode.decode, [change]
 
     def decode_changed(*args: Any, **kwargs: Any) -> Any:
         if changes:
             changes.pop()()
-        return decode_files(*args, **kwargs)
+        return real_decode(*args, **kwargs)
 
-    monkeypatch.setattr(decode, "decode_files", decode_changed)
+    monkeypatch.setattr(decode, "decode", decode_changed)
+    monkeypatch.setattr(decode, "core_count", lambda: 1)
 
 
 def test_only_changed_and_added_files_are_decoded_again(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cache, "CHUNK", 3)
     shutil.copy(
         root / "train/cat/0.png", os.fsdecode(os.fsencode(root / "train/dog") + b"/\xff.png")
     )  # not valid UTF-8
@@ -103,7 +103,7 @@ def test_a_full_disk_or_ctrl_c_leaves_the_old_cache_unchanged(
             with pytest.raises(Failure, match=r"not be written to .*cache: No space left on device.*\$CIFAR_LIT_CACHE"):
                 open_set(root)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cache, "decode_chunks", interrupted)
+        patch.setattr(cache, "decode_all", interrupted)
         open_set(root)
     assert {path: path.read_bytes() for path in slot(root).iterdir()} == before
     decodings(capsys)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader, epoch_order, in_order
 from cifar_lit.data.read_ahead import read_ahead
 from cifar_lit.errors import UsageError
-from cifar_lit.features.balanced import Balanced, balanced_order
 from cifar_lit.signals import STOP_SIGNALS
 
 MOVES: dict[str, Any] = {"augment": Augment("alternating", crop=2, cutout=3), "fill": torch.zeros(3).byte(), "seed": 5}
@@ -101,23 +98,6 @@ def test_an_augmented_image_does_not_depend_on_devices_batches_or_blocks(
         assert torch.equal(batch.labels, source.labels[batch.indices])
 
 
-def test_a_balanced_epoch_resumes_alike_on_any_number_of_devices() -> None:
-    source = image_set(60, 8)
-    indices = torch.arange(60)[(source.labels > 1) | (torch.arange(60) < 12)]  # 3, 3, 12, 12 and 12 images
-    settings = {**MOVES, "indices": indices, "order": Balanced().order(source.labels)}
-    expected = [part.tolist() for part in indices[balanced_order(source.labels[indices], 5, 2)].split(8)]
-    for world in (1, 2, 3):
-        loaders = train_loaders(source, 8, world, **settings)
-        for loader in loaders:
-            loader.load_state_dict({"epoch": 2, "position": 2})
-            loader.set_epoch(2)
-        steps = list(zip(*loaders, strict=True))
-        assert [counted_rows(step) for step in steps] == expected[2:]
-        for batch in chain(*steps):  # a repeated image is augmented alike
-            assert torch.equal(batch.images, moved(source, batch.indices, epoch=2))
-            assert torch.equal(batch.labels, source.labels[batch.indices])
-
-
 def test_without_shuffling_every_epoch_has_the_order_of_the_indices() -> None:
     (loader,) = train_loaders(image_set(10), 5, indices=torch.tensor([4, 2, 9, 7, 1, 5, 8]), order=in_order)
     for epoch in (0, 5):
@@ -158,8 +138,8 @@ def test_invalid_batch_sizes_are_refused() -> None:
         EvalLoader(source, torch.arange(20), 0)
 
 
-@pytest.mark.parametrize(("count", "batch_size"), [*product([5, 16, 17, 27, 101], [4, 7, 8, 32])])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("count", "batch_size"), [*product([5, 17, 101], [4, 8])])
+@pytest.mark.parametrize("world", [1, 3])
 def test_a_plain_module_gets_equal_batch_counts_and_none_of_weight_0(count: int, batch_size: int, world: int) -> None:
     loaders = train_loaders(image_set(count), batch_size, world, weighted=False)
     steps = list(zip(*loaders, strict=True))
@@ -217,28 +197,12 @@ def test_workers_ignore_stop_signals_and_end_with_an_interrupted_epoch() -> None
     assert not children() - before
 
 
-BLOCK = torch.zeros(512, 64, 64, 3, dtype=torch.uint8)
-
-
-def block_and_memory(rows: Any) -> Any:
-    status = Path("/proc/self/status").read_text()
-    return BLOCK.index_select(0, rows), int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) / 1024  # type: ignore[index]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from Linux's /proc")
-def test_the_memory_of_a_worker_does_not_grow_with_its_blocks() -> None:
-    blocks = [torch.randperm(512) for _ in range(40)]
-    megabytes = [memory for _, memory in read_ahead(cast("Any", blocks), block_and_memory, 1, False)]
-    assert len(megabytes) == 40
-    assert megabytes[-1] - megabytes[2] < 5 * BLOCK.nbytes / 2**20
-
-
 # ---- evaluation
 
 
-@pytest.mark.parametrize(("world", "batch_size"), [*product([1, 2, 3], [1, 4, 100])])
+@pytest.mark.parametrize(("world", "batch_size"), [(1, 4), (2, 4), (3, 100)])
 def test_evaluation_has_each_image_once_in_equal_batches_and_numbers_of_steps(world: int, batch_size: int) -> None:
-    for count in (*range(0, 41), 103):
+    for count in (0, 1, 8, 9, 103):
         source, indices = image_set(count, size=1), torch.arange(count).flip(0)
         parts = [list(EvalLoader(source, indices, batch_size, rank=rank, world=world)) for rank in range(world)]
         assert {len(part) for part in parts} == {-(-count // (batch_size * world))}
@@ -250,7 +214,7 @@ def test_evaluation_has_each_image_once_in_equal_batches_and_numbers_of_steps(wo
             assert torch.equal(batch.labels, source.labels[batch.indices])
 
 
-@pytest.mark.parametrize(("count", "world"), [*product([1, 5, 8, 9, 21], [1, 2, 3])])
+@pytest.mark.parametrize(("count", "world"), [(5, 2), (21, 3)])
 def test_a_plain_module_gets_no_padded_labels_and_equal_numbers_of_batches(count: int, world: int) -> None:
     source, rows = image_set(count), torch.arange(count)
     parts = [list(EvalLoader(source, rows, 4, rank=rank, world=world, weighted=False)) for rank in range(world)]
@@ -260,12 +224,3 @@ def test_a_plain_module_gets_no_padded_labels_and_equal_numbers_of_batches(count
     assert shown == [*batches, *[batches[0]] * (len(shown) - len(batches))]
     for batch in chain(*parts):
         assert torch.equal(batch.labels, source.labels[batch.indices]) and batch.loss_weight == 1
-
-
-def test_a_batch_unpacks_as_a_pair_and_keeps_its_attributes_when_moved() -> None:
-    batch = Batch(torch.zeros(2, 3), torch.tensor([1, 2]), torch.tensor([5, 6]), 0.5, torch.ones(2, 4), 7)
-    for each in (batch, batch.clone(), batch.to(torch.device("cpu"))):
-        images, labels = each
-        assert len(each) == 2 and images is each[0] is each.images and labels is each[1] is each.labels
-        assert each.targets is not None and (each.loss_weight, each.epoch) == (0.5, 7)
-        assert torch.equal(each.indices, batch.indices) and torch.equal(each.targets, batch.targets)
