@@ -23,8 +23,7 @@ commands
   fit        train and validate (the default)
   train      fit, then test the best checkpoint once
   validate   score a checkpoint on the validation images
-  test       score a checkpoint on the test images;
-             test RUN tests a run's weights again, and compares with what it recorded
+  test       score a checkpoint; test RUN compares with what it recorded
   predict    write the predictions of a checkpoint for the test images
   recipes    list recipes with accuracy and training time
   devices    list devices; --check trains on each of them
