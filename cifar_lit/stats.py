@@ -114,18 +114,6 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def newcombe_margin(share: float, interval: tuple[float, float]) -> float:
-    """Return the largest difference between two equally good classifiers on separate test sets, at 95 % confidence.
-
-    This is half the width of the interval of the difference between two equal fractions (R. Newcombe, Interval
-    Estimation for the Difference Between Independent Proportions, Statistics in Medicine 17, 1998, method 10).
-
-    share: accuracy of both classifiers. interval: its Wilson interval. Both test sets have the same size.
-    """
-    low, high = interval
-    return math.hypot(share - low, high - share)
-
-
 class McNemar(NamedTuple):
     """Result of `mcnemar`: numbers of images that only the first or second classifier has right, and two p-values."""
 

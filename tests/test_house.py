@@ -112,7 +112,6 @@ def test_models_and_training_name_no_device(path: Path) -> None:
 PRINTING = {
     "text.py": {"print"},
     "cli/console.py": {"Console"},
-    "cli/classify.py": {"Console"},
     "data/progress.py": {"Console"},
 }
 

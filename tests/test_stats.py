@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from cifar_lit.stats import mcnemar, mean_interval, newcombe_margin, t_quantile, verdict, wilson_interval
+from cifar_lit.stats import mcnemar, mean_interval, t_quantile, verdict, wilson_interval
 
 
 def test_an_interval_is_mean_plus_and_minus_t_standard_errors() -> None:
@@ -82,8 +82,3 @@ def test_mcnemar_is_exact_for_no_images_and_for_many() -> None:
     assert 0 < mcnemar(500, 100).exact < 1e-50
     # The probability of an even split of 2n images is 1 / sqrt(πn), by Stirling's formula.
     assert 1 - mcnemar(200_000, 200_000).mid == pytest.approx(0.5 / math.sqrt(math.pi * 200_000), rel=1e-5)
-
-
-def test_newcombes_margin_equals_a_worked_example() -> None:
-    # Wilson's interval of 56 of 70 is 0.69183 … 0.87695; the margin is sqrt(0.10817² + 0.07695²).
-    assert newcombe_margin(0.8, wilson_interval(56, 70)) == pytest.approx(0.13275, abs=1e-5)

@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
-from rich.text import Text
 
 from cifar_lit.cli.coverage import add_coverage, coverage_of
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.data.decode import KINDS, pixel_limit
-from cifar_lit.data.formats import IMAGES
+from cifar_lit.data.decode import KINDS
 from cifar_lit.data.progress import progress
 from cifar_lit.errors import UsageError
 from cifar_lit.files import writing
 from cifar_lit.hardware import limit_busy_waiting, resolve_device
 from cifar_lit.memory import keep_freed_memory
-from cifar_lit.runs.run_folder import HUB, display_path
-from cifar_lit.text import note, printable
+from cifar_lit.runs.run_folder import display_path
+from cifar_lit.text import note, printable, say
 
 if TYPE_CHECKING:
     from cifar_lit.inference.classify import ImageFile
@@ -34,9 +31,8 @@ if TYPE_CHECKING:
 
     Write = Callable[[Sequence[Row]], None]
 
-MAX_PIXELS = 100_000_000  # per image: 0.4 GB as RGBA, and briefly three times that
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
-_VALUED = ("--top", "--reject", "--coverage", "--sets", "--max-pixels", "--accelerator")
+_VALUED = ("--top", "--reject", "--coverage", "--sets", "--accelerator")
 
 
 def classify(argv: list[str]) -> int:
@@ -57,10 +53,8 @@ def classify(argv: list[str]) -> int:
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:
         raise UsageError("the list on standard input is empty: write one path per line")
-    _check_targets(settings, files)
     try:
-        with pixel_limit(settings.max_pixels):
-            failed = _run(settings, classifier, files)
+        failed = _run(settings, classifier, files)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,33 +82,15 @@ def _settings(argv: list[str]) -> Namespace:
     reject = "mark images as unknown at this false-alarm rate, up to 0.5 (default: 0.05)"
     add("--reject", type=float | None, default=None, metavar="RATE", help=reject)
     add_coverage(parser)
-    add("--max-pixels", type=int, default=MAX_PIXELS, help="refuse larger images (decompression bombs)")
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, _sorted_argv(argv))
-    if not _may_be_run(settings.run) and (run := next(filter(_may_be_run, settings.paths), None)):
-        raise UsageError(f"the run comes before the images: cifar-lit classify {run} {settings.run}")
     if not settings.paths:
-        if not _may_be_run(settings.run):
-            line = f"cifar-lit classify lightning_logs/NAME {settings.run}"
-            raise UsageError(f"classify needs a run before the images: {line}")
-        raise UsageError(
-            "classify needs images: give files, folders or patterns after the run, or - for standard input"
-        )
-    if settings.top < 1 or settings.max_pixels < 1:
-        raise UsageError("--top and --max-pixels must be at least 1")
+        raise UsageError("classify needs a run and images: cifar-lit classify lightning_logs/NAME IMAGES")
+    if settings.top < 1:
+        raise UsageError("--top must be at least 1")
     if settings.csv == "-" and settings.jsonl == "-":
         raise UsageError("--csv and --jsonl cannot both go to standard output: name a file for one of them")
-    for name in ("csv", "jsonl"):  # shells do not expand ~ after =
-        if settings[name] not in (None, "-"):
-            settings[name] = str(Path(settings[name]).expanduser())
     return settings
-
-
-def _may_be_run(path: str) -> bool:
-    if path.endswith(".safetensors") or path.startswith(HUB):
-        return True
-    # Path raises errors for impossible names.
-    return os.path.exists(f"{path}/config.yaml") or os.path.exists(f"{path}/model.safetensors")  # noqa: PTH110
 
 
 def _sorted_argv(argv: list[str]) -> list[str]:
@@ -144,16 +120,6 @@ def _sorted_argv(argv: list[str]) -> list[str]:
     if any(path.startswith("-") for path in paths):
         flags.append("--")
     return flags + paths
-
-
-def _check_targets(settings: Namespace, files: Sequence[ImageFile]) -> None:
-    """Raise UsageError if an output would overwrite an image, or has the wrong kind of name."""
-    for flag in ("csv", "jsonl"):
-        target = Path(settings[flag] or "-")
-        if target.name.lower().endswith(IMAGES):
-            raise UsageError(f"--{flag}={target} has the name of an image: name a .{flag} file")
-        if target.is_file() and any(os.path.exists(file.path) and target.samefile(file.path) for file in files):  # noqa: PTH110
-            raise UsageError(f"--{flag} {target} is one of the images to classify: choose another file")
 
 
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
@@ -190,7 +156,7 @@ def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count
     if target == "-":
         yield kind(sys.stdout, top).write
         return
-    path = Path(target)
+    path = Path(target).expanduser()  # shells do not expand ~ after =
     with (
         writing(path, "Choose another place.", parents=True) as partial,
         partial.open("w", newline="", encoding="utf-8") as file,
@@ -205,34 +171,19 @@ def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Writ
     Each column has the width of its widest possible entry, so that rows can be printed as soon as they are classified.
     """
     class_width = max(cell_len(printable(name)) for name in classes)
-    widths = [max(4, *(cell_len(printable(path)) for path in paths)), *[class_width + 6] * top]
-    console = Console(highlight=False, soft_wrap=True)
-
-    def print_cells(cells: list[Text], remark: str = "", style: str = "") -> None:
-        while len(cells) < len(widths):
-            cells.append(Text())
-        for cell, width in zip(cells, widths, strict=True):
-            cell.truncate(width, pad=True)
-        console.print(Text("  ").join([*cells, Text(printable(remark), style)]))
+    path_width = max(4, *(cell_len(printable(path)) for path in paths))
 
     def write(rows: Sequence[Row]) -> None:
         for row in rows:
-            cells = [Text(printable(row.path or ""))]
+            cells = [set_cell_size(printable(row.path or ""), path_width)]
             for name, value in row.top:
-                cells.append(Text(f"{set_cell_size(printable(name), class_width)} {value:.3f}"))
-            if row.error:
-                print_cells(cells, row.error, "red")
-                continue
-            cells[1].stylize("bold")
-            remarks = []
+                cells.append(f"{set_cell_size(printable(name), class_width)} {value:.3f}")
             if row.prediction_set is not None:
-                remarks.append(f"{{{', '.join(row.prediction_set)}}}")
+                cells.append(f"{{{', '.join(row.prediction_set)}}}")
             if row.unknown:
-                remarks.append("unknown")
-            print_cells(cells, " ".join(remarks), "yellow")
+                cells.append("unknown")
+            say("  ".join([*cells, row.error or ""]).rstrip())
 
-    names = ["file", "class", "second", "third"][: top + 1]
-    for rank in range(4, top + 1):
-        names.append(f"{rank}th")
-    print_cells([Text(name, "bold") for name in names])
+    names = ["class", *(f"class {rank}" for rank in range(2, top + 1))]
+    say("  ".join([f"{'file':<{path_width}}", *(f"{name:<{class_width + 6}}" for name in names)]).rstrip())
     return write

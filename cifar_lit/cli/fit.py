@@ -361,7 +361,7 @@ class TrainingCLI(LightningCLI):
         elif result:
             say(f"{counted(result, 'prediction')} in {display_path(self.run.folder.path)}/predictions.csv")
         else:
-            print_dev_run(self.trainer)
+            print_dev_run()
 
     def _resume_line(self) -> str | None:
         """Return the command that resumes this run, None before its first checkpoint."""

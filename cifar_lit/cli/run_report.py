@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from rich.panel import Panel
 from rich.table import Column, Table
 
 from cifar_lit.cli.console import for_tables
@@ -19,7 +17,6 @@ from cifar_lit.runs.groups import group_lines
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import display_path
-from cifar_lit.stats import newcombe_margin
 from cifar_lit.text import counted, say
 from cifar_lit.train import Results
 from cifar_lit.training.loop_position import steps_per_epoch
@@ -30,7 +27,7 @@ MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer 
 
 
 class StartCard(Callback):
-    """Print the settings at the start of a training, as a box on a terminal and as plain lines elsewhere."""
+    """Print the settings at the start of a training."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -40,14 +37,8 @@ class StartCard(Callback):
         if not trainer.is_global_zero:
             return
         rows = start_rows(self._run, trainer, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
-        if not sys.stdout.isatty():
-            for name, value in rows.items():
-                say(f"{name:<12} {value}")
-            return
-        grid = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
-        for row in rows.items():
-            grid.add_row(*row)
-        for_tables().print(Panel(grid, title="cifar-lit", title_align="left", expand=False))
+        for name, value in rows.items():
+            say(f"{name:<12} {value}")
 
 
 def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: ImageData) -> dict[str, str]:
@@ -102,25 +93,20 @@ def _step_rows(trainer: pl.Trainer, settings: Mapping[str, object], data: ImageD
 
 
 def accuracy_table(score: Score, data: ImageData) -> Table:
-    """Return a table of the accuracy of each class, or of the ten best and ten worst of more than 30 classes."""
+    """Return a table of the accuracy of each class, or of the 20 worst of more than 30 classes."""
     accuracy, images = Column("accuracy", justify="right"), Column("images", justify="right")
     table = Table("class", accuracy, images, title="test accuracy per class", title_justify="left", title_style="")
-    rows = []
-    for name, share, confusion in zip(data.classes, score.per_class, score.confusion, strict=True):
-        rows.append((name, share, sum(confusion)))
+    rows = list(zip(data.classes, score.per_class, map(sum, score.confusion), strict=True))
     if len(rows) > 30:
-        rows = sorted((row for row in rows if row[2]), key=lambda row: -row[1])
-    for number, (name, share, count) in enumerate(rows):
-        if len(rows) <= 30 or number < 10 or number >= len(rows) - 10:
-            table.add_row(name, f"{share:.4f}" if count else "no image", str(count))
-        elif number == 10:
-            table.add_row("…", "", "")
+        rows = sorted((row for row in rows if row[2]), key=lambda row: row[1])[:20]
+        table.title = "test accuracy of the 20 worst classes"
+    for name, share, count in rows:
+        table.add_row(name, f"{share:.4f}" if count else "no image", str(count))
     return table
 
 
 # Values of metrics.json besides accuracy and loss, and their names on the console.
 FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
-MAX_HALF_WIDTH = 0.02  # accuracy; a test set with a wider interval is called small
 
 
 def score_lines(scores: Mapping[str, Any]) -> list[str]:
@@ -128,27 +114,16 @@ def score_lines(scores: Mapping[str, Any]) -> list[str]:
 
     Balanced accuracy is left out if it equals the accuracy, as it does for classes of equal size.
     """
+    accuracy = f"{scores['accuracy']:.4f}"
     values = []
     for name, text in FIGURES.items():
-        value = f"{scores[name]:.4f}" if name in scores else None
-        if value and (name != "balanced_accuracy" or value != f"{scores['accuracy']:.4f}"):
-            values.append(f"{text} {value}")
+        if name in scores:
+            values.append(f"{text} {scores[name]:.4f}")
+    values = [value for value in values if value != f"balanced accuracy {accuracy}"]
     lines = [" · ".join(values)]
     if scores["interval"]:
         lines.append("95 % interval of the accuracy {:.4f} … {:.4f}".format(*scores["interval"]))
     return lines
-
-
-def small_set_text(scores: Mapping[str, Any]) -> str | None:
-    """Return a warning about differences that a small test set cannot show, None for a larger set.
-
-    The warning holds for runs tested on different images. On the same images, `compare` shows smaller differences.
-    """
-    low, high = scores["interval"] or (0.0, 0.0)
-    if (high - low) / 2 <= MAX_HALF_WIDTH:
-        return None
-    chance = newcombe_margin(scores["accuracy"], (low, high))
-    return f"small test set: differences between runs below {chance:.3f} may be chance; --folds 5 tests on every image"
 
 
 def print_results(run: Run, results: Results, data: ImageData) -> None:
@@ -172,9 +147,6 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
 def _print_test(test: Score, scores: Mapping[str, Any], data: ImageData) -> None:
     for_tables().print(accuracy_table(test, data))
     say(*group_lines(scores))
-    warning = small_set_text(scores)
-    if warning and data.dataset != "shapes" and not data.parts.folds:
-        say(warning)
     if "tta" in scores:
         views = scores["tta"]
         augmented = f"with {views['views']} test-time augmentation"
@@ -205,21 +177,9 @@ def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
         config = shlex.quote(f"{folder}/config.yaml")
         lines.append(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
     code = f"import cifar_lit; print(cifar_lit.load({folder!r}{argument}))"
-    is_plain = shlex.quote(folder) == folder  # a shell would expand other names between double quotes
-    quoted = f'"{code}"' if is_plain else shlex.quote(code)
-    return [*lines, f"  python -c {quoted}"]
+    return [*lines, f'  python -c "{code}"']
 
 
-def print_dev_run(trainer: pl.Trainer) -> None:
-    """Print the number of batches by stage that `fast_dev_run` has run."""
-    counts: dict[str, float] = {}
-    if trainer.state.fn == "fit":
-        counts["training"] = trainer.num_training_batches  # infinite in other stages
-    counts["validation"] = sum(trainer.num_val_batches)
-    counts["test"] = sum(trainer.num_test_batches)
-    counts["prediction"] = sum(trainer.num_predict_batches)
-    parts = []
-    for name, count in counts.items():
-        if count:
-            parts.append(f"{count} {name} batch" if count == 1 else f"{count} {name} batches")
-    say(f"fast_dev_run: {' and '.join(parts)} without a failure; nothing was saved")
+def print_dev_run() -> None:
+    """Print that a `fast_dev_run` has ended."""
+    say("fast_dev_run: all batches without a failure; nothing was saved")

@@ -110,17 +110,6 @@ def pixels_of(image: Image.Image, preparation: Preparation) -> np.ndarray:
         return _upright(image, *preparation)
 
 
-@contextmanager
-def pixel_limit(pixels: int) -> Iterator[None]:
-    """Limit the pixels of decoded images within the context."""
-    previous = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = pixels
-    try:
-        yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = previous
-
-
 def image_size(source: str | Path) -> tuple[int, int]:
     """Return the (H, W) that `decode` gives without `size`, from the image's header. Raise DecodeError."""
     with _decode_errors(source):

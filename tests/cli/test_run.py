@@ -67,14 +67,11 @@ def test_the_start_card_counts_optimizer_steps_and_epochs() -> None:
     assert "the easiest 50% of the images after 60% of the steps" in answer.out
 
 
-def test_a_fast_dev_run_reports_its_batches_and_saves_nothing(run_dir: Path) -> None:
-    for command, words, batches in (
-        ("train", SMALL, "1 training batch and 1 validation batch"),
-        ("predict", ("--ckpt_path", run_dir / "checkpoints/best.ckpt"), "1 prediction batch"),
-    ):
+def test_a_fast_dev_run_saves_nothing(run_dir: Path) -> None:
+    for command, words in (("train", SMALL), ("predict", ("--ckpt_path", run_dir / "checkpoints/best.ckpt"))):
         answer = run_command(command, *words, "--trainer.fast_dev_run", "true")
         assert answer.code == 0, answer.err
-        assert answer.lines[-1] == f"fast_dev_run: {batches} without a failure; nothing was saved"
+        assert answer.lines[-1] == "fast_dev_run: all batches without a failure; nothing was saved"
         assert not Path("lightning_logs").exists()
 
 

@@ -58,16 +58,9 @@ def png(width: int, height: int, depth: int, rows: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-def bomb(width: int = 60_000, height: int = 60_000) -> bytes:
+def bomb() -> bytes:
     """Return a tiny PNG whose header declares very many pixels."""
-    return png(width, height, 8, b"")
-
-
-def scan_bomb(side: int = 4_000, scans: int = 3_000) -> bytes:
-    """Return a small progressive JPEG that repeats its last scan, so that decoding takes minutes."""
-    data = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True)
-    last = data.rindex(b"\xff\xda")
-    return data[:last] + data[last:-2] * scans + data[-2:]
+    return png(60_000, 60_000, 8, b"")
 
 
 def cut(data: bytes, share: float = 0.5) -> bytes:
@@ -83,78 +76,49 @@ def odd_files() -> list[OddFile]:
     rows = [np.repeat(row, 2).tobytes() for row in np.asarray(picture()).reshape(48, 144)]
     deep = b"".join(b"\0" + row for row in rows)  # 16 bits: each byte twice
     head, kind, rest = plain["PNG"].partition(b"IDAT")
-    text_bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(200_000_000)))
     grey = picture(mode="L")
     deep_grey = grey.convert("I").point(lambda value: value * 257).convert("I;16")
     pixels = " ".join(map(str, np.asarray(picture()).ravel()))
     text_ppm = f"P3 # of text\n48 48\n# white:\n255\n{pixels}\n".encode()
     halves = [
         OddFile(f"half.{kind.lower()}", f"{kind} cut in half", cut(plain[kind]), CUT)
-        for kind in ("PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
+        for kind in ("PNG", "WEBP", "TIFF", "AVIF")
     ]
     readable = [
-        OddFile("plain.jpg", "JPEG", jpeg()),
-        OddFile("progressive.jpg", "progressive JPEG", jpeg(progressive=True)),
-        OddFile("grey.jpg", "grey JPEG", jpeg(grey), GREY),
         OddFile("cmyk.jpg", "CMYK JPEG", jpeg(picture().convert("CMYK"))),
         OddFile("turned.jpg", "JPEG, EXIF orientation 6", jpeg(turned, exif=exif)),
-        OddFile("turned.webp", "WebP, EXIF orientation 6", encoded(turned, "WEBP", exif=exif, quality=95)),
         OddFile("damaged-exif.jpg", "JPEG with damaged EXIF", jpeg(exif=b"Exif\0\0II*\0\xff\xff\xff\xffrubbish")),
         OddFile("two-pictures.jpg", "JPEG of two pictures (MPO)", encoded(picture(), "MPO", **black)),
-        OddFile("rest-behind.jpg", "JPEG followed by a megabyte of garbage", jpeg() + b"rubbish!" * 131072),
         OddFile("large.jpg", "JPEG of 24 megapixels", jpeg(picture(4900), quality=75)),
         OddFile("named.png", "JPEG named .png", jpeg()),
-        OddFile("no-suffix", "JPEG without a suffix", jpeg()),
-        OddFile("SHOUTED.JPG", "JPEG with an upper-case suffix", jpeg()),
         OddFile("one-pixel.png", "PNG of one pixel", encoded(Image.new("RGB", (1, 1), RED), "PNG"), (RED,) * 4),
         OddFile("line.png", "PNG of 5,000 × 1 pixels", encoded(Image.new("RGB", (5000, 1), RED), "PNG"), (RED,) * 4),
-        OddFile("plain.png", "PNG", plain["PNG"]),
-        OddFile("grey.png", "grey PNG", encoded(grey, "PNG"), GREY),
         OddFile("bits.png", "PNG of 1 bit", encoded(grey.convert("1", dither=Image.Dither.NONE), "PNG"), BITS),
         OddFile("palette.png", "PNG with a palette", encoded(picture().quantize(4), "PNG")),
         OddFile("alpha.png", "partly transparent PNG", encoded(clear, "PNG")),
         OddFile("grey-alpha.png", "partly transparent grey PNG", encoded(clear.convert("LA"), "PNG"), GREY),
         OddFile("palette-alpha.png", "PNG with a transparent palette entry", encoded(clear.quantize(8), "PNG")),
-        OddFile("colour-alpha.png", "PNG with one transparent colour", encoded(picture(), "PNG", transparency=WHITE)),
         OddFile("deep-grey.png", "grey PNG of 16 bits", encoded(deep_grey, "PNG"), GREY),
         OddFile("deep.png", "PNG of 16 bits", png(48, 48, 16, deep)),
-        OddFile("animated.png", "animated PNG", encoded(picture(), "PNG", **black)),
         OddFile("animated.gif", "animated GIF", encoded(picture(), "GIF", **black)),
-        OddFile("alpha.gif", "partly transparent GIF", encoded(clear, "GIF")),
-        OddFile("plain.webp", "WebP", encoded(picture(), "WEBP", quality=95)),
         OddFile("alpha.webp", "partly transparent WebP", encoded(clear, "WEBP", lossless=True)),
-        OddFile("animated.webp", "animated WebP", encoded(picture(), "WEBP", lossless=True, **black)),
-        OddFile("plain.bmp", "BMP", plain["BMP"]),
         OddFile("palette.bmp", "BMP with a palette", encoded(picture().quantize(4), "BMP")),
-        OddFile("scan.tiff", "TIFF", plain["TIFF"]),
         OddFile("scan.jpg", "TIFF named .jpg", plain["TIFF"]),
-        OddFile("packed.tif", "TIFF with LZW", encoded(picture(), "TIFF", compression="tiff_lzw")),
         OddFile(
             "pages.tif", "TIFF of several pages", encoded(picture(), "TIFF", save_all=True, append_images=[picture(96)])
         ),
         OddFile("turned.tif", "TIFF, EXIF orientation 6", encoded(turned, "TIFF", exif=exif)),
-        OddFile("cmyk.tif", "CMYK TIFF", encoded(picture().convert("CMYK"), "TIFF")),
-        OddFile("deep.tif", "grey TIFF of 16 bits", encoded(deep_grey, "TIFF"), GREY),
-        OddFile("plain.ppm", "PPM", encoded(picture(), "PPM")),
-        OddFile("grey.pgm", "PGM", encoded(grey, "PPM"), GREY),
         OddFile("text.ppm", "PPM of text with comments", text_ppm),
-        OddFile("plain.avif", "AVIF", encoded(picture(), "AVIF", quality=95, subsampling="4:4:4")),
         OddFile("turned.avif", "AVIF, EXIF orientation 6", encoded(turned, "AVIF", exif=exif, quality=95)),
-        OddFile("animated.avif", "animated AVIF", encoded(picture(), "AVIF", **black)),
-        OddFile('blank in name, "quoted".jpg', "name with spaces, comma and quotes", jpeg()),
         OddFile("новый-図.jpg", "name with non-ASCII letters", jpeg()),
-        OddFile("two\nlines.jpg", "name with a line break", jpeg()),
         OddFile(os.fsdecode(b"latin-\xe9.jpg"), "name that is not valid UTF-8", jpeg()),
         OddFile("[bold]tag[red].jpg", "name that looks like console markup", jpeg()),
     ]
     refused = [
         OddFile("empty.jpg", "empty file", b"", "empty"),
         OddFile("page.jpg", "HTML page named .jpg", b"<!doctype html><title>404</title>" * 20, UNKNOWN),
-        OddFile("zeros.png", "only zero bytes", bytes(5000), UNKNOWN),
         OddFile("behind-rubbish.jpg", "garbage before a JPEG", b"rubbish!" + jpeg(), UNKNOWN),
         OddFile("half.jpg", "JPEG cut in half", cut(jpeg()), CUT),
-        OddFile("beginning.jpg", "first 20 bytes of a JPEG", jpeg()[:20], CUT),
-        OddFile("half-progressive.jpg", "progressive JPEG cut in half", cut(jpeg(progressive=True), 0.7), CUT),
         *halves,
         OddFile(
             "sum.png",
@@ -162,19 +126,7 @@ def odd_files() -> list[OddFile]:
             head + kind + rest[:8] + bytes([rest[8] ^ 255]) + rest[9:],
             "broken",
         ),
-        OddFile("nothing.png", "PNG of 0 × 0 pixels", png(0, 0, 8, b""), UNKNOWN),
-        OddFile("no-pixels.png", "PNG without pixels", png(48, 48, 8, b""), CUT),
         OddFile("bomb.png", "PNG of 60,000 × 60,000 pixels in 70 bytes", bomb(), "pixels"),
-        OddFile("long.png", "PNG of 2,000,000,000 × 1 pixels", bomb(2_000_000_000, 1), "pixels"),
-        OddFile(
-            "text-bomb.png",
-            "PNG with 200 MB of compressed text",
-            head[:33] + text_bomb + plain["PNG"][33:],
-            "packed text",
-        ),
         OddFile("photo.avif", "first bytes of an AVIF", b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + bytes(200), "damaged"),
-        OddFile("photo.jxl", "first bytes of a JPEG XL", b"\xff\x0a" + bytes(200), UNKNOWN),
-        OddFile("drawing.png", "SVG named .png", b'<svg xmlns="http://www.w3.org/2000/svg"/>', UNKNOWN),
-        OddFile("page.pdf", "PDF", b"%PDF-1.7\n" + bytes(200), UNKNOWN),
     ]
     return readable + refused

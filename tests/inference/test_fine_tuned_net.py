@@ -56,13 +56,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder / "lightning_logs/finetune-1"
 
 
-def test_report_searches_the_training_images(run: Path) -> None:
-    answer = run_command("report", run)
-    assert answer.code == 0, answer.err
-    page = (run / "report.html").read_text()
-    assert "timm/tf_efficientnet_lite0" in page and "discs" in page
-
-
 def test_classify_works_at_its_image_size(run: Path) -> None:
     answer = run_command("classify", run, "photos/test/discs", "--csv", "rows.csv")
     assert answer.code == 0, answer.err
