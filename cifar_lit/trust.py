@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import set_parsing_settings
-
 from cifar_lit.errors import UsageError
 from cifar_lit.files import is_below
 from cifar_lit.plugins import import_callable, is_import_path
@@ -100,6 +98,8 @@ def limit_parser() -> None:
     """Let the parser of the command line import only trusted classes, in this process."""
     if _EVERYTHING in _typed:
         return
+    from jsonargparse import set_parsing_settings  # not needed to load a net
+
     allowed = sorted({*PACKAGES, *_typed} - {"jsonargparse"})
     set_parsing_settings(
         import_path_denylist=["*"], import_path_allowlist=allowed, instantiate_subclass_spec_in_any=False

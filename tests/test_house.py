@@ -32,6 +32,7 @@ TOP_LEVEL = {
     "stats",
     "text",
     "threads",
+    "trust",
 }
 NO_LIGHTNING = {*TOP_LEVEL, "models", "inference"}
 
