@@ -22,7 +22,7 @@ from cifar_lit.data.source_settings import parse_groups, parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault, split_record
 from cifar_lit.data.splits import Split
-from cifar_lit.errors import Failure, UsageError, check_choice
+from cifar_lit.errors import UsageError, check_choice
 from cifar_lit.hooks import method
 from cifar_lit.plugins import NameOrObject, part_name
 from cifar_lit.settings import changed_settings, plain_settings, saved_settings
@@ -350,26 +350,22 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         if "position" in state_dict:
             self._resumed = state_dict
 
-    def evaluate_split_of(self, state: Mapping[str, object]) -> None:
+    def evaluate_split_of(self, state: Mapping[str, Any]) -> None:
         """Use the split of a checkpoint to evaluate it on the images of its training.
 
         Images that were added since are left out, because the split of all images could test on training images. A note
         reports other changes, also of the split. Raise UsageError for other classes, whose score would mean nothing.
         """
-        try:
-            saved = saved_settings(state)
-        except UsageError:  # a checkpoint of another program or version
-            saved = {}
-        record = state.get("split") if isinstance(state, Mapping) else None
-        has_names = isinstance(record, Mapping) and "rows" in record
-        if self._selects_same_images(saved, has_names):
+        if "split" not in state:  # a checkpoint of another program
+            return
+        if self._selects_same_images(saved_settings(state), "rows" in state["split"]):
             try:
                 self._keep_split(state)
             except UsageError as error:
                 note_once(f"scores may be too high, because images or their split have changed: {error}")
-        classes = state.get("classes") if isinstance(state, Mapping) else None
-        if isinstance(classes, list) and classes != [*self.classes]:
-            fault = f"the checkpoint was trained on other classes ({listed(map(str, classes))[:200]}) than these"
+        classes = state["classes"]
+        if classes != [*self.classes]:
+            fault = f"the checkpoint was trained on other classes ({listed(classes)}) than these"
             raise UsageError(f"{fault} ({listed(self.classes)}): name the folder of its own data")
 
     def _selects_same_images(self, saved: Mapping[str, object], has_names: bool) -> bool:
@@ -380,17 +376,15 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         names = (names & self.given.keys()) - {"data.url", "data.cache_dir", "data.groups"}
         return all(saved.get(name) == self.given[name] for name in names)
 
-    def _keep_split(self, state: Mapping[str, object]) -> None:
+    def _keep_split(self, state: Mapping[str, Any]) -> None:
         """Leave out images that were added since the training began. Raise UsageError if its images have changed."""
-        record = state.get("split")
-        if not isinstance(record, Mapping):
-            raise Failure("the checkpoint does not hold the split of its training: use another checkpoint")
+        record = state["split"]
         rows = recorded_rows(record)
         # Leave out new images, unless these images are already known to be those of the checkpoint.
-        if rows is not None and (self._record is None or self._record["digest"] != record.get("digest")):
+        if rows is not None and (self._record is None or self._record["digest"] != record["digest"]):
             self.settings = replace(self.settings, only=frozenset(name for name, _, _ in rows))
             self._build_parts()
-        if self.record["digest"] != record.get("digest"):
+        if self.record["digest"] != record["digest"]:
             raise UsageError(split_fault(self.parts, rows))
 
     @property

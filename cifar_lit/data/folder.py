@@ -49,20 +49,17 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         layout = "a table, or a folder with train/<class>/… and test/<class>/…"
         raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
     root, split = settings.path, settings.split
-    size = None
-    if settings.image_size is not None:
-        size = parse_image_size(settings.image_size)
-    if (settings.channels or 3) not in (1, 3):
+    size = parse_image_size(settings.image_size) if settings.image_size is not None else None
+    if settings.channels not in (None, 1, 3):
         raise UsageError(f"folder has 1 or 3 channels, not {settings.channels}.")
-    is_table = root.suffix.lower() in TABLES and root.exists() and not root.is_dir()
+    is_table = root.suffix.lower() in TABLES and root.is_file()
     if split.group is not None and not is_table:
         fault = f"data.split.group names a column of a table, but {root} is not a table"
         raise UsageError(f"{fault}: list the images in a table")
+    where = f"of {root}" if is_table else f"below {root}"
     if is_table:
-        where = f"of {root}"
         listing = list_table(root, split.group, settings.skip_bad, settings.groups)
     else:
-        where = f"below {root}"
         listing = scan(root)
         if SUBFOLDER in settings.groups:
             listing = replace(listing, columns={SUBFOLDER: subfolders(listing)})
@@ -79,23 +76,15 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
             return {"train": listing.parts["all"]}
         return draw_test(listing.parts["all"], listing.groups, duplicates, split.test_size, split.seed, where)
 
-    parts = parts_by([])
-    files = files_of(parts)
-
-    def arrange(duplicates: Duplicates) -> list[File]:
-        if not duplicates:
-            return files
-        return files_of(parts_by(duplicates))
-
-    images, index = decoded(root, files, arrange, size, settings)
+    files = files_of(parts_by([]))
+    images, index = decoded(root, files, lambda duplicates: files_of(parts_by(duplicates)), size, settings)
     bad, duplicates, levels = index.bad, index.duplicates, index.levels
     if bad and not settings.skip_bad:
         faults = f"{len(bad):,} of {len(files):,} images {where} are {_fault(bad)}: {_with_reasons(bad)}"
         raise Failure(f"{faults}; repair or remove them, or leave them out with --data.skip_bad true")
+    parts = parts_by(duplicates)
     if duplicates:
-        parts = parts_by(duplicates)
         _report_duplicates(parts, duplicates, where)
-
     if train and not split.folds and len(parts) > 1 and "test" not in parts:
         note_once(
             f"{root}: no test images except the validation images, which also select the best epoch. "
@@ -104,34 +93,42 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if levels and not settings.levels:
         low, high = levels
         note_once(f"{root}: 16-bit values from {low:,} to {high:,} become black to white (--data.levels)")
-    used = [*parts][-1:]
-    if train:
-        used = [part for part in parts if part != "test"]
+    used = [part for part in parts if part != "test"] if train else [*parts][-1:]
     labels: list[int] = []
     paths: list[str] = []
     val_rows = None
     for part, tree in parts.items():
-        part_labels, part_paths = _readable(part, tree, bad, where)
+        first = len(labels)
+        for label, (name, members) in enumerate(tree.items()):
+            readable = [file.path for file in members if file.path not in bad]
+            if members and not readable:
+                raise Failure(f"no {part} image of class {name} {where} can be read: {_with_reasons(bad)}")
+            if part in used:
+                labels += [label] * len(readable)
+                paths += readable
         if part not in used:
             continue
         if train and part == "val":
-            val_rows = range(len(labels), len(labels) + len(part_labels))
-        labels += part_labels
-        paths += part_paths
-        _report_unreadable(part, tree, bad, where)
-    pixels = torch.from_numpy(images[: len(labels)])
-    if not train:  # the last part
-        pixels = torch.from_numpy(images[len(images) - len(labels) :])
-    group_rows = None
+            val_rows = range(first, len(labels))
+        members = files_of({part: tree})
+        skipped = {file.path: bad[file.path] for file in members if file.path in bad}
+        if skipped:
+            total = f"{len(members):,} {part} images {where}"
+            note_once(f"{len(skipped):,} of {total} are {_fault(skipped)} and left out: {_with_reasons(skipped)}")
+    start = 0 if train else len(images) - len(labels)  # the test images come last
     groups = group_files(paths, listing.groups, duplicates)
-    if groups is not None:
-        group_rows = torch.from_numpy(groups)
-    labels_of_rows = torch.tensor(labels, dtype=torch.int64)
-    columns = {}
-    for name, values in listing.columns.items():
-        columns[name] = [values.get(path, "") for path in paths]
+    columns = {name: [values.get(path, "") for path in paths] for name, values in listing.columns.items()}
     return ImageSet(
-        pixels, labels_of_rows, classes, val_rows, True, group_rows, paths, levels, skipped=[*bad], columns=columns
+        torch.from_numpy(images[start : start + len(labels)]),
+        torch.tensor(labels, dtype=torch.int64),
+        classes,
+        val_rows,
+        mapped=True,
+        groups=None if groups is None else torch.from_numpy(groups),
+        names=paths,
+        levels=levels,
+        skipped=[*bad],
+        columns=columns,
     )
 
 
@@ -144,26 +141,6 @@ def subfolders(listing: Listing) -> dict[str, str]:
                 below = f"/{nfc(file.path)}".partition(f"/{name}/")[2]
                 found[file.path] = below.rpartition("/")[0].partition("/")[0]
     return found
-
-
-def _readable(part: str, tree: Tree, bad: Mapping[str, str], where: str) -> tuple[list[int], list[str]]:
-    """Return label and path of each readable file of a part; raise Failure for a class without any."""
-    labels, paths = [], []
-    for label, (name, members) in enumerate(tree.items()):
-        readable = [file.path for file in members if file.path not in bad]
-        if members and not readable:
-            raise Failure(f"no {part} image of class {name} {where} can be read: {_with_reasons(bad)}")
-        labels += [label] * len(readable)
-        paths += readable
-    return labels, paths
-
-
-def _report_unreadable(part: str, tree: Tree, bad: Mapping[str, str], where: str) -> None:
-    files = files_of({part: tree})
-    skipped = {file.path: bad[file.path] for file in files if file.path in bad}
-    if skipped:
-        total = f"{len(files):,} {part} images {where}"
-        note_once(f"{len(skipped):,} of {total} are {_fault(skipped)} and left out: {_with_reasons(skipped)}")
 
 
 def files_of(parts: Mapping[str, Tree]) -> list[File]:

@@ -53,17 +53,11 @@ class Preprocessing:
         """Mean and standard deviation of each channel, as given or measured."""
         images = self.parts.train_images
         channels = images.input_shape[0]
-        mean, std = self._mean, self._std
-        if mean is None or std is None:
-            measured_mean, measured_std = channel_statistics(images, self.parts.split[0])
-            if mean is None:
-                mean = measured_mean
-            if std is None:
-                std = measured_std
-        if not isinstance(mean, list):
-            mean = [float(mean)] * channels
-        if not isinstance(std, list):
-            std = [float(std)] * channels
+        values = [self._mean, self._std]
+        if None in values:
+            measured = channel_statistics(images, self.parts.split[0])
+            values = [given if given is not None else value for given, value in zip(values, measured, strict=True)]
+        mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in values)
         if len(mean) != channels or len(std) != channels or min(std) <= 0:
             raise UsageError(f"data.mean and data.std need {channels} numbers, or one for all channels (std above 0)")
         return mean, std
@@ -81,15 +75,11 @@ class Preprocessing:
     def augment_batch(self, batch: Batch, finish: Finish) -> Batch:
         """Augment the images of a batch one by one, apply `finish`, then mix images."""
         key = (batch.indices, self.seed, batch.epoch)
-        images, targets = self.augment_images(batch.images, *key, finish), batch.targets
+        images, targets = finish(self._settings.change(batch.images, *key)), batch.targets
         if self._settings.mixes:
             classes = len(self.parts.train_images.classes)
             images, targets = self._settings.mix(images, batch.labels, classes, *key)
         return replace(batch, images=images, targets=targets)
-
-    def augment_images(self, images: Tensor, rows: Tensor, seed: int, epoch: int, finish: Finish) -> Tensor:
-        """Augment images one by one, as functions of (seed, epoch, row), and apply `finish`."""
-        return finish(self._settings.change(images, rows, seed, epoch))
 
     def _constants_on(self, device: torch.device) -> Tensor:
         if self._constants is None or self._constants.device != device:

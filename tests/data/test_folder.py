@@ -202,7 +202,7 @@ def archive_in_place(root: Path) -> None:
         ),
         (
             lambda root: save(root / "train/a\tb/0.png"),
-            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name has",
+            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name is",
         ),
         (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has only one image or group"),
     ],

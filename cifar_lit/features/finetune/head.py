@@ -64,9 +64,8 @@ def batches_of_view(data: ImageData, rows: Tensor, view: int) -> Iterator[Tensor
         pixels = make([(part, 1.0)])[0].images if view else images.take(part)
         pixels, part = move_data_to_device((pixels, part), data.device)
         if view:
-            yield preprocessing.augment_images(pixels, part, 0, view, preprocessing.normalise)
-        else:
-            yield preprocessing.normalise(pixels)
+            pixels = data.augment.change(pixels, part, 0, view)
+        yield preprocessing.normalise(pixels)
 
 
 # ---- the head
