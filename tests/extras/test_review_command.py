@@ -165,8 +165,7 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions(review: C
 def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on(review: Callable[..., Answer]) -> None:
     draw_folder(Path("animals"), {"cat": 6, "dog": 6, "owl": 6})
     draw_folder(Path("pool"), {"new": 3})
-    for odd in ("a;=1.png", "b\nc.png"):
-        shutil.copy("pool/new/0.png", f"pool/{odd}")
+    shutil.copy("pool/new/0.png", "pool/a\nb.png")
     Path("pool/new/1.png").write_bytes(b"damaged")
     Path("next.csv").write_text("path,label\npool/new/2.png,\npool/gone.png,cat\npool/new/0.png,dog\n")
     run = write_run("runs/folder-1", root="animals", val_size=0)
@@ -177,7 +176,7 @@ def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on(review: Callabl
 
     review(listed, run, "--pool", "next.csv")
     answer = review(decisions(("0.png", "relabel", "great heron"), ("2.png", "drop", None)), run, "--pool", "pool")
-    assert "left out 3 images: " in answer.err
+    assert "left out 2 images: " in answer.err
     row = exported(run)[-1]
     assert {**row, "reviewed": ""} == {
         "path": first, "label": "great heron", "original_label": "", "reviewed": "", "split": "train"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from cifar_lit.data.sources import load_images
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.extras.label.journal import Decision
 from cifar_lit.files import writing
-from cifar_lit.text import csv_cell
+from cifar_lit.text import csv_cell, csv_text
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -80,13 +79,8 @@ class Labels(NamedTuple):
                 rows.append([key, made.label, "", made.date, value])
         columns = [self.column, "label", "original_label", "reviewed", self.extra]
         count = len(columns) if self.extra else 4
-        with (
-            writing(path, "Free some space, or make the folder writable.") as partial,
-            partial.open("w", newline="", encoding="utf-8") as file,
-        ):
-            writer = csv.writer(file, lineterminator="\n")
-            for row in (columns, *rows):
-                writer.writerow([csv_cell(cell) for cell in row[:count]])
+        with writing(path, "Free some space, or make the folder writable.") as partial:
+            partial.write_text(csv_text(row[:count] for row in (columns, *rows)), encoding="utf-8", newline="\n")
         return len(rows)
 
 
