@@ -111,6 +111,7 @@ def test_a_training_takes_the_table_with_the_split_of_the_run(layout: str, revie
     assert len(rows) == count - 1 and str(dropped) not in rows
     assert [rows[str(path)]["reviewed"] == "" for path in (changed, kept, skipped)] == [False, False, True]
     assert (rows[str(changed)]["label"], rows[str(changed)]["original_label"]) == ("owl", changed.parent.name)
+    assert rows[str(kept)]["label"] == kept.parent.name
 
     again = reviewed(run)
     shown = again.train_images.names

@@ -66,6 +66,10 @@ def test_labels_are_reviewed_with_keys_and_buttons(review: Running, run: Path, o
     page.keyboard.press("5")  # no class
     page.get_by_role("button", name="Drop").click()
     after(3)
+    page.keyboard.press("b")
+    page.locator("[aria-busy=false] #detail", has_text="Decided: drop").wait_for()
+    page.keyboard.press("d")
+    page.locator("[aria-busy=false] #detail:not(:has-text('Decided'))").wait_for()
     page.focus("#filter")  # keys are decisions there too, although "s" begins the name of a class
     page.keyboard.press("s")
     after(4)
