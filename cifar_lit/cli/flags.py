@@ -57,7 +57,6 @@ class Command:
     configs: list[str] = field(default_factory=list)  # further YAML files; later ones take precedence
     logs: str | None = None
     resume: str | None = None  # "" for the newest run, a path, or None to start a new run
-    trust: bool = False
     flags: list[str] = field(default_factory=list)  # all others in LightningCLI's form, such as `--model.lr=0.1`
     # Flags for several trainings with their values as typed.
     several: dict[str, str] = field(default_factory=dict)
@@ -135,8 +134,8 @@ def parse(name: str, argv: list[str]) -> Command:
             has_value = True
         if not has_value and key in (*SHORT, *SEVERAL, "recipe", "config", "logs", "json"):
             raise UsageError(f"{flag} needs a value")
-        if word == "--trust":
-            command.trust = True
+        if word in ("--trust", "--debug"):
+            pass  # handled by `main`
         elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             command.resume = value
         elif key in SHORT:
@@ -151,7 +150,7 @@ def parse(name: str, argv: list[str]) -> Command:
             command.flags.append(f"{flag}={SWITCH.get(value.lower(), value)}")
         elif has_value:
             command.flags.append(f"{flag}={value}")
-        elif word != "--debug":  # handled by `main`
+        else:
             command.flags.append(word)
         if key not in (*SEVERAL, "json"):
             command.words += argv[begin : len(argv) - len(remaining)]

@@ -99,7 +99,6 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     else:
         line = f"resuming {display_path(run)} of job {job}"
         command.configs = []
-        command.trust = True  # the run of this command line
         command.recipe, command.logs, command.resume = None, str(run.parent), str(run)
     if is_first_process(environment):
         note(line)

@@ -126,7 +126,7 @@ def _run(argv: list[str], default: str) -> int:
         _train(flags.parse(name, arguments), arguments)
         return 0
     if name not in OWN:
-        names = [*flags.TRAINING, *OWN]
+        names = [*flags.TRAINING, *(each for each in OWN if " " not in each)]
         raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
     run = optional_function(OWN[name], f"the command {name!r}")
     code: int | None = run([word for word in arguments if word != "--debug"])
