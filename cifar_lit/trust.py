@@ -13,6 +13,7 @@ Checkpoints are read with `torch.load(weights_only=True)`, settings with `yaml.s
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ PLACES = ("default_root_dir", "dirpath", "filename", "name", "save_dir", "sub_di
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")  # in checkpoints
 REFUSED = "the settings of this run name {}: add --trust if you trust them, as code may run (in Python: trust=True)"
 _EVERYTHING = "*"
+_PACKAGE = re.compile(
+    r"(?<![\w./\\-])([^\W\d]\w*)(?:\.[^\W\d]\w*)+(?![\w./\\*-])"
+)  # of an import path, not of a file's path
 _typed: set[str] = set()  # packages that the user has named, or _EVERYTHING
 
 
@@ -38,17 +42,18 @@ class UntrustedName(UsageError):
 
 
 def allow_typed(words: Iterable[str], trust: bool = False) -> None:
-    """Allow the packages named in the words of a command line and in the YAML files named there.
+    """Allow the packages of the import paths in the words of a command line, and in the YAML files named there.
 
     trust: allow every package.
     """
     for word in words:
-        texts = [word]
-        path = Path(word.rpartition("=")[2]).expanduser()
-        if path.suffix in (".yaml", ".yml") and path.is_file():
-            texts.append(path.read_text(encoding="utf-8", errors="replace"))
-        for text in texts:
-            _typed.update(re.findall(r"\b([^\W\d]\w*)\.(?=[^\W\d])", text))
+        text = word
+        path = Path(word.rpartition("=")[2])
+        if path.suffix in (".yaml", ".yml") and path.expanduser().is_file():
+            text = path.expanduser().read_text(encoding="utf-8", errors="replace")
+        elif os.path.exists(path):  # noqa: PTH110 (Path raises errors for impossible names)
+            continue  # the name of a file or folder, which others may have chosen
+        _typed.update(_PACKAGE.findall(text))
     if trust:
         _typed.add(_EVERYTHING)
 

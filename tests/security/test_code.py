@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ import yaml
 from contract.command_line import Answer, assert_refused, checkpoint_of, copy_run, run_command
 
 from cifar_lit import ImageClassifier, ImageData, load
-from cifar_lit.errors import Failure
+from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.model_file import load_model_file, save_weights
 from cifar_lit.training.checkpoint import read_checkpoint, read_weights
 from cifar_lit.trust import UntrustedName
@@ -83,19 +84,26 @@ def test_a_typed_file_names_any_class_and_the_settings_of_its_run_only_with_trus
         answer = run_command(*words)
         assert answer.code == 2 and "add --trust" in answer.err and not Path("ran").exists()
         assert run_command(*words, "--trust").code == 0
-    assert run_command("fit", "--config", run / "config.yaml").code == 0, "typed, so the user's own"
+    assert run_command(*checkpoint, "--recipe", "small.yaml", "--config", "mine.yaml").code == 0, (
+        "typed: the user's own"
+    )
+    forget(own)
+    assert run_command("fit", "--config", run / "config.yaml").code == 0, "typed: the user's own"
 
 
-def test_the_printed_command_resumes_a_run_with_own_parts(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_run_with_own_parts_is_resumed_by_the_printed_command_and_by_its_own(own: str, repeated: bool) -> None:
     stop = "import os, signal\nWatch.on_train_epoch_end = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
     Path(f"{own}.py").write_text(OWN + stop)
-    answer = run_command("--recipe", "small.yaml", "--trainer.callbacks", f"{own}.Watch")
+    Path("mine.yaml").write_text(f"trainer: {{callbacks: [{{class_path: {own}.Watch}}]}}\n")
+    first = ("train", "--recipe", "small.yaml", "--config", "mine.yaml")
+    answer = run_command(*first)
     command = answer.err.splitlines()[-1].split()
     assert (answer.code, command) == (130, ["cifar-lit", "train", "--resume", "lightning_logs/small-1", "--trust"])
     forget(own)
     assert_untrusted(run_command(*command[1:-1]), f"{own}.Watch")
     Path(f"{own}.py").write_text(OWN)
-    answer = run_command(*command[1:])
+    answer = run_command(*first, "--resume") if repeated else run_command(*command[1:])
     assert answer.code == 0, answer.err
 
 
@@ -141,12 +149,23 @@ def test_a_foreign_run_may_name_classes_of_the_libraries(run_dir: Path, working_
 
 
 def test_a_class_that_is_an_option_of_a_net_is_not_built(run_dir: Path, working_folder: Path) -> None:
-    popen = "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler"
-    arguments = {"entrypoint": "touch", "args": ["ran"], "env": {}, "stdout": None, "stderr": None, "local_rank_id": 0}
+    makes_folder = {
+        "class_path": "lightning.fabric.loggers.csv_logs._ExperimentWriter",
+        "init_args": {"log_dir": "ran"},
+    }
     run = copy_run(run_dir)
-    change_config(run, model={"net_options": {"a": {"class_path": popen, "init_args": arguments}}})
-    answer = run_command("test", "--ckpt_path", run / "checkpoints/best.ckpt")
-    assert answer.code != 0 and not Path("ran").exists()
+    change_config(run, model={"net_options": {"a": makes_folder}})
+    assert_refused(run_command("test", "--ckpt_path", run / "checkpoints/best.ckpt"), 2, "lenet has no 'a'")
+    assert not Path("ran").exists()
+
+
+def test_the_name_of_a_folder_allows_no_package(run_dir: Path, own: str) -> None:
+    run = shutil.copytree(run_dir, f"{own}.run")
+    change_config(run, model={"net": f"{own}.Net"})
+    assert_untrusted(run_command("test", "--ckpt_path", f"{own}.run/checkpoints/best.ckpt"), f"{own}.Net")
+    assert_untrusted(
+        run_command("test", "--ckpt_path", f"{own}.run/checkpoints/best.ckpt", "--logs", f"{own}.x/y"), own
+    )
 
 
 def test_a_report_reads_the_data_of_a_foreign_run_only_with_trust(run_dir: Path, own: str) -> None:
@@ -190,6 +209,18 @@ def test_hyper_parameters_of_a_checkpoint_are_imported_only_if_the_program_passe
         for kind in (ImageClassifier, ImageData):
             with pytest.raises(UntrustedName, match=f"{own}.Net"):
                 kind.load_from_checkpoint("foreign.ckpt")
+    assert not Path("ran").exists()
+
+
+def test_lightning_builds_no_objects_from_hyper_parameters(run_dir: Path, own: str) -> None:
+    contents = checkpoint_of(run_dir / "checkpoints/best.ckpt")
+    contents["hyper_parameters"] |= {
+        "_instantiator": "lightning.pytorch.cli.instantiate_module",
+        "net_options": {"a": {"class_path": f"{own}.Watch"}},
+    }
+    torch.save(contents, "foreign.ckpt")
+    with pytest.raises(UsageError, match="lenet has no 'a'"):
+        ImageClassifier.load_from_checkpoint("foreign.ckpt")
     assert not Path("ran").exists()
 
 
