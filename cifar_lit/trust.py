@@ -31,9 +31,8 @@ PLACES = ("default_root_dir", "dirpath", "filename", "name", "save_dir", "sub_di
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")  # in checkpoints
 REFUSED = "the settings of this run name {}: add --trust if you trust them, as code may run (in Python: trust=True)"
 _EVERYTHING = "*"
-_PACKAGE = re.compile(
-    r"(?<![\w./\\-])([^\W\d]\w*)(?:\.[^\W\d]\w*)+(?![\w./\\*-])"
-)  # of an import path, not of a file's path
+# The package of an import path. Characters of a file's path around it are excluded.
+_PACKAGE = re.compile(r"(?<![\w./\\-])([^\W\d]\w*)(?:\.[^\W\d]\w*)+(?![\w./\\*-])")
 _typed: set[str] = set()  # packages that the user has named, or _EVERYTHING
 
 
@@ -82,8 +81,9 @@ def check_found(settings: object, logs: Path, words: Sequence[str]) -> None:
 
     logs: the folder that holds the run. words: the flags that were typed, whose values need no trust.
     """
+    values = {word.rpartition("=")[2] for word in words}
     for part in untrusted_parts(settings, logs):
-        if not _is_typed(part) and not any(part in word for word in words):
+        if not _is_typed(part) and part not in values:
             raise UntrustedName(REFUSED.format(part))
 
 
