@@ -160,7 +160,7 @@ def test_a_class_that_is_an_option_of_a_net_is_not_built(run_dir: Path, working_
 
 
 def test_the_name_of_a_folder_allows_no_package(run_dir: Path, own: str) -> None:
-    run = shutil.copytree(run_dir, f"{own}.run")
+    run = Path(shutil.copytree(run_dir, f"{own}.run"))
     change_config(run, model={"net": f"{own}.Net"})
     assert_untrusted(run_command("test", "--ckpt_path", f"{own}.run/checkpoints/best.ckpt"), f"{own}.Net")
     assert_untrusted(
