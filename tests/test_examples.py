@@ -33,5 +33,5 @@ def test_the_command_line_accepts_the_training_of_the_srun_line(name: str) -> No
     answer = run_command(*words, "--print_config")
     assert answer.code == 0, answer.err
     config = yaml.safe_load(answer.out)
-    assert config["checkpoint_every"] == "10m"
+    assert config["checkpoint_every"] == 500
     assert config["seed_everything"] == (7 if name == "slurm-seeds.sbatch" else 0)
