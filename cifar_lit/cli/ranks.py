@@ -31,6 +31,7 @@ class ChildRanks(Callback):
 
     def __init__(self) -> None:
         self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ends = threading.Event()  # this process ends by itself
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Watch the ranks in place of Lightning's observer, which ends when its list is empty."""
@@ -43,13 +44,15 @@ class ChildRanks(Callback):
     def _watch(self, trainer: pl.Trainer) -> None:
         while not any(rank.poll() for rank in self._ranks):
             time.sleep(1)
-        time.sleep(2 * EXIT_SECONDS)  # usually, this process fails too
+        if self._ends.wait(2 * EXIT_SECONDS):  # usually, this process fails too
+            return
         note("cifar-lit: another process of this run failed: see its message")
         self.end(trainer)
         os._exit(1)
 
     def end(self, trainer: pl.Trainer) -> None:
         """Wait shortly for the ranks to end by themselves, then kill them."""
+        self._ends.set()
         ranks = [*self._ranks, *getattr(trainer.strategy.launcher, "procs", [])]
         deadline = time.monotonic() + EXIT_SECONDS
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:

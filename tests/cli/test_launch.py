@@ -127,6 +127,7 @@ def test_a_restarted_job_resumes_its_newest_run(capsys: pytest.CaptureFixture[st
     assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
     assert command.flags == ["--model.lr=0.1"]  # flags override the settings of the run
     assert capsys.readouterr().err == "resuming lightning_logs/small-2 of job hill:7\n"
+    assert start_command(LINE, SLURM).resume is None  # the same command again, in a job that was not restarted
     words = ["--resume", str(older)]
     assert start_command(words, AGAIN) == parse("train", words)
 

@@ -12,7 +12,6 @@ import torch
 from contract.command_line import Answer, files_of
 from forked_runs import QUEUED, SLURM, Stage, run_stages, scontrol
 from real_runs import (
-    SCRIPT,
     SETTINGS,
     STEPS_PER_EPOCH,
     assert_same_run,
@@ -20,7 +19,6 @@ from real_runs import (
     final_weights,
     metrics,
     only_run,
-    run,
     run_here,
     same_bits,
 )
@@ -107,14 +105,6 @@ def test_two_processes_share_batches_and_train_the_same_net(pair_run: Future[tup
     one, two = ((only_run(each) / "predictions.csv").read_text().splitlines() for each in (alone, folder))
     assert [row.split(",")[:2] for row in two] == [row.split(",")[:2] for row in one]
     assert [row.split(",")[0] for row in two[1:]] == [str(number) for number in range(24)]
-
-
-@pytest.mark.slow
-def test_a_frozen_rank_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
-    words = [*WORDS, "--devices", "2", "--checkpoint-every", "4", "--rank-timeout", "30"]
-    answer = run([*SCRIPT, *words[1:]], tmp_path, **at(STOP_AT, signal.SIGSTOP, AT_STEP_RANK="1"))
-    assert answer.code == 1
-    assert "gave no answer within --rank-timeout. Resume with:\n" in answer.err
 
 
 def test_a_stopped_run_resumes_with_the_command_that_it_prints(tmp_path: Path, alone: Path) -> None:
