@@ -31,7 +31,6 @@ from cifar_lit.data.decode import (
     DecodeError,
     Levels,
     Preparation,
-    SizesDiffer,
     common_levels,
     decode_all,
     image_size,
@@ -44,7 +43,7 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import atomic_write, write_text
 
 FORMAT = 5  # incremented when files of the cache or pixels of the decoder change
-MAX_OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
+OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
 COMMON_SIZE = 32  # pixels; side of all other images if no size is set
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on
 
@@ -111,8 +110,8 @@ def decoded(
             index = read_index(cache)
             if index is None or not _is_current(index, folder, files, settings.levels):
                 levels = settings.levels or common_levels(sorted({f"{folder / file.path}" for file in files}))
-                preparation = Preparation(size or (COMMON_SIZE, COMMON_SIZE), channels, settings.resize, levels)
-                index = _decode_to(cache, folder, files, size, preparation)
+                size = size or _own_size(folder, files) or (COMMON_SIZE, COMMON_SIZE)
+                index = _decode(cache, folder, files, Preparation(size, channels, settings.resize, levels))
             ordered = arrange(index.duplicates)
             if index.files != ordered:
                 preparation = Preparation(index.shape[1:3], channels, settings.resize, index.levels)
@@ -169,28 +168,19 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), prod(shape), flags=flags, prot=rights), np.uint8).reshape(shape)
 
 
-def _decode_to(
-    cache: Path, folder: Path, files: Sequence[File], size: tuple[int, int] | None, preparation: Preparation
-) -> Index:
-    """Decode `files`: if `size` is None, to their own size if it is common and small."""
-    own_size = None if size else _first_size(folder, files)
-    if own_size is not None and max(own_size) <= MAX_OWN_SIZE:
-        with suppress(SizesDiffer):
-            return _decode(cache, folder, files, preparation._replace(size=own_size), all_of_size=True)
-    return _decode(cache, folder, files, preparation)
-
-
-def _first_size(folder: Path, files: Sequence[File]) -> tuple[int, int] | None:
-    """Return the size (H, W) of the first readable image; None if there is none."""
+def _own_size(folder: Path, files: Sequence[File]) -> tuple[int, int] | None:
+    """Return the size (H, W) of all readable images; None if they differ or are larger than `OWN_SIZE`."""
+    size = None
     for file in files:
         with suppress(DecodeError):
-            return image_size(f"{folder / file.path}")
-    return None
+            found = image_size(f"{folder / file.path}")
+            if max(found) > OWN_SIZE or size not in (None, found):
+                return None
+            size = found
+    return size
 
 
-def _decode(
-    cache: Path, folder: Path, files: Sequence[File], preparation: Preparation, all_of_size: bool = False
-) -> Index:
+def _decode(cache: Path, folder: Path, files: Sequence[File], preparation: Preparation) -> Index:
     """Replace the cache by one of `files`. Unchanged images are copied; new and changed ones are decoded."""
     shape = (*preparation.size, preparation.channels)
     old = read_index(cache)
@@ -205,7 +195,7 @@ def _decode(
     bad: dict[str, str] = {}
     bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
     with atomic_write(data) as partial, partial.open("wb") as output, bar as advance:
-        results = decode_all((f"{folder / file.path}" for file in new), preparation, all_of_size)
+        results = decode_all((f"{folder / file.path}" for file in new), preparation)
         for file in files:
             row: np.ndarray | DecodeError
             if file in rows:

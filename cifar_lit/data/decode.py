@@ -59,10 +59,6 @@ class DecodeError(Failure):
         return printable(f"{self.name} cannot be read as an image: {self.reason}")
 
 
-class SizesDiffer(ValueError):
-    """An image does not have the size that was expected of all images."""
-
-
 def decode(
     source: str | Path | BinaryIO,
     size: tuple[int, int] | None = None,
@@ -144,23 +140,14 @@ def common_levels(paths: Sequence[str]) -> Levels | None:
     return None if is_full or low >= high else (low, high)
 
 
-def decode_all(
-    paths: Iterable[str], preparation: Preparation, all_of_size: bool = False
-) -> Iterator[np.ndarray | DecodeError]:
-    """Yield the pixels of each file, or why it is unreadable, in order. A thread per core decodes.
-
-    With `all_of_size`, nothing is resized, and an image of another size raises SizesDiffer.
-    """
-    size, channels, resize, levels = preparation
+def decode_all(paths: Iterable[str], preparation: Preparation) -> Iterator[np.ndarray | DecodeError]:
+    """Yield the pixels of each file, or why it is unreadable, in order. A thread per core decodes."""
 
     def work(path: str) -> np.ndarray | DecodeError:
         try:
-            image = decode(path, None if all_of_size else size, channels, resize, levels)
+            return decode(path, *preparation)
         except DecodeError as error:
             return error
-        if image.shape[:2] != size:
-            raise SizesDiffer(path)
-        return image
 
     cores = core_count()
     pool = ThreadPoolExecutor(cores)

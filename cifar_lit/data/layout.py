@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from cifar_lit.data.cache import File, file_at
 from cifar_lit.data.decode import KINDS, remedy_for
@@ -15,7 +14,7 @@ from cifar_lit.data.formats import IMAGES, TABLES
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.walk import is_folder, skipped_text, visible_entries, walk
-from cifar_lit.errors import Failure, UsageError, nearest
+from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import counted, listed, nfc
 
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
@@ -90,12 +89,17 @@ class _Reader:
         """Return the folders in a folder by their composed names, and the paths of the images in it."""
         folders: dict[str, list[str]] = {}  # a composed and a decomposed spelling are one folder
         images = []
-        for entry in visible_entries(path, _unreadable, self.skipped):
+        for entry in visible_entries(path, skipped=self.skipped):
             if is_folder(entry):
                 folders.setdefault(nfc(entry.name), []).append(entry.path)
             elif entry.name.lower().endswith(IMAGES):
                 images.append(entry.path)
         return folders, images
+
+    def inner_folders(self, path: str) -> set[str]:
+        """Return the names of the folders in a folder, in lower case; none if it also holds images."""
+        folders, images = self.contents(path)
+        return set() if images else {name.lower() for name in folders}
 
     def unwrapped(self, path: str, stop: Callable[[str], bool] = lambda name: False) -> str:
         """Follow folders that hold nothing but one folder of folders, such as train/train/ or archive/dataset/.
@@ -108,7 +112,7 @@ class _Reader:
                 return path
             name = next(iter(folders))
             inner = folders[name][0]
-            if stop(name) or not _inner_folders(inner):
+            if stop(name) or not self.inner_folders(inner):
                 return path
             path = inner
 
@@ -124,7 +128,7 @@ class _Reader:
         others = [name for name, (path, *_) in folders.items() if path not in parts.values()]
         leading = parts.get("train") or parts.get("test")
         # Classes may be called train and test. Then they hold images, not folders.
-        if leading is None or (others and not _inner_folders(leading)):
+        if leading is None or (others and not self.inner_folders(leading)):
             return {}
         if "train" not in parts or len(parts) == 1:
             name = Path(leading).name
@@ -183,7 +187,7 @@ class _Reader:
         """Return the files of the class folders in `path`, which all have images."""
         folders, images = self.contents(path)
         # A .txt may be anything.
-        entries = visible_entries(self.root, _unreadable)
+        entries = visible_entries(self.root)
         tables = sorted(entry.path for entry in entries if entry.name.lower().endswith(TABLES[:-1]))
         hint = f" Did you mean --data-dir {tables[0]}?" if tables else ""
         if images and len(folders) < 2:
@@ -197,7 +201,7 @@ class _Reader:
             raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}{hint}")
         if len(folders) == 1:
             ((name, paths),) = folders.items()
-            hint = f" Did you mean --data-dir {paths[0]}?" if _inner_folders(paths[0]) else hint
+            hint = f" Did you mean --data-dir {paths[0]}?" if self.inner_folders(paths[0]) else hint
             raise UsageError(f"{path} has one class only ({name}), a classifier needs two or more.{hint}")
         self.check_not_parts(path, folders)
         check_class_names([*folders], f"in {path}, the folder")
@@ -210,9 +214,9 @@ class _Reader:
 
     def check_not_parts(self, path: str, folders: Mapping[str, list[str]]) -> None:
         """Raise UsageError if all class folders hold the same folders: then they are the parts."""
-        if not all(_inner_folders(paths[0]) for paths in folders.values()):
+        if not all(self.inner_folders(paths[0]) for paths in folders.values()):
             return
-        inner = [_inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
+        inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
         every = set().union(*inner)
         shared = sum(map(len, inner)) / (len(every) * len(inner))
         if len(every) < 2 or shared < SAME_FOLDERS:
@@ -228,7 +232,7 @@ class _Reader:
         files: list[File] = []
         for path in paths:
             prefix = self.name(path)
-            for entry in walk(path, _unreadable, self.skipped):
+            for entry in walk(path, skipped=self.skipped):
                 if is_folder(entry):
                     continue
                 name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
@@ -250,18 +254,3 @@ class _Reader:
         if self.ignored:
             what = f"{len(self.ignored):,} files are not {KINDS} and are ignored: {listed(self.ignored)}."
             note_once(f"{self.root}: {what}{remedy_for(self.ignored)}")
-
-
-def _inner_folders(path: str) -> set[str]:
-    """Return the names of the folders in a folder, in lower case; none if it also holds images."""
-    names = set()
-    for entry in visible_entries(path, _unreadable):
-        if is_folder(entry):
-            names.add(nfc(entry.name).lower())
-        elif entry.name.lower().endswith(IMAGES):
-            return set()
-    return names
-
-
-def _unreadable(error: OSError) -> NoReturn:
-    raise Failure(f"the folder {error.filename} cannot be read: {error.strerror}") from error

@@ -278,18 +278,9 @@ def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tenso
     """
     if share == 1:
         return rows
-    count, classes = len(rows), images.labels[rows].numpy()
-    units = np.arange(count)
-    if images.groups is not None:
-        _, units = np.unique(images.groups[rows], return_inverse=True)
-    order = np.random.default_rng(seed).permutation(count)[units]
-    by_class = np.lexsort((order, classes))
-    ranks = np.empty(count, np.int64)  # position of each row within its class
-    ranks[by_class] = np.arange(count) - np.searchsorted(classes[by_class], classes[by_class])
-    counts = np.bincount(classes)
-    rounding = (np.arange(len(counts)) + 0.5) / len(counts)  # half of the classes round up, half down
-    positions = (ranks + rounding[classes]) / counts[classes]
-    # A unit is taken as a whole, by its mean position. The first unit of each class is always taken.
-    means = np.bincount(units, positions) / np.bincount(units)
-    means[units[ranks == 0]] = 0
-    return rows[torch.from_numpy(means[units] < share)]
+    labels = images.labels[rows].numpy()
+    groups = images.groups_of(rows)
+    sizes = np.maximum(np.round(share * np.bincount(labels)), 1).astype(int)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    is_taken = draw_rows(labels, sizes, order, None if groups is None else groups.numpy())
+    return rows[torch.from_numpy(is_taken)]

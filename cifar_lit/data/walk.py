@@ -22,18 +22,22 @@ def is_skipped(name: str) -> bool:
     return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
 
 
-def visible_entries(folder: str, on_error: OnError, skipped: list[str] | None = None) -> Iterator[os.DirEntry[str]]:
+def visible_entries(
+    folder: str, on_error: OnError | None = None, skipped: list[str] | None = None
+) -> Iterator[os.DirEntry[str]]:
     """Yield the visible entries of a folder in natural order.
 
     Args:
-        folder: its path. If it cannot be read and `on_error` does not raise, it has no entries.
-        on_error: callback with the error of a folder that cannot be read.
+        folder: its path.
+        on_error: callback with the error of a folder that cannot be read. Without it, the error is raised.
         skipped: list to which the paths of hidden and system folders are added.
     """
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: natural_key(entry.name))
     except OSError as error:
+        if on_error is None:
+            raise
         on_error(error)
         return
     for entry in entries:
@@ -44,7 +48,10 @@ def visible_entries(folder: str, on_error: OnError, skipped: list[str] | None = 
 
 
 def walk(
-    folder: str, on_error: OnError, skipped: list[str] | None = None, entered: set[str] | None = None
+    folder: str,
+    on_error: OnError | None = None,
+    skipped: list[str] | None = None,
+    entered: set[str] | None = None,
 ) -> Iterator[os.DirEntry[str]]:
     """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch.nn import functional as F
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import shrink
 from cifar_lit.data.splits import Split
-from cifar_lit.errors import UsageError
-from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.resolutions import Resolutions
 
 
@@ -34,19 +31,6 @@ def test_loaders_and_shapes_follow_the_images() -> None:
         assert rows_of(loader) == list(range(12))  # a fifth of the training images
     everything = shapes_data(val_size=0)
     assert everything.val_dataloader() == [] and len(everything.split[0]) == 60
-
-
-def test_balanced_epochs_and_class_counts_concern_training_images_only() -> None:
-    data = shapes_data(num_classes=4)
-    data.trainer = trainer_at(0, 1, world_size=1, callbacks=[Balanced()])
-    data.parts.train_images = replace(data.train_images, labels=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1, 3] * 6))
-    counts = data.class_counts
-    assert counts.tolist() == torch.bincount(data.train_images.labels[data.split[0]], minlength=4).tolist()
-    assert int(counts.sum()) == 50 and counts[2] == 0 and counts.max() > 3 * counts[3]
-    shown = torch.cat([batch.labels for batch in data.train_dataloader()])
-    assert sorted(torch.bincount(shown, minlength=4).tolist()) == [0, 16, 17, 17]
-    assert rows_of(data.val_dataloader()) == data.split[1].tolist()
-    assert rows_of(data.test_dataloader()) == list(range(12))
 
 
 def test_too_few_images_of_a_class_or_set_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,29 +71,7 @@ def test_batches_are_normalised_by_given_or_measured_statistics() -> None:
     torch.testing.assert_close(pixels.std(1), torch.ones(3), atol=1e-3, rtol=0)
 
 
-def test_one_number_applies_to_every_channel_and_replaces_the_measured_value() -> None:
-    measured = shapes_data().statistics
-    assert shapes_data(mean=[0.1, 0.2, 0.3], std=1).statistics == ([0.1, 0.2, 0.3], [1.0] * 3)
-    assert shapes_data(mean=0.5).statistics == ([0.5] * 3, measured[1])
-    assert shapes_data(std=0.5).statistics == (measured[0], [0.5] * 3)
-    for settings in ({"mean": [0.1, 0.2]}, {"std": [0.1]}, {"std": 0.0}, {"mean": 0.5, "std": [0.5, 0.5, -1.0]}):
-        with pytest.raises(UsageError, match="need 3 numbers"):
-            _ = shapes_data(**settings).statistics
-
-
 # ---- placement
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"placement": "hots"}, r"data\.placement must be one of auto, device, host, not 'hots'\. Did you mean host\?"),
-        ({"workers": 0}, r"data\.workers must be at least 1"),
-    ],
-)
-def test_invalid_settings_are_refused(settings: dict[str, Any], line: str) -> None:
-    with pytest.raises(UsageError, match=line):
-        ImageData("shapes", **settings)
 
 
 @pytest.mark.parametrize(("placement", "workers"), [("device", 0), ("host", 2)])
@@ -164,9 +126,3 @@ def test_only_training_images_are_shrunk() -> None:
     assert small.is_contiguous(memory_format=torch.channels_last)
     for epoch, epochs, training in ((1, 2, True), (0, -1, True), (0, None, True), (0, 2, False)):
         assert prepared(epoch, epochs, training).shape[2:] == (12, 12)
-    batches = len(data.train_dataloader())
-    for epochs, accumulate in ((-1, 1), (100, 1), (100, batches - 1)):
-        steps = {"max_steps": 4 * -(-batches // accumulate), "accumulate_grad_batches": accumulate}  # four epochs
-        for epoch, side in ((1, 8), (2, 12)):
-            data.trainer = trainer_at(epoch, epochs, **steps, callbacks=callbacks)
-            assert data.on_after_batch_transfer(batch, 0).images.shape[2] == side

@@ -17,7 +17,6 @@ from PIL.JpegImagePlugin import JpegImageFile
 from cifar_lit.data.decode import (
     DecodeError,
     Preparation,
-    SizesDiffer,
     decode,
     decode_all,
     image_size,
@@ -82,20 +81,6 @@ def test_16_bit_cmyk_and_grey_images_keep_their_colours(data: bytes, channels: i
     pixels = decode(io.BytesIO(data), channels=channels)
     assert pixels.shape[2] == channels
     assert np.abs(pixels[0, : len(expected)].astype(int) - expected).max() <= (1 if channels == 3 else 0)
-
-
-def test_scaling_keeps_proportions_crops_the_centre_and_antialiases() -> None:
-    image = Image.new("RGB", (400, 100), "white")
-    image.paste((255, 0, 0), (0, 0, 150, 100))
-    image.paste((0, 0, 255), (250, 0, 400, 100))
-    pixels = decode(io.BytesIO(encoded(image, "PNG")), (20, 20))
-    assert pixels.shape == (20, 20, 3) and (pixels[:, 1:-1] == 255).all()  # the white middle is exactly a square
-    assert decode(io.BytesIO(encoded(image, "PNG")), (8, 16)).shape == (8, 16, 3)
-    checkers = Image.fromarray((np.indices((256, 256)).sum(0) % 2 * 255).astype(np.uint8))
-    assert np.abs(decode(io.BytesIO(encoded(checkers, "PNG")), (16, 16)).astype(int) - 127).max() <= 3
-    smooth = blocks(16, 24).resize((900, 600), Image.Resampling.BICUBIC)  # the JPEG is decoded at a reduced size
-    jpeg, png = (decode(io.BytesIO(encoded(smooth, kind)), (32, 32)).astype(int) for kind in ("JPEG", "PNG"))
-    assert np.abs(jpeg - png).mean() < 3
 
 
 LETTERBOX = partial(ImageOps.pad, color=(128, 128, 128))
@@ -194,14 +179,11 @@ def test_many_files_are_decoded_in_order_and_a_damaged_one_is_named(tmp_path: Pa
     for number, path in enumerate(paths):
         blocks(seed=number).save(path)
     Path(paths[4]).write_bytes(b"GIF89a")
-    results = list(decode_all(paths, Preparation((32, 32)), all_of_size=True))
+    results = list(decode_all(paths, Preparation((32, 32))))
     error = results.pop(4)
     assert isinstance(error, DecodeError) and error.name == paths[4]
     expected = [np.asarray(blocks(seed=number)) for number in range(40) if number != 4]
     assert all(np.array_equal(*pair) for pair in zip(results, expected, strict=True))
-    blocks(16, 16).save(tmp_path / "0.png")
-    with pytest.raises(SizesDiffer):
-        list(decode_all(paths, Preparation((32, 32)), all_of_size=True))
 
 
 def test_a_heic_is_read_with_the_extra_photos_and_refused_when_damaged() -> None:

@@ -18,14 +18,6 @@ def test_the_numbers_of_a_seed_never_change() -> None:
     assert (uniform(torch.tensor([0, 49_999, 2**32 - 1]), 2, "hue", 7, 3) * 2**24).tolist() == expected
 
 
-def test_a_number_depends_only_on_its_row_and_column() -> None:
-    numbers, order = uniform(ROWS, 4, "hue", 1, 2), torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(uniform(ROWS[order], 4, "hue", 1, 2), numbers[order])
-    assert torch.equal(torch.cat([uniform(part, 4, "hue", 1, 2) for part in ROWS.split(999)]), numbers)
-    assert torch.equal(uniform(ROWS, 2, "hue", 1, 2), numbers[:, :2])
-    assert numbers.dtype == torch.float32 and float(numbers.min()) >= 0 and float(numbers.max()) < 1
-
-
 def chi_square(*numbers: Tensor) -> float:
     """Return the chi-square statistic of counts in 256 grid cells, in standard deviations from its mean."""
     bins = round(256 ** (1 / len(numbers)))

@@ -14,7 +14,6 @@ from cifar_lit.data import decode
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.decode import KINDS
 from cifar_lit.data.folder import draw_test
-from cifar_lit.data.formats import RESIZES
 from cifar_lit.data.layout import Tree, scan
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError
@@ -73,12 +72,6 @@ def test_another_split_seed_reuses_the_cache(flat: Path, capsys: pytest.CaptureF
     assert decodings(capsys) == 0
 
 
-def test_a_class_may_be_named_train(tmp_path: Path) -> None:
-    for name in ("car", "plane", "train"):
-        save(tmp_path / "vehicles" / name / "0.png"), save(tmp_path / "vehicles" / name / "1.png")
-    assert list(drawn(tmp_path / "vehicles", 0.5, 0)["train"]) == ["car", "plane", "train"]
-
-
 def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,20 +114,6 @@ def test_a_common_size_of_up_to_64_pixels_is_kept(tmp_path: Path, sizes: list, e
     assert open_set(tmp_path / "own").images.shape[1:3] == expected
 
 
-def test_image_size_channels_and_resize_have_separate_caches(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert open_set(root, image_size=12).images.shape == (5, 12, 12, 3)
-    assert open_set(root, channels=1).images.shape == (5, 8, 8, 1)
-    assert open_set(root).images.shape == (5, 8, 8, 3)
-    for size in ("12x20", [12, 20]):
-        assert open_set(root, image_size=size).images.shape == (5, 12, 20, 3)
-    sums = {open_set(root, image_size="12x20", resize=resize).images.long().sum().item() for resize in RESIZES}
-    assert len(sums) == 2  # images of one colour: only the letterbox differs
-    assert len(list((root.parent / "cache").iterdir())) == 6
-    decodings(capsys)
-    open_set(root, image_size="12x12"), open_set(root, image_size=[12, 20], resize="squash")
-    assert decodings(capsys) == 0
-
-
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
 @pytest.mark.parametrize("test", [True, False])
 def test_val_is_the_validation_set_and_without_test_the_test_set_too(
@@ -154,14 +133,6 @@ def test_val_is_the_validation_set_and_without_test_the_test_set_too(
     told = capsys.readouterr().err
     assert ": data.val_size 0 is ignored" in told
     assert (f"{root}: no test images except the validation images" in told) is not test
-
-
-def test_a_test_folder_without_classes_is_reported_as_unused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(root / "test")
-    save(root / "val/cat/0.png"), save(root / "val/dog/0.png"), save(root / "test/7.png")
-    open_set(root)
-    told = capsys.readouterr().err
-    assert f"{root}/test has no class folders with images. " in told and f"cifar-lit classify RUN {root}/test\n" in told
 
 
 def replace_root(root: Path, *images: str) -> None:

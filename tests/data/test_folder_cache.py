@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import shutil
 import sys
@@ -19,8 +17,6 @@ import torch
 from own_images import damage, decodings, open_set, save, save_photo, values
 
 from cifar_lit.data import cache, decode
-from cifar_lit.data.cache import map_images
-from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.source_settings import default_cache_dir
 from cifar_lit.errors import Failure
 
@@ -121,32 +117,6 @@ def test_an_image_that_became_readable_is_checked_for_duplicates(root: Path, mon
     assert groups is not None and len(groups.unique()) == len(groups) - 1
 
 
-def test_images_that_are_added_leave_those_that_others_look_at(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = open_set(root, train=False).images
-    decodings(capsys)
-    save(root / "test/dog/99.png", 99)
-    assert values(root, train=False)[-1] == 99 and decodings(capsys) == 1
-    assert len(values(root)) == 5
-    assert before.sum() == open_set(root, train=False).images[:-1].sum()
-
-
-def test_a_file_changed_during_decoding_is_reported_or_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    victim = root / "train/cat/1.png"
-    during_the_decoding(monkeypatch, victim.unlink)
-    with pytest.raises(
-        Failure, match=r"1 of 7 images .* are missing: train/cat/1\.png \(missing: there is no such file\)"
-    ):
-        open_set(root)
-    assert values(root) == [0, 2, 3, 4]  # listed again
-    save(victim, 1)
-    during_the_decoding(monkeypatch, lambda: save(victim, 77))
-    open_set(root)
-    assert values(root) == [0, 77, 2, 3, 4]
-    save(victim, 3)
-    during_the_decoding(monkeypatch, lambda: save(victim, 4, (9, 9)))
-    assert open_set(root).images.shape[1:3] == (32, 32)
-
-
 def test_an_unwritable_cache_is_named(root: Path) -> None:
     blocked = root.parent / "file"
     blocked.write_text("not a folder")
@@ -162,12 +132,6 @@ def test_the_environment_sets_the_cache_folder(root: Path, tmp_path: Path, monke
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "named"))
     open_set(root, cache_dir=None)
     assert list((tmp_path / "named").glob("pets-*/index.json")) and sorted(root.rglob("*")) == before
-
-
-def test_writing_to_opened_images_does_not_change_the_cache(root: Path) -> None:
-    first, second = open_set(root).images, open_set(root).images
-    first.fill_(200)
-    assert second[:, 0, 0, 0].tolist() == values(root) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sparse files and a limit of private mappings")
@@ -187,30 +151,3 @@ def test_concurrent_openings_decode_once(
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda _: len(open_set(root)), range(3))) == [5] * 3
     assert decodings(capsys) == 7
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="mincore is used as on Linux")
-def test_prefetch_reads_images_into_the_page_cache(tmp_path: Path) -> None:
-    size = 64 * 64 * 3
-    path = tmp_path / "images.u8"
-    with path.open("wb") as file:
-        file.write(bytes(400 * size))
-        file.flush()
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    images = torch.from_numpy(map_images(path, (400, 64, 64, 3)))
-    source = ImageSet(images, torch.zeros(400, dtype=torch.int64), ("a", "b"), mapped=True)
-
-    def resident(row: int) -> bool:
-        start = (images.data_ptr() + row * size) // mmap.PAGESIZE * mmap.PAGESIZE
-        pages = ctypes.create_string_buffer(size // mmap.PAGESIZE + 2)
-        assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages)
-        return all(page & 1 for page in pages.raw[: size // mmap.PAGESIZE])
-
-    if any(map(resident, (7, 333))):
-        pytest.skip("this file system keeps files in memory")
-    source.prefetch(torch.tensor([333, 7]))
-    deadline = time.monotonic() + 30
-    while not (resident(7) and resident(333)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert resident(7) and resident(333) and not resident(200)

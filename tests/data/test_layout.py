@@ -172,11 +172,3 @@ def test_a_folder_or_table_is_found_by_either_form_of_its_name(root: Path) -> No
     rows = [f"{path.relative_to(root)},{path.parent.name}" for path in root.rglob("*.png")]
     (root / NFD("Größe.csv")).write_text("\n".join(["path,label", *rows]))
     assert open_set(root / NFC("Größe")).classes == open_set(root / NFC("Größe.csv")).classes == ("cat", "dog")
-
-
-def test_a_drawn_split_does_not_depend_on_the_form_of_names(root: Path) -> None:
-    drawn = []
-    for form in (NFC, NFD):
-        fill(root / form("é"), *(form(f"{name}/é") for name in ("Käse", "Brötchen")), count=9)
-        drawn.append(open_set(root / form("é"), train=False).images[:, 0, 0, 0].tolist())
-    assert drawn[0] == drawn[1]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from own_images import decodings, open_set, save
+from own_images import open_set
 from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
@@ -65,24 +64,6 @@ def test_dead_pixels_and_blank_images_do_not_change_the_levels(tmp_path: Path) -
     Image.fromarray(np.zeros((SIDE, SIDE), np.uint16)).save(root / "a/900.png")
     Image.fromarray(np.full((SIDE, SIDE), 65535, np.uint16)).save(root / "b/900.png")
     assert open_set(root, channels=1).levels == (1000, 1510)
-
-
-def test_images_of_8_bits_keep_their_values_beside_others(tmp_path: Path) -> None:
-    root = save_deep(tmp_path / "set", 1, 7000)
-    save(root / "a/plain.png", 50, (SIDE, SIDE))
-    images = open_set(root, channels=1, split=Split(folds=2))
-    assert images.levels == (7000, 7255) and (images.images == 50).flatten(1).all(1).sum() == 1
-
-
-def test_levels_are_measured_again_when_images_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = save_deep(tmp_path / "set", 1, 1000)
-    before = open_set(root, channels=1)
-    assert decodings(capsys) == 6 and torch.equal(open_set(root, channels=1).images, before.images)
-    assert decodings(capsys) == 0
-    Image.fromarray(np.full((SIDE, SIDE), 3000, np.uint16)).save(root / "a/900.png")
-    after = open_set(root, channels=1)
-    assert after.levels == (1000, 3000) and decodings(capsys) == 7
-    assert after.images.max() == 255 and after.images.float().mean() < before.images.float().mean()
 
 
 def test_levels_may_be_set_and_are_named_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

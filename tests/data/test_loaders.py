@@ -74,15 +74,6 @@ def test_devices_share_global_batches_and_weighted_losses_average_to_the_mean(co
                 assert {batch.loss_weight for batch in step} == {1.0}
 
 
-@pytest.mark.parametrize("parts", [[2, 0, 0], [3, 0, 0], [2, 2, 0], [3, 2, 0], [2, 2, 2]], ids=str)
-def test_a_small_last_batch_is_shared_by_fewer_devices_and_the_others_get_weight_0(parts: list[int]) -> None:
-    last = [list(loader)[-1] for loader in train_loaders(image_set(24 + sum(parts)), 8, 3)]
-    assert [len(batch.indices) if batch.loss_weight else 0 for batch in last] == parts
-    assert sum(batch.loss_weight for batch in last) == pytest.approx(3)
-    assert len(set(chain(*(batch.indices.tolist() for batch in last)))) == sum(parts)
-    assert all(len(batch.indices) >= 2 for batch in last)  # enough for batch norm
-
-
 @pytest.mark.parametrize(("world", "batch_size", "block"), [(2, 8, 512), (3, 8, 24), (4, 20, 1), (1, 3, 512)])
 def test_an_augmented_image_does_not_depend_on_devices_batches_or_blocks(
     world: int, batch_size: int, block: int, monkeypatch: pytest.MonkeyPatch
@@ -212,15 +203,3 @@ def test_evaluation_has_each_image_once_in_equal_batches_and_numbers_of_steps(wo
         for batch in counted:
             assert torch.equal(batch.images, source.images[batch.indices]) and batch.loss_weight == 1
             assert torch.equal(batch.labels, source.labels[batch.indices])
-
-
-@pytest.mark.parametrize(("count", "world"), [(5, 2), (21, 3)])
-def test_a_plain_module_gets_no_padded_labels_and_equal_numbers_of_batches(count: int, world: int) -> None:
-    source, rows = image_set(count), torch.arange(count)
-    parts = [list(EvalLoader(source, rows, 4, rank=rank, world=world, weighted=False)) for rank in range(world)]
-    assert {len(part) for part in parts} == {-(-count // (4 * world))}
-    shown = [batch.indices.tolist() for batch in chain(*zip(*parts, strict=True))]
-    batches = [part.tolist() for part in rows.split(4)]
-    assert shown == [*batches, *[batches[0]] * (len(shown) - len(batches))]
-    for batch in chain(*parts):
-        assert torch.equal(batch.labels, source.labels[batch.indices]) and batch.loss_weight == 1

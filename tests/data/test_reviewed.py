@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,6 @@ def test_labels_split_dropped_and_new_images_follow_the_table(tmp_path: Path) ->
     assert images.labels.tolist() == [1, 1, 0, 0, 0]
     assert [rows.tolist() for rows in data.split] == [[0, 1, 2], [3, 4]]
     assert torch.equal(data.test_images.images, plain.test_images.images)
-
-
-def test_a_new_image_has_the_height_and_width_of_the_others(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "image_size": [16, 24]}
-    label = ImageData(**settings).classes[0]
-    upper = Image.new("RGB", (48, 32), "white")
-    upper.paste("black", (0, 16, 48, 32))
-    upper.save(tmp_path / unicodedata.normalize("NFD", "é.png"))
-    row = unicodedata.normalize("NFC", "./é.png")
-    (tmp_path / "table.csv").write_text(f"image,label\n3,{label}\n{row},{label}")
-    new = ImageData(**settings, labels=str(tmp_path / "table.csv")).train_images.images[1, :, :, 0]
-    assert new.shape == (16, 24) and new[:6].min() == 255 and new[10:].max() == 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cifar_lit.data.shapes import CLASSES, FIGURES, _figures, shapes
+from cifar_lit.data.shapes import CLASSES, FIGURES, shapes
 from cifar_lit.data.source_settings import ImageSize
 from cifar_lit.errors import UsageError
 
@@ -33,12 +33,6 @@ def test_images_depend_on_seed_and_part_only_and_keep_the_global_random_state() 
     assert torch.equal(torch.get_rng_state(), states[0]) and np.array_equal(np.random.get_state()[1], states[1])
 
 
-def test_classes_are_balanced_and_shuffled() -> None:
-    labels = shapes(True, count=1000, image_size=8).labels
-    assert torch.bincount(labels).tolist() == [100] * 10
-    assert torch.bincount(labels[::2]).min() > 25  # the images of one of two devices
-
-
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
@@ -52,38 +46,6 @@ def test_classes_are_balanced_and_shuffled() -> None:
 def test_invalid_settings_are_refused(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         shapes(True, **{"count": 10, **wrong})
-
-
-def test_more_images_than_fit_into_memory_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"^100,000,000,000 drawn images take 307,200.0 GB, .*: lower data.count$"):
-        shapes(True, count=10**11)
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_fills_its_disc_is_symmetric_and_has_an_edge_of_one_pixel(name: str) -> None:
-    x, y = np.meshgrid(*[np.linspace(-1.5, 1.5, 301, dtype=np.float32)] * 2)
-    distance = FIGURES[name](x, y)
-    assert distance.dtype == np.float32
-    inside = distance < 0
-    assert 0.9 - 0.05 < np.hypot(x, y)[inside].max() < 1.15
-    assert 0.1 < inside.mean() * 9 / np.pi < 0.85  # share of the unit disc
-    # Most figures are symmetric about the y axis, the heart about the diagonal.
-    assert np.array_equal(inside, inside[::-1]) or np.array_equal(inside, inside.T)
-    slope = np.hypot(*np.gradient(distance, 0.01))[np.abs(distance) < 0.03]
-    assert np.median(slope) == pytest.approx(1, abs=0.03)
-
-
-@pytest.mark.parametrize("size", [(40, 80), (80, 40), (40, 40)])
-def test_figures_are_undistorted_complete_and_anywhere_in_images_of_any_proportions(size: tuple[int, int]) -> None:
-    rows, columns = ((np.arange(side, dtype=np.float32) + 0.5) / 40 for side in size)
-    x, y = np.broadcast_to(columns, (200, *size)), np.broadcast_to(rows[:, None], (200, *size))
-    circles = next(_figures(np.random.default_rng(0), np.zeros(200, np.int64), x, y)) > 0.5
-    heights, widths = circles.any(2).sum(1), circles.any(1).sum(1)
-    assert np.abs(heights - widths).max() <= 1 and heights.min() > 12
-    for axis, side in ((2, size[0]), (1, size[1])):
-        middles = np.argmax(circles.any(axis), 1) + heights / 2
-        assert (middles - heights / 2).min() >= 0 and (middles + heights / 2).max() <= side + 1
-        assert middles.min() < 0.45 * side and middles.max() > side - 20
 
 
 def test_a_linear_model_stays_below_35_percent() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from local_mirrors import Mirror, serving
 from torchvision import datasets
 
@@ -165,18 +164,6 @@ def test_a_damaged_folder_is_repaired_and_foreign_files_are_kept(cifar: Served, 
     assert (folder / "notes.txt").read_text() == "mine" and len(cifar.mirror.requests) == 1
 
 
-def test_waiting_for_another_process_is_reported(cifar: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    cifar.root.mkdir()
-    with ThreadPoolExecutor() as pool:
-        with FileLock(f"{cifar.root / FOLDER}.lock"):
-            loading, err = pool.submit(cifar.load), ""
-            while not err:
-                time.sleep(0.01)
-                err = capsys.readouterr().err
-        assert err == f"waiting for another process that prepares {cifar.root / FOLDER}\n"
-        assert len(loading.result()) == 5 * PER_FILE
-
-
 def test_fashion_mnist_uses_torchvisions_folder_and_has_one_channel(fashion: Served) -> None:
     with ThreadPoolExecutor(2) as pool:
         train, test = pool.map(fashion.load, [True, False])
@@ -214,18 +201,6 @@ def test_at_hand_means_that_loading_writes_nothing(name: str, missing: str, requ
     assert find_source(served.dataset).at_hand(settings) == (missing == "nothing")
 
 
-def test_a_damaged_archive_is_not_at_hand(cifar: Served) -> None:
-    cifar.load()
-    os.truncate(cifar.root / FOLDER / "data_batch_3", 20)
-    assert not find_source("cifar10").at_hand(SourceSettings(root=str(cifar.root)))
-
-
-def test_an_existing_folder_is_at_hand_and_shapes_always_are(root: Path) -> None:
-    folder = find_source("folder")
-    assert folder.at_hand(SourceSettings(root=str(root))) and find_source("shapes").at_hand(SourceSettings())
-    assert not folder.at_hand(SourceSettings(root=str(root / "none"))) and not folder.at_hand(SourceSettings())
-
-
 @pytest.mark.parametrize("dataset", ["cifar10", "shapes"])
 @pytest.mark.parametrize("part", [".", "train"])
 def test_a_folder_of_images_is_refused_as_the_root_of_another_data_set(tmp_path: Path, dataset: str, part: str) -> None:
@@ -250,28 +225,6 @@ def test_settings_that_contradict_the_data_set_are_refused(cifar: Served, root: 
     assert load_images("folder", own, train=True).classes == ("cat", "dog")
     with pytest.raises(UsageError, match="has 2 classes, not 3"):
         load_images("folder", replace(own, num_classes=3), train=True)
-
-
-@pytest.mark.parametrize(
-    ("names", "reason"),
-    [
-        (("a", "b\x1b[2J"), r"class 'b\\x1b\[2J' has to be renamed"),
-        (("a", ""), "class '' has to be renamed"),
-        (("a", "b" * 301), "class 'b{80}' has to be renamed"),
-        ((0, 1), "class '0' has to be renamed"),
-        (("a", "a"), "2 classes have 1 distinct name: give"),
-    ],
-)
-def test_invalid_class_names_are_refused(names: Any, reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
-        ImageSet(torch.zeros(1, 2, 2, 3, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), names)
-
-
-def test_a_column_of_groups_has_a_value_for_each_image() -> None:
-    pixels, labels = torch.zeros(2, 2, 2, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
-    assert ImageSet(pixels, labels, ("a", "b"), columns={"camera": ["x", "y"]}).columns["camera"] == ["x", "y"]
-    with pytest.raises(ValueError, match="columns must have 2 values each"):
-        ImageSet(pixels, labels, ("a", "b"), columns={"camera": ["x"]})
 
 
 def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`SplitImages`: its three parts, folds, and validation sets given by the data set."""
+"""Settings of the split."""
 
 from __future__ import annotations
 
@@ -7,20 +7,7 @@ from typing import Any
 import pytest
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.sources import SourceSettings
-from cifar_lit.data.split_images import SplitImages
-from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
-
-SETTINGS = SourceSettings(image_size=8, count=60, split=Split(seed=3))
-
-
-def test_each_part_is_loaded_once_on_first_access() -> None:
-    parts = SplitImages("shapes", SETTINGS, val_size=10)
-    assert not {"train_images", "test_images", "split"} & vars(parts).keys()
-    assert (len(parts.test_images), "train_images" in vars(parts)) == (12, False)
-    assert [len(rows) for rows in parts.split] == [50, 10] and parts.train_images is parts.train_images
-    assert int(parts.class_counts.sum()) == 50
 
 
 @pytest.mark.parametrize(

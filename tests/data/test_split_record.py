@@ -86,33 +86,12 @@ def test_images_that_were_loaded_before_the_checkpoint_are_replaced(photos: Path
     assert sorted(torch.cat([batch.indices for batch in resumed.train_loader]).tolist()) == data.split[0].tolist()
 
 
-def test_rows_added_to_a_table_change_no_side(photos: Path) -> None:
-    table = write_table(photos)
-    before, state = sides(own_data(table)), own_data(table).state_dict()
-    for seed in range(100, 130):
-        save_photo(photos / f"ant/{seed}.png", seed)
-    write_table(photos)
-    (resumed := own_data(table)).load_state_dict(state)
-    assert sides(resumed) == before
-
-
 @pytest.mark.parametrize("split", [{"folds": 3, "fold": 1}, {"share": 0.5}], ids=str)
 def test_folds_and_shares_stay_the_same(split: dict[str, Any], photos: Path) -> None:
     data = own_data(photos, split=Split(**split))
     before, state = sides(data), data.state_dict()
     add_images(photos)
     (resumed := own_data(photos, split=Split(**split))).load_state_dict(state)
-    assert sides(resumed) == before
-
-
-def test_an_added_validation_folder_is_left_out(photos: Path) -> None:
-    root = photos.parent / "parts"
-    shutil.copytree(photos, root / "train")
-    for seed in (70, 71):
-        save_photo(root / f"test/{('ant', 'bee')[seed % 2]}/{seed}.png", seed)
-    before, state = sides(own_data(root)), own_data(root).state_dict()
-    shutil.copytree(root / "test", root / "val")
-    (resumed := own_data(root)).load_state_dict(state)
     assert sides(resumed) == before
 
 
@@ -224,16 +203,6 @@ def test_an_evaluation_uses_the_split_of_the_training(photos: Path, capsys: pyte
     (photos / "bee/01.png").unlink()
     own_data(photos).evaluate_split_of(state)
     assert "have changed: images of this run are missing (1 of" in capsys.readouterr().err
-
-
-def test_an_evaluation_on_other_images_uses_all_of_them(photos: Path) -> None:
-    state = own_data(photos).state_dict()
-    other = photos.parent / "other"
-    shutil.copytree(photos, other)
-    save_photo(other / "bee/99.png", 99)
-    (evaluated := own_data(other)).evaluate_split_of(state)
-    assert sum(map(len, sides(evaluated).values())) == 61
-    own_data(other).evaluate_split_of({})  # a checkpoint of another program
 
 
 def test_an_evaluation_on_other_classes_is_refused(photos: Path) -> None:

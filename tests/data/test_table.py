@@ -11,8 +11,6 @@ import pytest
 from own_images import damage, open_set, save, values
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.folder import draw_test, files_of
-from cifar_lit.data.layout import scan
 from cifar_lit.data.listed_files import list_table
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError
@@ -78,17 +76,6 @@ def test_without_test_rows_val_is_the_test_set_and_without_val_rows_it_is_drawn_
         assert data.test_images.images[:, 0, 0, 0].tolist() == [2, 5]
 
 
-def test_without_a_split_column_the_test_set_is_that_of_the_folder_in_any_row_order(pets: Path) -> None:
-    tree = scan(pets).parts["all"]
-    for rows in (NAMES, NAMES[::-1]):
-        table = write(pets / "a.csv", "path,label", *[f"{name},{name[:3]}" for name in rows])
-        for seed in range(3):
-            parts = draw_test(tree, {}, [], 0.2, seed, "")
-            for part in ("train", "test"):
-                expected = [int(Path(file.path).stem) for file in files_of({part: parts[part]})]
-                assert values(table, part == "train", split=Split(seed=seed)) == expected
-
-
 @pytest.mark.parametrize(
     "classes", [("1", "2", "10"), ("-1", "09", "9", "100"), ("10", "2", "2b"), ("Zebra", "zebra", "Ähre", "é", "蜜蜂")]
 )
@@ -98,17 +85,6 @@ def test_a_table_has_the_class_order_of_its_folder(tmp_path: Path, classes: tupl
         save(tmp_path / "set" / path, number)
     table = write(tmp_path / "set" / "labels.csv", "path,label", *(f"{path},{path.split('/')[0]}" for path in paths))
     assert open_set(tmp_path / "set").classes == open_set(table).classes == classes
-
-
-@pytest.mark.parametrize("header", ["path,class,label", "path,label,Label"])
-def test_a_second_column_of_labels_is_named(pets: Path, header: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [f"{path},{path.parent.name},{number % 2}" for number, path in enumerate(pets.rglob("*.png"))]
-    table = write(pets / "labels.csv", header, *rows)
-    list_table(table, None, False)
-    used, others = ("label", "class, label") if "class" in header else ("label", "label, Label")
-    assert f"{used} is used of the columns that may be the label, {others}\n" in capsys.readouterr().err
-    list_table(write(pets / "one.csv", "path,label", *(row.rpartition(",")[0] for row in rows)), None, False)
-    assert "is used of the columns" not in capsys.readouterr().err
 
 
 def test_a_repeated_row_counts_once(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,37 +241,6 @@ def test_a_group_is_in_only_one_of_train_validation_and_test(pets: Path) -> None
         assert sorted(patient % 2 for patient in part) == [0, 1]
 
 
-def test_the_group_column_is_named_group_or_by_the_setting(pets: Path) -> None:
-    rows = [f"{name},{name[:3]},1,{name}" for name in NAMES]
-    table = write(pets / "a.csv", "path,label,Group,patient", *rows)
-    assert set(list_table(table, None, False).groups.values()) == {"1"}
-    assert list_table(table, "patient", False).groups == {name: name for name in NAMES}
-    with pytest.raises(
-        UsageError, match=r"no column 'patients' for data.split.group, only path, .*patient\. Did you mean patient\?"
-    ):
-        list_table(table, "patients", False)
-    with pytest.raises(UsageError, match=r"data.split.group names a column of a table, but .*pets is not a table"):
-        open_set(pets, split=Split(group="patient"))
-    write(table, "path,label,group", *[f"{name},{name[:3]}," for name in NAMES])
-    assert list_table(table, None, False).groups == {}
-
-
-def test_overlapping_groups_and_near_duplicates_stay_together(pets: Path) -> None:
-    """a and b form a group, b and c are near-duplicates, c and d form a group. The same holds for e, f, g and h."""
-    for number, name in enumerate("abcdefghijkl"):
-        save(pets / f"{name}.png", number)
-    groups = dict(zip("abcdefgh", "11223344", strict=True))
-    rows = [f"{name}.png,{'xy'[number % 2]},{groups.get(name, '')}" for number, name in enumerate("abcdefghijkl")]
-    listing = list_table(write(pets / "a.csv", "path,label,group", *rows), None, False)
-    test_sets = set()
-    for seed in range(8):
-        parts = draw_test(listing.parts["all"], listing.groups, [["b.png", "c.png"], ["f.png", "g.png"]], 0.5, seed, "")
-        letters = sorted(file.path[0] for files in parts["test"].values() for file in files)
-        test_sets.add("".join(letter for letter in letters if letter < "i"))
-        assert all(len(files) == 3 for tree in parts.values() for files in tree.values())
-    assert test_sets == {"abcd", "efgh"}
-
-
 # ---- columns for `data.groups`
 
 
@@ -320,15 +265,3 @@ def test_columns_named_by_data_groups_follow_their_images(pets: Path) -> None:
         assert open_set(table).columns == {}
     with pytest.raises(UsageError, match=r"no column 'camera' for data\.groups, only path, .* Did you mean Camera\?"):
         open_set(tables[0], groups=("camera",))
-
-
-def test_the_images_of_a_fold_keep_their_columns(pets: Path) -> None:
-    split = Split(folds=2, fold=1)
-    table = write(pets / "a.csv", "path,label,number", *[f"{name},{name[:3]},n{Path(name).stem}" for name in NAMES])
-    data = ImageData(
-        "folder", str(table), val_size=2, split=split, groups="number,label", cache_dir=str(pets / "cache")
-    )
-    test = data.test_images
-    assert 0 < len(test) < 6
-    assert test.columns["number"] == [f"n{value}" for value in test.images[:, 0, 0, 0].tolist()]
-    assert test.columns["label"] == [test.classes[label] for label in test.labels.tolist()]

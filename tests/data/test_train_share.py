@@ -36,14 +36,6 @@ def test_shares_are_nested_stratified_and_leave_validation_and_test_images_alone
     assert torch.equal(train, whole.split[0])
 
 
-def test_rounding_favours_no_size_and_each_class_keeps_an_image() -> None:
-    labels = [label for label in range(5) for _ in range(10)]
-    counts = [len(take_share(image_set(labels), torch.arange(50), share, 0)) for share in SHARES]
-    assert counts == [5, 25 // 2, 25, 75 // 2, 50]
-    rare = image_set([0] * 100 + [1])
-    assert 100 in take_share(rare, torch.arange(101), 0.02, 0).tolist()
-
-
 def test_groups_stay_whole_and_another_seed_draws_other_images() -> None:
     groups = torch.arange(60) // 3
     images = image_set([0, 1, 1] * 20, groups)
@@ -59,10 +51,3 @@ def test_groups_stay_whole_and_another_seed_draws_other_images() -> None:
 def test_an_invalid_share_is_refused(share: float) -> None:
     with pytest.raises(UsageError, match="above 0 and at most 1"):
         Split(share=share)
-
-
-def test_fewer_images_than_a_batch_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    for share, batch in ((1.0, 512), (0.5, 8), (0.5, 32)):
-        ImageData("shapes", image_size=8, count=40, val_size=0, batch_size=batch, split=Split(share=share)).setup("fit")
-    line = "{} training images are less than a batch of {}: lower --batch-size\n"
-    assert capsys.readouterr().err == line.format(40, 512) + line.format(20, 32)
