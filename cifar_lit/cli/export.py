@@ -40,7 +40,7 @@ def export(argv: list[str]) -> None:
     from cifar_lit.inference.export import export as export_net
     from cifar_lit.runs.card import check_rate
     from cifar_lit.runs.model_file import load_model_file
-    from cifar_lit.runs.run_data import RunData
+    from cifar_lit.runs.run_data import run_images, run_or_drawn_images
 
     check_request(settings.to, settings.quantize, settings.reject, covers=settings.coverage is not None)
     net = load_model_file(settings.run)
@@ -54,12 +54,11 @@ def export(argv: list[str]) -> None:
         path = default_path(model, settings.to, settings.quantize)
     if path.exists() and path.samefile(model):
         raise UsageError(f"--out {path} is the model to export: name another file")
-    data = RunData(model, net.card, settings.data_dir)
     calibration = None
     if settings.quantize:
-        calibration = data.load(train=True, count=CALIBRATION_IMAGES)
+        calibration = run_images(model.parent, net.card, settings.data_dir, train=True, count=CALIBRATION_IMAGES)
         say(f"calibrating on {calibration.what}")
-    sample = data.load_or_draw(settings.images)
+    sample = run_or_drawn_images(model.parent, net.card, settings.data_dir, settings.images)
     say(f"checking on {sample.what}")
     result = export_net(net, settings.to, path, sample, Options(calibration, settings.reject, coverage))
     agree = f"predicted classes agree on {result.agreeing:,} of {result.images:,} images"

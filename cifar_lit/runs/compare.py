@@ -7,7 +7,6 @@ import glob
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -113,9 +112,9 @@ def _is_run(path: Path) -> bool:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Return the contents of a run folder. Missing and damaged files are reported in `note`, never raised."""
+    """Return the contents of a run folder. Missing files are reported in `note`."""
     settings: dict[str, Any] = {}
-    with suppress(OSError, UsageError):  # it is missing or damaged
+    if (path / "config.yaml").is_file():
         settings = _flattened(plain_values(path / "config.yaml"))
     for name in PLACES:
         settings.pop(name, None)
@@ -128,8 +127,6 @@ def _note(run: RunRecord) -> str:
         return ""
     if run.metrics:
         return "no test"
-    if (run.path / "metrics.json").exists():
-        return "damaged: metrics.json cannot be read"
     if (run.path / "folds.json").is_file():
         return "a cross-validation: compare its runs"
     if not run.settings:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import MIN_SIZE, shapes
-from cifar_lit.data.sources import SourceSettings, find_source, load_images
+from cifar_lit.data.sources import find_source
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError, first_line
 from cifar_lit.runs.config_file import plain_values
@@ -69,17 +68,21 @@ def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_
         UsageError: the data set is unknown.
         Failure: classes or image size differ from those of the net.
     """
+    data = _open(run, card, dataset, data_dir)
+    _check_fit(card, data.classes, data.input_shape)
+    return data
+
+
+def _open(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> ImageData:
+    """Return the data of a run, before any image is loaded."""
     from cifar_lit.data.datamodule import ImageData  # imports Lightning
 
     settings = data_settings(run, card, dataset, data_dir)
-    name = display_path(run)
     if not settings:
         raise UsageError(
-            f"{name} has no config.yaml that names the data: add --dataset, and --data-dir with its folder"
+            f"{display_path(run)} has no config.yaml that names the data: add --dataset, and --data-dir with its folder"
         )
-    data = ImageData(**_parsed(ImageData, settings, name))
-    _check_fit(card, data.classes, data.input_shape)
-    return data
+    return ImageData(**_parsed(ImageData, settings, display_path(run)))
 
 
 def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
@@ -121,80 +124,41 @@ class RunImages(NamedTuple):
     what: str  # for messages
 
 
-class RunData:
-    """The data set of a run, without downloads.
+def run_images(run: Path, card: ModelCard, data_dir: str | None, train: bool, count: int) -> RunImages:
+    """Return `count` training or test images of a run, evenly spaced; all for 0. Nothing is downloaded.
 
-    model: the run's model.safetensors, beside its config.yaml. Images that do not fit `card` are refused.
     data_dir: folder of the images, if they were moved; without a config.yaml, an image folder.
+    Raise UsageError or Failure if the images are missing or do not fit the net.
     """
+    dataset = None if (run / "config.yaml").is_file() else "folder"
+    data = _open(run, card, dataset, data_dir)
+    if not find_source(data.dataset).at_hand(data.settings):
+        where = f" in {data.settings.root}" if data.settings.root else ""
+        raise Failure(f"the images of {data.dataset} are missing{where}: give their folder with --data-dir")
+    _check_fit(card, data.classes, data.input_shape)
+    images, rows, what = data.test_images, torch.arange(len(data.test_images)), "test"
+    if train:
+        images, rows, what = data.train_images, data.split[0], "training"
+    rows = spread_rows(rows, count or len(rows))
+    what = f"{len(rows):,} {what} images of {data.dataset}"
+    if data.dataset == "folder":
+        what = f"{what} {data.settings.root or ''}".rstrip()
+    return RunImages(images.take(rows).permute(0, 3, 1, 2).contiguous(), images.labels[rows], what)
 
-    def __init__(self, model: Path, card: ModelCard, data_dir: str | None = None) -> None:
-        self.card, self.data_dir = card, data_dir
-        run = model.parent
-        self.values = data_settings(run, card, None, data_dir)
-        if not self.values:  # without a config.yaml
-            self.values = data_settings(run, card, "folder", data_dir)
-        self.dataset = str(self.values.get("dataset", "folder"))
-        names = {field.name for field in fields(SourceSettings)} - {"groups"}  # needed for results only
-        source = {name: value for name, value in self.values.items() if name in names}
-        self.settings = SourceSettings(**_parsed(SourceSettings, source, display_path(run)))
 
-    def load(self, train: bool, count: int) -> RunImages:
-        """Return `count` training or test images, evenly spaced; all for 0.
+def run_or_drawn_images(run: Path, card: ModelCard, data_dir: str | None, count: int) -> RunImages:
+    """Return test images, or generated shapes if there are none, with the reason in `what`.
 
-        Raise UsageError or Failure if they are missing or do not fit the net.
-        """
-        self._check_at_hand()
-        if self.settings.split.folds:  # a fold of the training images is the test set
-            from cifar_lit.data.datamodule import ImageData  # imports Lightning
-
-            data = ImageData(**_parsed(ImageData, self.values, self.dataset))
-            source, rows = data.train_images, data.parts.fold_rows
-            if train:
-                rows = data.split[0]
-        else:
-            source = load_images(self.dataset, self.settings, train)
-            rows = torch.arange(len(source))
-            if train and source.val_rows is not None:  # these may be the test images too
-                rows = rows[~torch.isin(rows, torch.tensor(source.val_rows))]
-        _check_fit(self.card, source.classes, source.input_shape)
-        places = spread_rows(rows, count or len(rows))
-        what = f"{len(places):,} test images of {self.dataset}"
-        if train:
-            what = f"{len(places):,} training images of {self.dataset}"
-        if self.dataset == "folder":
-            what = f"{what} {self.settings.root or ''}".rstrip()
-        return RunImages(source.take(places).permute(0, 3, 1, 2).contiguous(), source.labels[places], what)
-
-    def parts(self) -> Iterator[Tensor]:
-        """Yield all training, validation and test images in parts, uint8 (B, H, W, C). Raises the errors of `load`."""
-        self._check_at_hand()
-        for train in (True, False):
-            images = load_images(self.dataset, self.settings, train)
-            yield from map(images.take, torch.arange(len(images)).split(4096))
-
-    def _check_at_hand(self) -> None:
-        if not find_source(self.dataset).at_hand(self.settings):
-            where = ""
-            if self.settings.root:
-                where = f" in {self.settings.root}"
-            raise Failure(f"the images of {self.dataset} are missing{where}: give their folder with --data-dir")
-
-    def load_or_draw(self, count: int) -> RunImages:
-        """Return test images, or generated shapes if there are none, with the reason in `what`.
-
-        Shapes are grey unless the net takes 3 channels. With `data_dir`, the error of `load` is raised instead.
-        """
-        try:
-            return self.load(train=False, count=count)
-        except (UsageError, Failure) as error:
-            if self.data_dir is not None:
-                raise
-            channels, height, width = self.card.input_shape
-            size = [max(MIN_SIZE, height), max(MIN_SIZE, width)]
-            colours = 1
-            if channels == 3:
-                colours = 3
-            drawn = shapes(False, image_size=size, channels=colours, count=count or 1000).images[:, :height, :width]
-            images = drawn.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous()
-            return RunImages(images, None, f"{len(images):,} generated images without labels ({error})")
+    Shapes are grey unless the net takes 3 channels. With `data_dir`, the error of `run_images` is raised instead.
+    """
+    try:
+        return run_images(run, card, data_dir, train=False, count=count)
+    except (UsageError, Failure) as error:
+        if data_dir is not None:
+            raise
+        channels, height, width = card.input_shape
+        size = [max(MIN_SIZE, height), max(MIN_SIZE, width)]
+        colours = 3 if channels == 3 else 1
+        drawn = shapes(False, image_size=size, channels=colours, count=count or 1000).images[:, :height, :width]
+        images = drawn.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous()
+        return RunImages(images, None, f"{len(images):,} generated images without labels ({error})")

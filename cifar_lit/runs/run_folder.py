@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -257,26 +257,19 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_rows(file: Path, columns: Container[str] | None = None) -> list[dict[str, str]]:
+def read_rows(file: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file with a header, without empty cells; none without the file.
 
     A line with fewer cells than the header is skipped: it is still being written, or was cut short by a kill or a full
     disk.
-
-    columns: names of the columns to return, all by default.
     """
     if not file.is_file():
         return []
     rows = []
     with file.open(encoding="utf-8", newline="") as lines:
         for cells in csv.DictReader(lines):
-            if None in cells.values():
-                continue
-            row = {}
-            for name, value in cells.items():
-                if value and (columns is None or name in columns):
-                    row[name] = value
-            rows.append(row)
+            if None not in cells.values():
+                rows.append({name: value for name, value in cells.items() if value})
     return rows
 
 

@@ -134,20 +134,6 @@ def test_stdin_lists_are_read_link_cycles_are_skipped_and_missing_files_are_rows
     ]  # fmt: skip
 
 
-def test_system_folders_are_skipped_and_counted(run: Path, capsys: Capture) -> None:
-    for name in ("@eaDir", ".trash", "more/#recycle"):
-        (Path("pictures") / name).mkdir()
-        picture().save(Path("pictures") / name / "0.png")
-    code, out, err = classify(capsys, run, "--csv", "pictures")
-    assert (code, paths(out)) == (0, ["pictures/2.png", "pictures/10.jpg", "pictures/more/1.webp"])
-    assert err == "pictures: 3 hidden or system folders skipped (#recycle, .trash, @eaDir)\n"
-    for pattern, expected in (
-        ("pictures/*/*", ["pictures/more/1.webp"]),
-        ("pictures/@eaDir/*", ["pictures/@eaDir/0.png"]),
-    ):
-        assert paths(classify(capsys, run, "--csv", pattern)[1]) == expected
-
-
 @pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC")])
 def test_accents_may_be_typed_in_another_form(run: Path, capsys: Capture, forms: tuple[str, str]) -> None:
     on_disk, typed = (unicodedata.normalize(form, "Käse/é.png") for form in forms)

@@ -44,17 +44,6 @@ def test_two_stored_scores_give_the_threshold_of_any_rate() -> None:
         assert others.gt(threshold(stored, rate)).double().mean() == pytest.approx(rate, rel=0.15)
 
 
-@pytest.mark.parametrize("count", [20, 100])
-def test_new_images_are_rejected_at_the_rate_on_average_also_with_few_held_out_images(count: int) -> None:
-    sets = scores(count * 600).view(600, count)
-    new = scores(30_000).sort().values
-    stored = [reject_scores(held_out) for held_out in sets]
-    for rate in (0.05, 0.2):
-        thresholds = torch.tensor([threshold(each or (), rate) for each in stored], dtype=torch.float64)
-        rejected = 1 - torch.searchsorted(new, thresholds).double() / len(new)
-        assert float(rejected.mean()) == pytest.approx(rate, rel=0.1)
-
-
 def test_scores_for_reject_need_twenty_held_out_images_with_finite_logits() -> None:
     assert reject_scores(scores(20)) is not None
     assert [reject_scores(values) for values in (scores(19), scores(0), scores(40) * torch.nan)] == [None] * 3

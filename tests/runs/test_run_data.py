@@ -13,7 +13,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, Source, SourceSettings
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.runs.model_file import ModelCard
-from cifar_lit.runs.run_data import RunData, run_image_data
+from cifar_lit.runs.run_data import run_image_data, run_images, run_or_drawn_images
 
 CARD = ModelCard("lenet", 1.0, [3, 8, 8], ["a", "b"], [0.5] * 3, [0.2] * 3)
 
@@ -28,7 +28,7 @@ def test_a_registered_data_set_is_found_by_its_name(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(SOURCES, "stripes", Source(stripes))
     without_config = run_image_data(tmp_path, CARD, dataset="stripes")
     (tmp_path / "config.yaml").write_text("data: {dataset: stripes, val_size: 10}\n")
-    sample = RunData(tmp_path / "model.safetensors", CARD).load(train=False, count=5)
+    sample = run_images(tmp_path, CARD, None, train=False, count=5)
     assert sample.images[:, 0, 0, 0].tolist() == [0, 2, 4, 6, 8]  # evenly spread
     assert (sample.images.shape, sample.what) == ((5, 3, 8, 8), "5 test images of stripes")
     for data, val_size in ((without_config, 0), (run_image_data(tmp_path, CARD), 10)):
@@ -44,7 +44,7 @@ def test_training_images_exclude_the_validation_images_of_the_data_set(
 
     monkeypatch.setitem(SOURCES, "stripes", Source(with_validation))
     (tmp_path / "config.yaml").write_text("data: {dataset: stripes}\n")
-    sample = RunData(tmp_path / "model.safetensors", CARD).load(train=True, count=0)
+    sample = run_images(tmp_path, CARD, None, train=True, count=0)
     assert sample.images[:, 0, 0, 0].tolist() == list(range(30))
 
 
@@ -64,10 +64,9 @@ def test_a_class_named_in_a_group_of_settings_of_a_config_is_not_imported(
 
 def test_missing_images_are_generated_and_not_downloaded(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"data: {{dataset: cifar10, root: {tmp_path}}}\n")
-    data = RunData(tmp_path / "model.safetensors", CARD)
     reason = f"the images of cifar10 are missing in {tmp_path}: give their folder with --data-dir"
     with pytest.raises(Failure, match=reason):
-        data.load(train=True, count=0)
-    drawn = data.load_or_draw(7)
+        run_images(tmp_path, CARD, None, train=True, count=0)
+    drawn = run_or_drawn_images(tmp_path, CARD, None, 7)
     assert (drawn.images.shape, drawn.labels) == ((7, 3, 8, 8), None)
     assert drawn.what == f"7 generated images without labels ({reason})"
