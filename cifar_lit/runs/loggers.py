@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import pathlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -98,7 +97,7 @@ class CurveFile(Logger):
                 return
             # Mode "a" would recreate a deleted file.
             path = self._run.path / "metrics.csv"
-            with pathlib.Path(path).open("r+", newline="", encoding="utf-8") as file:
+            with path.open("r+", newline="", encoding="utf-8") as file:
                 file.seek(0, os.SEEK_END)
                 csv.DictWriter(file, self._columns).writerow(row)
 

@@ -142,7 +142,8 @@ def test_a_resumed_run_continues_its_tracked_run(name: str, run: RunFolder, monk
     for variable in [variable for variable in os.environ if variable.startswith(("WANDB_", "MLFLOW_"))]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("HOME", str(run.logs))  # has no login
-    versions = []
+    versions, other = [], {"another": "its id"}
+    (run.path / "trackers.json").write_text(json.dumps(other))
     for _ in range(2):
         tracker = start_tracker(name, run, {"lr": 0.1})
         tracker.log_metrics({"train/loss": 1.0}, 3)
@@ -151,7 +152,10 @@ def test_a_resumed_run_continues_its_tracked_run(name: str, run: RunFolder, monk
         versions.append(tracker.version)
         if name == "wandb":
             tracker.experiment.finish()
-    assert len(set(versions)) == 1 and json.loads((run.path / "trackers.json").read_text()) == {name: versions[0]}
+    assert len(set(versions)) == 1 and json.loads((run.path / "trackers.json").read_text()) == {
+        **other,
+        name: versions[0],
+    }
 
 
 def test_unknown_loggers_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

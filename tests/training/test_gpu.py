@@ -1,4 +1,4 @@
-"""Training on a CUDA device: real commands, and images on the device. Captured steps are in test_capture."""
+"""Training on a CUDA device: real commands with a compiled net, and images on the device."""
 
 import shlex
 from pathlib import Path
