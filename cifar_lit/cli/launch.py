@@ -139,10 +139,15 @@ def requeue(environment: Mapping[str, str], resume: str | None) -> str:
         return ""
     job = slurm_number(environment)
     note(f"cifar-lit: stopped; SLURM's job {job} is being requeued and will resume automatically")
-    answer = subprocess.run(["scontrol", "requeue", job], capture_output=True, encoding="utf-8", check=False)
-    if answer.returncode == 0:
-        return ""
-    return f"cifar-lit: `scontrol requeue {job}` failed: {answer.stderr.strip()}. Resume with:\n  {resume}"
+    try:
+        answer = subprocess.run(["scontrol", "requeue", job], capture_output=True, encoding="utf-8", check=False)
+    except OSError as error:  # no scontrol in this container
+        fault = error.strerror
+    else:
+        if answer.returncode == 0:
+            return ""
+        fault = answer.stderr.strip()
+    return f"cifar-lit: `scontrol requeue {job}` failed: {fault}. Resume with:\n  {resume or 'the same command'}"
 
 
 def logs_of(command: Command) -> Path:
