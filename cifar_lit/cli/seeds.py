@@ -103,7 +103,11 @@ def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
         metrics = read_metrics(run)
         test = metrics["test"]
         tests.add(test.get("fingerprint"))
-        row = {"accuracy": test["accuracy"], "loss": test["loss"], "train seconds": metrics["train_seconds"]}
+        row: dict[str, Any] = {
+            "accuracy": test["accuracy"],
+            "loss": test["loss"],
+            "train seconds": metrics["train_seconds"],
+        }
         if "tta" in test:
             row["accuracy with TTA"] = test["tta"]["accuracy"]
         rows.append(row)
@@ -111,8 +115,8 @@ def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
         raise Failure(f"the images have changed between the trainings in {display_path(path)}: remove it, start again")
     spreads = {}
     for name, possible in RESULTS.items():
-        values = [row.get(name) for row in rows]
-        if None not in values:  # a diverged net has no loss
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if len(values) == len(rows):  # a diverged net has no loss
             spreads[name] = mean_interval(values, possible)
             line = f"{name} {mean_text(spreads[name])}"
             if limits := limits_text(spreads[name]):

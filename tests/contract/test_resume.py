@@ -122,6 +122,9 @@ def test_a_repeated_command_with_resume_added_is_accepted(interrupted: Path) -> 
 
 
 def test_an_allowed_change_is_recorded_and_leaves_the_configuration_as_it_was(interrupted: Path) -> None:
+    text = (interrupted / "config.yaml").read_text()
+    assert "logs: lightning_logs\n" in text
+    (interrupted / "config.yaml").write_text(text.replace("logs: lightning_logs\n", "logs: runs\n"))  # was moved
     config = (interrupted / "config.yaml").read_bytes()
     step = checkpoint_of(interrupted / "checkpoints/last.ckpt")["global_step"]
     assert run_command("--resume", "--data.eval_batch_size", "123", "--logger", "csv").code == 0
