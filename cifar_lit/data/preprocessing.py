@@ -53,11 +53,12 @@ class Preprocessing:
         """Mean and standard deviation of each channel, as given or measured."""
         images = self.parts.train_images
         channels = images.input_shape[0]
-        values = [self._mean, self._std]
-        if None in values:
+        mean, std = self._mean, self._std
+        if mean is None or std is None:
             measured = channel_statistics(images, self.parts.split[0])
-            values = [given if given is not None else value for given, value in zip(values, measured, strict=True)]
-        mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in values)
+            mean = measured[0] if mean is None else mean
+            std = measured[1] if std is None else std
+        mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in (mean, std))
         if len(mean) != channels or len(std) != channels or min(std) <= 0:
             raise UsageError(f"data.mean and data.std need {channels} numbers, or one for all channels (std above 0)")
         return mean, std

@@ -19,7 +19,7 @@ ImageSize = int | Sequence[int] | str  # 96 for squares, [96, 128] or "96x128" f
 
 def parse_image_size(value: ImageSize) -> tuple[int, int]:
     """Return height and width in pixels. Raise UsageError for an invalid size."""
-    sides = [value] if isinstance(value, int) else value
+    sides: Sequence[int | str] | str = [value] if isinstance(value, int) else value
     if isinstance(sides, str):
         sides = re.split("[x×]", sides)
     try:

@@ -246,7 +246,7 @@ def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, mon
         "    return shapes(train, count=settings.count, image_size=9)\n"
         "remote = Source(load, at_hand=lambda settings: False, fixed={'channels': 3})\n"
     )
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     assert len(load_images("my_own_data.load", settings, train=True)) == 12
     assert find_source("my_own_data.load").at_hand(settings) and not find_source("my_own_data.remote").at_hand(settings)
     with pytest.raises(UsageError, match=r"data\.channels of my_own_data.remote is 3, not 1: leave it out"):
