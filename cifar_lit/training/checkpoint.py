@@ -98,11 +98,6 @@ class RunCheckpoint(ModelCheckpoint):
             tensors = {name: torch.tensor(score) for name, score in scores.items()}
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer) | tensors)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state."""
-        super().load_state_dict(state_dict)
-        self.current_score = state_dict.get("current_score")  # saved by Lightning, but not restored
-
 
 def _in_folder(state: Mapping[str, Any], folder: str) -> dict[str, object]:
     """Return a ModelCheckpoint's state with all paths moved to `folder`."""

@@ -97,6 +97,14 @@ def test_a_full_disk_is_named_and_resume_is_advised_only_if_a_checkpoint_exists(
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def test_an_old_checkpoint_is_removed_but_never_a_folder(checkpoint: Path) -> None:
+    AtomicCheckpointIO().remove_checkpoint(checkpoint)
+    assert not checkpoint.exists()
+    with pytest.raises(OSError):
+        AtomicCheckpointIO().remove_checkpoint(checkpoint.parent)
+    assert checkpoint.parent.is_dir()
+
+
 # ---- damage
 
 
