@@ -48,12 +48,11 @@ def export(argv: list[str]) -> None:
         check_rate(settings.reject, net.card.reject)
     coverage = coverage_of(settings, net.card)
     model = weights_file(settings.run)
+    path = default_path(model, settings.to, settings.quantize)
     if settings.out:
         path = Path(settings.out).expanduser()
-    else:
-        path = default_path(model, settings.to, settings.quantize)
     if path.exists() and path.samefile(model):
-        raise UsageError(f"--out {path} is the model to export: name another file")
+        raise UsageError(f"{path} is the model to export: name another file with --out FILE")
     calibration = None
     if settings.quantize:
         calibration = run_images(model.parent, net.card, settings.data_dir, train=True, count=CALIBRATION_IMAGES)

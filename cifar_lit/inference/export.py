@@ -63,8 +63,6 @@ def check_request(to: str, quantize: str | None, reject: float | None = None, co
 
 def default_path(model: Path, to: str, quantize: str | None) -> Path:
     """Return the default path of the exported file, beside the model.safetensors."""
-    if to == "safetensors":
-        raise UsageError(f"{model} is already a safetensors file: name the copy with --out FILE")
     suffix = FORMATS[to].suffix
     if quantize:
         suffix = f".{quantize}{suffix}"

@@ -77,7 +77,7 @@ def test_data_dir_gives_the_folder_of_moved_images(run: Path, capsys: pytest.Cap
         ("RUN --to onxx", "Did you mean onnx"),
         ("RUN --to onnx --quantize int4", "--quantize"),
         ("RUN --to torch-export --quantize int8", "with --to onnx"),
-        ("RUN --to safetensors", "name the copy with --out FILE"),
+        ("RUN --to safetensors", "is the model to export: name another file with --out FILE"),
         ("RUN --to safetensors --out RUN/model.safetensors", "is the model to export"),
         ("RUN --to onnx --images -1", "images"),
         ("RUN --to onnx --quantise int8", "Did you mean --quantize"),
