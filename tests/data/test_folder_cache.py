@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from own_images import damage, decodings, open_set, save, save_photo, values
 
 from cifar_lit.data import cache, decode
@@ -132,16 +130,6 @@ def test_the_environment_sets_the_cache_folder(root: Path, tmp_path: Path, monke
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "named"))
     open_set(root, cache_dir=None)
     assert list((tmp_path / "named").glob("pets-*/index.json")) and sorted(root.rglob("*")) == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs sparse files and a limit of private mappings")
-def test_a_cache_larger_than_memory_opens(tmp_path: Path) -> None:
-    rows = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 3072 + 1) * 4
-    (tmp_path / "sparse").touch()
-    os.truncate(tmp_path / "sparse", rows * 3072)
-    images = torch.from_numpy(cache.map_images(tmp_path / "sparse", (rows, 32, 32, 3)))
-    images[-1] = 7
-    assert images[-1].float().mean() == 7 and images[0].sum() == 0
 
 
 def test_concurrent_openings_decode_once(

@@ -81,11 +81,6 @@ def test_classes_may_have_the_names_of_parts_or_folders_of_their_own(root: Path)
     assert [*scan(root).parts["all"]] == ["cat", "dog", "fox", "test_station", "train_station", "valid"]
 
 
-def test_folders_that_one_class_lacks_are_no_classes(root: Path) -> None:
-    fill(root, *(f"{name}/{year}" for name in ("crash_test", "drive", "park") for year in (2023, 2024)), "stop")
-    assert [*scan(root).parts["all"]] == ["crash_test", "drive", "park", "stop"]
-
-
 @pytest.mark.parametrize(
     ("folders", "text"),
     [

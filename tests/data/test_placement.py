@@ -28,12 +28,3 @@ def test_images_are_on_the_device_up_to_half_its_free_memory(
     free = None if free_sizes is None else round(free_sizes * images.images.nbytes)
     monkeypatch.setattr(FREE_MEMORY, lambda device: free)
     assert place_images(images, kind, torch.device("cpu")).place == place
-
-
-def test_each_part_is_placed_once_and_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = ImageData("shapes", image_size=8, count=10)
-    first = data.placed("train")
-    monkeypatch.setattr(FREE_MEMORY, lambda device: 0)
-    assert data.placed("train") is first and first.place == "device"
-    images, place = data.placed("test")
-    assert place == "host" and images is data.test_images
