@@ -171,11 +171,7 @@ def _report(error: BaseException, debug: bool) -> int:
         if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
             signal.signal(number, signal.SIG_DFL)
     if isinstance(error, SystemExit):
-        if error.code is None:
-            return 0
-        if isinstance(error.code, int):
-            return error.code
-        return 1
+        return int(error.code or 0)
     from cifar_lit.cli.errors import explain_error, is_timeout
 
     if debug:

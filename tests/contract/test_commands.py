@@ -58,6 +58,7 @@ def test_classify_py_runs_classify(
 
 def test_help_names_every_command_and_short_flag() -> None:
     answer = run_command("--help", default="fit")
+    assert len(answer.lines) <= 40 and max(map(len, answer.lines)) <= 80
     assert answer.code == 0
     assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", answer.out, re.MULTILINE)] == []
     flags = "recipe devices accelerator nodes precision epochs logs checkpoint-every lr debug"
