@@ -196,7 +196,10 @@ def test_code_in_a_checkpoint_is_not_executed(
     assert not Path("ran").exists()
 
 
-def test_hyper_parameters_of_a_checkpoint_are_imported_only_if_the_program_passes_them(run_dir: Path, own: str) -> None:
+def test_hyper_parameters_of_a_checkpoint_are_imported_only_if_the_program_passes_them(
+    run_dir: Path, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())
     contents = checkpoint_of(run_dir / "checkpoints/best.ckpt")
     for name in ("hyper_parameters", "hparams", "datamodule_hyper_parameters"):
         foreign = {
@@ -211,7 +214,10 @@ def test_hyper_parameters_of_a_checkpoint_are_imported_only_if_the_program_passe
     assert not Path("ran").exists()
 
 
-def test_lightning_builds_no_objects_from_hyper_parameters(run_dir: Path, own: str) -> None:
+def test_lightning_builds_no_objects_from_hyper_parameters(
+    run_dir: Path, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())
     contents = checkpoint_of(run_dir / "checkpoints/best.ckpt")
     contents["hyper_parameters"] |= {
         "_instantiator": "lightning.pytorch.cli.instantiate_module",
