@@ -162,9 +162,10 @@ def test_a_class_that_is_an_option_of_a_net_is_not_built(run_dir: Path, working_
 @pytest.mark.parametrize("further", [(), ("--logs", "MODULE.x/y"), ("--data-dir", "MODULE.*")])
 def test_the_name_of_a_folder_allows_no_package(run_dir: Path, own: str, further: tuple[str, ...]) -> None:
     run = Path(shutil.copytree(run_dir, f"{own}.run"))
-    change_config(run, model={"net": f"{own}.Net"})
+    change_config(run, model={"net": f"{own}.Net"}, data={"dataset": f"{own}.Net"})
     words = [word.replace("MODULE", own) for word in further]
     assert_untrusted(run_command("test", "--ckpt_path", run / "checkpoints/best.ckpt", *words), f"{own}.Net")
+    assert_untrusted(run_command("report", run, "--accelerator", "cpu"), f"{own}.Net")
 
 
 def test_a_report_reads_the_data_of_a_foreign_run_only_with_trust(run_dir: Path, own: str) -> None:
