@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from contract.command_line import OWN_IMAGES, SMALL, checkpoint_of, copy_run, draw_folder, rows_of, run_command
+from contract.command_line import OWN_IMAGES, SMALL, copy_run, draw_folder, rows_of, run_command
 
 from cifar_lit.files import is_below
 
@@ -22,25 +21,6 @@ def outside(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     notes.parent.mkdir()
     notes.write_text("mine")
     return notes
-
-
-@pytest.mark.parametrize("relative", [True, False])
-def test_a_checkpoint_does_not_choose_the_files_that_a_resumed_run_deletes(outside: Path, relative: bool) -> None:
-    constant = (*SMALL, "--model.schedule", "constant")
-    assert run_command("fit", *constant, "--epochs", "1").code == 0
-    Path("lightning_logs/small-1/metrics.json").unlink()
-    checkpoint = Path("lightning_logs/small-1/checkpoints/last.ckpt")
-    path = "../outside/notes.ckpt" if relative else str(outside)
-    contents = checkpoint_of(checkpoint)
-    for state in contents["callbacks"].values():
-        if "best_model_path" in state:
-            score = torch.tensor(-1.0)
-            state |= {"best_model_path": path, "last_model_path": path, "kth_best_model_path": path}
-            state |= {"best_k_models": {path: score}, "kth_value": score, "best_model_score": score}
-    torch.save(contents, checkpoint)
-    answer = run_command("fit", *constant, "--epochs", "2", "--resume")
-    assert answer.code == 0, answer.err
-    assert outside.read_text() == "mine"
 
 
 def test_a_link_in_a_run_is_replaced_and_not_followed(run_dir: Path, outside: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.checkpoint import (
     AtomicCheckpointIO,
+    DamagedCheckpoint,
     latest_valid_checkpoint,
     read_checkpoint,
 )
@@ -114,6 +115,14 @@ def test_the_latest_intact_checkpoint_replaces_a_damaged_last_one(tmp_path: Path
             AtomicCheckpointIO().save_checkpoint({**CONTENT, "global_step": step}, tmp_path / f"{name}.ckpt")
         os.truncate(tmp_path / "last.ckpt", 1000)
         assert latest_valid_checkpoint(tmp_path / "last.ckpt").contents["global_step"] == 30
+
+
+def test_a_flipped_bit_of_the_weights_is_found(checkpoint: Path) -> None:
+    content = bytearray(checkpoint.read_bytes())
+    content[content.index(torch.arange(300.0).numpy().tobytes()) + 600] ^= 1
+    checkpoint.write_bytes(bytes(content))
+    with pytest.raises(DamagedCheckpoint, match="its checksum does not match"):
+        read_checkpoint(checkpoint)
 
 
 def test_a_file_of_another_type_is_refused_without_a_warning_about_code(tmp_path: Path) -> None:
