@@ -26,7 +26,7 @@ NAMED_IN = {"extras": {PACKAGE / "cli/main.py", PACKAGE / "inference/load.py", P
 PROGRAM = """
 import contextlib, json, os, sys
 import lightning.pytorch.cli, tensorboard, torchvision
-train = "train --recipe quickstart --accelerator cpu --data.count 300 --data.val_size 60 --epochs 1"
+train = "fit --recipe quickstart --net lenet --accelerator cpu --data.count 60 --data.val_size 20 --epochs 1"
 for folder, *lines in json.loads(sys.argv[1]):
     if os.fork() == 0:
         os.chdir(folder)

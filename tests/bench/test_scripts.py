@@ -85,17 +85,13 @@ def test_variants_are_compared_seed_by_seed_on_held_out_images_and_a_finished_tr
     line = ["v.json", "--recipe", "quickstart", "--held-out", "100", "--json", "f.json"]
     line += ["--data.count", "300", "--epochs", "2", "--accelerator", "cpu"]
     run_module("script.py", variants, [*line, "--runs", "1"])
-    first = json.loads(Path("f.json").read_text())["runs"]
-    run_module("script.py", variants, [*line, "--runs", "2"])
-    figures = json.loads(Path("f.json").read_text())
-    runs = figures["runs"]
-    assert {name: same[:1] for name, same in runs.items()} == first  # their seconds would differ
-    assert [[one["seed"] for one in same] for same in runs.values()] == [[0, 1], [0, 1]]
-    assert len({one["loss"] for same in runs.values() for one in same}) == 4  # another seed or flag, another training
-    pairs = zip(runs["unchanged"], runs["small"], strict=True)
-    differences = sorted(100 * (small["accuracy"] - unchanged["accuracy"]) for unchanged, small in pairs)
-    headline = figures["headline"]["small: difference"]
-    assert (headline["n"], headline["low"], headline["high"]) == (2, *map(pytest.approx, differences))
+    first = json.loads(Path("f.json").read_text())
+    unchanged, small = (same[0] for same in first["runs"].values())
+    assert unchanged["loss"] != small["loss"]
+    difference = first["headline"]["small: difference"]
+    assert (difference["n"], difference["low"]) == (1, pytest.approx(100 * (small["accuracy"] - unchanged["accuracy"])))
+    run_module("script.py", variants, [*line, "--runs", "1"])
+    assert json.loads(Path("f.json").read_text())["runs"] == first["runs"]  # new trainings would have other times
 
 
 @pytest.mark.parametrize(
