@@ -1,4 +1,4 @@
 """Data: sources, the decode cache, batch augmentation, loaders and `ImageData`.
 
-Nothing is imported here, so that decoding processes start without torch.
+Nothing is imported here, so that a command without images starts without torch.
 """
