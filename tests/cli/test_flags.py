@@ -66,7 +66,7 @@ def test_resume_takes_an_optional_path_and_negative_numbers_are_values() -> None
 def test_switches_are_recognised_and_unknown_flags_are_left_to_the_parser() -> None:
     for name in ("validate", "test", "predict"):
         assert parse(name, ["--ckpt_path", "a.ckpt"]) == Command(name, flags=["--ckpt_path=a.ckpt"])
-    assert parse("fit", ["--trust", "--debug"]) == Command("fit", trust=True)
+    assert parse("fit", ["--trust", "--debug"]) == Command("fit")
     for flag in ("--epoch", "--dev", "--batch", "--recip", "--conf", "--log", "--resum", "--trus"):
         assert parse("fit", [flag, "3"]) == Command("fit", flags=[f"{flag}=3"])
     for flag in ("--help", "-h", "--print_config", "--print_config=skip_default"):

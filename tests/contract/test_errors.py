@@ -37,8 +37,8 @@ INVALID: list[tuple[str, list[str]]] = [
     ("--recipe quikstart", ["'quikstart'", "Did you mean quickstart?"]),
     ("quickstart", ["no command is called 'quickstart'", "Did you mean train --recipe quickstart?"]),
     ("devices --nte lenet", ["no flag --nte", "Did you mean --net?"]),
-    (f"{S} --devices gpu", ["--devices gpu", "Did you mean --accelerator gpu?"]),
-    (f"{S} --accelerator gpus", ["Did you mean gpu?"]),
+    (f"{S} --devices gpu", ["--devices gpu", "use a number (2), ids (0,1) or auto"]),
+    (f"{S} --accelerator gpus", ["gpus", "cuda"]),
     # values
     (f"{S} --lr", ["--lr needs a value"]),
     (f"{S} --epochs many", ["--epochs", "trainer.max_epochs", "int", "many"]),
