@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import csv
-import html
 import json
 import os
 import re
@@ -264,16 +263,6 @@ def window(width: int, height: int, address: str) -> Page:
     return page
 
 
-def draw_terminal() -> None:
-    """What a training prints."""
-    text = f"$ python scripts/train.py --recipe quickstart\n{quickstart()[0]}"
-    page = window(1200, 900, "about:blank")
-    style = "margin: 0; padding: 16px 20px; width: max-content; color: #fff; background: #000"
-    # With the font's own line height, the lines of boxes touch.
-    page.set_content(f'<pre style="{style}; font: 15px DejaVu Sans Mono">{html.escape(text.strip())}</pre>')
-    save(page.locator("pre").screenshot(), RESULTS / "terminal.png")
-
-
 def draw_report() -> None:
     """The summary and the first four curves of a report."""
     quickstart()
@@ -296,18 +285,14 @@ def draw_serve() -> None:
 
 
 def draw_tensorboard() -> None:
-    """The curves of the runs, and a table of their settings and results."""
+    """The curves of the runs."""
     quickstart()
     curves = "?smoothing=0#scalars&_smoothingWeight=0&tagFilter=(train%7Cval)%2F(loss%7Caccuracy)%7Clr"
     with service("tensorboard.main", "--logdir", str(RUNS), "--host", "127.0.0.1", "--port", "0") as address:
-        for name, place, size, text in (
-            ("tensorboard", curves, (1500, 780), "val/loss"),
-            ("hparams", "#hparams", (1700, 420), "test/accuracy"),
-        ):
-            page = window(*size, address + place)
-            page.get_by_text(text).first.wait_for()
-            page.wait_for_timeout(3000)  # curves are loaded and drawn one after another
-            save(page.screenshot(), RESULTS / f"{name}.png")
+        page = window(1500, 780, address + curves)
+        page.get_by_text("val/loss").first.wait_for()
+        page.wait_for_timeout(3000)  # curves are loaded and drawn one after another
+        save(page.screenshot(), RESULTS / "tensorboard.png")
 
 
 def draw_review() -> None:
@@ -322,7 +307,7 @@ def draw_review() -> None:
 
 PICTURES = {
     **{"first-run": draw_first_run, "classes": draw_classes, "pixels": draw_pixels, "augmentation": draw_augmentation},
-    **{"curves": draw_curves, "confusion": draw_confusion, "mistakes": draw_mistakes, "terminal": draw_terminal},
+    **{"curves": draw_curves, "confusion": draw_confusion, "mistakes": draw_mistakes},
     **{"report": draw_report, "serve": draw_serve, "tensorboard": draw_tensorboard, "review": draw_review},
     "cpu-record": draw_cpu_record,
 }
