@@ -124,7 +124,7 @@ class SplitImages:
             note_once(f"the best epoch is chosen on {counted(count, 'validation image')} only: {remedy}")
 
 
-HASHED_BYTES = 4 << 30  # of all images; larger data sets, which exceed many memories, are identified by path only
+HASHED_BYTES = 4 << 30  # bytes of all images; larger data sets, which exceed many memories, are identified by path only
 SKIPPED = TEST + 1  # side of unreadable images
 
 Row = tuple[str, int, int]  # path, side, and hash of class and pixels

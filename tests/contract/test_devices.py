@@ -23,7 +23,7 @@ def test_a_killed_or_frozen_rank_ends_the_run_and_the_error_says_how_to_resume(
     wait_for(working_folder / "lightning_logs/small-1/checkpoints/last.ckpt", first)
     os.kill(second.pid, number)
     answer = first.answer()
-    os.kill(second.pid, signal.SIGKILL)  # as torchrun does
+    os.kill(second.pid, signal.SIGKILL)  # torchrun does the same
     assert answer.code == 1, answer.err
     assert "Traceback" not in answer.err
     assert f"another process of this run {reason}" in answer.err
