@@ -65,12 +65,12 @@ class Augment:
     @classmethod
     def of(cls, settings: Augment | Mapping[str, Any] | None) -> Augment:
         """Return the augmentation for settings by name; None turns all off."""
-        if isinstance(settings, cls):
+        if settings is None:
+            return cls()
+        if not isinstance(settings, Mapping):
             return settings
-        if not isinstance(settings, Mapping | None):
-            raise UsageError(f"data.augment must hold settings by name, not {settings!r}")
-        check_names(cls, settings or {}, "data.augment", "It has")
-        return cls(**(settings or {}))
+        check_names(cls, settings, "data.augment", "It has")
+        return cls(**settings)
 
     def __post_init__(self) -> None:
         check_choice("data.augment.flip", self.flip, ("none", "random", "alternating"))
@@ -168,8 +168,8 @@ class Augment:
         paste_share = 0.0
         if self.cutmix:
             paste_share = 1.0
-        if self.mixup and self.cutmix:
-            paste_share = 0.5
+            if self.mixup:
+                paste_share = 0.5
         is_paste = kind < paste_share
         weights = torch.zeros_like(place[:, None, None])
         if self.mixup:

@@ -41,12 +41,12 @@ class Batch:
     def __len__(self) -> int:
         return 2
 
-    def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
+    def to(self, device: torch.device) -> Batch:
         """Return the batch on a device. Called by Lightning.
 
         Copies from page-locked memory do not synchronise the device.
         """
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking and tensor.is_pinned()))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory. Called by torch's DataLoader."""

@@ -11,12 +11,10 @@ The index is replaced atomically, after the rows that it names have been synced 
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import secrets
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -44,7 +42,7 @@ from cifar_lit.files import atomic_write, write_text
 
 FORMAT = 5  # incremented when files of the cache or pixels of the decoder change
 OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
-COMMON_SIZE = 32  # pixels; side of all other images if no size is set
+COMMON_SIZE = (32, 32)  # (H, W) of all other images if no size is set
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on
 
 Duplicates = list[list[str]]  # paths of near-duplicates, by group
@@ -110,7 +108,7 @@ def decoded(
             index = read_index(cache)
             if index is None or not _is_current(index, folder, files, settings.levels):
                 levels = settings.levels or common_levels(sorted({f"{folder / file.path}" for file in files}))
-                size = size or _own_size(folder, files) or (COMMON_SIZE, COMMON_SIZE)
+                size = size or _own_size(folder, files)
                 index = _decode(cache, folder, files, Preparation(size, channels, settings.resize, levels))
             ordered = arrange(index.duplicates)
             if index.files != ordered:
@@ -149,9 +147,9 @@ def _is_current(index: Index, folder: Path, files: Sequence[File], levels: Level
 
     False if a file that was unreadable is readable now: a change of permissions changes neither size nor time.
     """
-    if len(index.files) != len(files) or set(index.files) != set(files):
+    if set(index.files) != set(files):
         return False
-    if levels and index.levels != levels:
+    if levels not in (None, index.levels):
         return False
     results = decode_all((f"{folder / path}" for path in index.bad), Preparation((1, 1)))
     return all(isinstance(result, DecodeError) for result in results)
@@ -168,16 +166,16 @@ def map_images(path: Path, shape: tuple[int, int, int, int]) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), prod(shape), flags=flags, prot=rights), np.uint8).reshape(shape)
 
 
-def _own_size(folder: Path, files: Sequence[File]) -> tuple[int, int] | None:
-    """Return the size (H, W) of all readable images; None if they differ or are larger than `OWN_SIZE`."""
-    size = None
+def _own_size(folder: Path, files: Sequence[File]) -> tuple[int, int]:
+    """Return the size (H, W) of all readable images; `COMMON_SIZE` if they differ or are larger than `OWN_SIZE`."""
+    sizes = set()
     for file in files:
         with suppress(DecodeError):
-            found = image_size(f"{folder / file.path}")
-            if max(found) > OWN_SIZE or size not in (None, found):
-                return None
-            size = found
-    return size
+            size = image_size(f"{folder / file.path}")
+            sizes.add(size)
+            if max(size) > OWN_SIZE or len(sizes) > 1:
+                return COMMON_SIZE
+    return sizes.pop() if sizes else COMMON_SIZE
 
 
 def _decode(cache: Path, folder: Path, files: Sequence[File], preparation: Preparation) -> Index:
@@ -185,12 +183,9 @@ def _decode(cache: Path, folder: Path, files: Sequence[File], preparation: Prepa
     shape = (*preparation.size, preparation.channels)
     old = read_index(cache)
     rows: dict[File, np.ndarray] = {}  # pixels of unchanged files
-    if old and old.shape[1:] == shape and old.levels == preparation.levels:
+    if old and (old.shape[1:], old.levels) == (shape, preparation.levels):
         rows = dict(zip(_readable(old), map_images(cache / old.data, old.shape), strict=True))
     new = [file for file in files if file not in rows]
-    if shutil.disk_usage(cache).free < len(files) * prod(shape):
-        need = f"{len(files) * prod(shape) / 1e6:,.1f} MB are needed"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {need}")
     data = cache / f"images-{secrets.token_hex(4)}.u8"
     bad: dict[str, str] = {}
     bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
@@ -209,7 +204,7 @@ def _decode(cache: Path, folder: Path, files: Sequence[File], preparation: Prepa
                 output.write(row.data)
     index = Index((len(files) - len(bad), *shape), [*files], bad, data.name, [], preparation.levels)
     readable = _readable(index)
-    if old and set(readable) == set(_readable(old)) == rows.keys():
+    if old and set(readable) == rows.keys():
         duplicates = old.duplicates
     else:
         groups = near_duplicates(map_images(data, index.shape))

@@ -51,7 +51,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             random}; null for none.
         placement: device (all images in the memory of the training device), host (worker processes prefetch them), or
             auto. auto means device if the images fit into half of its free memory.
-        workers: number of worker processes that prefetch.
+        workers: number of worker processes that prefetch; 0 for none.
         mean: mean of each channel, for pixels in [0, 1]; measured on the training images if not given.
         std: standard deviation of each channel, for pixels in [0, 1]; measured if not given.
         image_size: pixels of your own images and of shapes: a number for squares, or height and width (96x128,
@@ -110,8 +110,6 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         self.given = plain_settings("data", given)
         self.given |= plain_settings("data.split", asdict(split))
         self.given |= plain_settings("data.augment", asdict(self.augment))
-        if workers < 1:
-            raise UsageError("data.workers must be at least 1")
         check_choice("data.placement", placement, PLACEMENTS)
         self.dataset = part_name(dataset)
         self.batch_size = batch_size
@@ -140,7 +138,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         self.preprocessing = Preprocessing(
             self.parts, mean=self._mean, std=self._std, augment=self.augment, seed=self.seed
         )
-        self._record: dict[str, object] | None = None
+        self._record: dict[str, object] = {}
 
     # ---- images
 
@@ -240,7 +238,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             "augment": self.augment, "fill": mean_colour.to(images.images.device),
             "order": order, "seed": self.seed,
             "workers": self.workers if self.reads_ahead else 0,
-            "pin_memory": self.reads_ahead and self.device.type != "cpu",
+            "pin_memory": self.device.type != "cpu",
             **self._rank_settings,
         }  # fmt: skip
         make_loader = self._of_feature("train_loader")
@@ -272,7 +270,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             return {"rank": 0, "world": 1, "weighted": True}
         module = self.trainer.lightning_module
         # ImageClassifier uses `Batch.loss_weight` and ignores `PADDING`. Other modules do neither.
-        weighted = module is None or getattr(module, "weighs_batches", False)
+        weighted = getattr(module, "weighs_batches", module is None)
         return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": weighted}
 
     def _of_feature(self, name: str) -> Any:
@@ -283,7 +281,10 @@ class ImageData(TrustedNames, pl.LightningDataModule):
     def _overfits(self) -> bool:
         """Whether the Trainer repeats the same batches in every epoch."""
         trainer: Any = self.trainer
-        return trainer is not None and trainer.overfit_batches > 0
+        if trainer is None:
+            return False
+        overfits: bool = trainer.overfit_batches > 0
+        return overfits
 
     # ---- batches on the device
 
@@ -314,7 +315,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
     @property
     def record(self) -> dict[str, Any]:
         """The record of images and split that checkpoints hold; see `data.split_record`."""
-        if self._record is None:
+        if not self._record:
             self._record = split_record(self.parts)
         return self._record
 
@@ -381,7 +382,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         record = state["split"]
         rows = recorded_rows(record)
         # Leave out new images, unless these images are already known to be those of the checkpoint.
-        if rows is not None and (self._record is None or self._record["digest"] != record["digest"]):
+        if rows is not None and self._record.get("digest") != record["digest"]:
             self.settings = replace(self.settings, only=frozenset(name for name, _, _ in rows))
             self._build_parts()
         if self.record["digest"] != record["digest"]:

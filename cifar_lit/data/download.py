@@ -50,8 +50,7 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
-        if _size(part) == 0 or _md5_of(part) != md5:  # otherwise complete, but not renamed
-            _download(name, urls, md5, part, target)
+        _download(name, urls, md5, part, target)
         with part.open("rb+") as file:
             os.fsync(file.fileno())
         return part.replace(target)
@@ -116,7 +115,7 @@ def _download_from(name: str, url: str, md5: str, part: Path) -> str:
         except (OSError, HTTPException, ValueError) as error:
             cause = getattr(error, "reason", error)  # a URLError has a reason
             reason = getattr(cause, "strerror", None) or str(error)
-            if isinstance(error, HTTPError) and error.code == 416 and start:  # not a part of this file
+            if isinstance(error, HTTPError) and error.code == 416:  # not a part of this file
                 part.unlink()
             elif _size(part) == start:  # nothing arrived
                 break
@@ -143,7 +142,7 @@ def _transfer(name: str, url: str, part: Path) -> None:
             raise OSError("a web page instead of the file")
         if response.status != 206:  # the server does not know Range, or the file is local
             start = 0
-        missing = int(response.headers.get("Content-Length") or 0)
+        missing = int(response.headers.get("Content-Length", 0))
         description = f"{name} from {_host(url)}"
         if start:
             description += f", resumed at {start / 1e6:,.0f} MB"

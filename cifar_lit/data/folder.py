@@ -50,8 +50,6 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
     root, split = settings.path, settings.split
     size = parse_image_size(settings.image_size) if settings.image_size is not None else None
-    if settings.channels not in (None, 1, 3):
-        raise UsageError(f"folder has 1 or 3 channels, not {settings.channels}.")
     is_table = root.suffix.lower() in TABLES and root.is_file()
     if split.group is not None and not is_table:
         fault = f"data.split.group names a column of a table, but {root} is not a table"
@@ -66,8 +64,6 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
     classes = tuple(next(iter(listing.parts.values())))
-    if settings.num_classes not in (None, len(classes)):
-        raise UsageError(f"{root} has {len(classes)} classes, not {settings.num_classes}: leave data.num_classes out")
 
     def parts_by(duplicates: Duplicates) -> dict[str, Tree]:
         if "all" not in listing.parts:
@@ -85,7 +81,8 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     parts = parts_by(duplicates)
     if duplicates:
         _report_duplicates(parts, duplicates, where)
-    if train and not split.folds and len(parts) > 1 and "test" not in parts:
+    tests_on_val = [*parts] == ["train", "val"]
+    if train and tests_on_val and not split.folds:
         note_once(
             f"{root}: no test images except the validation images, which also select the best epoch. "
             "The test score may be too high; --folds 5 tests on separate images"
@@ -99,10 +96,8 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     val_rows = None
     for part, tree in parts.items():
         first = len(labels)
-        for label, (name, members) in enumerate(tree.items()):
+        for label, members in enumerate(tree.values()):
             readable = [file.path for file in members if file.path not in bad]
-            if members and not readable:
-                raise Failure(f"no {part} image of class {name} {where} can be read: {_with_reasons(bad)}")
             if part in used:
                 labels += [label] * len(readable)
                 paths += readable
@@ -189,9 +184,8 @@ def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where:
     across: list[tuple[str, str]] = []
     for paths in duplicates:
         trained = [path for path in paths if part_of.get(path) == "train"]
-        for path in paths:
-            if trained and part_of.get(path, "train") != "train":
-                across.append((path, trained[0]))
+        if trained:
+            across += [(path, trained[0]) for path in paths if part_of.get(path, "train") != "train"]
     kind = "near-duplicates (the same except for scaling, encoding, a slight crop or brightness)"
     if across:
         example = f"such as {across[0][0]} of {across[0][1]}"

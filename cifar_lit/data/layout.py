@@ -18,7 +18,6 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import counted, listed, nfc
 
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
-SAME_FOLDERS = 0.7  # share of common names from which the folders in some folders are the same classes
 # Parts by the names of folders, and by the words of a table's split column.
 PARTS = {
     "train": "train", "training": "train", "trainset": "train", "val": "val", "valid": "val", "validation": "val",
@@ -126,9 +125,11 @@ class _Reader:
             if part := part_of(name):
                 parts.setdefault(part, folders[name][0])
         others = [name for name, (path, *_) in folders.items() if path not in parts.values()]
-        leading = parts.get("train") or parts.get("test")
+        leading = parts.get("train", parts.get("test"))
         # Classes may be called train and test. Then they hold images, not folders.
-        if leading is None or (others and not self.inner_folders(leading)):
+        if leading is None:
+            return {}
+        if others and not self.inner_folders(leading):
             return {}
         if "train" not in parts or len(parts) == 1:
             name = Path(leading).name
@@ -214,16 +215,12 @@ class _Reader:
 
     def check_not_parts(self, path: str, folders: Mapping[str, list[str]]) -> None:
         """Raise UsageError if all class folders hold the same folders: then they are the parts."""
-        if not all(self.inner_folders(paths[0]) for paths in folders.values()):
-            return
-        inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
-        every = set().union(*inner)
-        shared = sum(map(len, inner)) / (len(every) * len(inner))
-        if len(every) < 2 or shared < SAME_FOLDERS:
+        first, *others = (self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values())
+        if len(first) < 2 or others != [first] * len(others):
             return
         raise UsageError(
             f"the folders {listed(f'{name}/' for name in folders)} in {path} hold the same folders "
-            f"({listed(sorted(every))}), as parts do: rename the one with the training images to train/, and the one "
+            f"({listed(sorted(first))}), as parts do: rename the one with the training images to train/, and the one "
             "with the test images to test/. If they are classes, list the images in a table with path and label"
         )
 

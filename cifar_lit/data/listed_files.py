@@ -12,7 +12,7 @@ from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.layout import PARTS, Listing, Tree, sort_classes
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.table import Row, read_table
-from cifar_lit.data.walk import is_folder, walk
+from cifar_lit.data.walk import walk
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.files import as_on_disk
 from cifar_lit.text import listed, nfc
@@ -45,13 +45,13 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
     for row in listed_rows:
         path = found.get(row.path, row.path)
         path = same_files.setdefault(os.path.abspath(os.path.join(folder, path)), path)  # noqa: PTH100, PTH118
-        part = PARTS.get(row.split.lower(), "") if row.split else ""
-        row = row._replace(split=part) if part else row
-        above = rows.setdefault(path, row)
+        part = PARTS.get(row.split.lower(), "")
         fault = ""
         if row.split and not part:
             fault = f"split {row.split!r} is none of {', '.join(PARTS)}.{nearest(row.split, PARTS)}"
-        elif bool(part) != bool(next(iter(rows.values())).split):
+        row = row._replace(split=part)
+        above = rows.setdefault(path, row)
+        if bool(part) != bool(next(iter(rows.values())).split):
             fault = "some rows have a split, others none: give each one, or leave the column out"
         elif row.group and part_of_group.setdefault(row.group, part) != part:
             fault = f"group {row.group!r} is in {part_of_group[row.group]} and in {part}: leave it in one"
@@ -70,7 +70,8 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
     if len(classes) == 1:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
     used = {row.split or "all" for row in rows.values()}
-    if "all" not in used and ("train" not in used or len(used) == 1):
+    is_complete = {"train"} < used  # with val or test
+    if "all" not in used and not is_complete:
         absent = "val or test" if "train" in used else "train"
         raise UsageError(f"{table} has no {absent} rows: add some, or remove the split column to draw test images")
     parts: dict[str, Tree] = {
@@ -98,9 +99,6 @@ def find_files(table: Path, folder: str, paths: Iterable[str]) -> dict[str, str]
 
     Backslashes, and accents in another Unicode form, are accepted. If no path has a file, the folders below `folder`
     are searched: "0001" and "0001.jpg" may then be train/0001.jpg.
-
-    Raises:
-        UsageError: no path has a file, and the end of one fits several files.
     """
     unique = dict.fromkeys(paths)
     files: dict[str, str] = {}
@@ -115,9 +113,7 @@ def find_files(table: Path, folder: str, paths: Iterable[str]) -> dict[str, str]
     endings = _files_by_ending(folder)
     for path in unique:
         fits = endings.get(nfc(path.replace("\\", "/")), [])
-        if len(fits) > 1:
-            raise UsageError(f"{table}: {path} may be {fits[0]} or {fits[1]}: write paths relative to {folder}/")
-        if fits:
+        if len(fits) == 1:
             files[path] = fits[0]
     if files:
         name, file = next(iter(files.items()))
@@ -129,7 +125,7 @@ def _files_by_ending(folder: str) -> dict[str, list[str]]:
     """Return the images below a folder by all endings of their paths, with and without suffix."""
     endings: dict[str, list[str]] = {}
     for entry in walk(folder, lambda error: None):
-        if entry.name.lower().endswith(IMAGES) and not is_folder(entry):
+        if entry.name.lower().endswith(IMAGES):
             file = os.path.relpath(entry.path, folder).replace(os.sep, "/")
             names = nfc(file).split("/")
             for start in range(len(names)):

@@ -138,9 +138,6 @@ class TrainLoader:
         if self.batch_size < self.world:
             fault = f"batch size {self.batch_size} is less than one image for each of {self.world} devices"
             raise UsageError(f"{fault}: raise --batch-size")
-        if len(self.indices) < self.world:
-            fault = f"{len(self.indices)} training images are too few for {self.world} devices"
-            raise UsageError(f"{fault}: lower --devices")
         self.augment.check(*self.source.input_shape[1:])
         self.epoch = 0
         self.position = 0  # batches of this epoch yielded so far
@@ -271,8 +268,6 @@ class EvalLoader:
     weighted: bool = True
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UsageError("data.eval_batch_size must be at least 1")
         self.batches: list[Tensor] = []
         if len(self.indices):
             self.batches = list(self.indices.to(self.source.images.device).split(self.batch_size))

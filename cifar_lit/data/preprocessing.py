@@ -39,11 +39,11 @@ class Preprocessing:
         *,
         mean: list[float] | float | None = None,
         std: list[float] | float | None = None,
-        augment: Augment | None = None,
+        augment: Augment = Augment(),  # noqa: B008 (frozen)
         seed: int = 0,
     ) -> None:
         self.parts = parts
-        self._settings = augment or Augment()
+        self._settings = augment
         self.seed = seed
         self._mean, self._std = mean, std
         self._constants: Tensor | None = None  # mean and std on the device of the batches
@@ -59,8 +59,8 @@ class Preprocessing:
             mean = measured[0] if mean is None else mean
             std = measured[1] if std is None else std
         mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in (mean, std))
-        if len(mean) != channels or len(std) != channels or min(std) <= 0:
-            raise UsageError(f"data.mean and data.std need {channels} numbers, or one for all channels (std above 0)")
+        if not len(mean) == len(std) == channels:
+            raise UsageError(f"data.mean and data.std need {channels} numbers, or one for all channels")
         return mean, std
 
     def normalise(self, images: Tensor, side: int | None = None) -> Tensor:
@@ -151,7 +151,6 @@ def shrink(images: Tensor, side: int) -> Tensor:
 
 
 PLACEMENTS = ("auto", "device", "host")
-MAX_MEMORY_SHARE = 0.5  # the net, activations and other programs need the rest
 
 
 class Placed(NamedTuple):
@@ -172,7 +171,8 @@ def place_images(images: ImageSet, kind: str, device: torch.device) -> Placed:
     if kind == "auto":
         free = free_memory(device)  # None if unknown
         place = "host"
-        if free is None or images.images.nbytes <= MAX_MEMORY_SHARE * free:
+        # The net, activations and other programs need the other half.
+        if free is None or 2 * images.images.nbytes <= free:
             place = "device"
     if place == "device":
         images.prefetch()

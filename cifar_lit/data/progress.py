@@ -39,10 +39,12 @@ def progress(
         scale: factor of amounts.
         min_seconds: print a line at the end after at least this time.
     """
+    if _is_silent():
+        yield lambda count: None
+        return
     started = last_line = time.monotonic()
     done, bar = 0, None
-    silent = _is_silent()
-    if sys.stderr.isatty() and not silent:
+    if sys.stderr.isatty():
         from rich.console import Console
         from rich.markup import escape
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -62,11 +64,11 @@ def progress(
         done += count
         if bar:
             bar.update(task, completed=done, amount=amount())
-        elif not silent and time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
+        elif time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
             last_line = time.monotonic()
             note(f"{description}: {amount()}")
 
     with bar or nullcontext():
         yield advance
-    if not silent and time.monotonic() - started >= min_seconds:
+    if time.monotonic() - started >= min_seconds:
         note(f"{description}: {amount()} · {time.monotonic() - started:.1f} s")

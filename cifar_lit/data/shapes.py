@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
 from cifar_lit.data.source_settings import ImageSize, parse_image_size
-from cifar_lit.errors import UsageError
 
 Array = NDArray[np.floating]  # always float32, but numpy's types do not infer that
 
@@ -73,7 +72,6 @@ FIGURES: dict[str, Callable[[Array, Array], Array]] = {
     "bar": lambda x, y: np.maximum(np.abs(x) - 1, np.abs(y) - 0.28),
 }
 CLASSES = (*FIGURES, *(f"{large}+{small}" for large in FIGURES for small in FIGURES))
-MIN_SIZE = 8
 BLOCK_IMAGES = 128  # drawn at a time, so that a channel of 32×32 stays in the CPU cache
 LINES, DOTS = 3, 4  # in the background
 
@@ -84,16 +82,9 @@ def shapes(
     """Draw `count` images with equally many of each class. Figures scale with the shorter side.
 
     Image i depends on `seed`, `train`, i and the other settings, not on `count`. Train and test images never share
-    random numbers. The first ten classes are single figures, the other hundred are pairs ("star+ring"). Raises
-    UsageError for invalid settings.
+    random numbers. The first ten classes are single figures, the other hundred are pairs ("star+ring").
     """
     height, width = size = parse_image_size(image_size)
-    if min(size) < MIN_SIZE:
-        raise UsageError(f"shapes needs an image_size of at least {MIN_SIZE}, not {height}×{width}.")
-    if channels not in (1, 3):
-        raise UsageError(f"shapes has 1 or 3 channels, not {channels}.")
-    if not 2 <= num_classes <= len(CLASSES):
-        raise UsageError(f"shapes has 2 to {len(CLASSES)} classes, not {num_classes}.")
     images = np.empty((count, height, width, channels), np.uint8)
     labels = np.empty(count, np.int64)
     rows = -(-BLOCK_IMAGES // num_classes)  # whole rounds of the classes, so that each block is balanced

@@ -12,8 +12,6 @@ from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 from cifar_lit.files import as_on_disk
 
-MAX_SIDE = 2048  # pixels; the nets are designed for small images
-
 ImageSize = int | Sequence[int] | str  # 96 for squares, [96, 128] or "96x128" for height and width
 
 
@@ -28,8 +26,6 @@ def parse_image_size(value: ImageSize) -> tuple[int, int]:
     except ValueError:
         form = "a number of pixels for squares, or height x width, such as 96x128"
         raise UsageError(f"--data.image_size must be {form}, not {value!r}") from None
-    if not 1 <= min(height, width) <= max(height, width) <= MAX_SIDE:
-        raise UsageError(f"--data.image_size must be from 1 to {MAX_SIDE:,} pixels a side, not {height}×{width}")
     return height, width
 
 
@@ -37,23 +33,26 @@ def default_cache_dir() -> Path:
     """Return $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit."""
     if directory := os.environ.get("CIFAR_LIT_CACHE"):
         return Path(directory)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cifar-lit"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cifar-lit"
 
 
 def parse_levels(levels: Sequence[int] | None) -> tuple[int, int] | None:
-    """Return the levels of 16-bit images as a pair. Raise UsageError unless they are two ascending numbers."""
+    """Return the levels of 16-bit images as a pair. Raise UsageError unless they ascend."""
     if levels is None:
         return None
-    if len(levels) != 2 or levels[0] >= levels[1]:
+    black, white = levels
+    if black >= white:
         raise UsageError(f"data.levels {list(levels)} must be two values, of black and of white, such as [0, 4095]")
-    return levels[0], levels[1]
+    return black, white
 
 
 def parse_groups(groups: Sequence[str] | str | None) -> tuple[str, ...]:
     """Return the names in `data.groups`, a list or a text with commas."""
+    if groups is None:
+        return ()
     if isinstance(groups, str):
         groups = groups.split(",")
-    return tuple(dict.fromkeys(name.strip() for name in groups or ()))
+    return tuple(dict.fromkeys(name.strip() for name in groups))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +74,10 @@ class SourceSettings:
     groups: tuple[str, ...] = ()
     # NFC paths of the images that a resumed training began with. Later ones are left out.
     only: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.channels not in (None, 1, 3):
+            raise UsageError(f"data.channels must be 1 or 3, not {self.channels}")
 
     @property
     def path(self) -> Path:

@@ -47,10 +47,6 @@ def _folder(settings: SourceSettings, train: bool) -> ImageSet:
 
 
 def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
-    if settings.count < 10:
-        raise UsageError("data.count must be at least 10 images")
-    if settings.resize != "crop":
-        raise UsageError("shapes are drawn at their final size: leave data.resize out")
     return shapes(
         train,
         image_size=32 if settings.image_size is None else settings.image_size,
@@ -88,36 +84,38 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
         Failure: the images are not available.
     """
     source, kind, dataset = find_source(data), settings.labels, part_name(data)
-    if kind is not None and kind.lower().endswith(TABLES):
-        if dataset != "folder":
+    if kind is not None and kind not in source.labels:
+        if kind.lower().endswith(TABLES) and dataset != "folder":
             from cifar_lit.data.reviewed import with_reviewed_labels
 
             images = load_images(data, replace(settings, labels=None), train)
             return with_reviewed_labels(images, Path(kind).expanduser()) if train else images
-        raise UsageError(f"own images take their labels from the folder or table itself: use --data-dir {kind}")
-    if kind is not None and kind not in source.labels:
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
     check_choice("data.resize", settings.resize, RESIZES)
-    ignores_folders = dataset in SOURCES and dataset != "folder" and settings.root
-    # `at_hand` comes last, because it computes checksums.
-    if ignores_folders and _has_class_folders(settings.path) and not (source.fixed and source.at_hand(settings)):
-        reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"
-        raise UsageError(f"{reason}: add --dataset folder to train on them, or leave --data-dir out")
-    if settings.resize != "crop" and "image_size" in source.fixed:
-        raise UsageError(f"all images of {dataset} have the same size: leave data.resize out")
+    if dataset in SOURCES and dataset != "folder":
+        _check_no_own_images(dataset, settings)
     fixed = {**source.fixed, "num_classes": source.labels[kind]} if kind else source.fixed
     for name, value in fixed.items():
         if getattr(settings, name) not in (None, value):
             raise UsageError(f"data.{name} of {dataset} is {value}, not {getattr(settings, name)}: leave it out")
     images = source.load(settings, train)
-    if not isinstance(images, ImageSet):
-        raise UsageError(f"{dataset} must return a cifar_lit.data.image_set.ImageSet, not a {type(images).__name__}")
     for name in settings.groups:
         if name not in images.columns:
             remedy = "a table with this column, or `folder` for the folders below the class folders"
             raise UsageError(f"data.groups: the images of {dataset} have no {name!r}: use {remedy}")
     return images if images.images.is_contiguous() else replace(images, images=images.images.contiguous())
+
+
+def _check_no_own_images(dataset: str, settings: SourceSettings) -> None:
+    """Raise UsageError if the root holds folders of images, but the data set is another."""
+    if settings.root is None or not _has_class_folders(settings.path):
+        return
+    source = SOURCES[dataset]
+    if source.fixed and source.at_hand(settings):  # last, because it computes checksums
+        return
+    reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"
+    raise UsageError(f"{reason}: add --dataset folder to train on them, or leave --data-dir out")
 
 
 def _has_class_folders(root: Path) -> bool:

@@ -48,20 +48,18 @@ class Split:
     @classmethod
     def of(cls, settings: Split | Mapping[str, object] | None) -> Split:
         """Return settings that are given as an object or by name; None for the defaults."""
-        if isinstance(settings, cls):
+        if settings is None:
+            return cls()
+        if not isinstance(settings, Mapping):
             return settings
-        if not isinstance(settings, Mapping | None):
-            raise UsageError(f"data.split must hold settings by name, not {settings!r}")
-        return options_of(cls, settings or {}, "data.split", "It has")
+        return options_of(cls, settings, "data.split", "It has")
 
     def __post_init__(self) -> None:
         if not 0 < self.test_size < 1:
             raise UsageError(f"data.split.test_size must be between 0 and 1, not {self.test_size:g}")
-        if self.seed < 0:
-            raise UsageError(f"data.split.seed must be 0 or more, not {self.seed}")
-        if self.folds and not (self.folds > 1 and 0 <= self.fold < self.folds):
+        if self.folds and self.fold not in range(self.folds):
             fault = f"data.split.fold {self.fold} of data.split.folds {self.folds} is invalid"
-            raise UsageError(f"{fault}: use 2 folds or more, counted from 0")
+            raise UsageError(f"{fault}: folds are counted from 0")
         if not 0 < self.share <= 1:
             fault = f"data.split.share is a share of the training images, above 0 and at most 1, not {self.share:g}"
             raise UsageError(fault)
@@ -84,8 +82,6 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     val_count = round(val_size * count) if val_size < 1 else int(val_size)
     if val_size < 0 or val_count >= count:
         raise UsageError(f"data.val_size {val_size:g} must leave some of the {count} images to train on")
-    if val_size > 0 and val_count == 0:
-        raise UsageError(f"data.val_size {val_size:g} of {count} images is none: raise it, or use 0 to train on all")
     _, numbers, counts = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
     exact = counts * (val_count / count)
     sizes = np.floor(exact).astype(int)
@@ -96,9 +92,9 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     for rows in rows_by_class(numbers, counts):
         order[rng.permutation(rows)] = np.arange(len(rows))
     is_val = draw_rows(numbers, sizes, order, None if groups is None else groups.numpy())
-    if val_count and not is_val.any():
-        fault = f"no group of the {count} images can be spared to validate on"
-        raise UsageError(f"{fault}: use --data.val_size 0, or more groups")
+    if val_size > 0 and not is_val.any():
+        fault = f"data.val_size {val_size:g} of {count} images draws no image or group"
+        raise UsageError(f"{fault}: raise it, or use 0 to train on all")
     return torch.from_numpy(np.flatnonzero(~is_val)), torch.from_numpy(np.flatnonzero(is_val))
 
 
@@ -142,7 +138,9 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
         is_single[rows] = False
         for label, count in class_counts.items():
             surplus[label] -= shares[label] * count
-        if imbalance_change(class_counts, surplus, totals) < 0 and draw(rows, class_counts):
+        if imbalance_change(class_counts, surplus, totals) >= 0:
+            continue
+        if draw(rows, class_counts):
             for label, count in class_counts.items():
                 surplus[label] += count
 

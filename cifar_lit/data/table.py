@@ -97,8 +97,6 @@ def _places(table: Path, names: Sequence[str], group: str | None, labelled: bool
         places[absent[0]] = unknown[0]
     needed = ["path", "label"] if labelled else ["path"]
     rule = f"its first row must name the columns, {' and '.join(needed)} at least"
-    if not any(names):
-        raise UsageError(f"{table} is empty: {rule}")
     for column in needed:
         if column not in places:
             accepted = ", ".join(COLUMNS[column][:6])
@@ -128,21 +126,18 @@ def _cells(table: Path, text: str) -> tuple[list[str], Records]:
     delimiter = max(",;\t", key=first.count)
     if table.suffix.lower() == ".tsv":
         delimiter = "\t"
-    rows = _csv_rows(table, text, delimiter)
+    rows = _csv_rows(text, delimiter)
     _, names = next(rows, (0, []))
     if len(names) == 2 and names[0].lower().endswith(IMAGES):
-        return ["path", "label"], _csv_rows(table, text, delimiter)
+        return ["path", "label"], _csv_rows(text, delimiter)
     return names, rows
 
 
-def _csv_rows(table: Path, text: str, delimiter: str) -> Records:
+def _csv_rows(text: str, delimiter: str) -> Records:
     reader = csv.reader(StringIO(text), delimiter=delimiter)
-    try:
-        for cells in reader:
-            if cells:
-                yield reader.line_num, [cell.strip() for cell in cells]
-    except csv.Error as error:
-        raise UsageError(f"{table}, row {reader.line_num} cannot be read: {error}; is a quote left open?") from None
+    for cells in reader:
+        if cells:
+            yield reader.line_num, [cell.strip() for cell in cells]
 
 
 def _objects(table: Path, text: str) -> tuple[list[str], Records]:
@@ -168,6 +163,6 @@ def _plain(name: str) -> str:
 
 
 def _text(value: object) -> str:
-    if value is None or isinstance(value, dict | list):
+    if isinstance(value, dict | list | None):
         return ""
     return str(value).strip()

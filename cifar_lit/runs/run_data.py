@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import spread_rows
-from cifar_lit.data.shapes import MIN_SIZE, shapes
+from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import find_source
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import Failure, UsageError, first_line
@@ -157,8 +157,7 @@ def run_or_drawn_images(run: Path, card: ModelCard, data_dir: str | None, count:
         if data_dir is not None:
             raise
         channels, height, width = card.input_shape
-        size = [max(MIN_SIZE, height), max(MIN_SIZE, width)]
         colours = 3 if channels == 3 else 1
-        drawn = shapes(False, image_size=size, channels=colours, count=count or 1000).images[:, :height, :width]
+        drawn = shapes(False, image_size=[height, width], channels=colours, count=count or 1000).images
         images = drawn.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous()
         return RunImages(images, None, f"{len(images):,} generated images without labels ({error})")

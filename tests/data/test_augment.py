@@ -97,7 +97,6 @@ def test_each_image_is_mixed_with_one_other_determined_by_the_rows() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ("crop", r"data\.augment must hold settings by name, not 'crop'"),
         ({"crop": -1}, r"data\.augment\.crop must be 0 or more, not -1"),
         ({"transform": "rand"}, r"data\.augment\.transform must be one of none, trivial_augment_wide, rand_augment"),
         ({"scale": [0.5, 1.5]}, r"data\.augment\.scale must be two rising shares of the area"),

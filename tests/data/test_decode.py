@@ -167,10 +167,9 @@ def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_pa
         image_size(tmp_path / "b.jpg")
 
 
-@pytest.mark.parametrize("limit", [600, 1000])  # Pillow raises above twice its limit, and warns below
-def test_images_above_pillows_pixel_limit_fail(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    with pytest.raises(DecodeError, match=f"more than {limit:,} pixels"):
+def test_images_above_twice_pillows_limit_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
+    with pytest.raises(DecodeError, match="could be decompression bomb"):
         decode(io.BytesIO(encoded(blocks(32, 40), "PNG")))
 
 

@@ -78,7 +78,7 @@ def test_a_wrong_file_at_the_target_is_reported_and_kept(target: Path) -> None:
     [
         ({"cuts": [30_000, 30_000]}, None, [0, 30_000, 60_000]),
         ({}, CONTENT[:70_000], [70_000]),
-        ({}, CONTENT, []),  # already complete: no request
+        ({}, CONTENT, [len(CONTENT), 0]),  # complete, but not renamed
         ({}, CONTENT + b"more", [len(CONTENT) + 4, 0]),
         ({}, b"\0" * 50_000, [50_000, 0]),  # wrong content
         ({"ranges": False}, CONTENT[:40_000], [40_000]),

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from own_images import damage, decodings, doubling_links, open_set, save, values
 
-from cifar_lit.data import decode
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.decode import KINDS
+from cifar_lit.data.decode import KINDS, remedy_for
 from cifar_lit.data.folder import draw_test
 from cifar_lit.data.layout import Tree, scan
 from cifar_lit.data.splits import Split
@@ -85,11 +84,9 @@ def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
         scan(root)
 
 
-@pytest.mark.parametrize("has_heif", [True, False])
-def test_heic_photos_name_the_extra_that_reads_them(has_heif: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "IMAGES", (".jpg", ".heic") if has_heif else (".jpg",))
+def test_heic_photos_name_the_extra_that_reads_them() -> None:
     told = '2 .heic: pip install "cifar-lit[photos]", or convert them: magick mogrify'
-    assert (told in decode.remedy_for(["a.heic", "b/c.HEIC", "d.txt"])) is not has_heif
+    assert told in remedy_for(["a.heic", "b/c.HEIC", "d.txt"])
 
 
 def test_each_folder_is_visited_once_despite_multiple_links(root: Path) -> None:
@@ -196,9 +193,6 @@ def test_damaged_images_fail_by_name_or_are_skipped_on_request(root: Path, capsy
     assert values(root, skip_bad=True) == [0, 2, 3, 4] and open_set(root, skip_bad=True).labels.tolist() == [0, 0, 1, 1]
     line = f"1 of 5 train images below {root} are damaged and left out: train/cat/1.png (cut short)\n"
     assert capsys.readouterr().err == line  # printed once per process
-    damage(root / "test/dog/0.png")
-    with pytest.raises(Failure, match="no test image of class dog"):
-        open_set(root, skip_bad=True)
 
 
 def test_the_folders_below_class_folders_are_groups_if_named(root: Path) -> None:

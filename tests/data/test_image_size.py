@@ -16,7 +16,7 @@ def test_one_number_is_a_square_and_two_are_height_and_width(value: ImageSize, s
     assert parse_image_size(value) == size
 
 
-@pytest.mark.parametrize("value", ["", "96x", "96x128x3", "9.5", [1, 1, 1], 0, 2049, "8x2049"])
+@pytest.mark.parametrize("value", ["", "96x", "96x128x3", "9.5", [1, 1, 1]])
 def test_an_invalid_size_is_refused(value: ImageSize) -> None:
-    with pytest.raises(UsageError, match=r"--data.image_size must be (a number of pixels|from 1 to 2,048 pixels)"):
+    with pytest.raises(UsageError, match=r"--data.image_size must be a number of pixels"):
         parse_image_size(value)

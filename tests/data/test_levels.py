@@ -10,7 +10,6 @@ from own_images import open_set
 from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.decode import DecodeError, decode
 from cifar_lit.data.splits import Split
 from cifar_lit.errors import UsageError
 
@@ -75,17 +74,6 @@ def test_levels_may_be_set_and_are_named_otherwise(tmp_path: Path, capsys: pytes
     data = ImageData("folder", str(root), channels=1, levels=[1000, 1510], cache_dir=cache)
     assert data.train_images.levels == (1000, 1510) and 120 < data.train_images.images.max() < 130
     assert "16-bit values" not in capsys.readouterr().err
-    for levels in ([5], [5, 5], [9, 5]):
+    for levels in ([5, 5], [9, 5]):
         with pytest.raises(UsageError, match=r"data.levels \[.*must be two values, of black and of white"):
             ImageData("folder", levels=levels)
-
-
-def test_dark_colours_of_16_bits_are_refused_with_a_command(tmp_path: Path) -> None:
-    from inference.odd_files import png
-
-    dark, bright = (b"\0" + bytes([value, 7] * 24) for value in (15, 16))
-    (tmp_path / "dark.png").write_bytes(png(8, 8, 16, dark * 8))
-    with pytest.raises(DecodeError, match="16-bit colours that use 12 bits or fewer: magick mogrify -evaluate"):
-        decode(tmp_path / "dark.png")
-    (tmp_path / "bright.png").write_bytes(png(8, 8, 16, bright * 8))
-    assert decode(tmp_path / "bright.png").max() == 16

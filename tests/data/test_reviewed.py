@@ -37,7 +37,6 @@ def test_labels_split_dropped_and_new_images_follow_the_table(tmp_path: Path) ->
         ("1,circle,test", "row 3: the split 'test' is neither train nor val"),
         ("0,circle,train", "row 3: image 0 is in a row above"),
         ("00,circle,val", "row 3: image 0 is in a row above"),
-        ("12,circle,train", "row 3: there is no image 12: the last one is 11"),
     ],
 )
 def test_an_invalid_row_is_named(tmp_path: Path, row: str, text: str) -> None:
@@ -48,9 +47,6 @@ def test_an_invalid_row_is_named(tmp_path: Path, row: str, text: str) -> None:
     assert text.replace("circle", names[0]) in str(error.value)
 
 
-def test_a_table_without_training_images_and_own_images_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "table.csv").write_text(f"image,label,split\n0,{ImageData(**SETTINGS).classes[0]},val")
-    with pytest.raises(UsageError, match="has no training images: add rows with the split train"):
-        ImageData(**SETTINGS, labels=str(tmp_path / "table.csv")).train_images  # noqa: B018
-    with pytest.raises(UsageError, match=r"use --data-dir table\.csv"):
+def test_own_images_take_no_table_of_labels(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"leave data\.labels out"):
         ImageData("folder", root=str(tmp_path), labels="table.csv").train_images  # noqa: B018

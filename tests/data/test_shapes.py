@@ -1,7 +1,5 @@
 """Generated images are determined by their seed, have balanced classes and correct figures."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ from torch.nn import functional
 
 from cifar_lit.data.shapes import CLASSES, FIGURES, shapes
 from cifar_lit.data.source_settings import ImageSize
-from cifar_lit.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -31,21 +28,6 @@ def test_images_depend_on_seed_and_part_only_and_keep_the_global_random_state() 
     for other in (shapes(True, count=150, seed=4), shapes(False, count=150, seed=3)):
         assert not (part.images == other.images).flatten(1).all(1).any()
     assert torch.equal(torch.get_rng_state(), states[0]) and np.array_equal(np.random.get_state()[1], states[1])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ({"num_classes": 1}, "2 to 110 classes, not 1"),
-        ({"num_classes": 111}, "2 to 110 classes, not 111"),
-        ({"channels": 2}, "1 or 3 channels, not 2"),
-        ({"image_size": 7}, "at least 8, not 7×7"),
-        ({"image_size": "30x7"}, "at least 8, not 30×7"),
-    ],
-)
-def test_invalid_settings_are_refused(wrong: dict[str, Any], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        shapes(True, **{"count": 10, **wrong})
 
 
 def test_a_linear_model_stays_below_35_percent() -> None:

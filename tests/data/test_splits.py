@@ -37,7 +37,7 @@ def test_the_split_is_a_function_of_the_seed() -> None:
 
 @pytest.mark.parametrize(
     ("val_size", "advice"),
-    [(-1, "-1 must leave some"), (1000, "1000 images"), (1001, "1000 images"), (0.0001, "is none")],
+    [(-1, "-1 must leave some"), (1000, "1000 images"), (1001, "1000 images"), (0.0001, "draws no image")],
 )
 def test_sizes_that_leave_one_part_empty_are_refused(val_size: float, advice: str) -> None:
     with pytest.raises(UsageError, match=advice):
@@ -85,7 +85,7 @@ def test_every_class_keeps_training_images_and_has_validation_images_if_possible
     assert torch.bincount(labels[train]).tolist() == [24, 5, 4] and torch.bincount(labels[val]).tolist() == [6, 3]
     train, val = split_validation(labels, 0.9, 0, groups)
     assert labels[train].unique().tolist() == [0, 1, 2]
-    with pytest.raises(UsageError, match="no group of the 42 images can be spared"):
+    with pytest.raises(UsageError, match="of 42 images draws no image or group"):
         split_validation(labels, 0.25, 0, labels)
 
 
