@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
+from jsonargparse.typing import PositiveInt
 from rich.cells import cell_len, set_cell_size
 
 from cifar_lit.cli.coverage import add_coverage, coverage_of
@@ -74,7 +75,7 @@ def _settings(argv: list[str]) -> Namespace:
     add("run", type=str, metavar="RUN", help="run folder, its model.safetensors, or hf://USER/NAME@REVISION")
     paths = "files, folders, patterns such as '*.jpg' or '**/*.png', or - to read paths from standard input"
     add("paths", type=str, nargs="*", metavar="PATH", help=paths)
-    add("--top", type=int, default=3, help="number of classes to print for each image")
+    add("--top", type=PositiveInt, default=3, help="number of classes to print for each image")
     csv = "write CSV to this file, or to standard output without a name"
     add("--csv", type=str, nargs="?", const="-", default=None, metavar="FILE.csv", help=csv)
     jsonl = "write one JSON object per line to this file, or to standard output without a name"
@@ -86,10 +87,6 @@ def _settings(argv: list[str]) -> Namespace:
     settings = parsed(parser, _sorted_argv(argv))
     if not settings.paths:
         raise UsageError("classify needs a run and images: cifar-lit classify lightning_logs/NAME IMAGES")
-    if settings.top < 1:
-        raise UsageError("--top must be at least 1")
-    if settings.csv == "-" and settings.jsonl == "-":
-        raise UsageError("--csv and --jsonl cannot both go to standard output: name a file for one of them")
     return settings
 
 
@@ -175,14 +172,16 @@ def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Writ
 
     def write(rows: Sequence[Row]) -> None:
         for row in rows:
-            cells = [set_cell_size(printable(row.path or ""), path_width)]
+            cells = [set_cell_size(printable(str(row.path)), path_width)]
             for name, value in row.top:
                 cells.append(f"{set_cell_size(printable(name), class_width)} {value:.3f}")
             if row.prediction_set is not None:
                 cells.append(f"{{{', '.join(row.prediction_set)}}}")
             if row.unknown:
                 cells.append("unknown")
-            say("  ".join([*cells, row.error or ""]).rstrip())
+            if row.error:
+                cells.append(row.error)
+            say("  ".join(cells).rstrip())
 
     names = ["class", *(f"class {rank}" for rank in range(2, top + 1))]
     say("  ".join([f"{'file':<{path_width}}", *(f"{name:<{class_width + 6}}" for name in names)]).rstrip())

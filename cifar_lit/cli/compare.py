@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse.typing import PositiveFloat
 from rich.table import Table
 
 from cifar_lit.cli.console import for_tables, write_or_say
@@ -51,10 +52,8 @@ def compare(words: list[str]) -> None:
     add("--csv", type=str | None, default=None, help="write a row for each run to this file (- for standard output)")
     add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")
     text = "a difference in accuracy, in points; for groups of seeds, print how many seeds would find it"
-    add("--difference", type=float, default=0.2, help=text)
+    add("--difference", type=PositiveFloat, default=0.2, help=text)
     settings = parsed(parser, words)
-    if not 0 < settings.difference <= 100:
-        raise UsageError(f"--difference is in points of accuracy, above 0 and at most 100, not {settings.difference:g}")
     runs = [read_run(path) for path in find_runs(settings.runs)]
     if not any(run.metrics or run.settings for run in runs):
         raise UsageError(f"no run in {' '.join(settings.runs)}: give run folders, a pattern, or a folder of runs")

@@ -27,18 +27,20 @@ def is_first_process(environment: Mapping[str, str]) -> bool:
     """Return whether this process has global rank 0, from the variables of torchrun, SLURM, Lightning or the user."""
     if "RANK" in environment:
         return environment["RANK"] == "0"
-    return environment.get("LOCAL_RANK", "0") == "0" and environment.get("NODE_RANK", "0") == "0"
+    return (environment.get("LOCAL_RANK", "0"), environment.get("NODE_RANK", "0")) == ("0", "0")
 
 
 def by_torchrun(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in environment and "LOCAL_WORLD_SIZE" in environment
+    return "TORCHELASTIC_RUN_ID" in environment
 
 
 def by_slurm(environment: Mapping[str, str]) -> bool:
     """Return whether SLURM's srun started this process, as Lightning decides it: no interactive shell, no torchrun."""
+    if by_torchrun(environment):
+        return False
     interactive = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    return "SLURM_NTASKS" in environment and not interactive and not by_torchrun(environment)
+    return "SLURM_NTASKS" in environment and not interactive
 
 
 def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> None:
@@ -47,17 +49,19 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
     One SLURM task is one device. Lightning compares its settings with the job's variables, so these are set to the
     values of this job step, which may have fewer tasks. SLURM's ranks are also set under torchrun's names.
     """
+    if command.asks_only:
+        return
     if by_torchrun(environment):
         tasks, per_node = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
         restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
         # Restarted ranks would read the addresses of killed ones in the agent's store (pytorch/pytorch#135712).
         if tasks > 1 and restarts != "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             raise UsageError("torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
-    elif by_slurm(environment) and not command.asks_only:
+    elif by_slurm(environment):
         tasks = int(environment["SLURM_NTASKS"])
         if tasks > 1 and "SLURM_STEP_ID" not in environment:
             raise UsageError(f"only one of the {tasks} tasks of this SLURM job runs: put srun before the command")
-        nodes = environment.get("SLURM_STEP_NUM_NODES") or environment["SLURM_NNODES"]
+        nodes = environment.get("SLURM_STEP_NUM_NODES", environment["SLURM_NNODES"])
         per_node = tasks // int(nodes)
         environment.update(SLURM_NTASKS_PER_NODE=str(per_node), SLURM_NNODES=nodes, WORLD_SIZE=str(tasks))
         environment.update(RANK=environment["SLURM_PROCID"], LOCAL_RANK=environment["SLURM_LOCALID"])
@@ -79,22 +83,27 @@ def continue_job(command: Command, argv: list[str], environment: Mapping[str, st
     The command line is part of the record, so that each training of a SLURM script finds its own run. If the run is
     finished, print this and exit with code 0.
     """
-    if command.name not in ("fit", "train") or command.several or command.asks_only or command.resume is not None:
+    if command.name not in ("fit", "train"):
+        return
+    if command.several or command.asks_only:
+        return
+    if command.resume is not None:
         return
     job = job_of(environment)
     if not job:
         return
     command.job = sha256("\0".join([job, command.name, *argv]).encode()).hexdigest()
     counters = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    again = any(int(environment.get(counter) or 0) for counter in counters)
+    again = any(int(environment.get(counter, 0)) for counter in counters)
     if not again and JOB_NAME not in environment:
         return
     logs = logs_of(command)
     run = newest_run_of_job(logs, command.job)
-    finished = run is not None and is_finished(run, needs_test=command.name == "train")
+    finished = False
     if run is None:
         line = f"job {job} has no checkpoint in {display_path(logs)} yet: starting a new run"
-    elif finished:
+    elif is_finished(run, needs_test=command.name == "train"):
+        finished = True
         line = f"{display_path(run)} of job {job} is finished: its results are in metrics.json"
     else:
         line = f"resuming {display_path(run)} of job {job}"
@@ -158,7 +167,7 @@ def logs_of(command: Command) -> Path:
     if command.recipe:
         files.append(recipe_path(command.recipe))
     for file in files:
-        logs = (plain_values(file.expanduser()) or {}).get("logs")
-        if isinstance(logs, str) and logs:
+        logs = plain_values(file.expanduser()).get("logs")
+        if logs:
             return Path(logs).expanduser()
     return Path(LOGS).expanduser()

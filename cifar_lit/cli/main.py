@@ -101,13 +101,13 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
         allow_typed(argv, trust="--trust" in argv)
         return _run(argv, default)
     except BaseException as error:
-        if not isinstance(error, (SystemExit, Exception, KeyboardInterrupt)) and not hasattr(error, "exit_code"):
-            raise
         return _report(error, "--debug" in argv)
 
 
 def _run(argv: list[str], default: str) -> int:
-    if (default == "fit" and not argv) or argv[:1] in (["--help"], ["-h"], ["help"]):
+    if default == "fit" and not argv:
+        argv = ["--help"]
+    if argv[:1] in (["--help"], ["-h"], ["help"]):
         say(*OVERVIEW.splitlines())
         return 0
     if argv[:1] == ["--version"]:
@@ -116,11 +116,11 @@ def _run(argv: list[str], default: str) -> int:
         say(f"cifar-lit {__version__}")
         return 0
     name, arguments = default, argv
-    if argv and not argv[0].startswith("-"):
+    if _begins_with_word(argv):
         name, arguments = argv[0], argv[1:]
     if name == "export" and ("--to=hub" in arguments or ("--to", "hub") in pairwise(arguments)):
         name = "export --to hub"
-    if name == "test" and arguments and not arguments[0].startswith("-"):
+    if name == "test" and _begins_with_word(arguments):
         name = "test RUN"
     if name in flags.TRAINING:
         _train(flags.parse(name, arguments), arguments)
@@ -131,6 +131,10 @@ def _run(argv: list[str], default: str) -> int:
     run = optional_function(OWN[name], f"the command {name!r}")
     code: int | None = run([word for word in arguments if word != "--debug"])
     return code or 0
+
+
+def _begins_with_word(argv: list[str]) -> bool:
+    return bool(argv) and not argv[0].startswith("-")
 
 
 def _command_hint(name: str, commands: list[str]) -> str:

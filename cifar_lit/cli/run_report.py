@@ -17,13 +17,11 @@ from cifar_lit.runs.groups import group_lines
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import display_path
-from cifar_lit.text import counted, say
+from cifar_lit.text import counted, listed, say
 from cifar_lit.train import Results
 from cifar_lit.training.loop_position import steps_per_epoch
 from cifar_lit.training.metrics import Score
 from cifar_lit.trust import untrusted_parts
-
-MAX_CLASS_NAMES = 60  # characters of all class names in the start card; longer lists are left out
 
 
 class StartCard(Callback):
@@ -74,9 +72,9 @@ def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: I
 
 def _classes_text(data: ImageData) -> str:
     channels, height, width = data.input_shape
-    names = f" ({', '.join(data.classes)})"
-    if data.dataset != "folder" or len(names) > MAX_CLASS_NAMES:
-        names = ""
+    names = ""
+    if data.dataset == "folder":
+        names = f" ({listed(data.classes)})"
     return f"{data.class_count} classes{names} · {channels}×{height}×{width}"
 
 
@@ -176,8 +174,9 @@ def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
     elif is_folder:  # a net memorises wrong labels that it was trained on
         config = shlex.quote(f"{folder}/config.yaml")
         lines.append(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
-    code = f"import cifar_lit; print(cifar_lit.load({folder!r}{argument}))"
-    return [*lines, f'  python -c "{code}"']
+    if shlex.quote(folder) == folder:
+        lines.append(f'  python -c "import cifar_lit; print(cifar_lit.load({folder!r}{argument}))"')
+    return lines
 
 
 def print_dev_run() -> None:

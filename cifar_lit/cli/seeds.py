@@ -60,7 +60,10 @@ def train_seeds(command: Command) -> None:
         if command.json:
             write_seeds_file(command, runs, warm=trained[1:])
     except Interrupted as interruption:
-        interruption.resume = f"{program('train')} {shlex.join([*command.words, f'--seeds={text}'])}"
+        words = [*command.words, f"--seeds={text}"]
+        if command.json:
+            words.append(f"--json={command.json}")
+        interruption.resume = f"{program('train')} {shlex.join(words)}"
         raise
     finally:
         folder.release()
@@ -76,7 +79,8 @@ def read_seeds(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if not match:
             raise UsageError(f"--seeds must be seeds such as 0-4 or 1,2,3, not {text!r}")
-        seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
+        first, last = match.groups(default=match[1])
+        seeds += range(int(first), int(last) + 1)
     if not seeds:
         raise UsageError(f"--seeds {text} names no seed: the first of a range comes first, as in 0-4")
     return list(dict.fromkeys(seeds))
@@ -90,7 +94,8 @@ def _earlier_group(logs: Path, record: Mapping[str, Any]) -> Path | None:
         if (earlier.get("command"), earlier.get("files")) != (record["command"], record["files"]):
             continue
         trained = set(read_seeds(earlier["seeds"]))
-        if trained < seeds or (trained == seeds and "runs" not in earlier):
+        is_complete = trained == seeds and "runs" in earlier
+        if trained <= seeds and not is_complete:
             return file.parent
     return None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.errors import UsageError
 from cifar_lit.hardware import is_one_device
 from cifar_lit.runs.compare import read_run
 from cifar_lit.runs.run_folder import display_path, is_finished, newest_checkpoint, read_metrics
@@ -28,10 +28,11 @@ def check_several(command: Command) -> None:
         raise UsageError(f"{flags} are different sets of trainings: leave one of them out")
     if command.resume is not None:
         raise UsageError(f"{flags} cannot be used with --resume: leave it out (--seeds continues its trainings itself)")
-    if os.environ.get("WORLD_SIZE", "1") != "1" or not is_one_device(devices or "1"):
-        raise UsageError(f"{flags} trains on one device: leave --devices out, or name one")
     if devices is None:
+        devices = "1"
         command.flags.append("--trainer.devices=1")
+    if os.environ.get("WORLD_SIZE", "1") != "1" or not is_one_device(devices):
+        raise UsageError(f"{flags} trains on one device: leave --devices out, or name one")
 
 
 def train_each(
@@ -71,8 +72,6 @@ def train_each(
 
 def _train(command: Command, after: Callable[[TrainingCLI], None]) -> Path:
     cli = TrainingCLI(command)
-    if cli.model.predictions is None:
-        raise Failure("a training ended without a test: leave out flags that shorten the training")
     after(cli)
     run = cli.run.folder.path
     del cli
@@ -84,8 +83,9 @@ def _find_run(logs: Path, settings: Mapping[str, Any]) -> Path | None:
     """Return the run with these settings, if it is finished or can be resumed."""
     for config in logs.glob("*/config.yaml"):
         run = config.parent
-        is_usable = is_finished(run, needs_test=True) or newest_checkpoint(run).is_file()
-        if is_usable and settings.items() <= read_run(run).settings.items():
+        if not settings.items() <= read_run(run).settings.items():
+            continue
+        if is_finished(run, needs_test=True) or newest_checkpoint(run).is_file():
             return run
     return None
 

@@ -26,7 +26,7 @@ class ImageSet:
         val_rows: rows of the data set's own validation images, if it has any.
         mapped: whether the images are memory-mapped from a file.
         groups: int64 (N,), equal for images that must stay on the same side of a split.
-        names: names of the images, such as their paths in the folder.
+        names: names of the images, such as their paths in the folder; empty if they have none.
         levels: values of 16-bit images that became black and white, see `decode.Preparation`.
         skipped: names of unreadable images that were left out.
         columns: names of groups with the value of each image, such as its camera; see `data.groups`.
@@ -41,7 +41,7 @@ class ImageSet:
     val_rows: range | None = None
     mapped: bool = False
     groups: Tensor | None = None
-    names: Sequence[str] | None = None
+    names: Sequence[str] = ()
     levels: tuple[int, int] | None = None
     skipped: Sequence[str] = ()
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)

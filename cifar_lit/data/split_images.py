@@ -49,7 +49,7 @@ class SplitImages:
         if not self.folds:
             return load_images(self.dataset, self.settings, train=False)
         images, rows = self.train_images, self.fold_rows
-        names = None
+        names: list[str] = []
         if images.names:
             names = [images.names[row] for row in rows.tolist()]
         groups = images.groups_of(rows)
@@ -135,7 +135,7 @@ def split_record(parts: SplitImages) -> Record:
     """Return the record of a split: `digest`, and if the images have names, `rows` as compressed JSON, uint8 (N,)."""
     text = json.dumps(split_rows(parts)).encode()
     record: Record = {"digest": sha256(text).hexdigest()}
-    if parts.train_images.names is not None:
+    if parts.train_images.names:
         record["rows"] = torch.frombuffer(bytearray(zlib.compress(text)), dtype=torch.uint8)
     return record
 
@@ -146,7 +146,7 @@ def split_rows(parts: SplitImages) -> list[Row]:
     for images, sides in parts.sides():
         names = images.names or [str(row) for row in range(len(images))]
         record += zip(map(nfc, names), sides.tolist(), image_hashes(images), strict=True)
-        if images.names is None:
+        if not images.names:
             break
     return record
 

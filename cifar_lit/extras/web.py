@@ -91,11 +91,8 @@ class OwnClients:
 
 
 def check_length(request: Request, limit: int) -> None:
-    """Raise HTTPException for a body that is larger than `limit` bytes, or does not declare its length."""
-    length = request.headers.get("content-length")
-    if length is None:
-        raise HTTPException(411, "bodies in chunks are not accepted: send a Content-Length")
-    if int(length) > limit:
+    """Raise HTTPException for a body that is larger than `limit` bytes. It has to declare its length."""
+    if int(request.headers["content-length"]) > limit:
         raise HTTPException(413, f"the body is larger than {limit / 1e6:g} MB")
 
 

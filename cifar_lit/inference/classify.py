@@ -101,7 +101,7 @@ def _files_below(folder: str) -> Iterator[ImageFile]:
     others: list[str] = []
     is_empty = True
     for entry in walk(folder, errors.append, skipped):
-        if is_folder(entry):
+        if is_folder(entry) or Path(entry.path).is_fifo():  # reading a named pipe would wait for its writer
             continue
         if entry.name.lower().endswith((*IMAGES, *HEIC_SUFFIXES)):
             is_empty = False

@@ -13,11 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from cifar_lit.data.decode import Preparation, decode, pixels_of
-from cifar_lit.errors import Failure
 from cifar_lit.plugins import optional_function
 from cifar_lit.runs.card import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
-from cifar_lit.runs.run_folder import HUB, read_metrics
+from cifar_lit.runs.run_folder import HUB, read_metrics, scores_of
 from cifar_lit.runs.sets import Coverage, prediction_sets, set_limits
 from cifar_lit.text import printable
 from cifar_lit.trust import trusting
@@ -98,7 +97,6 @@ class Classifier:
             UsageError: `reject` or `coverage` is invalid, or needs more held-out images than this model had.
             DecodeError: a file is not a readable image.
             ValueError: an array is not an image.
-            Failure: the net's logits are not finite.
         """
         return self.predict_batch(self.prepare(images), top, reject, coverage)
 
@@ -115,8 +113,6 @@ class Classifier:
         elif coverage is not None:
             wanted = Coverage(coverage)
         logits = self(images)
-        if not logits.isfinite().all():
-            raise Failure("the net's logits are not finite, because its weights are too large: use another model")
         highest = None
         if rate is not None and self.card.reject is not None:
             highest = threshold(self.card.reject, rate)
@@ -172,15 +168,16 @@ def _to_pil(image: Tensor | np.ndarray) -> Image.Image:
             array = array.transpose(1, 2, 0)
     else:
         array = np.asarray(image)
-    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)) or not array.size:
+    if array.shape[2:] not in ((), (1,), (3,), (4,)):
         raise ValueError(f"an image must be (H, W), (H, W, C) or, as a tensor, (C, H, W), not {tuple(np.shape(image))}")
     if np.issubdtype(array.dtype, np.floating):
-        if not (np.isfinite(array).all() and array.min() >= 0 and array.max() <= 1):
+        is_in_range = (array >= 0) & (array <= 1)  # false for NaN
+        if not is_in_range.all():
             raise ValueError("a floating-point image must be in 0 … 1: do not normalise it, or pass uint8")
         array = (array * 255).round().astype(np.uint8)
     if array.dtype != np.uint8:
         raise ValueError(f"an image must be uint8, or floating-point in 0 … 1, not {array.dtype}")
-    if array.ndim == 3 and array.shape[2] == 1:
+    if array.shape[2:] == (1,):
         array = array[:, :, 0]
     return Image.fromarray(array)
 
@@ -201,5 +198,4 @@ def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifi
         path = optional_function(FETCH, HUB)(path)
     with trusting(trust):
         net = load_model_file(path)
-    test = read_metrics(Path(path)).get("test") or {}
-    return Classifier(net, device, test.get("accuracy"))
+    return Classifier(net, device, scores_of(read_metrics(Path(path))).get("accuracy"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from cifar_lit.errors import UsageError
 from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run_folder import GROUP, LOCK, changes_text, display_path, read_metrics
+from cifar_lit.runs.run_folder import GROUP, LOCK, changes_text, display_path, read_metrics, scores_of
 from cifar_lit.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.text import natural_key
 
@@ -38,12 +38,15 @@ class RunRecord:
     @property
     def test(self) -> dict[str, Any]:
         """The test results in metrics.json; empty without a test."""
-        return self.metrics.get("test") or {}
+        return scores_of(self.metrics)
 
     @property
     def recipe(self) -> str:
         """Name of the recipe, or –."""
-        return str(self.metrics.get("recipe") or self.settings.get("recipe") or "–")
+        recipe = self.metrics.get("recipe", self.settings.get("recipe"))
+        if recipe is None:
+            return "–"
+        return str(recipe)
 
     @property
     def seed(self) -> object:
@@ -65,7 +68,7 @@ class RunRecord:
 
         `low` and `high` are the limits of the 95 % interval of the test accuracy.
         """
-        test, val = self.test, self.metrics.get("val") or {}
+        test, val = self.test, scores_of(self.metrics, "val")
         figures = {"accuracy": test.get("accuracy"), "low": None, "high": None, "loss": test.get("loss")}
         if images := test.get("images"):
             figures["low"], figures["high"] = wilson_interval(round(test["accuracy"] * images), images)
@@ -95,8 +98,12 @@ def find_runs(names: Sequence[str]) -> list[Path]:
         if not folders:
             raise UsageError(f"there is no folder {name}: name run folders, a pattern of them, or a folder of logs")
         for folder in folders:
-            inner = [] if _is_run(folder) else list(filter(_is_run, _sorted_folders(folder.iterdir())))
-            for run in inner or [folder]:
+            inner: list[Path] = []
+            if not _is_run(folder):
+                inner = [each for each in _sorted_folders(folder.iterdir()) if _is_run(each)]
+            if not inner:
+                inner = [folder]
+            for run in inner:
                 runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
@@ -228,7 +235,7 @@ def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
     found = {}
     for run in runs:
         file = run.path / "predictions.csv"
-        if run.test.get("fingerprint") and file.is_file():
+        if run.test and file.is_file():
             hits = _read_hits(file, run.test["fingerprint"])
             if len(hits.correct) == run.test["images"]:
                 found[run.name] = hits
@@ -237,14 +244,14 @@ def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
 
 def _read_hits(file: Path, fingerprint: str) -> Hits:
     correct = []
+    columns: dict[str, list[str]] = {}
     with file.open(encoding="utf-8", newline="") as lines:
-        table = csv.DictReader(lines)
-        columns: dict[str, list[str]] = {name: [] for name in table.fieldnames or () if name.startswith(GROUP)}
-        for row in table:
+        for row in csv.DictReader(lines):
             correct.append(row["label"] == row["predicted"])
-            for name, values in columns.items():
-                values.append(row[name])
-    return Hits(fingerprint, correct, {name.removeprefix(GROUP): values for name, values in columns.items()})
+            for name, value in row.items():
+                if name.startswith(GROUP):
+                    columns.setdefault(name.removeprefix(GROUP), []).append(value)
+    return Hits(fingerprint, correct, columns)
 
 
 def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:

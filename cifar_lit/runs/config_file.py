@@ -14,12 +14,11 @@ def plain_values(file: Path) -> Any:
     """Return the values in a configuration file; empty for an empty file. Raise UsageError for invalid YAML."""
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
     except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
         place = ""
-        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-            place = f" at line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        if mark:
+            place = f" at line {mark.line + 1}, column {mark.column + 1}"
         raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
     if values is None:
         return {}

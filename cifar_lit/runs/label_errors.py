@@ -167,10 +167,12 @@ def find_duplicates(train: ImageSet, test: ImageSet) -> tuple[list[Pair], int, i
     is_identical = same_rows >= 0
     pairs: list[Pair] = []
     for group in near_duplicates(np.concatenate([_thumbnails(train), _thumbnails(test)])):
-        for row in group:
-            test_row = row - len(train)
-            if group[0] < len(train) and test_row >= 0 and not is_identical[test_row]:
-                pairs.append(Pair(_labelled("Test", test, test_row), _labelled("Training", train, group[0])))
+        if group[0] >= len(train):  # no training image
+            continue
+        test_rows = [row - len(train) for row in group if row >= len(train)]
+        for row in test_rows:
+            if not is_identical[row]:
+                pairs.append(Pair(_labelled("Test", test, row), _labelled("Training", train, group[0])))
     conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
     return pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting
 

@@ -77,7 +77,7 @@ class LoadedNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits of uint8 images; raise ValueError for another dtype or shape."""
-        if images.dtype != torch.uint8 or images.ndim != 4 or list(images.shape[1:]) != self.card.input_shape:
+        if images.dtype != torch.uint8 or list(images.shape[1:]) != self.card.input_shape:
             shape = " × ".join(map(str, self.card.input_shape))
             raise ValueError(f"images must be uint8 of (batch, {shape}), not {images.dtype} {tuple(images.shape)}")
         logits: Tensor = self.net((images.float() / 255 - self.mean) / self.std)

@@ -36,7 +36,7 @@ from cifar_lit.runs.label_errors import (
     write_ranking,
 )
 from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions, set_logits
-from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics
+from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics, scores_of
 from cifar_lit.stats import wilson_interval
 from cifar_lit.text import note, printable_lines
 
@@ -65,7 +65,7 @@ def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
     train, test = data.train_images, data.test_images
     test_logits = set_logits(net, test, torch.arange(len(test)), "predicting the test images")
     predictions = None
-    tested_on = (metrics.get("test") or {}).get("fingerprint")
+    tested_on = scores_of(metrics).get("fingerprint")
     if tested_on == fingerprint(test.images, test.labels):
         predictions = read_predictions(run / "predictions.csv", data.classes)
     elif tested_on:
@@ -97,7 +97,8 @@ def _without_test(data: ImageData) -> ImageSet:
     if data.parts.folds:
         keep[data.parts.fold_rows] = False
     elif images.names:
-        test_names = set(data.test_images.names or ())
+        test = data.test_images
+        test_names = {test.name(row) for row in range(len(test))}
         keep = torch.tensor([name not in test_names for name in images.names])
     if keep.all():
         return images
@@ -123,7 +124,7 @@ def render(
     bins = reliability(predictions.probability, predictions.hits)
     error = expected_calibration_error(bins)
     correct, images = int(predictions.hits.sum()), len(predictions.labels)
-    test = metrics.get("test") or {}
+    test = scores_of(metrics)
     charts = []
     for number, (name, lines) in enumerate(_curves(run).items()):
         ends = [f"{PART_NAMES.get(part, part)} ends at {points[-1][1]:.4g}" for part, points in lines.items()]
@@ -144,7 +145,7 @@ def render(
         matrix=as_svg(confusion_matrix(matrix, classes), "matrix", f"Confusion matrix of {len(classes)} classes"),
         confused=_most_confused(matrix, classes),
         error=error,
-        calibration=test.get("calibration") or {"temperature": None, "tempered_error": None},
+        calibration=test.get("calibration", {"temperature": None, "tempered_error": None}),
         group_lines=group_lines(test),
         groups=test.get("groups", {}),
         coverage=test.get("coverage", []),
@@ -171,7 +172,7 @@ def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     if changes := changes_text(metrics):
         facts.append(("changed when resumed", changes))
     for part in ("test", "val"):
-        scores = metrics.get(part) or {}
+        scores = scores_of(metrics, part)
         for name, value in scores.items():
             in_headline = name == "images" or (part, name) == ("test", "accuracy")
             if isinstance(value, int | float) and not in_headline:
@@ -214,7 +215,7 @@ def _class_rows(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) 
         row = {"name": name, "trained": images, "tested": tested, "predicted": predicted, "correct": correct}
         row["interval"] = wilson_interval(correct, tested) if tested else (0.0, 1.0)
         rows.append(row)
-    return sorted(rows, key=lambda row: row["correct"] / (row["tested"] or 1))
+    return sorted(rows, key=lambda row: row["correct"] / max(1, row["tested"]))
 
 
 def _mistakes(data: ImageData, table: PredictionTable) -> list[Picture]:

@@ -157,7 +157,7 @@ def log_pictures(run: Run, val: Score | None, test: Score | None, data: ImageDat
     """Log the confusion matrices of the scores."""
     for board in run.boards:
         for part, score in (("val", val), ("test", test)):
-            if score and score.images:
+            if score:
                 picture = as_pixels(confusion_matrix(torch.tensor(score.confusion), data.classes))
                 board.log_images(f"{part}/confusion_matrix", picture, step)
         board.save()

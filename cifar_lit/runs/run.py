@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,9 +52,9 @@ class Run(Callback):
         notes: dict[str, str],
         command: str,
         monitored: tuple[str, str] = ("val/accuracy", "max"),
-        changed: Mapping[str, Any] | None = None,
+        changed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.changed = dict(changed or {})
+        self.changed = dict(changed)
         self.changes: list[dict[str, Any]] = []
         self.folder, self.settings, self.config, self.notes = folder, settings, config, notes
         self.command, self.trains = command, command in ("fit", "train")

@@ -142,7 +142,7 @@ def run_images(run: Path, card: ModelCard, data_dir: str | None, train: bool, co
     rows = spread_rows(rows, count or len(rows))
     what = f"{len(rows):,} {what} images of {data.dataset}"
     if data.dataset == "folder":
-        what = f"{what} {data.settings.root or ''}".rstrip()
+        what = f"{what} {data.settings.root}"
     return RunImages(images.take(rows).permute(0, 3, 1, 2).contiguous(), images.labels[rows], what)
 
 

@@ -98,8 +98,6 @@ class RunFolder:
             lock.acquire(timeout=0)
         except Timeout:
             raise Failure(f"another process is writing {path}: wait until it ends, or use another run") from None
-        except OSError as error:
-            raise Failure(f"cannot lock {path}: {error.strerror}. Choose another place with --logs DIR.") from None
         self._lock, self._path = lock, path
         for partial in path.rglob(f"*{PART}"):
             partial.unlink()
@@ -107,11 +105,11 @@ class RunFolder:
     def release(self) -> None:
         """Unlock the folder and remove the lock file."""
         lock, self._lock = self._lock, None
-        if lock is not None and self._path is not None:
+        if lock is not None:
             # Remove the file before the release: afterwards another process may hold the lock. The folder may be gone
             # or read-only, and Windows cannot remove open files.
             with suppress(OSError):
-                (self._path / LOCK).unlink()
+                Path(lock.lock_file).unlink()
             lock.release()
 
 
@@ -204,7 +202,9 @@ def newest_run_of_job(logs: Path, job: str) -> Path | None:
 def is_finished(run: Path, needs_test: bool) -> bool:
     """Return whether a run has nothing left to do. needs_test: the command ends with a test."""
     metrics = read_metrics(run)
-    return bool(metrics and (metrics.get("test") or not needs_test))
+    if needs_test:
+        return bool(scores_of(metrics))
+    return bool(metrics)
 
 
 def check_unfinished(run: Path, needs_test: bool) -> None:
@@ -240,12 +240,19 @@ def read_metrics(run: Path) -> dict[str, Any]:
     return read_json(run / "metrics.json")
 
 
+def scores_of(metrics: Mapping[str, Any], part: str = "test") -> dict[str, Any]:
+    """Return the scores of a part in metrics.json, empty if it was not scored."""
+    return metrics.get(part) or {}
+
+
 def changes_text(metrics: Mapping[str, Any]) -> str:
     """Return the settings that changed when a run was resumed, such as `from step 60: trainer.devices 2`, or ''."""
     lines = []
-    for change in metrics.get("changes") or []:
-        settings = [f"{name} {value}" for name, value in change["settings"].items()]
-        lines.append(f"from step {change['step']}: {', '.join(settings) or 'as at the start'}")
+    for change in metrics.get("changes", []):
+        text = ", ".join(f"{name} {value}" for name, value in change["settings"].items())
+        if not text:
+            text = "as at the start"
+        lines.append(f"from step {change['step']}: {text}")
     return "; ".join(lines)
 
 

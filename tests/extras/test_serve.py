@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -64,15 +63,10 @@ def test_health_describes_the_net_and_the_page_has_its_files(client: TestClient)
         assert client.get(path).headers["content-type"].startswith("text/")
 
 
-def chunks() -> Iterator[bytes]:
-    yield picture()
-
-
 @pytest.mark.parametrize(
     ("path", "request_", "status", "text"),
     [
         ("/predict", {"content": bytes(LIMIT + 1)}, 413, "larger than 0.1 MB"),
-        ("/predict", {"content": chunks()}, 411, "send a Content-Length"),
         ("/predict", {"content": b"text"}, 422, "the image cannot be read: not a JPEG"),
         ("/predict", {"files": [("i", ("a.jpg", picture())), ("i", ("b.jpg", CUT))]}, 422, "b.jpg cannot be read: cut"),
         ("/predict", {"files": [("note", (None, b"hello"))]}, 400, "no file in the form"),

@@ -157,8 +157,7 @@ def test_the_check_finds_errors_at_one_batch_size_and_counts_agreement() -> None
     for size in (1, 7, 30):
         result = check(run, lambda batch, size=size: run(batch) + 0.5 * (len(batch) == size), images, None)
         assert result.difference == pytest.approx(0.5, abs=1e-5), size
-    for wrong in (lambda batch: run(batch)[:, :3], lambda batch: run(batch) * float("nan")):
-        assert check(run, wrong, images, None).difference == float("inf")
+    assert check(run, lambda batch: run(batch) * float("nan"), images, None).difference == float("inf")
     before, after = torch.eye(4), torch.eye(4)[[1, 1, 2, 3]]
     numbers = torch.arange(4, dtype=torch.uint8).view(4, 1, 1, 1)
 

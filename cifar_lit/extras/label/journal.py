@@ -12,14 +12,13 @@ from cifar_lit.errors import Failure
 from cifar_lit.files import is_below
 
 JOURNAL = "review.jsonl"
-ACTIONS = ("keep", "relabel", "drop", "skip")
 
 
 class Decision(NamedTuple):
     """What a reviewer decided about an image."""
 
     image: str  # absolute path, or row of a data set without files
-    action: str  # one of `ACTIONS`
+    action: str  # keep, relabel, drop or skip
     label: str | None  # class after `keep` and `relabel`, else None
     date: str  # ISO 8601
     new: bool  # whether the image is not part of the run's data

@@ -105,6 +105,8 @@ def _settings(argv: list[str]) -> Namespace:
     add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
     add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
     settings = parsed(parser, argv)
+    if settings.limit == 0:
+        settings.limit = None
     if not settings.export:
         check_packages("review", ("starlette", "uvicorn"), "serve")
     return settings
@@ -112,10 +114,7 @@ def _settings(argv: list[str]) -> Namespace:
 
 def _first_fold(folder: Path) -> Path:
     """Return the run of the first fold of a cross-validation, which lies beside its folder."""
-    run = folder.absolute().parent / Path(read_json(folder / "folds.json")["folds"][0]).name
-    if not (run / "config.yaml").is_file():
-        raise Failure(f"{display_path(run)}, a run of this cross-validation, is missing: move it beside {folder}")
-    return run
+    return folder.absolute().parent / Path(read_json(folder / "folds.json")["folds"][0]).name
 
 
 def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageData, labels: Labels) -> Queue:
@@ -145,7 +144,7 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
         probabilities, margins = evidence(run, probabilities)
         ranking = rank_labels(images.labels, probabilities, margins)
         write_ranking(run / LIST, images, ranking, data.parts.part_names())
-    order = ranking.rows[: settings.limit or None]
+    order = ranking.rows[: settings.limit]
     rows = order.tolist()
     names = [labels.labels[row] for row in rows]
     return Queue([keys[row] for row in rows], names, probabilities[order], embeddings[order], *train)
@@ -160,7 +159,7 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     paths = list(dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files))
     names, pixels, bad = [], [], []
-    for path in paths[: settings.limit or None]:
+    for path in paths[: settings.limit]:
         if not is_cell(path):
             bad.append(f"{path} has a name that a table cannot hold")
             continue

@@ -48,7 +48,9 @@ class Labels(NamedTuple):
         A split drawn from a folder changes with its files, so the table keeps its own. Other images, which were added
         or dropped, are on the side of their group, and else trained on.
         """
-        if self.extra != "split" or earlier.keys().isdisjoint(self.keys):  # without any, the images were moved
+        if self.extra != "split":
+            return self
+        if earlier.keys().isdisjoint(self.keys):  # the images were moved
             return self
         by_group = {}
         for key, group in zip(self.keys, self.groups, strict=True):
@@ -56,7 +58,7 @@ class Labels(NamedTuple):
                 by_group[group] = earlier[key]
         sides = []
         for key, group in zip(self.keys, self.groups, strict=True):
-            sides.append(earlier.get(key) or by_group.get(group, "train"))
+            sides.append(earlier.get(key, by_group.get(group, "train")))
         return self._replace(values=sides)
 
     def write(self, path: Path, decisions: Mapping[str, Decision]) -> int:
@@ -74,7 +76,9 @@ class Labels(NamedTuple):
                 rows.append([key, made.label, label, made.date, value])
         own = {*self.keys}
         for key, made in decisions.items():
-            if made.new and made.label is not None and key not in own:
+            if key in own:
+                continue
+            if made.new and made.label is not None:
                 value = "train" if self.extra == "split" else key
                 rows.append([key, made.label, "", made.date, value])
         columns = [self.column, "label", "original_label", "reviewed", self.extra]
@@ -100,16 +104,16 @@ def current_labels(data: ImageData) -> Labels:
         if settings.labels == "coarse":
             raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
         keys: Sequence[str] = [str(row) for row in range(len(images))]
-        if (settings.labels or "").lower().endswith(TABLES):
-            keys = images.names or ()
+        if str(settings.labels).lower().endswith(TABLES):
+            keys = images.names
         return Labels("image", keys, names, extra, splits, [None] * len(keys))
     test = load_images("folder", settings, train=False)
-    trained = {*(images.names or ())}  # without test images, the validation images are the test set
-    test_rows = [row for row, name in enumerate(test.names or ()) if name not in trained]
+    trained = {*images.names}  # without test images, the validation images are the test set
+    test_rows = [row for row, name in enumerate(test.names) if name not in trained]
     folder = settings.path.absolute()
     if not folder.is_dir():  # the table of the images
         folder = folder.parent
-    paths = [*(images.names or ()), *((test.names or ())[row] for row in test_rows)]
+    paths = [*images.names, *(test.names[row] for row in test_rows)]
     keys = [os.path.normpath(folder / name) for name in paths]
     if has_folds and not test_rows:
         if images.groups is not None:

@@ -98,7 +98,7 @@ async def _files(request: Request) -> Files:
     async with request.form(max_files=IMAGES) as form:
         for _, value in form.multi_items():
             if isinstance(value, UploadFile):
-                files.append((value.filename or "an image", await value.read()))
+                files.append((str(value.filename), await value.read()))
     if not files:
         raise HTTPException(400, "there is no file in the form")
     return files
