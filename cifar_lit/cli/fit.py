@@ -126,7 +126,7 @@ class TrainingCLI(LightningCLI):
             checkpoint = Path(os.environ[RESUMED_CHECKPOINT])
         else:
             needs_test = command.name == "train"
-            checkpoint = find_resumable(logs_of(command), command.resume or None, needs_test, self.first)
+            checkpoint = find_resumable(logs_of(command), command.resume, needs_test, self.first)
         run = run_of(checkpoint)
         if run is None:
             raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
@@ -142,10 +142,12 @@ class TrainingCLI(LightningCLI):
             return self.checkpoint.resolve().parent.parent / "config.yaml"
         if command.recipe:
             return recipe_path(command.recipe)
+        if command.configs:
+            return None
         scored = command.value("ckpt_path")
-        if scored and not command.configs and (run := run_of(Path(scored).expanduser())):
+        if scored and (run := run_of(Path(scored).expanduser())):
             return run / "config.yaml"
-        if command.configs or command.asks_only:
+        if command.asks_only:
             return None
         command.recipe = DEFAULT_RECIPES[machine_kind(command.value("trainer.accelerator"))]
         return recipe_path(command.recipe)
@@ -217,8 +219,9 @@ class TrainingCLI(LightningCLI):
             trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
         check_settings(self.settings, self.ranks)
         for name in FEATURES:
-            adjust = getattr(feature_class(name), "adjust_settings", None)
-            if adjust and self.settings[name] is not None:
+            if self.settings[name] is None:
+                continue
+            if adjust := getattr(feature_class(name), "adjust_settings", None):
                 adjust(self.settings[name], self.settings)
         self._select_checkpoint()
 
@@ -237,7 +240,7 @@ class TrainingCLI(LightningCLI):
         self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
         if self.checkpoint and run:
             self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
-            trained = plain_values(run / "config.yaml") or {}
+            trained = plain_values(run / "config.yaml")
             given = yaml.safe_load(self._config_text())
             given["logs"] = trained.get("logs")  # a resumed run stays in its folder
             may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
@@ -287,7 +290,7 @@ class TrainingCLI(LightningCLI):
         return super().instantiate_trainer(
             callbacks=callbacks,
             logger=loggers,
-            plugins=[*(configured.plugins or []), AtomicCheckpointIO()],
+            plugins=[*as_list(configured.plugins), AtomicCheckpointIO()],
             profiler=configured.profiler or NoProfiler(),
             **kwargs,
         )
@@ -352,7 +355,7 @@ class TrainingCLI(LightningCLI):
 
     def _resume_line(self) -> str | None:
         """Return the command that resumes this run, None before its first checkpoint."""
-        if not self.run.trains or not self.run.folder.resumable:
+        if not self.run.folder.resumable:
             return None
         line = f"{program(self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
         if untrusted_parts(self.run.settings, self.run.folder.path.parent):
@@ -413,15 +416,12 @@ def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Pa
     Call this while holding the run's lock: before that, another process may write checkpoints or finish the run.
     """
     check_unfinished(checkpoint.resolve().parent.parent, needs_test=command.name == "train")
-    is_typed = bool(command.resume) and not Path(command.resume or "").expanduser().is_dir()
+    is_typed = Path(str(command.resume)).expanduser().is_file()
     if is_typed or (not first and RESUMED_CHECKPOINT in os.environ):
         contents, damaged = read_checkpoint(checkpoint), None
     else:
         checkpoint, contents, damaged = latest_valid_checkpoint(checkpoint)
-    step = contents.get("global_step")
-    if step is None:
-        raise UsageError(f"{display_path(checkpoint)} holds weights only, so no training can be resumed from it")
     if damaged and first:
-        note(f"{damaged}: resuming {display_path(checkpoint)} of step {step}")
+        note(f"{damaged}: resuming {display_path(checkpoint)} of step {contents['global_step']}")
     os.environ[RESUMED_CHECKPOINT] = str(checkpoint)
     return checkpoint, contents

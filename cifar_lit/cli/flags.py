@@ -69,7 +69,7 @@ class Command:
     @property
     def asks_only(self) -> bool:
         """Return whether the command only prints help or a configuration."""
-        return any(word.partition("=")[0] in ("-h", "--help") or word.startswith("--print_") for word in self.flags)
+        return any(word.startswith(("-h", "--help", "--print_")) for word in self.flags)
 
     def value(self, flag: str) -> str | None:
         """Return the last value of a long flag; None if it is not given."""
@@ -124,19 +124,20 @@ def parse(name: str, argv: list[str]) -> Command:
         word = remaining.popleft()
         if not _is_flag(word):
             raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(word, argv[:begin])}")
+        if word in ("--trust", "--debug"):  # handled by `main`
+            command.words.append(word)
+            continue
         flag, equals, value = word.partition("=")
         key = flag.removeprefix("--")
         if flag == "-c":
             key = "config"
         has_value = bool(equals)
-        if not equals and key not in ("trust", "debug") and remaining and not _is_flag(remaining[0]):
+        if not equals and remaining and not _is_flag(remaining[0]):
             value = remaining.popleft()
             has_value = True
         if not has_value and key in (*SHORT, *SEVERAL, "recipe", "config", "logs", "json"):
             raise UsageError(f"{flag} needs a value")
-        if word in ("--trust", "--debug"):
-            pass  # handled by `main`
-        elif key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
+        if key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
             command.resume = value
         elif key in SHORT:
             command.flags.append(f"--{SHORT[key]}={value}")
@@ -224,7 +225,7 @@ def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, s
         models = []  # the model of each file, and the name of the part that its options are for
         for settings in files:
             model = settings.get("model") or {}
-            named = model.get(part) or named
+            named = model.get(part, named)
             models.append((model, named))
         last = typed.get(part) or named
         for model, name in models:
@@ -243,12 +244,12 @@ def recipe_settings(path: Path) -> dict[str, Any]:
 
     `data.augment: null` becomes settings that are off, a feature that is true {}, and one that is false null.
     """
-    settings: dict[str, object] = plain_values(path) or {}
+    settings: dict[str, object] = plain_values(path)
     for name in FEATURES:
         if isinstance(settings.get(name), bool):
             settings[name] = {} if settings[name] else None
     data = settings.get("data")
-    if isinstance(data, dict) and "augment" in data and data["augment"] is None:
+    if isinstance(data, dict) and data.get("augment", {}) is None:
         data["augment"] = _all_off()
     return settings
 

@@ -40,7 +40,7 @@ def train_folds(command: Command) -> None:
         data = cli.datamodule
         predictions = dict(cli.model.predictions or {})
         parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
-        last.update(images=data.train_images, recipe=cli.run.settings["recipe"] or "custom")
+        last.update(images=data.train_images, recipe=cli.run.folder.name)
 
     trainings = {}
     for fold in range(folds):

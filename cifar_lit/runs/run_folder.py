@@ -131,11 +131,11 @@ def run_of(checkpoint: Path) -> Path | None:
     return None
 
 
-def find_resumable(logs: Path, name: str | None, needs_test: bool, first: bool = True) -> Path:
+def find_resumable(logs: Path, name: str, needs_test: bool, first: bool = True) -> Path:
     """Return the checkpoint that `--resume` continues from.
 
     Args:
-        name: a checkpoint, a run folder, or None for the newest training in `logs` that has a checkpoint and is not
+        name: a checkpoint, a run folder, or "" for the newest training in `logs` that has a checkpoint and is not
             finished, if there is one.
         needs_test: see `is_finished`.
         first: whether this is the run's first process, which prints a note.
@@ -143,10 +143,9 @@ def find_resumable(logs: Path, name: str | None, needs_test: bool, first: bool =
     Raises:
         UsageError: there is no checkpoint.
     """
-    if name is None:
+    path = Path(name).expanduser()
+    if not name:
         path = _newest_run(logs, needs_test, first)
-    else:
-        path = Path(name).expanduser()
     checkpoint = path
     if path.is_dir():
         checkpoint = newest_checkpoint(path)

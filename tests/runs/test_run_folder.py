@@ -111,12 +111,12 @@ def test_the_newest_training_is_resumed_or_the_given_one(tmp_path: Path) -> None
     make_run(tmp_path, "fast-2", age=200)
     (tmp_path / "fast-3").mkdir()  # the run of a test, without checkpoints
     (tmp_path / "fast-3" / "config.yaml").touch()
-    assert find_resumable(tmp_path, None, needs_test=True) == newest / "checkpoints" / "last.ckpt"
+    assert find_resumable(tmp_path, "", needs_test=True) == newest / "checkpoints" / "last.ckpt"
     assert find_resumable(tmp_path, str(older), needs_test=True) == older / "checkpoints" / "last.ckpt"
     best = older / "checkpoints" / "best.ckpt"
     assert find_resumable(tmp_path, str(best), needs_test=True) == best
     with pytest.raises(UsageError, match=r"nothing to resume: .* holds no run"):
-        find_resumable(tmp_path / "none", None, needs_test=True)
+        find_resumable(tmp_path / "none", "", needs_test=True)
     for place in ("fast-3", "typo", "fast-1/checkpoints/previous.ckpt"):
         with pytest.raises(UsageError, match="there is no checkpoint"):
             find_resumable(tmp_path, str(tmp_path / place), needs_test=True)
@@ -131,9 +131,9 @@ def test_resume_prefers_the_newest_unfinished_run_with_a_checkpoint_and_names_it
     (make_run(tmp_path, "fitted-1", age=200) / "metrics.json").write_text('{"val": {"accuracy": 0.5}}')
     newest = make_run(tmp_path, "tested-1", age=100)
     (newest / "metrics.json").write_text('{"test": {"accuracy": 0.5}}')
-    assert find_resumable(tmp_path, None, needs_test=False) == unfinished / "checkpoints/last.ckpt"
+    assert find_resumable(tmp_path, "", needs_test=False) == unfinished / "checkpoints/last.ckpt"
     assert capsys.readouterr().err.startswith(f"resuming {unfinished}: the newest run, {newest}, is finished")
-    assert find_resumable(tmp_path, None, needs_test=True).parent.parent.name == "fitted-1"
+    assert find_resumable(tmp_path, "", needs_test=True).parent.parent.name == "fitted-1"
 
 
 def test_a_run_is_finished_after_its_test_or_after_the_fit_if_no_test_is_needed(tmp_path: Path) -> None:
