@@ -157,13 +157,16 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
 def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> Devices:
     """Return the devices for the Trainer; raise UsageError for invalid values and missing devices."""
     kind = machine.kind(accelerator)
-    if kind in ("gpu", "cuda") and not machine.gpus:
+    missing = []
+    if not machine.gpus:
+        missing += ["gpu", "cuda"]
+    if not machine.mps:
+        missing.append("mps")
+    if kind in missing:
         build = ""
         if not machine.cuda_build:
             build = ", and this torch is a build for CPUs only"
         raise UsageError(f"this machine has {machine}{build}: leave --accelerator out, or use --accelerator cpu")
-    if kind == "mps" and not machine.mps:
-        raise UsageError(f"this machine has {machine}, not Apple's: leave --accelerator out, or use --accelerator cpu")
     parsed = parse_devices(devices)
     if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
         fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"
@@ -186,9 +189,8 @@ def parse_devices(devices: Devices) -> Devices:
         return text
     if re.fullmatch(r"-1|[1-9]\d*", text):
         return int(text)
-    ids = [int(part) for part in re.findall(r"\d+", text)]
-    if re.fullmatch(r"\[\d+(,\d+)*,?\]|\d+,(\d+,)*\d*", text) and len(set(ids)) == len(ids):
-        return ids
+    if re.fullmatch(r"\[\d+(,\d+)*,?\]|\d+,(\d+,)*\d*", text):
+        return [int(part) for part in re.findall(r"\d+", text)]
     raise UsageError(f"--devices {devices} is not a valid device list: use a number (2), ids (0,1) or auto")
 
 

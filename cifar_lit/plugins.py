@@ -12,7 +12,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cifar_lit.errors import Failure, UsageError, first_line, nearest
+from cifar_lit.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     NameOrObject = Any
@@ -20,17 +20,11 @@ else:
     NameOrObject = str  # A parser would import a class that a file names, so the command line accepts names only.
 
 
-def find_part(part: object, setting: str, *kinds: type) -> Any:
-    """Return a class, a function or an object of `kinds`, which may be given by its import path.
-
-    Raises the errors of `import_callable`, and UsageError for other values of `setting`.
-    """
-    target = part
+def find_part(part: object) -> Any:
+    """Return a class, a function or an object, which may be given by its import path; see `import_callable`."""
     if isinstance(part, str):
-        target = import_callable(part)
-    if not callable(target) and not isinstance(target, kinds):
-        raise UsageError(f"{setting} must be a name, a class or a function, not {str(part)[:80]}")
-    return target
+        return import_callable(part)
+    return part
 
 
 def part_name(part: object) -> str:
@@ -48,28 +42,27 @@ def part_name(part: object) -> str:
 def accepted_arguments(build: Callable[..., object], settings: Mapping[str, object]) -> dict[str, Any]:
     """Return the settings that the signature of a class or function accepts, and that a partial does not set itself."""
     parameters = signature(build).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    own: Mapping[str, object] = {}
+    accepted = set(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        accepted.update(settings)
     if isinstance(build, partial):
-        own = build.keywords
-    return {name: value for name, value in settings.items() if name not in own and (takes_any or name in parameters)}
+        accepted.difference_update(build.keywords)
+    return {name: value for name, value in settings.items() if name in accepted}
 
 
-def build_part(part: object, setting: str, kind: type, *arguments: object, **settings: object) -> Any:
+def build_part(part: object, kind: type, *arguments: object, **settings: object) -> Any:
     """Return an object of `kind`: `part` itself, or the result of a class or function that may be given by its name.
 
-    Only those `settings` are passed that the signature accepts. Raises UsageError if the call fails or returns another
-    kind of object.
+    Only those `settings` are passed that the signature accepts. Raises UsageError for another kind of object.
     """
-    target, name = find_part(part, setting, kind), part_name(part)
+    target = find_part(part)
     if isinstance(target, kind):
         return target
-    try:
-        built = target(*arguments, **accepted_arguments(target, settings))
-    except TypeError as error:
-        raise UsageError(f"{setting}: {name} has another signature: {first_line(error)}") from error
+    built = target(*arguments, **accepted_arguments(target, settings))
     if not isinstance(built, kind):
-        raise UsageError(f"{name} must return a {kind.__module__}.{kind.__name__}, not a {type(built).__name__}")
+        raise UsageError(
+            f"{part_name(part)} must return a {kind.__module__}.{kind.__name__}, not a {type(built).__name__}"
+        )
     return built
 
 
@@ -91,26 +84,23 @@ def is_import_path(name: str) -> bool:
 
 def check_no_file(name: str) -> None:
     """Raise UsageError for a Python file, such as `my_nets.py`, instead of a dotted name."""
-    file, _, member = name.partition(":")
+    file = name.partition(":")[0]
     if file.endswith(".py"):
-        raise UsageError(f"{name} is a file: name a class or function in it, as {Path(file).stem}.{member or 'NAME'}")
+        raise UsageError(f"{name} is a file: name a class or function in it, as {Path(file).stem}.NAME")
 
 
 def import_callable(path: str) -> Callable[..., object]:
     """Import the class or function with a dotted name.
 
     Raises:
-        UsageError: if the name or its module is missing, or it is the name of a file.
-        Failure: if its module cannot be imported.
+        UsageError: if the name, its module or one that this imports is missing, or it is the name of a file.
     """
     check_no_file(path)
     module_name, _, name = path.rpartition(".")
     try:
         module = import_module(module_name)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(f"{path}: there is no module {error.name!r} here or on PYTHONPATH") from None
-        raise Failure(f"{module_name} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{path}: there is no module {error.name!r} here or on PYTHONPATH") from error
     if not hasattr(module, name):
         names = [each for each in vars(module) if not each.startswith("_")]
         raise UsageError(f"{module_name} has no {name!r}.{nearest(name, names)}")

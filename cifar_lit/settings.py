@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +31,7 @@ END = "trainer.max_epochs"
 Options = TypeVar("Options", bound="DataclassInstance")
 
 
-def options_of(kind: type[Options], options: Mapping[str, object], setting: str, owner: str) -> Options:
+def options_of(kind: type[Options], options: Mapping[str, object] | None, setting: str, owner: str) -> Options:
     """Return an instance of a dataclass from options by name, such as those of a recipe.
 
     Args:
@@ -42,13 +42,15 @@ def options_of(kind: type[Options], options: Mapping[str, object], setting: str,
     Raises:
         UsageError: for an unknown name, or a value of another type.
     """
+    if options is None:
+        return kind()
     check_names(kind, options, setting, owner)
     types = {field.name: str(field.type) for field in fields(kind)}
     for name, value in options.items():
         if value is None and types[name].endswith("| None"):
             continue
-        wanted, is_valid = _KINDS[types[name].removesuffix(" | None")]
-        if not is_valid(value):
+        wanted, kinds = _KINDS[types[name].removesuffix(" | None")]
+        if type(value) not in kinds:
             raise UsageError(f"{setting}.{name} must be {wanted}, not {value!r}")
     return kind(**options)
 
@@ -62,12 +64,12 @@ def check_names(kind: type[DataclassInstance], options: Mapping[str, object], se
             raise UsageError(f"{setting} has no setting {name!r}.{hint} {owner} {', '.join(names)}.")
 
 
-# A value of each type in words, and whether a value is one. YAML's true and false are no numbers.
-_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    "float": ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
-    "str": ("text", lambda value: isinstance(value, str)),
+# A value of each type in words, and the types of such values. YAML's true and false are no numbers.
+_KINDS: dict[str, tuple[str, list[type]]] = {
+    "bool": ("true or false", [bool]),
+    "int": ("a whole number", [int]),
+    "float": ("a number", [int, float]),
+    "str": ("text", [str]),
 }
 
 
@@ -115,7 +117,9 @@ def changed_settings(
 
 def _are_equal(old: object, new: object) -> bool:
     """Return whether two values are equal. One number stands for a list of it, as in `data.mean`."""
-    return old == new or (isinstance(old, list) and old == [new] * len(old))
+    if isinstance(old, list):
+        return old in (new, [new] * len(old))
+    return old == new
 
 
 def _is_later(old: object, new: object) -> bool:

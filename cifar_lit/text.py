@@ -37,7 +37,7 @@ def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
     """Return a sort key that orders numbers within names by value. Only equal names have equal keys."""
     key = []
     for part in re.split(r"([0-9]+)", name):
-        if part.isascii() and part.isdigit():
+        if re.fullmatch("[0-9]+", part):
             key.append((int(part), ""))
         else:
             key.append((-1, part.casefold()))

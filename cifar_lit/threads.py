@@ -58,11 +58,11 @@ def choose_threads(number: int | None = None, typed: bool = False, processes: in
     import torch
 
     cores, threads = core_count(), torch.get_num_threads()
-    if typed and number and number > cores:
-        raise UsageError(f"--threads {number}: this process may use {cores} cores: use at most {cores} threads")
     if os.environ.get(VARIABLE) and not typed:
         return threads, f"{threads} ({VARIABLE})"
     if number:
+        if typed and number > cores:
+            raise UsageError(f"--threads {number}: this process may use {cores} cores: use at most {cores} threads")
         threads, reason = min(number, cores), f"set to {number}"
     else:
         free = free_cores()

@@ -72,7 +72,7 @@ def trusting(trust: bool) -> Iterator[None]:
 
 def check_name(name: str) -> None:
     """Raise UntrustedName for an import path from a file, unless it names a trusted class; accept other names."""
-    if is_import_path(name) and not _is_typed(name) and not _is_library_part(name):
+    if not _is_typed(name) and not _is_library_part(name):
         raise UntrustedName(REFUSED.format(name))
 
 
@@ -91,10 +91,14 @@ def untrusted_parts(settings: object, logs: Path) -> list[str]:
     """Return the classes and places in settings of a run that need --trust if they are found beside it."""
     found = []
     for key, text in leaves(settings):
-        is_class = key[-1] == "class_path" and not _is_in(text, PACKAGES)
-        is_part = key[-1] in PARTS and is_import_path(text) and not _is_library_part(text)
-        is_place = key[0] == "trainer" and key[-1] in PLACES and not is_below(text, logs) and not is_below(text)
-        if is_class or is_part or is_place:
+        is_trusted = True
+        if key[-1] == "class_path":
+            is_trusted = _is_in(text, PACKAGES)
+        elif key[-1] in PARTS:
+            is_trusted = _is_library_part(text)
+        elif key[0] == "trainer" and key[-1] in PLACES:
+            is_trusted = is_below(text, logs) or is_below(text)
+        if not is_trusted:
             found.append(text)
     return found
 
@@ -149,7 +153,12 @@ def _is_in(name: str, packages: Iterable[str]) -> bool:
 
 
 def _is_library_part(name: str) -> bool:
-    """Return whether a name is a class of `PACKAGES` for nets, optimizers or schedules. Their functions do more."""
+    """Return whether a name is a class of `PACKAGES` for nets, optimizers or schedules, or no import path.
+
+    Functions of `PACKAGES` may do more.
+    """
+    if not is_import_path(name):
+        return True
     if not _is_in(name, PACKAGES):
         return False
     from torch.nn import Module

@@ -79,14 +79,11 @@ NONE = "{} is not a valid device list: use a number (2), ids (0,1) or auto"
         (CPU, "gpu", "auto", f"{NO_GPU}: {INSTEAD}"),
         (CPU_BUILD, "gpu", "auto", f"{NO_GPU}, {CPUS_ONLY}: {INSTEAD}"),
         (MPS, "cuda", "auto", f"this machine has an Apple GPU (mps), {CPUS_ONLY}: {INSTEAD}"),
-        (CPU, "mps", "auto", f"{NO_GPU}, not Apple's: {INSTEAD}"),
+        (CPU, "mps", "auto", f"{NO_GPU}: {INSTEAD}"),
         *((CPU, "auto", devices, NAMES.format(f"--devices {devices}", NO_GPU)) for devices in ("0,1", "-1")),
         (TWO, "cpu", [1], NAMES.format("--devices [1]", "this machine has GPUs 0 H200, 1 H200")),
         *((TWO, "gpu", devices, MORE.format(f"--devices {devices}")) for devices in ("3", "[2]", "0,2")),
-        *(
-            (TWO, "auto", devices, NONE.format(f"--devices {devices}"))
-            for devices in ("0", "-2", "two", "1,1", "0,-1", "")
-        ),
+        *((TWO, "auto", devices, NONE.format(f"--devices {devices}")) for devices in ("0", "-2", "two", "0,-1", "")),
     ],
 )
 def test_an_error_about_missing_devices_lists_the_devices_of_the_machine(

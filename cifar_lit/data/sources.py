@@ -131,7 +131,7 @@ def find_source(dataset: str | Source | Load) -> Source:
     if isinstance(dataset, str) and dataset in SOURCES:
         return SOURCES[dataset]
     if not isinstance(dataset, str) or is_import_path(dataset):
-        target = find_part(dataset, "data.dataset", Source)
+        target = find_part(dataset)
         return target if isinstance(target, Source) else Source(target)
     check_no_file(dataset)
     is_folder = os.path.isdir(dataset)  # noqa: PTH112 (Path raises errors for impossible names)

@@ -40,7 +40,7 @@ def feature_settings(name: str) -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import a class on first use, as in `from cifar_lit.features import WeightAverage`."""
-    for feature, kind in _CLASSES.items():
-        if kind == name and feature in FEATURES:
+    for feature in FEATURES:
+        if _CLASSES[feature] == name:
             return feature_class(feature)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, final
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping
 
-from cifar_lit.errors import UsageError
-
 if TYPE_CHECKING:
     from cifar_lit.training.classifier import ImageClassifier
 
@@ -26,8 +24,6 @@ class EarlyStop(EarlyStopping):
     may_change = True  # on resume
 
     def __init__(self, patience: float) -> None:
-        if not 0 < patience < math.inf:
-            raise UsageError(f"early_stop.patience is a number of validations, or below 1 a share, not {patience:g}")
         self._given = patience
         self.depends_on_length = patience < 1
         super().__init__("val/accuracy")

@@ -54,11 +54,11 @@ class Resolutions(Callback):
         channels, height, width = data.input_shape
         check_resolutions(self._sides, height, width)
         net, h = model.part("net"), model.hparams
-        any_size = isinstance(net, nn.Module) or net_spec(net).any_size
-        if not (any_size() if callable(any_size) else any_size):
-            raise UsageError(f"{h['net']} takes images of one size: leave resolutions out")
         if isinstance(net, nn.Module):
             return
+        any_size = net_spec(net).any_size
+        if not (any_size() if callable(any_size) else any_size):
+            raise UsageError(f"{h['net']} takes images of one size: leave resolutions out")
         for side in self._sides:
             size = (side, round(side * width / height))
             build_on_meta_device(

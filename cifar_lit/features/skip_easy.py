@@ -163,9 +163,8 @@ class SkipEasy(Callback):
 
     def train_loader(self, settings: dict[str, Any], length: FitLength, device: torch.device) -> TrainLoader:
         """Return the training loader. settings: arguments of `TrainLoader`. device: that of the net."""
-        count = len(settings["source"])
-        if self._losses is None or len(self._losses.latest) != count:
-            self._losses = LastLosses(count, device)
+        if self._losses is None:
+            self._losses = LastLosses(len(settings["source"]), device)
         skip_from = first_hard_batch(self._start, length)
         self._loader = HardRoundsLoader(**settings, losses=self._losses, skip_easy=self._share, skip_from=skip_from)
         if self._restored:
@@ -175,9 +174,9 @@ class SkipEasy(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses and the rows of the current round. Collective: every rank must call this."""
-        if self._losses is None or self._loader is None:
+        if self._loader is None:
             return {}
-        return {"losses": self._losses.gather(), "hard": self._loader.hard}
+        return {"losses": self._loader.losses.gather(), "hard": self._loader.hard}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Keep the state for the loader, which is created later."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import islice
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -57,13 +57,11 @@ class Whitening(Callback):
         if not trainer.gradient_clip_val and trainer.world_size == 1:
             self._schedule = schedule  # type: ignore[assignment]
 
-    def shorten(self, schedule: object, interval: str, trainer: pl.Trainer) -> float:
+    def shorten(self, schedule: Any, interval: str, trainer: pl.Trainer) -> float:
         """Let the rate of the bias fall to 0 early; return the steps (or epochs) of the schedule after which it is 0.
 
-        Raise UsageError for a schedule of another package, or a net without such a bias.
+        Raise UsageError for a net without such a bias.
         """
-        if not isinstance(schedule, Schedule):
-            raise UsageError("whitening.bias_epochs needs one of our schedules, such as model.schedule triangular")
         end = self.bias_epochs or math.inf
         if interval == "step":
             end *= steps_per_epoch(trainer)

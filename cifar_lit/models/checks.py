@@ -8,7 +8,7 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from cifar_lit.errors import UsageError, first_line
@@ -37,10 +37,9 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if not isinstance(output, Tensor):
-        raise UsageError(f"{name} must return a tensor of logits (B, {num_classes}), not a {type(output).__name__}")
-    if tuple(output.shape) != (2, num_classes):
-        fault = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
+    shape = tuple(getattr(output, "shape", ()))
+    if shape != (2, num_classes):
+        fault = f"returns a {type(output).__name__} of shape {shape} for 2 images, not (2, {num_classes})"
         remedy = f"the data have {num_classes} classes, so its last layer must have num_classes outputs"
         raise UsageError(f"{name} {fault}: {remedy}")
 
@@ -50,10 +49,10 @@ _NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)
 
 def _failed_layer(net: nn.Module, error: Exception) -> str:
     """Return a clause that names the leaf layer in which an error was raised; "" for an error outside a leaf layer."""
-    names = {module: name for name, module in net.named_modules()}
+    names = {module: name for name, module in net.named_modules() if module is not net}
     modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     layers = [module for module in modules if isinstance(module, nn.Module) and module in names]
-    if not layers or layers[-1] is net or any(layers[-1].children()):
+    if not layers or any(layers[-1].children()):
         return ""
     return f"its layer {names[layers[-1]]}, {layers[-1]}, fails with "
 

@@ -67,18 +67,20 @@ def convolve(
     """Return the same as `torch.nn.functional.conv2d`, computed so that the gradients in bfloat16 are fast."""
     dtype = autocast_dtype(maps)
     shape = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    is_handled = dtype == torch.bfloat16 and bias is None and maps.ndim == 4 and not isinstance(padding, str)
-    is_depthwise = groups == maps.shape[1] > 1
-    if is_handled and (is_depthwise or (_suits_strips(maps, weight, shape) and has_amx())):
+    is_handled = dtype == torch.bfloat16 and bias is None and not isinstance(padding, str)
+    if is_handled and _is_slow(maps, weight, shape):
         return cast("Tensor", FastConvolution.apply(maps.type(dtype), weight.type(dtype), shape))
     return F.conv2d(maps, weight, bias, **shape)
 
 
-def _suits_strips(maps: Tensor, weight: Tensor, shape: Mapping[str, Any]) -> bool:
-    """Return whether a convolution has 3×3 weights and a padding of 1 pixel, and gains by strips."""
+def _is_slow(maps: Tensor, weight: Tensor, shape: Mapping[str, Any]) -> bool:
+    """Return whether a convolution is depthwise, or has 3×3 weights and a padding of 1 pixel and gains by strips."""
+    if shape["groups"] == maps.shape[1] > 1:
+        return True
     plain = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
-    is_small = maps.shape[3] <= MAX_WIDTH and min(weight.shape[:2]) >= MIN_CHANNELS
-    return is_small and weight.shape[2:] == (3, 3) and shape == plain
+    if maps.shape[-1] > MAX_WIDTH or min(weight.shape[:2]) < MIN_CHANNELS:
+        return False
+    return weight.shape[2:] == (3, 3) and shape == plain and has_amx()
 
 
 class FastConvolution(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.errors import UsageError, first_line, nearest
+from cifar_lit.errors import UsageError, nearest
 from cifar_lit.models.spec import TIMM, NetSpec
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_size
 
@@ -54,12 +54,6 @@ def timm_name(name: str) -> str:
     if not timm.is_model(short):
         hint = nearest(short, timm.list_models())
         raise UsageError(f"timm has no net named {short!r}.{hint.replace('mean ', f'mean {TIMM}')}")
-    try:
-        timm.get_pretrained_cfg(short)
-    except RuntimeError:
-        tags = timm.list_pretrained(f"{short.partition('.')[0]}.*")
-        valid = ", ".join(tags) or "none for this net"
-        raise UsageError(f"timm has no weights named {short!r}: there are {valid}") from None
     return short
 
 
@@ -69,56 +63,56 @@ def build_timm_net(
     channels: int,
     image_size: tuple[int, int],
     num_classes: int,
-    width: float,
     side: int | None = None,
-    **options: float,
+    drop_rate: float | None = None,
+    drop_path_rate: float | None = None,
 ) -> nn.Module:
     """Return the timm net `name`, which has the prefix "timm/", with random weights; see `registry.build_net`.
 
     Args:
-        side: the net first upscales images so that their shorter side has this many pixels; None for no scaling.
-        **options: drop_rate (dropout before the head) and drop_path_rate (stochastic depth).
+        side: the net first scales images so that their shorter side has this many pixels; None for no scaling.
+        drop_rate: dropout before the head.
+        drop_path_rate: stochastic depth.
 
     Raises:
         UsageError: if timm is not installed or has no such net, or the net cannot take images of this size.
     """
-    if width != 1:
-        raise UsageError(f"{name} has a fixed width: leave width at 1")
-    if side is not None and side < min(image_size):
-        raise UsageError(f"model.net_options.side must be at least {min(image_size)} pixels, not {side}")
     timm = import_timm()
     short = timm_name(name)
     size = scaled_size(image_size, side)
     cfg = timm.get_pretrained_cfg(short)
-    fixed: dict[str, Any] = {"img_size": size} if cfg is not None and cfg.fixed_input_size else {}
-    try:
-        net: nn.Module = timm.create_model(short, num_classes=num_classes, in_chans=channels, **fixed, **options)
-        is_valid_size = accepts_size(net, channels, size)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise UsageError(f"{name} cannot be built for {size[0]}×{size[1]} images: {first_line(error)}") from None
-    if not is_valid_size:
+    settings: dict[str, Any] = {} if takes_any_size(name) else {"img_size": size}
+    net: nn.Module = timm.create_model(
+        short,
+        num_classes=num_classes,
+        in_chans=channels,
+        drop_rate=drop_rate,
+        drop_path_rate=drop_path_rate,
+        **settings,
+    )
+    if not accepts_size(net, channels, size):
         raise UsageError(f"{name} cannot take {size[0]}×{size[1]} images: try {cfg.input_size[1] if cfg else 224}")
     if side:
-        net.register_forward_pre_hook(partial(_upscale, size=size))
+        net.register_forward_pre_hook(partial(_scale, size=size))
     return net
 
 
 def scaled_size(image_size: tuple[int, int], side: int | None) -> tuple[int, int]:
-    """Return (height, width) of images that `build_timm_net` has upscaled to a shorter side."""
+    """Return (height, width) of images that `build_timm_net` has scaled to a shorter side."""
     if side is None:
         return image_size
     shorter = min(image_size)
     return round(side * image_size[0] / shorter), round(side * image_size[1] / shorter)
 
 
-def _upscale(net: nn.Module, inputs: tuple[Tensor, ...], size: tuple[int, int]) -> Tensor:
+def _scale(net: nn.Module, inputs: tuple[Tensor, ...], size: tuple[int, int]) -> Tensor:
     return F.interpolate(inputs[0], size, mode="bilinear", align_corners=False)
 
 
 def takes_any_size(name: str) -> bool:
     """Return whether a timm net that was built for one image size accepts other sizes too."""
     cfg = import_timm().get_pretrained_cfg(timm_name(name))
-    return not (cfg is not None and cfg.fixed_input_size)
+    return not getattr(cfg, "fixed_input_size", False)
 
 
 def pretraining_of(net: str) -> Pretraining | None:

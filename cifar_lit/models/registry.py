@@ -56,8 +56,6 @@ def build_net(
     """
     size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
     shape = f"{size[0]}×{size[1]}"
-    if not width > 0:
-        raise UsageError(f"width, a multiplier, must be above 0, not {width}")
     options, name = dict(options or {}), part_name(net)
     spec = check_net(net, options)
     min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)
@@ -66,7 +64,7 @@ def build_net(
     settings = {"channels": channels, "image_size": size, "num_classes": num_classes, "width": width, **options}
     if width != 1 and "width" not in accepted_arguments(spec.build, settings):
         raise UsageError(f"{name} takes no width: leave model.width at 1")
-    built: nn.Module = build_part(spec.build, "model.net", nn.Module, **settings)
+    built: nn.Module = build_part(spec.build, nn.Module, **settings)
     return built
 
 
@@ -94,7 +92,7 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
 
         return timm_spec(name)
     if not isinstance(net, str) or is_import_path(net):
-        target = find_part(net, "model.net", NetSpec)
+        target = find_part(net)
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
     from torchvision import models
 

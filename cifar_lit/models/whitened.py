@@ -101,9 +101,6 @@ class WhitenedOptions:
             values = getattr(self, name)
             if isinstance(values, list) and len(values) != len(self.widths):
                 raise UsageError(f"model.net_options.{name} needs one entry per group, as widths: {len(self.widths)}")
-        for first, *sides in self.kernels:
-            if first < 1 or any(side % 2 == 0 for side in sides):
-                raise UsageError(f"model.net_options.depth needs kernel sides of 1, 3, …, not {self.depth}")
 
     @property
     def kernels(self) -> list[list[int]]:
@@ -211,7 +208,7 @@ class Group(nn.Module):
             nn.BatchNorm2d(units, eps=NORM_EPS, momentum=NORM_MOMENTUM) for _, units, _ in shapes
         )
         self.activation = ACTIVATIONS[options.activation]
-        self.residual = options.residual and depth > 1
+        self.residual = options.residual
         for conv, norm, source in zip(self.convs, self.norms, sources, strict=True):
             nn.init.dirac_(conv.weight.data[:source])  # type: ignore[index]
             norm.weight.requires_grad_(False)

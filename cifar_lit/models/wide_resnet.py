@@ -62,7 +62,7 @@ def wide_resnet(
         UsageError: the depth is invalid.
     """
     blocks, rest = divmod(depth - 4, 6)
-    if blocks < 1 or rest:
+    if rest:
         raise UsageError(f"model.net_options.depth must be 6·n + 4, such as 16, 28 or 40, not {depth!r}")
     widths = [scaled(STEM * factor, width) for factor in (1, widen, 2 * widen, 4 * widen)]
     layers: list[nn.Module] = [nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)]
@@ -74,7 +74,7 @@ def wide_resnet(
     head = nn.Linear(widths[-1], num_classes)
     net = nn.Sequential(*layers, norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
     for module in net.modules():
-        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
+        if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     nn.init.zeros_(head.bias)
     return net

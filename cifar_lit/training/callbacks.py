@@ -199,7 +199,7 @@ class EpochLines(Callback):
         if not trainer.is_global_zero or trainer.current_epoch == last_epoch(trainer):
             return
         for stop in trainer.early_stopping_callbacks:
-            if stop.stopped_epoch and stop.wait_count >= stop.patience:
+            if stop.wait_count >= stop.patience:
                 say(f"stopped early: {counted(stop.wait_count, 'validation')} without a better {stop.monitor}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
@@ -212,7 +212,8 @@ class EpochLines(Callback):
         epochs = last_epoch(trainer) or "…"
         epoch = f"epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}"
         parts = []
-        if self._validated and "val/loss" in (metrics := trainer.callback_metrics):
+        if self._validated:
+            metrics = trainer.callback_metrics
             names = {"loss": "loss", "accuracy": "acc"}
             monitor = pl_module.hparams["monitor"]
             if monitor not in names:
@@ -254,7 +255,10 @@ class SlowdownWarning(Callback):
     ) -> None:
         """Compare the time of a step with the usual time."""
         self._steps += 1
-        if self._begin is None or (seconds := time.perf_counter() - self._begin[0]) < self.SECONDS:
+        if self._begin is None:
+            return
+        seconds = time.perf_counter() - self._begin[0]
+        if seconds < self.SECONDS:
             return
         threads = torch.get_num_threads()
         cores = (time.process_time() - self._begin[1]) / seconds

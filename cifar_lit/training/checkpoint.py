@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 import warnings
 import zipfile
@@ -179,12 +180,12 @@ def regular_checkpoint(interval: str | int) -> RegularCheckpoint:
 
     Raises UsageError for an invalid interval.
     """
-    steps = int(interval) if str(interval).isdecimal() else None
     seconds = duration_seconds(str(interval))
-    triggers: dict[str, Any] = {"every_n_train_steps": steps}
     if seconds:
-        triggers = {"train_time_interval": timedelta(seconds=seconds)}
-    if not steps and not seconds:
+        triggers: dict[str, Any] = {"train_time_interval": timedelta(seconds=seconds)}
+    elif re.fullmatch(r"0*[1-9]\d*", str(interval)):
+        triggers = {"every_n_train_steps": int(interval)}
+    else:
         valid = "a number of steps (500) or a time (10m, 90s, 1h)"
         raise UsageError(f"--checkpoint-every must be {valid}, not {interval}")
     return RegularCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=False, **triggers)
@@ -260,8 +261,6 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:  # A damaged file can raise anything.
         fault = f"{path} is cut short or damaged ({first_line(error)})"
         raise DamagedCheckpoint(f"{fault}: use another checkpoint") from None
-    if not isinstance(contents, dict):
-        raise Failure(f"{path} is not a Lightning checkpoint, and has no weights by name: use another file")
     return contents
 
 
@@ -284,7 +283,7 @@ def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
         others = []
         for other in (path.with_name(name) for name in (PREVIOUS, BEST, LAST)):
             with suppress(DamagedCheckpoint):
-                if other != path and other.is_file():
+                if other.is_file():
                     others.append((other, read_checkpoint(other)))
         if not others:
             raise
@@ -294,7 +293,7 @@ def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
 
 def describe_net(settings: Mapping[str, Any]) -> str:
     """Return the name and the shapes of a net from the hyper-parameters of its model."""
-    shape = "×".join(map(str, settings.get("input_shape") or "?"))
+    shape = "×".join(map(str, settings.get("input_shape", "?")))
     width = settings.get("width", 1.0)
     net = f"{settings.get('net', 'an unknown net')}"
     if width != 1.0:

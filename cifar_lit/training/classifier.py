@@ -139,11 +139,12 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
         if num_classes is not None:
-            self._build(list(input_shape or DEFAULT_SHAPE), num_classes)
+            self._build(input_shape, num_classes)
 
-    def _build(self, input_shape: list[int], num_classes: int) -> None:
+    def _build(self, given_shape: Sequence[int] | None, num_classes: int) -> None:
         """Build net and metrics."""
         h = self.hparams
+        input_shape = list(given_shape or DEFAULT_SHAPE)
         h.update(input_shape=input_shape, num_classes=num_classes)
         if not hasattr(self, "net"):
             channels, height, width = input_shape
@@ -168,8 +169,8 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             return
         if not hasattr(data, "class_count"):
             raise UsageError("the number of classes is unknown: use ImageClassifier(num_classes=…)")
-        shape = self.hparams["input_shape"] or getattr(data, "input_shape", None) or DEFAULT_SHAPE
-        self._build(list(shape), int(data.class_count))
+        shape = self.hparams["input_shape"] or getattr(data, "input_shape", None)
+        self._build(shape, int(data.class_count))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (B, classes) for normalised float images (B, C, H, W), in the dtype of the weights."""
@@ -301,8 +302,8 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     def monitored(self) -> tuple[str, str]:
         """Name of the score that selects the best checkpoint, such as `val/accuracy`, and its mode, `max` or `min`."""
         name = self.hparams["monitor"]
-        further = self.evaluation.further
-        if name == "loss" or (name in further and further[name].higher_is_better is False):
+        further = self.evaluation.further.items()
+        if name in ("loss", *(key for key, metric in further if metric.higher_is_better is False)):
             return f"val/{name}", "min"
         return f"val/{name}", "max"
 
@@ -348,11 +349,12 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             self.views_score = self.views.compute()
         scores = self.score.logged(stage)
         in_fit = self.trainer.state.fn == "fit"
-        if in_fit and not self.trainer.sanity_checking:
-            # self.log would record the scores one step too early.
-            log_values(self.trainer, scores, self.current_epoch, self.global_step)
-        if in_fit and not math.isfinite(self.score.loss):  # Never select such weights as the best.
-            scores |= {"val/accuracy": math.nan, self.monitored[0]: math.nan}
+        if in_fit:
+            if not self.trainer.sanity_checking:
+                # self.log would record the scores one step too early.
+                log_values(self.trainer, scores, self.current_epoch, self.global_step)
+            if not math.isfinite(self.score.loss):  # Never select such weights as the best.
+                scores |= {"val/accuracy": math.nan, self.monitored[0]: math.nan}
         accuracy = f"{stage}/accuracy"
         self._log_scalars({accuracy: scores.pop(accuracy)}, prog_bar=True, logger=not in_fit)
         self._log_scalars(scores, logger=not in_fit)

@@ -130,9 +130,9 @@ class Evaluation(nn.Module):
         self.top5 = SumMetric(nan_strategy="disable") if num_classes > TOP else None
         further = {}
         for name, metric in (metrics or {}).items():
-            if name in RESERVED or "." in name:
-                raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json, or has a dot: rename it")
-            further[name] = build_part(metric, "model.metrics", Metric, num_classes=num_classes).clone()
+            if name in RESERVED:
+                raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json: rename it")
+            further[name] = build_part(metric, Metric, num_classes=num_classes).clone()
         self.further = MetricCollection(further, compute_groups=False)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:

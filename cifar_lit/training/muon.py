@@ -40,9 +40,6 @@ class Muon(Optimizer):
         rescale: set the norm of each parameter to √rows before the update. Weight decay then has no effect.
         steps: Newton-Schulz iterations. 5 give singular values of about 0.7 … 1.2; 3 suffice for small nets.
         products: dtype of the matrix products, bfloat16 or float32.
-
-    Raises:
-        ValueError: for a vector in a group with `orthogonal`.
     """
 
     def __init__(
@@ -61,13 +58,6 @@ class Muon(Optimizer):
         self._steps, self._products = steps, PRODUCTS[products]
         settings = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         super().__init__(params, {**settings, "orthogonal": orthogonal, "rescale": rescale})
-
-    def add_param_group(self, param_group: dict[str, object]) -> None:
-        """Add a group."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group["orthogonal"] and any(parameter.ndim < 2 for parameter in group["params"]):
-            raise ValueError("a vector cannot be orthogonalised: put it in a group with orthogonal=False")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], object] | None = None) -> object:
@@ -97,10 +87,10 @@ class Muon(Optimizer):
             updates = list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
         if group["orthogonal"]:
             updates = self._orthogonal_updates(updates)
-        if group["orthogonal"] and group["rescale"]:
-            factors = torch._foreach_reciprocal(torch._foreach_clamp_min(torch._foreach_norm(parameters), EPS))
-            torch._foreach_mul_(factors, [len(parameter) ** 0.5 for parameter in parameters])
-            torch._foreach_mul_(parameters, factors)
+            if group["rescale"]:
+                factors = torch._foreach_reciprocal(torch._foreach_clamp_min(torch._foreach_norm(parameters), EPS))
+                torch._foreach_mul_(factors, [len(parameter) ** 0.5 for parameter in parameters])
+                torch._foreach_mul_(parameters, factors)
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         torch._foreach_add_(parameters, torch._foreach_mul(updates, -rate))

@@ -155,7 +155,7 @@ def optimizer_settings(name: str, options: Mapping[str, object] | None) -> Optim
     if "." in name:  # an import path, or the name of a class
         return None
     check_choice("model.optimizer", name, tuple(OPTIMIZERS))
-    return options_of(OPTIMIZERS[name], options or {}, OPTIONS, f"{name} has")
+    return options_of(OPTIMIZERS[name], options, OPTIONS, f"{name} has")
 
 
 def build_optimizer(
@@ -194,7 +194,7 @@ def build_optimizer(
 
 def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[str, Any], regroup: Any) -> Optimizer:
     """Return an optimizer of another package. Its `weight_decay`, if any, does not decay biases and norms."""
-    build = find_part(optimizer, "model.optimizer")
+    build = find_part(optimizer)
     accepted = accepted_arguments(build, {"lr": lr, **options})
     for option in options:
         if option not in accepted:
@@ -208,5 +208,5 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
             del group["lr"]
         if group["role"] == "weights" and "weight_decay" not in options:
             del group["weight_decay"]
-    built: Optimizer = build_part(build, "model.optimizer", Optimizer, groups, lr=lr, **options)
+    built: Optimizer = build_part(build, Optimizer, groups, lr=lr, **options)
     return built

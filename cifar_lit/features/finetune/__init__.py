@@ -58,8 +58,6 @@ class Finetune(Callback):
         input_lr: float | None = None,
         fixed_norms: bool = False,
     ) -> None:
-        if not unfreeze and not head_views:
-            raise UsageError("finetune.unfreeze false fits only the last layer: set finetune.head_views above 0")
         self.weights, self.head_views, self.unfreeze = weights, head_views, unfreeze
         self.frozen, self.input_lr, self.fixed_norms = frozen, input_lr, fixed_norms
         self._model: Any = None
@@ -159,7 +157,7 @@ class Finetune(Callback):
         if len(val):
             model.evaluation.reset()
             logits = torch.zeros(0, classes)  # only the first device has features
-            if features is not None and val_features is not None:
+            if val_features is not None:
                 logits = F.linear(val_features.float(), weight, bias)
             model.evaluation.update(*move_data_to_device((logits, labels[val][: len(logits)]), model.device))
             model.score = model.evaluation.compute()

