@@ -132,8 +132,9 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
             writers.append(stack.enter_context(_row_file(settings.csv, CsvRows, top, len(files))))
         if settings.jsonl is not None:
             writers.append(stack.enter_context(_row_file(settings.jsonl, JsonRows, top, len(files))))
-        on_stdout = not writers or "-" in (settings.csv, settings.jsonl)
+        on_stdout = "-" in (settings.csv, settings.jsonl)
         if not writers:
+            on_stdout = True
             writers.append(_class_table([file.path for file in files], classifier.classes, top))
         advance = None
         if not (on_stdout and sys.stdout.isatty()):  # a progress bar would mix with rows on the same terminal

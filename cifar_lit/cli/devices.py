@@ -59,10 +59,11 @@ def _list_machine() -> None:
     for kind, (precision, reason) in choices.items():
         console.print(f"{kind}: {precision} by default ({reason})")
     console.print("--devices 2 uses two GPUs, or two processes on the CPU (DDP)")
-    if not machine.gpus and machine.cuda_build:
-        console.print("torch finds no GPU: none is visible (CUDA_VISIBLE_DEVICES can hide them)")
-    elif not machine.gpus:
-        console.print("torch finds no GPU: this build is CPU-only")
+    if not machine.gpus:
+        reason = "this build is CPU-only"
+        if machine.cuda_build:
+            reason = "none is visible (CUDA_VISIBLE_DEVICES can hide them)"
+        console.print(f"torch finds no GPU: {reason}")
     console.print(" · ".join(f"{name} {number}" for name, number in versions().items()))
     console.print("test them: cifar-lit devices --check")
 

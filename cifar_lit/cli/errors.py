@@ -31,7 +31,7 @@ def explain_error(error: BaseException) -> tuple[str, int]:
     if is_lost_peer(error) or is_timeout(error):
         line += resume_hint(error)
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    if rank == "0" or not line:
+    if rank == "0":
         return line, code
     if is_lost_peer(error) or code >= 128:  # the first process says it
         return "", code

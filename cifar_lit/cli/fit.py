@@ -238,9 +238,9 @@ class TrainingCLI(LightningCLI):
             run = run_of(self.checkpoint)
         logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
         self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
-        if self.checkpoint and run:
+        if self.checkpoint:
             self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
-            trained = plain_values(run / "config.yaml")
+            trained = plain_values(self.checkpoint.resolve().parent.parent / "config.yaml")
             given = yaml.safe_load(self._config_text())
             given["logs"] = trained.get("logs")  # a resumed run stays in its folder
             may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]

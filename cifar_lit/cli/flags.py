@@ -137,7 +137,9 @@ def parse(name: str, argv: list[str]) -> Command:
             has_value = True
         if not has_value and key in (*SHORT, *SEVERAL, "recipe", "config", "logs", "json"):
             raise UsageError(f"{flag} needs a value")
-        if key == "resume" or (key == "ckpt_path" and name in ("fit", "train")):
+        if key == "ckpt_path" and name in ("fit", "train"):
+            key = "resume"
+        if key == "resume":
             command.resume = value
         elif key in SHORT:
             command.flags.append(f"--{SHORT[key]}={value}")

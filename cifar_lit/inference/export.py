@@ -353,18 +353,15 @@ def traced(net: LoadedNet, options: Options) -> ExportedProgram:
 
 
 def onnx_model(net: LoadedNet, options: Options) -> ModelProto:
-    """Return a net as an ONNX model with metadata. Raise Failure if ONNX cannot express it."""
+    """Return a net as an ONNX model with metadata."""
     program = traced(net, options)
-    try:
-        with silenced():
-            exported = torch.onnx.export(
-                program, (), dynamo=True, opset_version=OPSET, verbose=False,
-                input_names=["images"], output_names=options.outputs,
-            )  # fmt: skip
-        assert exported is not None
-        model: ModelProto = exported.model_proto
-    except Exception as error:
-        raise Failure(f"torch cannot write the net {net.card.net} as ONNX: use --to torch-export") from error
+    with silenced():
+        exported = torch.onnx.export(
+            program, (), dynamo=True, opset_version=OPSET, verbose=False,
+            input_names=["images"], output_names=options.outputs,
+        )  # fmt: skip
+    assert exported is not None
+    model: ModelProto = exported.model_proto
     # Remove the exporter's notes, which include paths of source files, and name the free dimension.
     free = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):

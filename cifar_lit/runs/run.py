@@ -116,7 +116,7 @@ class Run(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make a resumed run the newest one after its checkpoint has been loaded."""
-        if self.folder.resumed and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.folder.resumed and trainer.is_global_zero:
             (self.folder.path / "config.yaml").touch()
 
     def state_dict(self) -> dict[str, object]:

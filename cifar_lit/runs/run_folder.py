@@ -191,7 +191,9 @@ def newest_run_of_job(logs: Path, job: str) -> Path | None:
     runs = []
     for record in logs.glob(f"*/{JOB}"):
         run = record.parent
-        if record.read_text() == job and (read_metrics(run) or newest_checkpoint(run).is_file()):
+        if record.read_text() != job:
+            continue
+        if read_metrics(run) or newest_checkpoint(run).is_file():
             runs.append((_started(run), run))
     if not runs:
         return None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from contract.command_line import assert_refused, copy_run, metrics_of, run_command
 from filelock import FileLock
 
@@ -52,12 +51,6 @@ def test_other_processes_resume_from_the_same_checkpoint(unfinished: Path, monke
     shutil.copy(path, checkpoints / "last.ckpt")  # intact again, as on a file system with delayed visibility
     assert Path(os.environ[RESUMED_CHECKPOINT]) == path
     assert validate_resume(Path(os.environ[RESUMED_CHECKPOINT]), command, first=False)[0] == path
-
-
-def test_a_file_with_weights_alone_cannot_be_resumed(unfinished: Path) -> None:
-    last = unfinished / "checkpoints/last.ckpt"
-    torch.save({"state_dict": read_checkpoint(last)["state_dict"]}, last)
-    assert_refused(run_command("--resume", last), 2, "last.ckpt holds weights only")
 
 
 def test_a_damaged_checkpoint_without_an_alternative_is_an_error(unfinished: Path) -> None:

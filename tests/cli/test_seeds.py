@@ -10,6 +10,7 @@ import pytest
 from contract.command_line import SMALL, assert_refused, config_of, contents_of, metrics_of, run_command
 
 from cifar_lit.cli.seeds import finish, read_seeds
+from cifar_lit.training.orderly_stop import Interrupted
 
 GROUP = Path("lightning_logs/small-seeds-1")
 SHORT = (*SMALL, "--epochs", "1")
@@ -64,6 +65,15 @@ def test_several_seeds_are_recorded_in_a_file() -> None:
         (0, accuracies[0], True), (1, accuracies[1], False)
     ]  # fmt: skip
     assert record["environment"]["versions"]["torch"] and record["settings"]["flags"]
+
+
+def test_an_interruption_prints_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise Interrupted(2)
+
+    monkeypatch.setattr("cifar_lit.cli.seeds.train_each", interrupt)
+    answer = run_command("train", *SHORT, "--seeds", "0-1", "--json", "new/seeds.json")
+    assert answer.code == 130 and answer.err.endswith("--epochs 1 --seeds=0-1 --json=new/seeds.json\n")
 
 
 def test_seeds_of_an_edited_recipe_are_not_continued() -> None:
