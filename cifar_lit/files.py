@@ -91,7 +91,7 @@ def writing(path: Path, remedy: str, parents: bool = False) -> Iterator[Path]:
         with atomic_write(path) as partial:
             yield partial
     except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror or error}. {remedy}") from None
+        raise Failure(f"cannot write {path}: {error.strerror}. {remedy}") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -120,7 +120,7 @@ def processor(accelerator: str) -> str:
     """Return the kind of processor that trains: two of the same kind give the same bits with the same software."""
     import torch
 
-    if accelerator == "gpu" and torch.cuda.is_available():
+    if accelerator == "gpu":
         return torch.cuda.get_device_name()
     units = torch.backends.cpu.get_cpu_capability()
     if has_amx():
@@ -219,10 +219,11 @@ def count_devices(machine: Machine, accelerator: str, devices: Devices) -> int:
 def choose_precision(machine: Machine, accelerator: str) -> tuple[str, str]:
     """Return the default precision, which is the fastest that trains as well as float32, and the reason for it."""
     kind = machine.kind(accelerator)
-    if kind == "gpu" and machine.gpu_bf16:
-        return "bf16-mixed", "bfloat16 is fast on this GPU"
-    if kind == "gpu" and machine.gpu_fp16:
-        return "16-mixed", "float16 is fast on this GPU, bfloat16 is not"
+    if kind == "gpu":
+        if machine.gpu_bf16:
+            return "bf16-mixed", "bfloat16 is fast on this GPU"
+        if machine.gpu_fp16:
+            return "16-mixed", "float16 is fast on this GPU, bfloat16 is not"
     if kind != "cpu":
         return "32-true", "the safe choice here"
     if not machine.bf16:

@@ -66,17 +66,6 @@ def build_part(part: object, kind: type, *arguments: object, **settings: object)
     return built
 
 
-def optional_function(target: str, purpose: str) -> Any:
-    """Return a function of an extra, `module:function`; raise UsageError for `purpose` without its folder."""
-    module, _, function = target.partition(":")
-    try:
-        return getattr(import_module(module), function)
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("cifar_lit."):
-            raise
-        raise UsageError(f"{purpose} is missing in this installation, with {module}: install cifar-lit again") from None
-
-
 def is_import_path(name: str) -> bool:
     """Return whether a name of a net or data set is dotted, such as `my_nets.MyNet`."""
     return "." in name and all(part.isidentifier() for part in name.split("."))

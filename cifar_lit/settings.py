@@ -81,9 +81,7 @@ def plain_settings(group: str, settings: Mapping[str, object]) -> dict[str, obje
 
 
 def saved_settings(state: Mapping[str, Any]) -> dict[str, object]:
-    """Return the settings in the state of a checkpoint; raise UsageError if it has none."""
-    if "settings" not in state:
-        raise UsageError("the checkpoint holds no settings of a training: it cannot be resumed. Start a new run")
+    """Return the settings in the state of a checkpoint."""
     settings: dict[str, object] = json.loads(state["settings"])
     return settings
 

@@ -8,11 +8,11 @@ import sys
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 
 from cifar_lit.cli import flags
 from cifar_lit.errors import UsageError, nearest
 from cifar_lit.hardware import limit_busy_waiting
-from cifar_lit.plugins import optional_function
 from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.text import accept_any_encoding, note, say
 from cifar_lit.trust import allow_typed
@@ -128,7 +128,7 @@ def _run(argv: list[str], default: str) -> int:
     if name not in OWN:
         names = [*flags.TRAINING, *(each for each in OWN if " " not in each)]
         raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
-    run = optional_function(OWN[name], f"the command {name!r}")
+    run = resolve_name(OWN[name])
     code: int | None = run([word for word in arguments if word != "--debug"])
     return code or 0
 

@@ -51,7 +51,7 @@ class LastLosses:
 
     def merge(self) -> None:
         """Merge the losses of all devices. Collective: every rank must call this."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():
             torch.distributed.all_reduce(self.latest, torch.distributed.ReduceOp.MAX)
         self._merged = torch.where(self.latest >= 0, self.latest, self._merged)
         self.latest.fill_(-1.0)

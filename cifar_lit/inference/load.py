@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from PIL import Image
 from torch import Tensor
 
 from cifar_lit.data.decode import Preparation, decode, pixels_of
-from cifar_lit.plugins import optional_function
 from cifar_lit.runs.card import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.runs.model_file import LoadedNet, load_model_file
 from cifar_lit.runs.run_folder import HUB, read_metrics, scores_of
@@ -195,7 +195,7 @@ def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifi
         Failure: the file is damaged or was not written by this program, or it cannot be downloaded.
     """
     if isinstance(path, str) and path.startswith(HUB):
-        path = optional_function(FETCH, HUB)(path)
+        path = resolve_name(FETCH)(path)
     with trusting(trust):
         net = load_model_file(path)
     return Classifier(net, device, scores_of(read_metrics(Path(path))).get("accuracy"))

@@ -123,7 +123,7 @@ def pretraining_of(net: str) -> Pretraining | None:
             return None
         side = cfg.input_size[1]
         if not cfg.fixed_input_size:
-            side = max(side, round(side / (cfg.crop_pct or 1) / SIDE_STEP) * SIDE_STEP)
+            side = max(side, round(side / cfg.crop_pct / SIDE_STEP) * SIDE_STEP)
         return Pretraining(list(cfg.mean), list(cfg.std), (side, side))
     if "." in net:
         return None
