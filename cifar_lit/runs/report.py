@@ -97,8 +97,7 @@ def _without_test(data: ImageData) -> ImageSet:
     if data.parts.folds:
         keep[data.parts.fold_rows] = False
     elif images.names:
-        test = data.test_images
-        test_names = {test.name(row) for row in range(len(test))}
+        test_names = set(data.test_images.names)
         keep = torch.tensor([name not in test_names for name in images.names])
     if keep.all():
         return images
