@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -51,8 +50,6 @@ def fetch(name: str, urls: Sequence[str], md5: str, target: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
         _download(name, urls, md5, part, target)
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
         return part.replace(target)
 
 
@@ -76,15 +73,14 @@ def file_lock(path: Path, work: str, patience: float = 0.0) -> Iterator[None]:
 
 
 @contextmanager
-def disk_errors(folder: Path, needed: int = 0) -> Iterator[None]:
-    """Raise an OSError as a Failure that names `folder` and, for a full disk, the `needed` bytes (0: unknown)."""
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raise an OSError as a Failure that names `folder`."""
     try:
         yield
     except OSError as error:
         text = f"{error.filename or folder.absolute()}: {error.strerror or error}; fix that"
         if error.errno in DISK_FULL:
-            space = f"{needed:,} bytes more" if needed else "more space"
-            text = f"the disk is full: {folder.absolute()} needs {space}; free some space"
+            text = f"the disk is full: free some space in {folder.absolute()}"
         raise Failure(f"{text}, or choose another folder with --data-dir PATH") from error
 
 
@@ -143,13 +139,10 @@ def _transfer(name: str, url: str, part: Path) -> None:
         if response.status != 206:  # the server does not know Range, or the file is local
             start = 0
         missing = int(response.headers.get("Content-Length", 0))
-        description = f"{name} from {_host(url)}"
-        if start:
-            description += f", resumed at {start / 1e6:,.0f} MB"
         with (
-            disk_errors(part.parent, missing),
+            disk_errors(part.parent),
             part.open("ab" if start else "wb") as file,
-            progress(description, missing, unit="MB", scale=1e-6) as advance,
+            progress(f"{name} from {_host(url)}", missing, unit="MB", scale=1e-6) as advance,
         ):
             received = 0
             for chunk in _chunks(response):

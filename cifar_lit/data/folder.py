@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from cifar_lit.data.cache import Duplicates, File, decoded
-from cifar_lit.data.decode import MISSING
 from cifar_lit.data.formats import TABLES
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.layout import Listing, Tree, scan
@@ -76,7 +75,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     images, index = decoded(root, files, lambda duplicates: files_of(parts_by(duplicates)), size, settings)
     bad, duplicates, levels = index.bad, index.duplicates, index.levels
     if bad and not settings.skip_bad:
-        faults = f"{len(bad):,} of {len(files):,} images {where} are {_fault(bad)}: {_with_reasons(bad)}"
+        faults = f"{len(bad):,} of {len(files):,} images {where} cannot be read: {_with_reasons(bad)}"
         raise Failure(f"{faults}; repair or remove them, or leave them out with --data.skip_bad true")
     parts = parts_by(duplicates)
     if duplicates:
@@ -94,22 +93,19 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     labels: list[int] = []
     paths: list[str] = []
     val_rows = None
-    for part, tree in parts.items():
+    for part in used:
         first = len(labels)
-        for label, members in enumerate(tree.values()):
+        for label, members in enumerate(parts[part].values()):
             readable = [file.path for file in members if file.path not in bad]
-            if part in used:
-                labels += [label] * len(readable)
-                paths += readable
-        if part not in used:
-            continue
+            labels += [label] * len(readable)
+            paths += readable
         if train and part == "val":
             val_rows = range(first, len(labels))
-        members = files_of({part: tree})
+        members = files_of({part: parts[part]})
         skipped = {file.path: bad[file.path] for file in members if file.path in bad}
         if skipped:
             total = f"{len(members):,} {part} images {where}"
-            note_once(f"{len(skipped):,} of {total} are {_fault(skipped)} and left out: {_with_reasons(skipped)}")
+            note_once(f"{len(skipped):,} of {total} are left out: {_with_reasons(skipped)}")
     start = 0 if train else len(images) - len(labels)  # the test images come last
     groups = group_files(paths, listing.groups, duplicates)
     columns = {name: [values.get(path, "") for path in paths] for name, values in listing.columns.items()}
@@ -221,13 +217,3 @@ def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
 def _with_reasons(bad: Mapping[str, str]) -> str:
     """Return the first unreadable files with their reasons, and the number of further ones."""
     return listed(f"{name} ({reason})" for name, reason in bad.items())
-
-
-def _fault(bad: Mapping[str, str]) -> str:
-    """Return "damaged", "missing" or "damaged or missing" for unreadable files with their reasons."""
-    reasons = set(bad.values())
-    if MISSING not in reasons:
-        return "damaged"
-    if reasons == {MISSING}:
-        return "missing"
-    return "damaged or missing"

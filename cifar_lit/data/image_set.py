@@ -47,13 +47,10 @@ class ImageSet:
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        count = len(self.images)
         if self.images.dtype != torch.uint8 or self.images.shape[3:] not in ((1,), (3,)):
             shape = f"{self.images.dtype} {tuple(self.images.shape)}"
             raise ValueError(f"images must be uint8 (N, H, W, C), with 1 or 3 channels, not {shape}")
-        if self.labels.shape != (count,):
-            raise ValueError(f"labels must be int64 ({count},), not {tuple(self.labels.shape)}")
-        if count and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
+        if len(self) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
             raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
         check_class_names(self.classes)
 

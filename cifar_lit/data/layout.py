@@ -201,9 +201,7 @@ class _Reader:
             remedy = remedy_for(entry.name for entry in Path(path).iterdir())
             raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}{hint}")
         if len(folders) == 1:
-            ((name, paths),) = folders.items()
-            hint = f" Did you mean --data-dir {paths[0]}?" if self.inner_folders(paths[0]) else hint
-            raise UsageError(f"{path} has one class only ({name}), a classifier needs two or more.{hint}")
+            raise UsageError(f"{path} has one class only ({listed(folders)}), a classifier needs two or more.{hint}")
         self.check_not_parts(path, folders)
         check_class_names([*folders], f"in {path}, the folder")
         self.stray += map(self.name, images)

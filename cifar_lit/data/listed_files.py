@@ -61,9 +61,6 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
                 fault = f"{path} has the {column} {here!r}, and {before!r} in a row above"
         if fault:
             raise UsageError(f"{table}, row {row.number}: {fault}")
-    if len(rows) < len(listed_rows):
-        note_once(f"{table}: {len(listed_rows) - len(rows):,} rows repeat an earlier row, and count once")
-
     names = {row.label for row in rows.values()}
     check_class_names(sorted(names), f"in {table}, the class")
     classes = sort_classes(names)

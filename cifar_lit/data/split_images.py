@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,9 @@ from cifar_lit.data.sources import Load, Source, SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation, take_share
 from cifar_lit.plugins import part_name
 from cifar_lit.text import counted, listed, nfc
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 UNUSED, TRAIN, VAL, TEST = range(4)  # sides of a split
 SIDES = ("unused", "train", "val", "test")
@@ -145,20 +149,26 @@ def split_rows(parts: SplitImages) -> list[Row]:
     record = [(nfc(name), SKIPPED, 0) for name in parts.train_images.skipped]
     for images, sides in parts.sides():
         names = images.names or [str(row) for row in range(len(images))]
-        record += zip(map(nfc, names), sides.tolist(), image_hashes(images), strict=True)
+        codes = hashes(name.encode() for name in images.classes)[images.labels.numpy()]
+        if images.images.nbytes <= HASHED_BYTES:
+            codes ^= image_hashes(images)
+        record += zip(map(nfc, names), sides.tolist(), codes.tolist(), strict=True)
         if not images.names:
             break
     return record
 
 
-def image_hashes(images: ImageSet) -> list[int]:
-    """Return the CRC-32 of class name and pixels of each image; of a large data set, of the class name."""
-    seeds = [zlib.crc32(name.encode()) for name in images.classes]
-    labels = images.labels.tolist()
-    if images.images.nbytes > HASHED_BYTES:
-        return [seeds[label] for label in labels]
-    pixels = images.images.flatten(1).numpy()
-    return [zlib.crc32(row, seeds[label]) for row, label in zip(pixels, labels, strict=True)]
+def image_hashes(images: ImageSet) -> np.ndarray:
+    """Return a hash of the pixels of each image, uint64 (N,), by which it is known everywhere."""
+    parts = [np.zeros(0, np.uint64)]
+    for rows in torch.arange(len(images)).split(4096):  # in parts, because the images may be memory-mapped
+        parts.append(hashes(images.take(rows).flatten(1).numpy()))
+    return np.concatenate(parts)
+
+
+def hashes(items: Iterable[Buffer]) -> np.ndarray:
+    """Return a hash of each item, an array or bytes, as uint64 (N,)."""
+    return np.frombuffer(b"".join(sha256(item).digest()[:8] for item in items), np.uint64)
 
 
 def recorded_rows(record: Mapping[str, Any]) -> list[Row] | None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.errors import UsageError
 from cifar_lit.settings import options_of
-from cifar_lit.text import note
+
+Groups = Tensor | np.ndarray | None  # int64 (N,), equal for rows that must stay together
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def split_validation(labels: Tensor, val_size: float, seed: int, groups: Tensor 
     order = np.empty(count, np.int64)
     for rows in rows_by_class(numbers, counts):
         order[rng.permutation(rows)] = np.arange(len(rows))
-    is_val = draw_rows(numbers, sizes, order, None if groups is None else groups.numpy())
+    is_val = draw_rows(numbers, sizes, order, groups)
     if val_size > 0 and not is_val.any():
         fault = f"data.val_size {val_size:g} of {count} images draws no image or group"
         raise UsageError(f"{fault}: raise it, or use 0 to train on all")
@@ -103,7 +104,7 @@ def rows_by_class(labels: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
 
 
-def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
+def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: Groups) -> np.ndarray:
     """Draw the first rows of each class in `order`, keeping groups together; return a mask, bool (N,).
 
     Groups of several rows come first, in descending size. A group is drawn if the drawn shares of its classes come
@@ -171,10 +172,8 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
         UsageError: if a fold would be empty.
     """
     units, noun = len(labels), "images"
-    group_numbers = None
     if groups is not None:
         units, noun = len(groups.unique()), "groups of images"
-        group_numbers = groups.numpy()
     if not 2 <= folds <= units:
         raise UsageError(f"{folds} folds of {units:,} {noun} are invalid: choose from 2 to {units:,}")
     classes, numbers, class_sizes = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
@@ -183,13 +182,12 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
     result = np.full(len(labels), -1)
     counts = [[0] * len(classes) for _ in range(folds)]
     sizes = [0] * folds
-    for rows, class_counts in list_groups(numbers, order, group_numbers):
+    for rows, class_counts in list_groups(numbers, order, groups):
         fold = min(range(folds), key=lambda fold: (imbalance_change(class_counts, counts[fold], totals), sizes[fold]))
         result[rows] = fold
         sizes[fold] += len(rows)
         for label, count in class_counts.items():
             counts[fold][label] += count
-    small_classes = 0  # classes with fewer images or groups than folds
     for label, rows in enumerate(rows_by_class(numbers, class_sizes)):
         rows = rows[result[rows] < 0]
         for row in rows[np.argsort(order[rows])].tolist():
@@ -197,10 +195,6 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
             result[row] = fold
             sizes[fold] += 1
             counts[fold][label] += 1
-        small_classes += min(count[label] for count in counts) == 0
-    if small_classes:
-        fault = f"{small_classes} of {len(classes)} classes have fewer images, or groups of them, than there are folds"
-        note(f"{fault}: some folds lack them")
     return torch.from_numpy(result)
 
 
@@ -212,9 +206,7 @@ def imbalance_change(class_counts: Mapping[int, int], surplus: Sequence[float], 
     return change
 
 
-def list_groups(
-    labels: np.ndarray, order: np.ndarray, groups: np.ndarray | None
-) -> list[tuple[np.ndarray, Counter[int]]]:
+def list_groups(labels: np.ndarray, order: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, Counter[int]]]:
     """Return the rows and class counts of each group of several rows, the largest first.
 
     Groups of similar size, up to a factor of 2, are in the order of their first rows, so that they vary with the seed.
@@ -277,8 +269,7 @@ def take_share(images: ImageSet, rows: Tensor, share: float, seed: int) -> Tenso
     if share == 1:
         return rows
     labels = images.labels[rows].numpy()
-    groups = images.groups_of(rows)
     sizes = np.maximum(np.round(share * np.bincount(labels)), 1).astype(int)
     order = np.random.default_rng(seed).permutation(len(rows))
-    is_taken = draw_rows(labels, sizes, order, None if groups is None else groups.numpy())
+    is_taken = draw_rows(labels, sizes, order, images.groups_of(rows))
     return rows[torch.from_numpy(is_taken)]

@@ -58,28 +58,30 @@ def read_table(
     except UnicodeDecodeError:
         raise UsageError(f"{table} is not a UTF-8 text file: save it as CSV UTF-8") from None
     if table.suffix.lower() in (".jsonl", ".ndjson"):
-        names, records = _objects(table, text)
+        names, records = _objects(text)
     else:
         names, records = _cells(table, text)
-    places = _places(table, names, group, labelled)
+    needed = ["path", "label"] if labelled else ["path"]
+    places = _places(table, names, group, needed)
     further = [_place(table, names, column, "data.groups") for column in columns]
     rows = 0
     for number, cells in records:
+        if not any(cells):
+            continue
+        rows += 1
         cells += [""] * (len(names) - len(cells))
         values = {column: cells[place] for column, place in places.items()}
-        path, label = values["path"], nfc(values.get("label", ""))
-        if path and (label or not labelled):
-            rows += 1
-            split, group_name = nfc(values.get("split", "")), nfc(values.get("group", ""))
-            yield Row(number, path, label, split, group_name, tuple(nfc(cells[place]) for place in further))
-        elif any(cells):
-            raise UsageError(f"{table}, row {number} has no {'label' if path else 'path'}")
+        for column in needed:
+            if not values[column]:
+                raise UsageError(f"{table}, row {number} has no {column}")
+        label, split, group_name = (nfc(values.get(column, "")) for column in ("label", "split", "group"))
+        yield Row(number, values["path"], label, split, group_name, tuple(nfc(cells[place]) for place in further))
     if not rows:
         raise UsageError(f"{table} has no rows below its column names, {', '.join(names)}")
 
 
-def _places(table: Path, names: Sequence[str], group: str | None, labelled: bool) -> dict[str, int]:
-    """Return the place of each known column; raise UsageError if one is missing. Arguments: see `read_table`."""
+def _places(table: Path, names: Sequence[str], group: str | None, needed: Sequence[str]) -> dict[str, int]:
+    """Return the place of each known column; raise UsageError if a needed one is missing."""
     plain = [_plain(name) for name in names]
     places: dict[str, int] = {}
     unknown = [place for place, name in enumerate(names) if name != group]
@@ -89,13 +91,12 @@ def _places(table: Path, names: Sequence[str], group: str | None, labelled: bool
                 places[column] = plain.index(alias)
         unknown = [place for place in unknown if plain[place] not in aliases]
     labels = [name for place, name in enumerate(names) if plain[place] in COLUMNS["label"]]
-    if labelled and len(labels) > 1:
+    if len(labels) > 1:
         used = names[places["label"]]
         note_once(f"{table}: {used} is used of the columns that may be the label, {', '.join(labels)}")
     absent = [column for column in ("path", "label") if column not in places]
     if len(unknown) == len(absent) == 1:
         places[absent[0]] = unknown[0]
-    needed = ["path", "label"] if labelled else ["path"]
     rule = f"its first row must name the columns, {' and '.join(needed)} at least"
     for column in needed:
         if column not in places:
@@ -140,19 +141,12 @@ def _csv_rows(text: str, delimiter: str) -> Records:
             yield reader.line_num, [cell.strip() for cell in cells]
 
 
-def _objects(table: Path, text: str) -> tuple[list[str], Records]:
+def _objects(text: str) -> tuple[list[str], Records]:
     """Return the keys of all JSON objects, and the values of each in their order."""
     objects: list[tuple[int, dict[str, object]]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict):
-            raise UsageError(f'{table}, row {number} is not a JSON object such as {{"path": "1.jpg", "label": "cat"}}')
-        objects.append((number, values))
+        if line.strip():
+            objects.append((number, json.loads(line)))
     names = list(dict.fromkeys(name for _, values in objects for name in values))
     return names, ((number, [_text(values.get(name)) for name in names]) for number, values in objects)
 

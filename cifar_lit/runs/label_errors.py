@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from cifar_lit.data.duplicates import near_duplicates
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.split_images import image_hashes
 from cifar_lit.files import write_text
-from cifar_lit.runs.data_record import image_keys
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 from cifar_lit.runs.model_file import READ_AT_ONCE
 from cifar_lit.text import csv_text
@@ -161,9 +161,9 @@ def read_array(file: Path, shape: tuple[int, ...]) -> Tensor | None:
 def find_duplicates(train: ImageSet, test: ImageSet) -> tuple[list[Pair], int, int]:
     """Return `pairs`, `identical` and `conflicting` of `Findings`."""
     rows: dict[int, int] = {}
-    for row, key in enumerate(image_keys(train).tolist()):
+    for row, key in enumerate(image_hashes(train).tolist()):
         rows.setdefault(key, row)
-    same_rows = torch.tensor([rows.get(key, -1) for key in image_keys(test).tolist()])
+    same_rows = torch.tensor([rows.get(key, -1) for key in image_hashes(test).tolist()])
     is_identical = same_rows >= 0
     pairs: list[Pair] = []
     for group in near_duplicates(np.concatenate([_thumbnails(train), _thumbnails(test)])):

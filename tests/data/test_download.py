@@ -177,9 +177,9 @@ def test_if_all_mirrors_fail_the_error_names_each_reason_and_a_remedy_without_pa
 
 
 @pytest.mark.parametrize(
-    ("number", "word"), [(errno.ENOSPC, "disk is full: .* 100,000 bytes"), (errno.EACCES, "Permission denied")]
+    ("number", "word"), [(errno.ENOSPC, "disk is full: free some space"), (errno.EACCES, "Permission denied")]
 )
-def test_a_write_error_names_the_folder_and_the_needed_space(
+def test_a_write_error_names_the_folder(
     mirror: Callable[..., Mirror], target: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str
 ) -> None:
     opened = Path.open

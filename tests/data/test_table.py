@@ -87,10 +87,10 @@ def test_a_table_has_the_class_order_of_its_folder(tmp_path: Path, classes: tupl
     assert open_set(tmp_path / "set").classes == open_set(table).classes == classes
 
 
-def test_a_repeated_row_counts_once(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_row_counts_once(pets: Path) -> None:
     rows = [f"{name},{name[:3]},train" for name in (*NAMES[:4], *NAMES[:2])]
     table = write(pets / "a.csv", "path,label,split", *rows, "dog/4.png,dog,test")
-    assert values(table) == [0, 1, 2, 3] and "2 rows repeat an earlier row, and count once\n" in capsys.readouterr().err
+    assert values(table) == [0, 1, 2, 3]
 
 
 def test_missing_files_fail_by_name_or_are_skipped_on_request(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,10 +104,10 @@ def test_missing_files_fail_by_name_or_are_skipped_on_request(pets: Path, capsys
         open_set(table)
     assert values(table, skip_bad=True) == [0, 1, 3, 4]
     err = capsys.readouterr().err
-    assert f"5 of 9 train images of {table} are missing and left out: gone/0.png (missing: there is no such file" in err
+    assert f"5 of 9 train images of {table} are left out: gone/0.png (missing: there is no such file" in err
     damage(pets / "cat/1.png")
     write(table, "path,label,split", *rows)
-    with pytest.raises(Failure, match=f"1 of 6 images of {table} are damaged: cat/1.png"):
+    with pytest.raises(Failure, match=f"1 of 6 images of {table} cannot be read: cat/1.png"):
         open_set(table)
 
 
@@ -144,7 +144,6 @@ def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: li
     [
         ("a.csv", b"", "has no column for the path"),
         ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "not a UTF-8 text"),
-        ("a.jsonl", b'{"path": "a", "label": "b"}\n["a", "b"]', "row 2 is not a JSON object"),
         ("a.jsonl", b'{"path": "a", "label": {"b": 1}}', "row 1 has no label"),
     ],
 )  # fmt: skip
