@@ -12,6 +12,8 @@ from cifar_lit.errors import UsageError
 BF16_GAIN = 0.9  # speed relative to float32; real gains are 1.5 and more, so noise does not matter
 # Spin limits of idle OpenMP threads: iterations (GNU), milliseconds (LLVM and Intel).
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "1"}
+# Turing GPUs without tensor cores, where float16 convolutions of cuDNN return NaN (pytorch/pytorch#77955).
+NO_TENSOR_CORES = re.compile(r"GTX 16\d\d|MX[45]50|\bT(400|500|550|600|1000|1200|2000)\b")
 SPIN_SETTINGS = {*SPIN_LIMITS, "OMP_WAIT_POLICY", "KMP_LIBRARY"}
 Devices = int | str | list[int]  # a value of --devices
 
@@ -28,6 +30,7 @@ class Machine:
     gpu_fp16: bool = False  # whether float16 is fast on all GPUs
     mps: bool = False  # whether there is an Apple GPU
     cuda_build: bool = True  # whether this torch was built for GPUs
+    unsupported: str = ""  # name of a GPU that is too old for this torch
 
     def __str__(self) -> str:
         if self.gpus:
@@ -36,6 +39,12 @@ class Machine:
         if self.mps:
             return "an Apple GPU (mps)"
         return f"no GPU, only a CPU with {self.threads} threads"
+
+    def check_gpus(self) -> None:
+        """Raise UsageError if torch has no code for a GPU."""
+        if self.unsupported:
+            remedy = "Install torch 2.14 and its torchvision for CUDA 12.6 (pytorch.org/get-started/previous-versions)"
+            raise UsageError(f"this torch has no code for {self.unsupported}. {remedy}, or use --accelerator cpu")
 
     @property
     def devices(self) -> list[str]:
@@ -88,20 +97,26 @@ def detect_machine() -> Machine:
     """Return the devices of this machine."""
     import torch
 
-    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    gpus = []
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     # `torch.cuda.is_bf16_supported` looks at one GPU only. ROCm GPUs have no compute capability; they support bfloat16.
     oldest = min((gpu.major for gpu in gpus), default=0)
     if torch.version.hip:
         oldest = 9
+    built = [int(code) for code in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+    too_old = [gpu.name for gpu in gpus if 10 * gpu.major + gpu.minor < min(built, default=0)]
+    lacks_cores = [gpu.name for gpu in gpus if NO_TENSOR_CORES.search(gpu.name)]
     return Machine(
         cpu=_cpu_name(),
         threads=core_count(),
         bf16=torch.cpu._is_avx512_bf16_supported() or has_amx(),  # no public name
         gpus=tuple((gpu.name, gpu.total_memory) for gpu in gpus),
         gpu_bf16=oldest >= 8,
-        gpu_fp16=oldest >= 7,
+        gpu_fp16=oldest >= 7 and not lacks_cores,
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
+        unsupported=", ".join(too_old),
     )
 
 
@@ -151,6 +166,8 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
         names.append("cuda")
     if device not in names:
         raise UsageError(f"this machine has no device {name!r}: it has {', '.join(machine.devices)}")
+    if device.startswith("cuda"):
+        machine.check_gpus()
     return device
 
 
@@ -167,6 +184,8 @@ def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> Devi
         if not machine.cuda_build:
             build = ", and this torch is a build for CPUs only"
         raise UsageError(f"this machine has {machine}{build}: leave --accelerator out, or use --accelerator cpu")
+    if kind == "gpu":
+        machine.check_gpus()
     parsed = parse_devices(devices)
     if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
         fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"
