@@ -182,11 +182,6 @@ def test_the_place_of_the_images_and_their_loading_may_change(photos: Path) -> N
     assert sides(other) == before
 
 
-def test_a_checkpoint_without_settings_is_refused(photos: Path) -> None:
-    with pytest.raises(UsageError, match="it cannot be resumed"):
-        own_data(photos).load_state_dict({"position": 1, "epoch": 0})
-
-
 # ---- evaluation
 
 
