@@ -50,6 +50,8 @@ class ImageSet:
         if self.images.dtype != torch.uint8 or self.images.shape[3:] not in ((1,), (3,)):
             shape = f"{self.images.dtype} {tuple(self.images.shape)}"
             raise ValueError(f"images must be uint8 (N, H, W, C), with 1 or 3 channels, not {shape}")
+        if len(self.images) != len(self.labels):
+            raise ValueError(f"{len(self.images)} images have {len(self.labels)} labels")
         if len(self) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
             raise ValueError(f"labels must be in 0 … {len(self.classes) - 1}")
         check_class_names(self.classes)

@@ -247,3 +247,17 @@ def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, mon
     with pytest.raises(UsageError, match=r"data\.channels of my_own_data.remote is 3, not 1: leave it out"):
         load_images("my_own_data.remote", SourceSettings(channels=1), train=True)
     assert len(load_images(own, settings, train=True)) == len(load_images(own.load, settings, train=True)) == 12
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "fault"),
+    [
+        (torch.zeros(2, 4, 4, 3), [0, 1], "images must be uint8"),
+        (torch.zeros(2, 4, 4, 4, dtype=torch.uint8), [0, 1], "1 or 3 channels"),
+        (torch.zeros(3, 4, 4, 3, dtype=torch.uint8), [0, 1], "3 images have 2 labels"),
+        (torch.zeros(2, 4, 4, 3, dtype=torch.uint8), [0, 2], "labels must be in 0 … 1"),
+    ],
+)
+def test_images_and_labels_of_a_users_data_set_have_to_fit(images: torch.Tensor, labels: list[int], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        ImageSet(images, torch.tensor(labels), ("a", "b"))
