@@ -20,7 +20,7 @@ from cifar_lit.trust import REFUSED
 # Messages of torch's allocators, CUDA, cuBLAS and cuDNN. cuDNN finds no engine if none can allocate its workspace.
 NO_MEMORY = re.compile("allocate memory|out of memory|ALLOC(ATION)?_FAILED|unable to find an engine")
 LOST_PEER = re.compile("Connection (closed|reset) by peer|NCCL|Broken pipe|recvValue failed")
-TIMEOUT = re.compile("[Tt]imed out|[Tt]imeout")
+TIMEOUT = re.compile("^(?!CUDA|DataLoader).*([Tt]imed out|[Tt]imeout)", re.DOTALL)
 
 
 def explain_error(error: BaseException) -> tuple[str, int]:
@@ -53,7 +53,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
     elif isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)):
         text = "out of memory: halve --batch-size or --data.eval_batch_size, or choose a smaller --net"
     elif (full := find_os_error(error)) and full.errno in DISK_FULL:
-        text = f"the disk is full ({full.filename or 'while writing'}): free some space, then resume with --resume"
+        text = f"the disk is full ({full.filename or 'while writing'}): free some space, then try again"
+        text += resume_hint(error)
+    elif text.startswith("operator torchvision::"):  # torchvision's compiled operators do not load
+        text = "torch and torchvision are of different builds: uninstall both, then install both from one source"
     elif isinstance(error, PermissionError):
         text = f"no permission for {error.filename}: choose another folder with --logs or --data-dir"
     elif is_lost_peer(error):
@@ -77,12 +80,16 @@ def resume_hint(error: BaseException) -> str:
 
 def is_timeout(error: BaseException) -> bool:
     """Return whether another process of the run did not take part in a collective call."""
-    return isinstance(error, RuntimeError) and TIMEOUT.search(str(error)) is not None
+    return _is_of_torch(error) and TIMEOUT.search(str(error)) is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether the error follows from the loss of another process of the run."""
-    return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
+    return _is_of_torch(error) and LOST_PEER.search(str(error)) is not None
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and not isinstance(error, Failure)
 
 
 # ---- errors of the parser

@@ -38,7 +38,8 @@ def train_folds(command: Command) -> None:
     def collect(cli: TrainingCLI) -> None:
         """Keep the predictions for the fold, and the images, equal in all trainings."""
         data = cli.datamodule
-        predictions = dict(cli.model.predictions or {})
+        predictions = cli.model.predictions
+        assert predictions is not None
         parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
         last.update(images=data.train_images, recipe=cli.run.folder.name)
 

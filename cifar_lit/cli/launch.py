@@ -61,7 +61,7 @@ def apply_launcher(command: Command, environment: MutableMapping[str, str]) -> N
         tasks = int(environment["SLURM_NTASKS"])
         if tasks > 1 and "SLURM_STEP_ID" not in environment:
             raise UsageError(f"only one of the {tasks} tasks of this SLURM job runs: put srun before the command")
-        nodes = environment.get("SLURM_STEP_NUM_NODES", environment["SLURM_NNODES"])
+        nodes = environment.get("SLURM_STEP_NUM_NODES") or environment["SLURM_NNODES"]
         per_node = tasks // int(nodes)
         environment.update(SLURM_NTASKS_PER_NODE=str(per_node), SLURM_NNODES=nodes, WORLD_SIZE=str(tasks))
         environment.update(RANK=environment["SLURM_PROCID"], LOCAL_RANK=environment["SLURM_LOCALID"])

@@ -57,7 +57,7 @@ Precedence: recipe < --config files < flags.
 """
 
 # Commands other than LightningCLI's. Each function takes the arguments after the command, and may return an exit code.
-# In the core, only this table and `inference.load` name extras. Without its folder, one is answered in one line.
+# In the core, only this table and `inference.load` name extras.
 OWN = {
     "recipes": "cifar_lit.cli.recipes:list_recipes",
     "devices": "cifar_lit.cli.devices:list_devices",

@@ -103,11 +103,11 @@ def _earlier_group(logs: Path, record: Mapping[str, Any]) -> Path | None:
 def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
     """Write seeds.json and print the results."""
     rows = []
-    tests = set()
+    data = set()
     for run in runs:
         metrics = read_metrics(run)
         test = metrics["test"]
-        tests.add(test.get("fingerprint"))
+        data.add(str([metrics.get("data"), test.get("fingerprint")]))
         row: dict[str, Any] = {
             "accuracy": test["accuracy"],
             "loss": test["loss"],
@@ -116,7 +116,7 @@ def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
         if "tta" in test:
             row["accuracy with TTA"] = test["tta"]["accuracy"]
         rows.append(row)
-    if len(tests) > 1:
+    if len(data) > 1:
         raise Failure(f"the images have changed between the trainings in {display_path(path)}: remove it, start again")
     spreads = {}
     for name, possible in RESULTS.items():

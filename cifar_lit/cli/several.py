@@ -72,6 +72,8 @@ def train_each(
 
 def _train(command: Command, after: Callable[[TrainingCLI], None]) -> Path:
     cli = TrainingCLI(command)
+    if cli.model.predictions is None:
+        raise UsageError("each of these trainings has to end with a test: leave out flags that shorten the training")
     after(cli)
     run = cli.run.folder.path
     del cli

@@ -11,10 +11,12 @@ The index is replaced atomically, after the rows that it names have been synced 
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -187,6 +189,9 @@ def _decode(cache: Path, folder: Path, files: Sequence[File], preparation: Prepa
         rows = dict(zip(_readable(old), map_images(cache / old.data, old.shape), strict=True))
     new = [file for file in files if file not in rows]
     data = cache / f"images-{secrets.token_hex(4)}.u8"
+    needed = len(files) * prod(shape)
+    if shutil.disk_usage(cache).free < needed:
+        raise OSError(errno.ENOSPC, f"the decoded images need {needed / 1e9:.1f} GB", str(cache))
     bad: dict[str, str] = {}
     bar = progress("decoding images", len(new)) if new else nullcontext(lambda count: None)
     with atomic_write(data) as partial, partial.open("wb") as output, bar as advance:

@@ -212,7 +212,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         """Reset the state of an earlier fit and warn about small classes."""
         if stage != "fit":
             return
-        self.parts.warn_of_few_images()
+        self.parts.warn_of_few_images(self.batch_size)
         self._train_loader = self._resumed = None
 
     @property

@@ -87,7 +87,10 @@ def decode(
         if size is not None:
             side = 2 * max(size)
             image.draft(None, (side, side))  # a JPEG is decoded at a smaller scale, at least twice the final size
+        is_deep_colour = ";16" in str(image.tile[:1]) and not image.mode.startswith("I")
         image.load()
+        if is_deep_colour and np.asarray(image.convert("RGB")).max() < 16:  # Pillow keeps the upper 8 of 16 bits
+            raise OSError("16-bit colours that use 12 bits or fewer: magick mogrify -evaluate multiply 16 FILES")
         return _upright(image, size, channels, resize, levels)
 
 
@@ -208,7 +211,7 @@ def _upright(
 ) -> np.ndarray:
     """Return a loaded image as uint8 (H, W, channels), upright and resized by one of `RESIZES`."""
     with suppress(Exception):  # the EXIF is damaged; the pixels may be intact
-        ImageOps.exif_transpose(image, in_place=True)
+        image = ImageOps.exif_transpose(image)
     image = _as_mode(image, "RGB" if channels == 3 else "L", levels)
     height, width = size or image.size[::-1]
     if image.size != (width, height):

@@ -18,6 +18,7 @@ from cifar_lit.errors import UsageError, nearest
 from cifar_lit.text import counted, listed, nfc
 
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
+SAME_FOLDERS = 0.7  # share of common names from which the folders in some folders are the same classes
 # Parts by the names of folders, and by the words of a table's split column.
 PARTS = {
     "train": "train", "training": "train", "trainset": "train", "val": "val", "valid": "val", "validation": "val",
@@ -212,13 +213,14 @@ class _Reader:
         return tree
 
     def check_not_parts(self, path: str, folders: Mapping[str, list[str]]) -> None:
-        """Raise UsageError if all class folders hold the same folders: then they are the parts."""
-        first, *others = (self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values())
-        if len(first) < 2 or others != [first] * len(others):
+        """Raise UsageError if the class folders hold about the same folders: then they are the parts."""
+        inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
+        every = set().union(*inner)
+        if len(every) < 2 or sum(map(len, inner)) < SAME_FOLDERS * len(every) * len(inner):
             return
         raise UsageError(
             f"the folders {listed(f'{name}/' for name in folders)} in {path} hold the same folders "
-            f"({listed(sorted(first))}), as parts do: rename the one with the training images to train/, and the one "
+            f"({listed(sorted(every))}), as parts do: rename the one with the training images to train/, and the one "
             "with the test images to test/. If they are classes, list the images in a table with path and label"
         )
 

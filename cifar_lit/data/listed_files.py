@@ -110,7 +110,9 @@ def find_files(table: Path, folder: str, paths: Iterable[str]) -> dict[str, str]
     endings = _files_by_ending(folder)
     for path in unique:
         fits = endings.get(nfc(path.replace("\\", "/")), [])
-        if len(fits) == 1:
+        if len(fits) > 1:
+            raise UsageError(f"{table}: {path} may be {fits[0]} or {fits[1]}: write paths relative to {folder}")
+        if fits:
             files[path] = fits[0]
     if files:
         name, file = next(iter(files.items()))

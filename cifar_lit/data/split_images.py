@@ -115,13 +115,16 @@ class SplitImages:
         images = self.train_images
         return torch.bincount(images.labels[self.split[0]], minlength=len(images.classes))
 
-    def warn_of_few_images(self) -> None:
-        """Warn about classes with fewer than two training images, and a small validation set."""
+    def warn_of_few_images(self, batch_size: int) -> None:
+        """Warn about classes with fewer than two training images, a large batch, and a small validation set."""
         classes = self.train_images.classes
         few = [name for name, count in zip(classes, self.class_counts.tolist(), strict=True) if count <= 1]
         if few:
             part = f"{len(few):,} of {len(classes):,} classes"
             note_once(f"{part} have fewer than 2 training images ({listed(few)}): add more")
+        count = len(self.split[0])
+        if count < batch_size:
+            note_once(f"{count:,} training images are less than a batch of {batch_size}: lower --batch-size")
         count = len(self.split[1])
         if 0 < count < FEW_VALIDATION_IMAGES:
             remedy = "raise --data.val_size, or set it to 0 to train on all images and keep the last checkpoint"

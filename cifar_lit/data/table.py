@@ -146,7 +146,10 @@ def _objects(text: str) -> tuple[list[str], Records]:
     objects: list[tuple[int, dict[str, object]]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            objects.append((number, json.loads(line)))
+            try:
+                objects.append((number, dict(json.loads(line))))
+            except (TypeError, ValueError):
+                raise UsageError(f"row {number} of the table is no JSON object: write one object a line") from None
     names = list(dict.fromkeys(name for _, values in objects for name in values))
     return names, ((number, [_text(values.get(name)) for name in names]) for number, values in objects)
 

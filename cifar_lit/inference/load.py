@@ -198,4 +198,4 @@ def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifi
         path = resolve_name(FETCH)(path)
     with trusting(trust):
         net = load_model_file(path)
-    return Classifier(net, device, scores_of(read_metrics(Path(path))).get("accuracy"))
+    return Classifier(net, device, scores_of(read_metrics(Path(path).expanduser())).get("accuracy"))

@@ -8,8 +8,8 @@ smoothing is underconfident.
 
 An image that resembles none of the classes is rejected by its energy, -T · logsumexp(logits / T) with T = 1 (W. Liu et
 al., Energy-based Out-of-distribution Detection, NeurIPS 2020). It needs only the logits. results/lab-notebook.md
-compares it with other scores. A model stores the scores that 2 % and 20 % of new images are expected to exceed. For other rates,
-the score is linear in the square root of the rate.
+compares it with other scores. A model stores the scores that 2 % and 20 % of new images are expected to exceed. For
+other rates, the score is linear in the square root of the rate.
 """
 
 from __future__ import annotations

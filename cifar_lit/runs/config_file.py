@@ -20,6 +20,8 @@ def plain_values(file: Path) -> Any:
         if mark:
             place = f" at line {mark.line + 1}, column {mark.column + 1}"
         raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is not UTF-8 text: save it as UTF-8") from None
     if values is None:
         return {}
     if not isinstance(values, dict):

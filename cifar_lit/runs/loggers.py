@@ -217,6 +217,7 @@ def start_tracker(name: str, run: RunFolder, settings: dict[str, Any]) -> Logger
         if mode is None and not wandb.login(prompt=False, verify=False):
             mode = "offline"
         project = os.environ.get("WANDB_PROJECT", "cifar-lit")
+        wandb.finish()  # an earlier training of this process
         tracker = WandbLogger(run.path.name, run.path, id=ids.get(name), mode=mode, project=project)
     else:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # else a training without its server waits

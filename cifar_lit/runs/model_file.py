@@ -23,7 +23,6 @@ from cifar_lit.trust import check_name
 FORMAT = "cifar-lit 1"
 CHECKSUM = "sha256"  # key of the metadata
 MAX_TEMPERATURE = 20.0  # the minimum is its inverse
-SETS = ("lac", "aps")  # kinds of prediction sets
 BATCH, BATCH_PIXELS = 256, 1 << 20  # most images and pixels of a batch
 READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
 
@@ -160,8 +159,11 @@ def load_model_file(path: str | Path) -> LoadedNet:
         raise Failure(f"{file} is damaged, or not a model.safetensors ({error}): copy or train it again") from None
     if metadata.get("format") != FORMAT:
         raise UsageError(f"{file} holds no {FORMAT!r} model: name a run folder, or its model.safetensors")
-    if metadata[CHECKSUM] != checksum(metadata["card"], weights):
+    if metadata.get(CHECKSUM) != checksum(metadata["card"], weights):
         raise Failure(f"{file} is damaged (its checksum differs): copy or train it again")
     card = ModelCard(**json.loads(metadata["card"]))
     check_name(card.net)
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise Failure(f"{file}: the weights {name} are not finite numbers, because the training diverged")
     return build_loaded_net(card, weights)

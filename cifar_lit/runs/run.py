@@ -139,7 +139,8 @@ class Run(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, CurveFile) and not self.folder.resumed:
                 logger.create()
-        trainer.loggers += [start_tracker(name, self.folder, self.settings) for name in self.trackers]
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            trainer.loggers += [start_tracker(name, self.folder, self.settings) for name in self.trackers]
         boards = [board for board in self.boards if board in trainer.loggers]
         if boards and not self.folder.resumed:
             picture = make_grid(augmented_sample(trainer.datamodule, 64), nrow=8)  # type: ignore[attr-defined]

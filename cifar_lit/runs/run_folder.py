@@ -258,10 +258,10 @@ def changes_text(metrics: Mapping[str, Any]) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty without the file."""
-    if not file.is_file():
-        return {}
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    """Return the object in a JSON file, empty if it is missing or damaged."""
+    content: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        content = json.loads(file.read_text(encoding="utf-8"))
     return content
 
 

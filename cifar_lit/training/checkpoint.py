@@ -88,7 +88,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
         """Replace the folder in the state of every ModelCheckpoint: Lightning deletes the files that a state names."""
-        states = checkpoint["callbacks"]
+        states = checkpoint.get("callbacks", {})
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.state_key in states:
                 states[callback.state_key] = _in_folder(states[callback.state_key], str(callback.dirpath))
@@ -261,6 +261,8 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:  # A damaged file can raise anything.
         fault = f"{path} is cut short or damaged ({first_line(error)})"
         raise DamagedCheckpoint(f"{fault}: use another checkpoint") from None
+    if not isinstance(contents, dict):
+        raise Failure(f"{path} holds a {type(contents).__name__}, no checkpoint and no state dict: use another file")
     return contents
 
 

@@ -50,6 +50,11 @@ def check_model(h: Mapping[str, Any]) -> None:
     check_choice("model.tta", h["tta"], VIEWS)
     if not h["lr"] > 0:
         raise UsageError(f"the learning rate must be above 0, not {h['lr']:g}: set --lr")
+    if not 0 <= h["label_smoothing"] < 1:
+        raise UsageError(f"model.label_smoothing must be 0 or more and below 1, not {h['label_smoothing']:g}")
+    temperature = h["temperature"]
+    if temperature is not None and not temperature > 0:
+        raise UsageError(f"model.temperature must be above 0, or null, not {temperature:g}")
 
 
 def check_features(model: ImageClassifier, trainer: pl.Trainer, data: object) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from cifar_lit.errors import first_line
+from cifar_lit.text import note
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.collectives import gather_rows
 
@@ -25,8 +28,14 @@ def logged_group(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 def log_values(trainer: pl.Trainer, values: Mapping[str, float], epoch: int, step: int) -> None:
     """Write values to the loggers. `LightningModule.log` takes longer than a step of a small net."""
-    for logger in trainer.loggers:
-        logger.log_metrics({**values, "epoch": epoch}, step)
+    for logger in [*trainer.loggers]:
+        try:
+            logger.log_metrics({**values, "epoch": epoch}, step)
+        except Exception as error:
+            if not isinstance(logger, (WandbLogger, MLFlowLogger)):
+                raise
+            note(f"{type(logger).__name__} failed ({first_line(error)}): the training continues without it")
+            trainer.loggers.remove(logger)
 
 
 class TrainingRows:

@@ -18,7 +18,7 @@ from cifar_lit.training.orderly_stop import Interrupted
 
 OUT_OF_MEMORY = "out of memory: halve --batch-size or --data.eval_batch_size"
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED", "unable to find an engine")
-DISK_FULL = "the disk is full ({}): free some space, then resume with --resume"
+DISK_FULL = "the disk is full ({}): free some space, then try again"
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "metrics.csv")
 # torch's file writer raises a RuntimeError in place of the OSError.
 NO_SPACE_IN_TORCH: Any = RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 602240 vs 602132")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import struct
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -197,3 +199,22 @@ def test_a_heic_is_read_with_the_extra_photos_and_refused_when_damaged() -> None
     claim = HEIC.index(b"ispe") + 8
     with pytest.raises(DecodeError, match=r"Decoded image does not have the size signaled in the file"):
         decode(io.BytesIO(HEIC[:claim] + b"\0\0\x30\0" * 2 + HEIC[claim + 8 :]))
+
+
+def test_the_picture_of_a_caller_is_not_turned() -> None:
+    picture = Image.new("RGB", (8, 4))
+    picture.getexif()[0x0112] = 6  # to be shown upright
+    assert pixels_of(picture, Preparation(size=(8, 4))).shape == (8, 4, 3)
+    assert picture.size == (8, 4) and picture.getexif()[0x0112] == 6
+
+
+def test_dark_16_bit_colours_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    header = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + struct.pack(">H", 3000) * 24) * 8)  # 12 of 16 bits
+    parts = [(b"IHDR", header), (b"IDAT", rows), (b"IEND", b"")]
+    chunks = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    ]
+    (tmp_path / "dark.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    with pytest.raises(DecodeError, match="12 bits or fewer: magick mogrify"):
+        decode(tmp_path / "dark.png", (8, 8))

@@ -89,6 +89,7 @@ def test_classes_may_have_the_names_of_parts_or_folders_of_their_own(root: Path)
             r"hold the same folders \(cat, dog\), as parts do: rename the one with the training images to train/",
         ),
         (["eins/eins/cat", "eins/eins/dog", "zwei/zwei/cat", "zwei/zwei/dog"], r"hold the same folders \(cat, dog\)"),
+        (["2023/cat", "2023/dog", "2023/hen", "2024/cat", "2024/dog"], r"hold the same folders \(cat, dog, hen\)"),
         (["cat/train", "cat/test", "dog/train", "dog/test"], "If they are classes, list the images in a table"),
         (["cat", "dog", "test/cat", "test/dog"], "test/ but no train/<class>"),
         (["train/cat", "train/dog"], "train/ but no test/.*; to train and test .*: --data-dir .*set/train"),

@@ -145,6 +145,7 @@ def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: li
         ("a.csv", b"", "has no column for the path"),
         ("a.csv", "path,label\nä.png,cat".encode("utf-16"), "not a UTF-8 text"),
         ("a.jsonl", b'{"path": "a", "label": {"b": 1}}', "row 1 has no label"),
+        ("a.jsonl", b'{"path": "a", "label": "b"}\n{"path": ', "row 2 of the table is no JSON object"),
     ],
 )  # fmt: skip
 def test_an_unreadable_table_is_refused_in_one_line(pets: Path, name: str, content: bytes, text: str) -> None:
@@ -186,11 +187,11 @@ def test_a_list_may_have_blanks_in_paths(pets: Path) -> None:
     }  # fmt: skip
 
 
-def test_names_that_fit_several_files_count_as_missing(pets: Path) -> None:
+def test_names_that_fit_several_files_are_refused_with_both(pets: Path) -> None:
     for folder in ("train", "test"):
         save(pets / folder / "0.jpg"), save(pets / folder / "1.jpg")
     table = write(pets / "train.csv", "id,label", "0.jpg,a", "1.jpg,b")
-    with pytest.raises(UsageError, match=r"do not exist: 0\.jpg, 1\.jpg; paths are relative to"):
+    with pytest.raises(UsageError, match=r"0\.jpg may be \S*0\.jpg or \S*0\.jpg: write paths relative to"):
         list_table(table, None, False)
 
 

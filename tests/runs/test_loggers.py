@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import MLFlowLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from cifar_lit.errors import Failure, UsageError
@@ -17,6 +18,7 @@ from cifar_lit.runs import loggers
 from cifar_lit.runs.loggers import COLUMNS, CurveFile, TensorBoardCurves, logged_settings, logger_names, start_tracker
 from cifar_lit.runs.run import Run
 from cifar_lit.runs.run_folder import RunFolder, read_rows
+from cifar_lit.training.rows import log_values
 
 
 @pytest.fixture
@@ -53,7 +55,8 @@ def test_a_new_run_creates_the_file_before_its_clock_starts_and_a_resumed_run_ke
         callbacks = training.callbacks(validates=False)
         assert callbacks.index(training) < callbacks.index(training.clock)
         curves: Any = CurveFile(run, 12 if resumed else None)
-        training.on_train_start(SimpleNamespace(is_global_zero=True, loggers=[curves]), None)  # type: ignore[arg-type]
+        trainer: Any = SimpleNamespace(is_global_zero=True, fast_dev_run=0, loggers=[curves])
+        training.on_train_start(trainer, None)  # type: ignore[arg-type]
         assert file.read_text() == (rows or file.read_text().splitlines()[0] + "\n")
         curves.log_metrics({"train/loss": 1.5}, 13)
         rows = file.read_text()
@@ -134,6 +137,20 @@ def test_tensorboard_drops_points_after_the_resumed_step(run: RunFolder) -> None
             first.rename(first.with_name("events.out.tfevents.1000000000.host"))
     events = read_events(run).Scalars("val/loss")
     assert [(event.step, event.value) for event in events] == [(10, 10.0), (20, 20.0), (30, 99.0)]
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_training_continues(capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing(MLFlowLogger):
+        def __init__(self) -> None:
+            pass
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            raise ConnectionError("no server")
+
+    trainer: Any = SimpleNamespace(loggers=[Failing()])
+    log_values(trainer, {"val/loss": 1.0}, epoch=0, step=1)
+    assert trainer.loggers == []
+    assert "Failing failed (no server): the training continues without it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

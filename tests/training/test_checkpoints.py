@@ -133,6 +133,8 @@ def test_a_file_of_another_type_is_refused_without_a_warning_about_code(tmp_path
         assert line in refusal(path) and "execute code" not in refusal(path)
     torch.save({"weight": torch.zeros(2)}, path)
     assert "not a Lightning checkpoint" in refusal(path)
+    torch.save([torch.zeros(2)], path)
+    assert "holds a list" in refusal(path)
 
 
 def test_a_run_folder_or_model_file_is_refused_with_the_checkpoint_to_use(checkpoint: Path) -> None:

@@ -37,6 +37,8 @@ from cifar_lit.models.registry import build_net
     ("settings", "line"),
     [
         ({"lr": 0.0}, "the learning rate must be above 0"),
+        ({"label_smoothing": 1.0}, "below 1"),
+        ({"temperature": -1.0}, "model.temperature must be above 0"),
         ({"schedule_options": {"every": "epoch", "warmup_epochs": 1.0}}, r"schedule_options\.every step"),
         ({"optimizer_options": {"momentum": "0.9"}}, "momentum must be a number, not '0.9'"),
         ({"optimizer_options": {"bias_lr": 1.0}}, r"no setting 'bias_lr'\. sgd has momentum, nesterov, weight_decay\."),
