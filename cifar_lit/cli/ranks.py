@@ -14,6 +14,7 @@ import threading
 import time
 
 import lightning.pytorch as pl
+import psutil
 from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.text import note
@@ -80,4 +81,4 @@ def end_frozen_parent() -> None:
     if is_child():
         time.sleep(2 * EXIT_SECONDS)
     if is_child():
-        os.kill(os.getppid(), signal.SIGKILL)
+        psutil.Process(os.getppid()).kill()
