@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,15 +82,18 @@ def try_device(device: str, net: str, width: float, batch_size: int) -> dict[str
     precision = choose_precision(detect_machine(), kind)[0]
     speeds = {}
     for name in ("float32", *HALF.get(precision, ())):
-        losses, speeds[name] = train(device, getattr(torch, name), **settings)
+        losses, step = train(device, getattr(torch, name), **settings)
         error = max(abs(loss / exact - 1) for loss, exact in zip(losses, expected, strict=True))
         if not error <= TOLERANCE[name]:  # also for nan
             raise Failure(f"wrong losses in {name}: off by {error:.1e}, where {TOLERANCE[name]:.0e} is allowed")
+        speeds[name] = batch_size * steps_per_second(step)
     return speeds
 
 
-def train(device: str, dtype: torch.dtype, net: str, width: float, batch_size: int) -> tuple[list[float], float]:
-    """Train a net on drawn numbers; return the loss of the first steps, and images/s of the further ones."""
+def train(
+    device: str, dtype: torch.dtype, net: str, width: float, batch_size: int
+) -> tuple[list[float], Callable[[], torch.Tensor]]:
+    """Train a net on drawn numbers; return the loss of the first steps, and a function that trains a further one."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -113,14 +117,18 @@ def train(device: str, dtype: torch.dtype, net: str, width: float, batch_size: i
         scaler.update()
         return loss
 
-    losses = [step().item() for _ in range(CHECKED)]
+    return [step().item() for _ in range(CHECKED)], step
+
+
+def steps_per_second(step: Callable[[], torch.Tensor]) -> float:
+    """Return the speed of a function that trains a step."""
     started = time.perf_counter()
     steps = 0
     while steps < TIMED and time.perf_counter() < started + SECONDS:
         last = step()
         steps += 1
     last.item()  # waits for the device
-    return losses, batch_size * steps / (time.perf_counter() - started)
+    return steps / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":

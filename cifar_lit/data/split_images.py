@@ -124,7 +124,7 @@ class SplitImages:
             note_once(f"{part} have fewer than 2 training images ({listed(few)}): add more")
         count = len(self.split[0])
         if count < batch_size:
-            note_once(f"{count:,} training images are less than a batch of {batch_size}: lower --batch-size")
+            note_once(f"{counted(count, 'training image')} are less than a batch of {batch_size}: lower --batch-size")
         count = len(self.split[1])
         if 0 < count < FEW_VALIDATION_IMAGES:
             remedy = "raise --data.val_size, or set it to 0 to train on all images and keep the last checkpoint"
