@@ -9,14 +9,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.errors import UsageError
-from cifar_lit.runs.card import describe_model, model_card
-from cifar_lit.runs.model_file import save_weights
-from cifar_lit.runs.predictions import write_predictions
-from cifar_lit.runs.results import log_pictures, run_metrics, write_metrics, write_report
-from cifar_lit.runs.run import Run
-from cifar_lit.runs.run_folder import PREVIOUS
+from cifar_lit.inference.model_file import save_weights
+from cifar_lit.run.card import describe_model, model_card
+from cifar_lit.run.folder import PREVIOUS
+from cifar_lit.run.predictions import write_predictions
+from cifar_lit.run.results import log_pictures, run_metrics, write_metrics, write_report
+from cifar_lit.run.run import Run
 from cifar_lit.training.checkpoint import load_weights, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier, check_features
 from cifar_lit.training.metrics import Score

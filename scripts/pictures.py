@@ -36,10 +36,10 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
 from cifar_lit import ImageData
+from cifar_lit.base.stats import SHARE, mean_interval
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.augment import Augment
 from cifar_lit.runs.figures import as_pixels, augmented_sample, confusion_matrix
-from cifar_lit.stats import SHARE, mean_interval
 
 ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs" / "pictures", ROOT / "results" / "pictures"

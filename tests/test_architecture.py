@@ -19,7 +19,7 @@ from cifar_lit.features import FEATURES as FEATURE_NAMES
 EXTRAS = [path.parent for path in sorted((PACKAGE / "extras").glob("*/__init__.py"))]
 FEATURES = [path for path in sorted((PACKAGE / "features").iterdir()) if path.stem in FEATURE_NAMES]
 # They name optional parts by a string.
-NAMED_IN = {"extras": {PACKAGE / "cli/main.py", PACKAGE / "inference/load.py", PACKAGE / "plugins.py"}}
+NAMED_IN = {"extras": {PACKAGE / "cli/main.py", PACKAGE / "inference/load.py", PACKAGE / "base/plugins.py"}}
 
 # In a fork for each folder, trains with the package in it, then runs further lines, and writes the exit codes. The
 # forks share the libraries, which take longer to import than the training.

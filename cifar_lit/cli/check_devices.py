@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Column, Table
 
+from cifar_lit.base.errors import Failure
+from cifar_lit.base.hardware import choose_precision, detect_machine, resolve_device
+from cifar_lit.base.text import say
 from cifar_lit.cli.console import for_tables
-from cifar_lit.errors import Failure
-from cifar_lit.hardware import choose_precision, detect_machine, resolve_device
-from cifar_lit.text import say
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def run_probe(device: str, settings: dict[str, Any]) -> dict[str, float]:
         raise Failure(f"no answer in {LIMIT:g} s") from None
     if probe.returncode:
         lines = ["", *probe.stderr.strip().splitlines()]
-        raise Failure(f"exit code {probe.returncode}. {lines[-1].removeprefix('cifar_lit.errors.Failure: ')}")
+        raise Failure(f"exit code {probe.returncode}. {lines[-1].removeprefix('cifar_lit.base.errors.Failure: ')}")
     speeds: dict[str, float] = json.loads(probe.stdout.strip().splitlines()[-1])
     return speeds
 

@@ -10,9 +10,12 @@ from typing import Any
 from jsonargparse.typing import PositiveFloat
 from rich.table import Table
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.stats import SAME, McNemar, limits_text
+from cifar_lit.base.text import csv_text, say
 from cifar_lit.cli.console import for_tables, write_or_say
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.errors import UsageError
+from cifar_lit.run.folder import display_path
 from cifar_lit.runs.compare import (
     Hits,
     RunRecord,
@@ -25,10 +28,7 @@ from cifar_lit.runs.compare import (
     pairs,
     read_run,
 )
-from cifar_lit.runs.run_folder import display_path
 from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
-from cifar_lit.stats import SAME, McNemar, limits_text
-from cifar_lit.text import csv_text, say
 
 DESCRIPTION = (
     "Compare runs: settings that differ, accuracy with its 95 % interval (Wilson), time, size. Runs on the same test "

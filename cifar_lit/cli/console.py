@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from cifar_lit.files import writing
-from cifar_lit.text import printable, say
+from cifar_lit.base.files import writing
+from cifar_lit.base.text import printable, say
 
 
 class TextConsole(Console):

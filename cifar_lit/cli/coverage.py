@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 
 if TYPE_CHECKING:
-    from cifar_lit.runs.model_file import ModelCard
-    from cifar_lit.runs.sets import Coverage
+    from cifar_lit.inference.model_file import ModelCard
+    from cifar_lit.inference.sets import Coverage
 
 
 def add_coverage(parser: ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def add_coverage(parser: ArgumentParser) -> None:
 
 def coverage_of(settings: Namespace, card: ModelCard) -> Coverage | None:
     """Return the requested sets, None without --coverage. Raise UsageError if the model cannot give them."""
-    from cifar_lit.runs.sets import Coverage, set_limits  # imports torch
+    from cifar_lit.inference.sets import Coverage, set_limits  # imports torch
 
     if settings.coverage is None:
         if settings.sets != "lac" or settings.by_class:

@@ -36,8 +36,8 @@ def list_devices(argv: list[str]) -> None:
 def _list_machine() -> None:
     import psutil
 
-    from cifar_lit.hardware import choose_precision, detect_machine
-    from cifar_lit.runs.results import versions
+    from cifar_lit.base.hardware import choose_precision, detect_machine
+    from cifar_lit.run.results import versions
 
     machine = detect_machine()
     choices = {kind: choose_precision(machine, kind) for kind in ("gpu", "mps", "cpu")}

@@ -10,12 +10,12 @@ from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace
 
+from cifar_lit.base.errors import Failure, UsageError, first_line, nearest
+from cifar_lit.base.files import DISK_FULL, find_os_error
+from cifar_lit.base.text import printable
+from cifar_lit.base.trust import REFUSED
 from cifar_lit.cli.flags import SHORT
-from cifar_lit.errors import Failure, UsageError, first_line, nearest
 from cifar_lit.features import FEATURES, feature_settings
-from cifar_lit.files import DISK_FULL, find_os_error
-from cifar_lit.text import printable
-from cifar_lit.trust import REFUSED
 
 # Messages of torch's allocators, CUDA, cuBLAS and cuDNN. cuDNN finds no engine if none can allocate its workspace.
 NO_MEMORY = re.compile("allocate memory|out of memory|ALLOC(ATION)?_FAILED|unable to find an engine")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from jsonargparse.typing import NonNegativeInt
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.text import say
 from cifar_lit.cli.coverage import add_coverage, coverage_of
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.errors import UsageError
-from cifar_lit.runs.run_folder import display_path, weights_file
-from cifar_lit.text import say
+from cifar_lit.run.folder import display_path, weights_file
 
 DESCRIPTION = (
     "Export the net of a run as ONNX, torch-export or safetensors. Input: uint8 images, normalised inside. Output: "
@@ -38,8 +38,8 @@ def export(argv: list[str]) -> None:
 
     from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Options, check_request, default_path
     from cifar_lit.inference.export import export as export_net
-    from cifar_lit.runs.card import check_rate
-    from cifar_lit.runs.model_file import load_model_file
+    from cifar_lit.inference.model_file import load_model_file
+    from cifar_lit.run.card import check_rate
     from cifar_lit.runs.run_data import run_images, run_or_drawn_images
 
     check_request(settings.to, settings.quantize, settings.reject, covers=settings.coverage is not None)

@@ -21,28 +21,29 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
-from cifar_lit import hardware
+from cifar_lit.base import hardware
+from cifar_lit.base.config_file import plain_values
+from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.settings import changed_settings
+from cifar_lit.base.text import counted, note, say
+from cifar_lit.base.threads import choose_threads
+from cifar_lit.base.trust import check_found, limit_parser, untrusted_parts
 from cifar_lit.cli.errors import PARSER_SETTINGS, SYNONYMS, long_flags, parsed
 from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
 from cifar_lit.cli.launch import by_slurm, is_first_process, logs_of
 from cifar_lit.cli.ranks import ChildRanks
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.errors import Failure, UsageError
 from cifar_lit.features import FEATURES, feature_class, feature_settings
 from cifar_lit.models.registry import check_net
-from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run import Run
-from cifar_lit.runs.run_folder import (
+from cifar_lit.run.folder import (
     RunFolder,
     check_unfinished,
     display_path,
     find_resumable,
     run_of,
 )
-from cifar_lit.settings import changed_settings
-from cifar_lit.text import counted, note, say
-from cifar_lit.threads import choose_threads
+from cifar_lit.run.run import Run
 from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
 from cifar_lit.training.checkpoint import (
@@ -54,7 +55,6 @@ from cifar_lit.training.checkpoint import (
 )
 from cifar_lit.training.classifier import ImageClassifier, check_model
 from cifar_lit.training.orderly_stop import Interrupted
-from cifar_lit.trust import check_found, limit_parser, untrusted_parts
 
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
 

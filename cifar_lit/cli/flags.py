@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.base.config_file import plain_values
+from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.features import FEATURES
-from cifar_lit.runs.config_file import plain_values
 
 # Short flags, and LightningCLI's long flags.
 SHORT = {
@@ -81,7 +81,7 @@ class Command:
 
 def machine_kind(accelerator: str | None = None) -> str:
     """Return the kind of this machine, a key of `DEFAULT_RECIPES`. accelerator: "cpu" ignores the GPUs."""
-    from cifar_lit.hardware import detect_machine  # imports torch
+    from cifar_lit.base.hardware import detect_machine  # imports torch
 
     machine = detect_machine()
     if machine.gpus and accelerator != "cpu":

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import write_text
+from cifar_lit.base.stats import mean_interval, wilson_interval
+from cifar_lit.base.text import say
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.several import check_several, mean_text, train_each
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import UsageError
-from cifar_lit.files import write_text
+from cifar_lit.run.folder import RunFolder, display_path, read_metrics
+from cifar_lit.run.predictions import write_predictions
 from cifar_lit.runs.label_errors import LIST, rank_labels, write_ranking
-from cifar_lit.runs.predictions import write_predictions
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_metrics
-from cifar_lit.stats import mean_interval, wilson_interval
-from cifar_lit.text import say
 
 
 def train_folds(command: Command) -> None:

@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 
+from cifar_lit.base.errors import UsageError, nearest
+from cifar_lit.base.hardware import limit_busy_waiting
+from cifar_lit.base.signals import STOP_SIGNALS
+from cifar_lit.base.text import accept_any_encoding, note, say
+from cifar_lit.base.trust import allow_typed
 from cifar_lit.cli import flags
-from cifar_lit.errors import UsageError, nearest
-from cifar_lit.hardware import limit_busy_waiting
-from cifar_lit.signals import STOP_SIGNALS
-from cifar_lit.text import accept_any_encoding, note, say
-from cifar_lit.trust import allow_typed
 
 OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
 

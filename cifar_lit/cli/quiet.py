@@ -9,8 +9,8 @@ import threading
 import warnings
 from importlib import import_module
 
+from cifar_lit.base.signals import HANGUP, REQUEUE, accept_hangup, stop_signals
 from cifar_lit.cli.launch import by_slurm
-from cifar_lit.signals import HANGUP, REQUEUE, accept_hangup, stop_signals
 
 
 def catch_signals() -> None:

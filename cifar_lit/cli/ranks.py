@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import psutil
 from lightning.pytorch.callbacks import Callback
 
-from cifar_lit.text import note
+from cifar_lit.base.text import note
 
 PARENT = "CIFAR_LIT_PARENT"  # environment variable: the process that starts ranks
 EXIT_SECONDS = 5.0  # time for a process to end by itself

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.table import Table
 
+from cifar_lit.base.text import say
 from cifar_lit.cli import flags
 from cifar_lit.cli.console import for_tables
-from cifar_lit.text import say
 
 # Columns of training times by the kind of machine, see `flags.machine_kind`: title, and name in the headers.
 TIMES = {"bf16": ("CPU, bf16", "CPU with bf16"), "cpu": ("CPU", "CPU without"), "gpu": ("GPU", "GPU")}

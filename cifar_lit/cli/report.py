@@ -6,16 +6,16 @@ import os
 import webbrowser
 from pathlib import Path
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import writing
+from cifar_lit.base.hardware import resolve_device
+from cifar_lit.base.memory import keep_freed_memory
+from cifar_lit.base.text import say
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.errors import UsageError
-from cifar_lit.files import writing
-from cifar_lit.hardware import resolve_device
-from cifar_lit.memory import keep_freed_memory
-from cifar_lit.runs.model_file import load_model_file
+from cifar_lit.inference.model_file import load_model_file
+from cifar_lit.run.folder import display_path
 from cifar_lit.runs.report import inspected_page
 from cifar_lit.runs.run_data import run_image_data
-from cifar_lit.runs.run_folder import display_path
-from cifar_lit.text import say
 
 DESCRIPTION = (
     "Write report.html for a run: results, curves, calibration and mistakes. A pass over the training images adds "

@@ -11,16 +11,16 @@ import torch
 from rich.table import Column, Table
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.hardware import resolve_device
+from cifar_lit.base.text import say
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.errors import UsageError
-from cifar_lit.hardware import resolve_device
-from cifar_lit.runs.data_record import data_record
-from cifar_lit.runs.model_file import load_model_file
-from cifar_lit.runs.predictions import fingerprint, read_predictions, set_logits
+from cifar_lit.inference.model_file import load_model_file
+from cifar_lit.run.data_record import data_record
+from cifar_lit.run.folder import display_path, read_metrics
+from cifar_lit.run.predictions import fingerprint, read_predictions, set_logits
 from cifar_lit.runs.run_data import run_image_data
-from cifar_lit.runs.run_folder import display_path, read_metrics
-from cifar_lit.text import say
 from cifar_lit.training.metrics import Evaluation
 
 if TYPE_CHECKING:

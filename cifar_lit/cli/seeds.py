@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.files import write_text
+from cifar_lit.base.stats import ANY, SHARE, limits_text, mean_interval
+from cifar_lit.base.text import say
 from cifar_lit.cli.fit import TrainingCLI, program
 from cifar_lit.cli.flags import Command, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.seeds_file import write_seeds_file
 from cifar_lit.cli.several import check_several, mean_text, train_each
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.files import write_text
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_json, read_metrics
-from cifar_lit.stats import ANY, SHARE, limits_text, mean_interval
-from cifar_lit.text import say
+from cifar_lit.run.folder import RunFolder, display_path, read_json, read_metrics
 from cifar_lit.training.orderly_stop import Interrupted
 
 FILE = "seeds.json"

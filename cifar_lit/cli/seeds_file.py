@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from cifar_lit.base.files import write_text
+from cifar_lit.base.hardware import detect_machine
+from cifar_lit.base.stats import SHARE, mean_interval
 from cifar_lit.cli.flags import Command, recipe_path
-from cifar_lit.files import write_text
-from cifar_lit.hardware import detect_machine
-from cifar_lit.runs.results import versions
-from cifar_lit.runs.run_folder import read_metrics
-from cifar_lit.stats import SHARE, mean_interval
+from cifar_lit.run.folder import read_metrics
+from cifar_lit.run.results import versions
 
 PLACES = re.compile(r"--(data-dir|data\.root|data\.cache_dir)=")  # paths, left out of the recorded flags
 FIGURES = ("seed", "dataset", "accelerator", "precision", "parameters", "images_per_second", "test_seconds")

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.hardware import is_one_device
+from cifar_lit.base.text import say
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command
-from cifar_lit.errors import UsageError
-from cifar_lit.hardware import is_one_device
+from cifar_lit.run.folder import display_path, is_finished, newest_checkpoint, read_metrics
 from cifar_lit.runs.compare import read_run
-from cifar_lit.runs.run_folder import display_path, is_finished, newest_checkpoint, read_metrics
-from cifar_lit.text import say
 
 
 def check_several(command: Command) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.settings import check_names
 from cifar_lit.data.draws import WORD, beta, integers, key_words, uniform
 from cifar_lit.data.moves import TRIES, crop_boxes, cut_out, cutmix_boxes, flip_and_shift, resized_crop, within
-from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.settings import check_names
 
 # Classes of torchvision.transforms.v2 with their arguments, by the values of `transform`.
 TRANSFORMS: dict[str, tuple[str, tuple[float, ...]]] = {

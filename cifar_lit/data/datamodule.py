@@ -12,6 +12,12 @@ import torch
 from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.hooks import method
+from cifar_lit.base.plugins import NameOrObject, part_name
+from cifar_lit.base.settings import changed_settings, plain_settings, saved_settings
+from cifar_lit.base.text import listed
+from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
@@ -22,12 +28,6 @@ from cifar_lit.data.source_settings import parse_groups, parse_levels
 from cifar_lit.data.sources import SourceSettings
 from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault, split_record
 from cifar_lit.data.splits import Split
-from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.hooks import method
-from cifar_lit.plugins import NameOrObject, part_name
-from cifar_lit.settings import changed_settings, plain_settings, saved_settings
-from cifar_lit.text import listed
-from cifar_lit.trust import TrustedNames
 
 
 class ImageData(TrustedNames, pl.LightningDataModule):

@@ -15,10 +15,10 @@ from urllib.request import Request, urlopen
 
 from filelock import FileLock, Timeout
 
+from cifar_lit.base.errors import Failure
+from cifar_lit.base.files import DISK_FULL
+from cifar_lit.base.text import note
 from cifar_lit.data.progress import progress
-from cifar_lit.errors import Failure
-from cifar_lit.files import DISK_FULL
-from cifar_lit.text import note
 
 STALL_SECONDS = 20.0  # timeout to connect, and between received bytes
 RETRY_PAUSE = 1.0  # seconds before a broken transfer resumes

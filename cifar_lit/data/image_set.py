@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cifar_lit.errors import UsageError
-from cifar_lit.text import is_name
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.text import is_name
 
 
 @dataclass(frozen=True)

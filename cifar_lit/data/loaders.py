@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import UsageError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 
-from cifar_lit.text import note, printable
+from cifar_lit.base.text import note, printable
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from cifar_lit.memory import return_freed_memory
-from cifar_lit.signals import ignore_stop_signals
+from cifar_lit.base.memory import return_freed_memory
+from cifar_lit.base.signals import ignore_stop_signals
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

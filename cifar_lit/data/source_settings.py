@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import as_on_disk
 from cifar_lit.data.splits import Split
-from cifar_lit.errors import UsageError
-from cifar_lit.files import as_on_disk
 
 ImageSize = int | Sequence[int] | str  # 96 for squares, [96, 128] or "96x128" for height and width
 

@@ -13,13 +13,13 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from cifar_lit.data.formats import IMAGES, RESIZES, TABLES
+from cifar_lit.base.errors import UsageError, check_choice, nearest
+from cifar_lit.base.plugins import check_no_file, find_part, is_import_path, part_name
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.photos.formats import IMAGES, RESIZES, TABLES
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.torchvision_sets import cifar, fashion_mnist, has_cifar, has_fashion_mnist
-from cifar_lit.errors import UsageError, check_choice, nearest
-from cifar_lit.plugins import check_no_file, find_part, is_import_path, part_name
 
 Load = Callable[[SourceSettings, bool], ImageSet]
 
@@ -41,7 +41,7 @@ class Source:
 
 
 def _folder(settings: SourceSettings, train: bool) -> ImageSet:
-    from cifar_lit.data.folder import folder  # imports the decoder
+    from cifar_lit.data.photos.folder import folder  # imports the decoder
 
     return folder(settings, train)
 
@@ -86,7 +86,7 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
     source, kind, dataset = find_source(data), settings.labels, part_name(data)
     if kind is not None and kind not in source.labels:
         if kind.lower().endswith(TABLES) and dataset != "folder":
-            from cifar_lit.data.reviewed import with_reviewed_labels
+            from cifar_lit.data.photos.reviewed import with_reviewed_labels
 
             images = load_images(data, replace(settings, labels=None), train)
             return with_reviewed_labels(images, Path(kind).expanduser()) if train else images

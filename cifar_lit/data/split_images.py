@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cifar_lit.base.plugins import part_name
+from cifar_lit.base.text import counted, listed, nfc
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.sources import Load, Source, SourceSettings, load_images
 from cifar_lit.data.splits import fold_rows, split_validation, take_share
-from cifar_lit.plugins import part_name
-from cifar_lit.text import counted, listed, nfc
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.settings import options_of
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import UsageError
-from cifar_lit.settings import options_of
 
 Groups = Tensor | np.ndarray | None  # int64 (N,), equal for rows that must stay together
 

@@ -21,8 +21,8 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cifar_lit.errors import Failure
-from cifar_lit.text import note
+from cifar_lit.base.errors import Failure
+from cifar_lit.base.text import note
 
 HEADERS = {  # in every response
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

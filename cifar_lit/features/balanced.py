@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.text import counted
 from cifar_lit.data.loaders import Order, epoch_order
-from cifar_lit.errors import UsageError
-from cifar_lit.text import counted
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData

@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.errors import check_choice
-from cifar_lit.text import counted
+from cifar_lit.base.errors import check_choice
+from cifar_lit.base.text import counted
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cifar_lit.errors import check_choice
+from cifar_lit.base.errors import check_choice
 
 if TYPE_CHECKING:
     from cifar_lit.training.classifier import ImageClassifier

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.errors import UsageError
-from cifar_lit.files import write_array
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import write_array
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.models.checks import build_on_meta_device
 from cifar_lit.models.registry import net_spec
 

@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.hooks import methods
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.loaders import FitLength, Pass, TrainLoader, shuffled
-from cifar_lit.errors import UsageError
-from cifar_lit.hooks import methods
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData

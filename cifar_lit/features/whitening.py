@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cifar_lit.errors import UsageError
-from cifar_lit.memory import FLOATS_AT_ONCE
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.memory import FLOATS_AT_ONCE
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.loop_position import steps_per_epoch

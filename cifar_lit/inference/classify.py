@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cifar_lit.data.decode import KINDS, DecodeError, decode_all, remedy_for
-from cifar_lit.data.formats import HEIC_SUFFIXES, IMAGES
-from cifar_lit.data.walk import is_folder, is_skipped, skipped_text, walk
-from cifar_lit.files import as_on_disk
+from cifar_lit.base.files import as_on_disk
+from cifar_lit.base.text import natural_key, note
+from cifar_lit.data.photos.decode import KINDS, DecodeError, decode_all, remedy_for
+from cifar_lit.data.photos.formats import HEIC_SUFFIXES, IMAGES
+from cifar_lit.data.photos.walk import is_folder, is_skipped, skipped_text, walk
 from cifar_lit.inference.load import Classifier
-from cifar_lit.runs.predictions import TOP, Row
-from cifar_lit.text import natural_key, note
+from cifar_lit.run.predictions import TOP, Row
 
 # ---- From arguments to image files: files, folders, patterns, and a list on standard input.
 

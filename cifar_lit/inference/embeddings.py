@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cifar_lit.inference.load import Classifier
-from cifar_lit.runs.model_file import READ_AT_ONCE, batch_size_of
+from cifar_lit.inference.model_file import READ_AT_ONCE, batch_size_of
 
 
 def logits_and_embeddings(

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cifar_lit.data.formats import RESIZES
-from cifar_lit.errors import Failure, UsageError, check_choice, check_packages, first_line
-from cifar_lit.files import writing
-from cifar_lit.runs.card import novelty, threshold
-from cifar_lit.runs.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
+from cifar_lit.base.errors import Failure, UsageError, check_choice, check_packages, first_line
+from cifar_lit.base.files import writing
+from cifar_lit.data.photos.formats import RESIZES
+from cifar_lit.inference.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
+from cifar_lit.inference.sets import Coverage, prediction_sets, set_limits
+from cifar_lit.run.card import novelty, threshold
 from cifar_lit.runs.run_data import RunImages
-from cifar_lit.runs.sets import Coverage, prediction_sets, set_limits
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from cifar_lit.data.decode import Preparation, decode, pixels_of
-from cifar_lit.runs.card import FALSE_ALARMS, check_rate, novelty, threshold
-from cifar_lit.runs.model_file import LoadedNet, load_model_file
-from cifar_lit.runs.run_folder import HUB, read_metrics, scores_of
-from cifar_lit.runs.sets import Coverage, prediction_sets, set_limits
-from cifar_lit.text import printable
-from cifar_lit.trust import trusting
+from cifar_lit.base.text import printable
+from cifar_lit.base.trust import trusting
+from cifar_lit.data.photos.decode import Preparation, decode, pixels_of
+from cifar_lit.inference.model_file import LoadedNet, load_model_file
+from cifar_lit.inference.sets import Coverage, prediction_sets, set_limits
+from cifar_lit.run.card import FALSE_ALARMS, check_rate, novelty, threshold
+from cifar_lit.run.folder import HUB, read_metrics, scores_of
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cifar_lit.errors import UsageError, first_line
+from cifar_lit.base.errors import UsageError, first_line
 from cifar_lit.models.registry import build_net
 
 

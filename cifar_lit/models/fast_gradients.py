@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.overrides import TorchFunctionMode
 
-from cifar_lit.hardware import has_amx
+from cifar_lit.base.hardware import has_amx
 
 LENGTH = 10  # images in a strip; from 5 to 50, the time hardly differs
 MAX_WIDTH = 8  # pixels; on wider images, joining them takes as long as it saves

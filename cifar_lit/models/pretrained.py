@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.models.spec import TIMM, NetSpec
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_size
 

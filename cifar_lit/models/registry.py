@@ -14,9 +14,9 @@ from pkgutil import resolve_name
 
 from torch import Tensor, nn
 
-from cifar_lit.errors import UsageError, nearest
+from cifar_lit.base.errors import UsageError, nearest
+from cifar_lit.base.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
 from cifar_lit.models.spec import TIMM, NetSpec
-from cifar_lit.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
 
 # Specs by name, or the place of one (MODULE:NAME): a module is imported when its net is used.
 NETS: dict[str, NetSpec | str] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.errors import UsageError, check_choice
+from cifar_lit.base.errors import UsageError, check_choice
 from cifar_lit.models.fast_gradients import autocast_dtype
 from cifar_lit.models.spec import NetSpec
 from cifar_lit.models.tutorial_nets import scaled

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.models.spec import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
 

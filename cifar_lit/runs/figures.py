@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from cifar_lit.text import printable
+from cifar_lit.base.text import printable
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData

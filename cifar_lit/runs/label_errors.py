@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar_lit.data.duplicates import near_duplicates
+from cifar_lit.base.files import write_text
+from cifar_lit.base.text import csv_text
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.photos.duplicates import near_duplicates
 from cifar_lit.data.split_images import image_hashes
-from cifar_lit.files import write_text
+from cifar_lit.inference.model_file import READ_AT_ONCE
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
-from cifar_lit.runs.model_file import READ_AT_ONCE
-from cifar_lit.text import csv_text
 
 OUT_OF_FOLD = "out_of_fold.npy"  # probabilities by predictors that were not fitted on the image; NaN if there is none
 LIST = "label_errors.csv"

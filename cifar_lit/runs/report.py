@@ -12,7 +12,12 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
+from cifar_lit.base.stats import wilson_interval
+from cifar_lit.base.text import note, printable_lines
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.run.folder import changes_text, display_path, read_curves, read_metrics, scores_of
+from cifar_lit.run.groups import group_lines
+from cifar_lit.run.predictions import PredictionTable, fingerprint, prediction_table, read_predictions, set_logits
 from cifar_lit.runs.figures import (
     GALLERY_SIZE,
     PART_NAMES,
@@ -25,7 +30,6 @@ from cifar_lit.runs.figures import (
     reliability,
     reliability_diagram,
 )
-from cifar_lit.runs.groups import group_lines
 from cifar_lit.runs.label_errors import (
     LIST,
     Findings,
@@ -35,14 +39,10 @@ from cifar_lit.runs.label_errors import (
     suspect_labels,
     write_ranking,
 )
-from cifar_lit.runs.predictions import PredictionTable, fingerprint, prediction_table, read_predictions, set_logits
-from cifar_lit.runs.run_folder import changes_text, display_path, read_curves, read_metrics, scores_of
-from cifar_lit.stats import wilson_interval
-from cifar_lit.text import note, printable_lines
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
-    from cifar_lit.runs.model_file import LoadedNet
+    from cifar_lit.inference.model_file import LoadedNet
 
 PARTS = ("train", "val", "test")  # `train/loss`, `val/loss` and `test/loss` share a chart
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # others follow in the order of their columns

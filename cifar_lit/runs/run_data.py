@@ -10,17 +10,17 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor
 
+from cifar_lit.base.config_file import plain_values
+from cifar_lit.base.errors import Failure, UsageError, first_line
+from cifar_lit.base.text import listed, nfc
+from cifar_lit.base.trust import check_name
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import find_source
 from cifar_lit.data.splits import Split
-from cifar_lit.errors import Failure, UsageError, first_line
-from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.model_file import ModelCard
-from cifar_lit.runs.run_folder import display_path
-from cifar_lit.text import listed, nfc
-from cifar_lit.trust import check_name
+from cifar_lit.inference.model_file import ModelCard
+from cifar_lit.run.folder import display_path
 
 NESTED = {"split": Split.of, "augment": Augment.of}  # groups of settings of ImageData
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cifar_lit.base.stats import MIN_VALUES, Z95, image_interval, mean_interval, t_quantile, verdict
 from cifar_lit.runs.compare import Hits
-from cifar_lit.stats import MIN_VALUES, Z95, image_interval, mean_interval, t_quantile, verdict
 
 Z80 = 0.841621  # a standard normal variable is below this value with probability 0.8
 MANY = 1000  # seeds from which the t and normal distributions give nearly the same number

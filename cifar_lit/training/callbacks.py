@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
-from cifar_lit.text import counted, note, say
+from cifar_lit.base.text import counted, note, say
 from cifar_lit.training.collectives import gather_rows
 from cifar_lit.training.loop_position import is_last_epoch
 

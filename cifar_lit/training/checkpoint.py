@@ -21,9 +21,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from cifar_lit.errors import Failure, UsageError, first_line
-from cifar_lit.files import atomic_write, write_failure
-from cifar_lit.text import duration_seconds
+from cifar_lit.base.errors import Failure, UsageError, first_line
+from cifar_lit.base.files import atomic_write, write_failure
+from cifar_lit.base.text import duration_seconds
 from cifar_lit.training.loop_position import is_last_epoch, validates_next, within_epoch
 
 if TYPE_CHECKING:

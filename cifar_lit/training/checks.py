@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from cifar_lit.settings import plain_settings
+from cifar_lit.base.settings import plain_settings
 
 
 class NotFiniteLoss(RuntimeError):

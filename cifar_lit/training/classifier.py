@@ -16,15 +16,16 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.hooks import callbacks_with, methods
-from cifar_lit.memory import keep_freed_memory, return_freed_memory
+from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.hooks import callbacks_with, methods
+from cifar_lit.base.memory import keep_freed_memory, return_freed_memory
+from cifar_lit.base.plugins import NameOrObject, is_import_path, part_name
+from cifar_lit.base.settings import changed_settings, saved_settings
+from cifar_lit.base.trust import TrustedNames
 from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.fast_gradients import fast_gradients
 from cifar_lit.models.registry import build_net, check_net
 from cifar_lit.models.tta import VIEWS, view_logits
-from cifar_lit.plugins import NameOrObject, is_import_path, part_name
-from cifar_lit.settings import changed_settings, saved_settings
 from cifar_lit.training.checks import NotFiniteLoss, align_restored_state, check_finite, training_settings
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.loop_position import steps_per_epoch
@@ -33,7 +34,6 @@ from cifar_lit.training.optimizers import Group, build_optimizer, optimizer_sett
 from cifar_lit.training.rows import TrainingRows, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
-from cifar_lit.trust import TrustedNames
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch

@@ -18,8 +18,8 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 from torchmetrics.utilities import dim_zero_cat
 
-from cifar_lit.errors import UsageError
-from cifar_lit.plugins import build_part
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.plugins import build_part
 
 
 class MeanLoss(Metric):

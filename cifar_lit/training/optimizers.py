@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
-from cifar_lit.settings import options_of
+from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.plugins import accepted_arguments, build_part, find_part, part_name
+from cifar_lit.base.settings import options_of
 
 Group = dict[str, Any]  # a parameter group of torch, with its `role`
 

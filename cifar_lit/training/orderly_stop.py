@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from cifar_lit.signals import HANGUP, REQUEUE, STOP_SIGNALS, accept_hangup, stop_signals
-from cifar_lit.text import note
+from cifar_lit.base.signals import HANGUP, REQUEUE, STOP_SIGNALS, accept_hangup, stop_signals
+from cifar_lit.base.text import note
 from cifar_lit.training.checkpoint import LastCheckpoint
 from cifar_lit.training.collectives import Agreement
 from cifar_lit.training.loop_position import validates_next, within_epoch

@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from cifar_lit.errors import first_line
-from cifar_lit.text import note
+from cifar_lit.base.errors import first_line
+from cifar_lit.base.text import note
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.collectives import gather_rows
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from cifar_lit.errors import UsageError, check_choice
-from cifar_lit.plugins import accepted_arguments, build_part, find_part, part_name
-from cifar_lit.settings import options_of
+from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.plugins import accepted_arguments, build_part, find_part, part_name
+from cifar_lit.base.settings import options_of
 
 SCHEDULES = ("constant", "cosine", "one_cycle", "triangular")
 OPTIONS = "model.schedule_options"

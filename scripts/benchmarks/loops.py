@@ -17,14 +17,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 from torchvision.transforms import Compose
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.signals import STOP_SIGNALS
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import Batch
-from cifar_lit.errors import UsageError
 from cifar_lit.features.compile import Compile
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.features.whitening import Whitening
-from cifar_lit.signals import STOP_SIGNALS
 from cifar_lit.training.classifier import ImageClassifier
 
 AUTOCAST = {"32-true": False, "bf16-mixed": True}  # precisions of the bare loop

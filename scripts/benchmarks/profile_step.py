@@ -14,7 +14,7 @@ from timed_fit import Stopwatch, add_training_arguments, default_warmup, fit, su
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.base.errors import Failure, UsageError
 
 WHAT = (
     "Profile a training step under the Trainer. On a GPU: the time in kernels, and the wall time of equally many "

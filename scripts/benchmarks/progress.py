@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from cifar_lit.base.text import note
 from cifar_lit.data.progress import SECONDS_BETWEEN_LINES
-from cifar_lit.text import note
 
 
 class Progress:

@@ -16,16 +16,16 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
 import cifar_lit
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import spread_rows
-from cifar_lit.errors import UsageError
 from cifar_lit.inference.classify import find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.export import CALIBRATION_IMAGES, Options, write_onnx
 from cifar_lit.inference.load import Classifier
-from cifar_lit.runs.card import novelty, threshold
-from cifar_lit.runs.results import calibration_of
+from cifar_lit.inference.sets import LEVELS, SETS, Coverage, held_out_scores, prediction_sets, set_limits
+from cifar_lit.run.card import novelty, threshold
+from cifar_lit.run.results import calibration_of
 from cifar_lit.runs.run_data import RunImages, run_image_data
-from cifar_lit.runs.sets import LEVELS, SETS, Coverage, held_out_scores, prediction_sets, set_limits
 
 WHAT = (
     "Score runs with validation images on their test images: temperature; calibration error; rejected images at "

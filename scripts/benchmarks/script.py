@@ -12,9 +12,9 @@ from types import ModuleType
 import torch
 from report import make_parent
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.cli.errors import explain_error
 from cifar_lit.cli.quiet import catch_signals, quieten
-from cifar_lit.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
 
 

@@ -13,7 +13,7 @@ from report import publish, spread
 from script import run_script
 from timed_fit import LINEAR, Stopwatch, add_training_arguments, default_warmup, fit, subject_from
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (

@@ -24,11 +24,11 @@ from report import FEW, machine_text, spread, spread_text
 from script import run_script
 from variants import differences_of
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import write_text
+from cifar_lit.base.stats import SHARE, limits_text, mean_interval
 from cifar_lit.cli.recipes import TIMES
-from cifar_lit.errors import UsageError
-from cifar_lit.files import write_text
-from cifar_lit.runs.run_folder import display_path
-from cifar_lit.stats import SHARE, limits_text, mean_interval
+from cifar_lit.run.folder import display_path
 
 WHAT = "print measured results as Markdown, or write them into the pages and the recipe headers of a checkout"
 UNMEASURED = "not measured yet"

@@ -21,15 +21,15 @@ from progress import Progress
 from script import set_threads
 from torch import nn
 
+from cifar_lit.base.config_file import plain_values
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.hardware import choose_devices, choose_precision, detect_machine
 from cifar_lit.cli.flags import parse, recipe_path
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.loaders import count_batches
-from cifar_lit.errors import UsageError
 from cifar_lit.features import FEATURES, feature_class
-from cifar_lit.hardware import choose_devices, choose_precision, detect_machine
-from cifar_lit.runs.config_file import plain_values
-from cifar_lit.runs.run import Run
-from cifar_lit.runs.run_folder import RunFolder
+from cifar_lit.run.folder import RunFolder
+from cifar_lit.run.run import Run
 from cifar_lit.training.callbacks import NoProfiler
 from cifar_lit.training.classifier import ImageClassifier
 

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.transforms import ToTensor
 
+from cifar_lit.base.config_file import plain_values
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.hardware import choose_precision, detect_machine
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.loaders import count_batches
-from cifar_lit.errors import UsageError
 from cifar_lit.features.resolutions import Resolutions
-from cifar_lit.hardware import choose_precision, detect_machine
-from cifar_lit.runs.config_file import plain_values
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (

@@ -18,7 +18,7 @@ from progress import Progress
 from report import Row, figures_of, publish, spread, write_figures
 from script import run_script
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (

@@ -17,7 +17,7 @@ from loops import BareLoop
 from script import run_module
 from timed_fit import Stopwatch, fit, model_settings
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 
 pytestmark = pytest.mark.slow
 

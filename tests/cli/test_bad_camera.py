@@ -22,7 +22,7 @@ from contract.command_line import (
 )
 from jsonschema import Draft202012Validator
 from PIL import Image, ImageFilter
-from runs.test_schema import SCHEMA
+from run.test_schema import SCHEMA
 
 CAMERAS = ("east", "north", "south", "west")
 

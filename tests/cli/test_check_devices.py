@@ -10,10 +10,10 @@ import pytest
 import torch
 from contract.command_line import run_command
 
-from cifar_lit import hardware
+from cifar_lit.base import hardware
+from cifar_lit.base.errors import Failure
+from cifar_lit.base.hardware import Machine
 from cifar_lit.cli import check_devices
-from cifar_lit.errors import Failure
-from cifar_lit.hardware import Machine
 
 SMALL = {"net": "lenet", "width": 0.5, "batch_size": 4}
 

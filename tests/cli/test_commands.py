@@ -11,7 +11,7 @@ import pytest
 import yaml
 from contract.command_line import run_command, run_process, table_rows
 
-from cifar_lit import hardware
+from cifar_lit.base import hardware
 from cifar_lit.cli import flags
 from cifar_lit.cli.recipes import recipe_header
 from cifar_lit.features import FEATURES

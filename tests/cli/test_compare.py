@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from contract.command_line import assert_refused, metrics_of, run_command, run_process, table_rows
 
+from cifar_lit.base.stats import mcnemar
 from cifar_lit.cli.compare import pair_lines
-from cifar_lit.stats import mcnemar
 
 
 @pytest.fixture

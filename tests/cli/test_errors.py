@@ -11,8 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.cli.errors import explain_error
-from cifar_lit.errors import Failure, UsageError
 from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.cli.flags import Command, arguments, parse, recipe_path
-from cifar_lit.errors import UsageError
 
 
 def line(*argv: str, base: Path | None = None) -> list[str]:

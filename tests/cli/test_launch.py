@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from contract.command_line import SMALL, metrics_of, run_command
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.cli.flags import Command, parse
 from cifar_lit.cli.launch import apply_launcher, continue_job, is_first_process, job_of
-from cifar_lit.errors import UsageError
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "hill"}
 AGAIN = {**SLURM, "SLURM_RESTART_COUNT": "1"}

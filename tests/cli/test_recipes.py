@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from contract.command_line import metrics_of, run_command
 
+from cifar_lit.base.config_file import plain_values
 from cifar_lit.cli.flags import recipe_names, recipe_path
-from cifar_lit.runs.config_file import plain_values
 
 SHORT = ["--dataset", "shapes", "--data.count", "120", "--data.val_size", "20", "--epochs", "2", "--accelerator", "cpu"]
 NARROW = ["--model.net_options.widths", "[8, 16, 16]"]

@@ -11,9 +11,9 @@ import pytest
 from contract.command_line import assert_refused, copy_run, metrics_of, run_command
 from filelock import FileLock
 
+from cifar_lit.base.files import PART
 from cifar_lit.cli.fit import RESUMED_CHECKPOINT, validate_resume
 from cifar_lit.cli.flags import parse
-from cifar_lit.files import PART
 from cifar_lit.training.checkpoint import read_checkpoint
 
 

@@ -25,8 +25,8 @@ from contract.command_line import (
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.models.registry import build_net
-from cifar_lit.runs.card import fit_temperature
-from cifar_lit.runs.loggers import COLUMNS
+from cifar_lit.run.card import fit_temperature
+from cifar_lit.run.loggers import COLUMNS
 from cifar_lit.training.checkpoint import read_checkpoint
 
 NEW_RUN = Path("lightning_logs/small-1")  # the first run in the working folder

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cifar_lit.base.hardware import Machine
 from cifar_lit.cli import seeds_file
-from cifar_lit.hardware import Machine
 
 
 def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(

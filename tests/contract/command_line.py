@@ -26,9 +26,9 @@ import yaml
 from jsonargparse._common import parsing_settings
 from PIL import Image
 
-from cifar_lit import trust
+from cifar_lit.base import trust
+from cifar_lit.base.signals import REQUEUE, STOP_SIGNALS
 from cifar_lit.cli import main
-from cifar_lit.signals import REQUEUE, STOP_SIGNALS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"

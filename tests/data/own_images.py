@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cifar_lit.data.folder import folder
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.photos.folder import folder
 from cifar_lit.data.source_settings import SourceSettings
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from local_mirrors import Mirror, serving
 
+from cifar_lit.base.errors import Failure
 from cifar_lit.data import download
 from cifar_lit.data.download import fetch
-from cifar_lit.errors import Failure
 
 CONTENT = random.Random(0).randbytes(100_000)
 MD5 = hashlib.md5(CONTENT).hexdigest()

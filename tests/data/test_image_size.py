@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.source_settings import ImageSize, parse_image_size
-from cifar_lit.errors import UsageError
 
 
 @pytest.mark.parametrize(

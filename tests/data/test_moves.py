@@ -7,9 +7,9 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.moves import cut_out, flip_and_shift
-from cifar_lit.errors import UsageError
 
 
 @pytest.fixture

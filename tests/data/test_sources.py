@@ -21,11 +21,11 @@ import torch
 from local_mirrors import Mirror, serving
 from torchvision import datasets
 
+from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.data import torchvision_sets
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import SOURCES, Source, SourceSettings, find_source, load_images
-from cifar_lit.errors import Failure, UsageError
 
 PER_FILE = 4
 FIRST_PIXEL = [3, 4, 5]  # RGB, in the first CIFAR image

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 import torch
 from own_images import damage, save_photo
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, Source
 from cifar_lit.data.splits import Split
-from cifar_lit.errors import UsageError
 
 
 @pytest.fixture

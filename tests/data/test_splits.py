@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.preprocessing import channel_statistics
 from cifar_lit.data.splits import fold_rows, split_validation
-from cifar_lit.errors import UsageError
 
 BALANCED = torch.arange(1000) % 10
 

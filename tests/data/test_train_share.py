@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.splits import Split, take_share
-from cifar_lit.errors import UsageError
 
 SHARES = (0.01, 0.25, 0.5, 0.75, 1.0)
 

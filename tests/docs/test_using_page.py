@@ -13,8 +13,8 @@ from doc_pages import DOCS, blocks, sections
 from PIL import Image
 
 import cifar_lit
+from cifar_lit.inference.model_file import ModelCard, save_weights
 from cifar_lit.models.registry import build_net
-from cifar_lit.runs.model_file import ModelCard, save_weights
 
 
 def marked(page: str, heading: str) -> str:

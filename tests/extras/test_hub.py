@@ -13,7 +13,7 @@ from contract.command_line import assert_refused, metrics_of, run_command
 from markdown_it import MarkdownIt
 
 from cifar_lit import load
-from cifar_lit.errors import Failure
+from cifar_lit.base.errors import Failure
 from cifar_lit.extras.hub.repository import FILES, without_places
 
 hub = pytest.importorskip("huggingface_hub", reason="pip install -e '.[hub]'")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from cifar_lit.base.errors import Failure
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import Failure
 from cifar_lit.extras.label.journal import Decision, Journal
 from cifar_lit.extras.label.queue import Queue
 from cifar_lit.extras.label.table import Labels

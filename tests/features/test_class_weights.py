@@ -10,9 +10,9 @@ from small_runs import BATCHES, Rows, classifier, features, fitted, shapes_data,
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.errors import UsageError
 from cifar_lit.features.class_weights import ClassWeights, class_weights
 
 COUNTS = [5000, 50, 0, 500]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_runs import classifier, fitted, same, shapes_data, weights
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.features.compile import Compile
 
 

@@ -17,8 +17,8 @@ from small_runs import At, Rows, best_and_last, classifier, fitted, same, shapes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.errors import Failure, UsageError
 from cifar_lit.features.finetune import Finetune, head
 from cifar_lit.features.finetune.head import fit_head, out_of_fold
 from cifar_lit.features.finetune.pretrained import load_pretrained

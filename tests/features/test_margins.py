@@ -16,8 +16,8 @@ from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted,
 from test_ranks import TWO, two_ranks
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.batch import Batch
-from cifar_lit.errors import UsageError
 from cifar_lit.features.margins import Margins
 
 

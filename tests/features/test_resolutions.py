@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.features.resolutions import Resolutions, check_resolutions
 
 

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weights
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import UsageError
 from cifar_lit.features.skip_easy import HardRoundsLoader, LastLosses, SkipEasy
 
 MOVES: dict[str, Any] = {"augment": {"flip": "alternating", "crop": 1}}

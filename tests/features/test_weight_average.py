@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import assert_close, best_and_last, classifier, fitted, same, shapes_data, trainer, weights
 from torch import Tensor
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.metrics import Score

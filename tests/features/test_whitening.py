@@ -10,10 +10,10 @@ from small_runs import BATCHES, best_and_last, classifier, fitted, same, shapes_
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
 from cifar_lit.data.splits import Split
-from cifar_lit.errors import UsageError
 from cifar_lit.features import whitening
 from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.features.weight_average import WeightAverage

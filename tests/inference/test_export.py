@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cifar_lit.base.errors import Failure
 from cifar_lit.data.shapes import shapes
-from cifar_lit.errors import Failure
 from cifar_lit.inference import export as module
 from cifar_lit.inference.export import FORMATS, Check, Options, check, export, refuse_disagreement
+from cifar_lit.inference.model_file import LoadedNet, ModelCard, load_model_file
 from cifar_lit.models.registry import build_net
-from cifar_lit.runs.model_file import LoadedNet, ModelCard, load_model_file
 from cifar_lit.runs.run_data import RunImages
 
 CLASSES = ["cat", "dog", "œuf", "a, b"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from odd_files import odd_files, picture
 
-from cifar_lit.data.decode import decode
-from cifar_lit.data.folder import folder
+from cifar_lit.data.photos.decode import decode
+from cifar_lit.data.photos.folder import folder
 from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.inference.classify import ImageFile, classify_files
 from cifar_lit.inference.load import load

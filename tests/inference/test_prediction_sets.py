@@ -16,14 +16,13 @@ from PIL import Image
 from torch import Tensor
 
 import cifar_lit
+from cifar_lit.base.errors import UsageError
 from cifar_lit.cli import main
 from cifar_lit.cli.classify import classify
 from cifar_lit.data.shapes import shapes
-from cifar_lit.errors import UsageError
 from cifar_lit.inference.export import Options, export
-from cifar_lit.runs.model_file import load_model_file, save_weights
-from cifar_lit.runs.run_data import RunImages
-from cifar_lit.runs.sets import (
+from cifar_lit.inference.model_file import load_model_file, save_weights
+from cifar_lit.inference.sets import (
     LEVELS,
     Coverage,
     held_out_scores,
@@ -32,6 +31,7 @@ from cifar_lit.runs.sets import (
     prediction_sets,
     set_limits,
 )
+from cifar_lit.runs.run_data import RunImages
 
 PICTURES = shapes(False, image_size=16, num_classes=4, count=860)
 IMAGES = PICTURES.images[:30].permute(0, 3, 1, 2).contiguous()

@@ -14,8 +14,8 @@ from PIL import Image
 from small_nets import write_net
 
 import cifar_lit
-from cifar_lit.data.decode import DecodeError
-from cifar_lit.runs.model_file import save_weights
+from cifar_lit.data.photos.decode import DecodeError
+from cifar_lit.inference.model_file import save_weights
 
 GREY = ("L", "LA", "La", "I;16", "F")
 MODES = (*GREY, "P", "RGB", "RGBA", "CMYK", "HSV", "PA", "RGBX", "RGBa")

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import cifar_lit
+from cifar_lit.base.errors import UsageError
 from cifar_lit.cli.classify import classify
-from cifar_lit.errors import UsageError
 from cifar_lit.inference.export import Options, export
-from cifar_lit.runs.card import STORED_RATES, novelty, reject_scores, threshold
-from cifar_lit.runs.model_file import load_model_file, save_weights
+from cifar_lit.inference.model_file import load_model_file, save_weights
+from cifar_lit.run.card import STORED_RATES, novelty, reject_scores, threshold
 from cifar_lit.runs.run_data import RunImages
 
 IMAGES = torch.randint(0, 256, (30, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))

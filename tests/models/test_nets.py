@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.models.checks import build_on_meta_device, check_shapes
 from cifar_lit.models.registry import NETS, build_net, net_spec
 from cifar_lit.models.spec import NetSpec

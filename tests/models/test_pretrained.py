@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.features.finetune.pretrained import PACKAGES, load_pretrained
 from cifar_lit.models.pretrained import pretraining_of
 from cifar_lit.models.registry import build_net, net_spec, with_versions

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.models import whitened
 from cifar_lit.models.registry import build_net
 from cifar_lit.models.whitened import EPS, whitening_filters

@@ -14,9 +14,11 @@ import torch
 import yaml
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.stats import McNemar
 from cifar_lit.cli.compare import group_differences, repeat_line, seed_pair_lines
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import UsageError
+from cifar_lit.run.predictions import write_predictions
 from cifar_lit.runs.compare import (
     RunRecord,
     differing,
@@ -26,9 +28,7 @@ from cifar_lit.runs.compare import (
     pairs,
     read_run,
 )
-from cifar_lit.runs.predictions import write_predictions
 from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
-from cifar_lit.stats import McNemar
 
 MOSTLY = [True] * 8 + [False] * 2
 HALF = [True] * 5 + [False] * 5

@@ -15,9 +15,9 @@ import torch
 from browser import Open
 
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.run.predictions import PredictionTable, prediction_table
 from cifar_lit.runs.figures import Picture
 from cifar_lit.runs.label_errors import Findings, Pair, Suspects
-from cifar_lit.runs.predictions import PredictionTable, prediction_table
 from cifar_lit.runs.report import render
 
 HOSTILE = "<img src=x onerror=alert(1)>"

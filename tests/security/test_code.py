@@ -17,10 +17,10 @@ import yaml
 from contract.command_line import Answer, assert_refused, checkpoint_of, copy_run, run_command
 
 from cifar_lit import ImageClassifier, ImageData, load
-from cifar_lit.errors import Failure, UsageError
-from cifar_lit.runs.model_file import load_model_file, save_weights
+from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.trust import UntrustedName
+from cifar_lit.inference.model_file import load_model_file, save_weights
 from cifar_lit.training.checkpoint import read_checkpoint, read_weights
-from cifar_lit.trust import UntrustedName
 
 SMALL = ("--recipe", "small.yaml", "--epochs", "1")
 OWN = """

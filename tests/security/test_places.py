@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from contract.command_line import OWN_IMAGES, SMALL, copy_run, draw_folder, rows_of, run_command
 
-from cifar_lit.files import is_below
+from cifar_lit.base.files import is_below
 
 
 @pytest.fixture

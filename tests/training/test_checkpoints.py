@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cifar_lit.errors import Failure, UsageError
+from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.training.checkpoint import (
     AtomicCheckpointIO,
     DamagedCheckpoint,

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit import ImageClassifier, ImageData
+from cifar_lit.base.config_file import plain_values
 from cifar_lit.cli.flags import packaged_recipe
 from cifar_lit.data import draws, preprocessing
 from cifar_lit.data.image_set import ImageSet
@@ -23,7 +24,6 @@ from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.runs.config_file import plain_values
 from cifar_lit.training.metrics import RunningMetrics
 from cifar_lit.training.optimizers import build_optimizer
 from cifar_lit.training.schedules import schedule_from

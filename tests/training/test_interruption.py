@@ -30,8 +30,8 @@ from small_runs import (
 )
 from torch import Tensor
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.cli.quiet import catch_signals
-from cifar_lit.errors import UsageError
 from cifar_lit.features import FEATURES
 from cifar_lit.training.callbacks import Clock, RandomState
 from cifar_lit.training.checkpoint import LastCheckpoint, read_checkpoint, regular_checkpoint

@@ -15,9 +15,9 @@ from torchmetrics.classification import (
     MulticlassF1Score,
 )
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.errors import UsageError
-from cifar_lit.runs.predictions import prediction_table, write_predictions
+from cifar_lit.run.predictions import prediction_table, write_predictions
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, read_checkpoint
 from cifar_lit.training.metrics import Evaluation, MeanLoss, PredictionCollector, Score
 

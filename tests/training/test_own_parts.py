@@ -15,9 +15,9 @@ from torch.optim import SGD, lr_scheduler
 from torchmetrics.classification import MulticlassF1Score
 
 from cifar_lit import ImageClassifier, ImageData
+from cifar_lit.base.trust import UntrustedName
 from cifar_lit.data.shapes import shapes
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.trust import UntrustedName
 
 MINE = "module_of_a_test"
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_lit import ImageClassifier, ImageData
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)

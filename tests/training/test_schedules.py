@@ -8,7 +8,7 @@ from small_runs import Rows, classifier, fitted, shapes_data
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.training.schedules import Schedule
 
 

@@ -8,7 +8,7 @@ import torch
 from small_runs import BATCHES, same, shapes_data, trainer, weights
 
 from cifar_lit import ImageClassifier
-from cifar_lit.errors import UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.features.finetune import Finetune
 
 FORKED: dict[str, Any] = {"devices": 2, "strategy": "ddp_notebook", "plugins": []}

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_lit.errors import Failure
-from cifar_lit.files import is_below
+from cifar_lit.base.errors import Failure
+from cifar_lit.base.files import is_below
 
 JOURNAL = "review.jsonl"
 

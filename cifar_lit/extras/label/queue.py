@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar_lit.data.decode import DecodeError, decode, image_size
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.photos.decode import DecodeError, decode, image_size
 from cifar_lit.runs.figures import data_uri
 
 SIDE, SMALL_SIDE = 768, 160  # pixels of the image and of its neighbours on the page

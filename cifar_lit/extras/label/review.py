@@ -16,23 +16,23 @@ from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
+from cifar_lit.base.errors import Failure, UsageError, check_packages
+from cifar_lit.base.hardware import resolve_device
+from cifar_lit.base.text import counted, listed, note, say
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.data.decode import DecodeError, decode
-from cifar_lit.data.formats import TABLES
+from cifar_lit.data.photos.decode import DecodeError, decode
+from cifar_lit.data.photos.formats import TABLES
+from cifar_lit.data.photos.table import read_table
 from cifar_lit.data.progress import progress
-from cifar_lit.data.table import read_table
-from cifar_lit.errors import Failure, UsageError, check_packages
 from cifar_lit.extras.label.journal import JOURNAL, Journal
 from cifar_lit.extras.label.queue import Queue
 from cifar_lit.extras.label.table import TABLE, Labels, current_labels, is_cell
-from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.classify import find_images
 from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
+from cifar_lit.run.folder import RunFolder, display_path, read_json, weights_file
 from cifar_lit.runs.label_errors import LIST, evidence, rank_labels, read_array, write_ranking
 from cifar_lit.runs.run_data import run_image_data
-from cifar_lit.runs.run_folder import RunFolder, display_path, read_json, weights_file
-from cifar_lit.text import counted, listed, note, say
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cifar_lit.data.formats import TABLES
+from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.files import writing
+from cifar_lit.base.text import csv_cell, csv_text
+from cifar_lit.data.photos.formats import TABLES
 from cifar_lit.data.sources import load_images
-from cifar_lit.errors import Failure, UsageError
 from cifar_lit.extras.label.journal import Decision
-from cifar_lit.files import writing
-from cifar_lit.text import csv_cell, csv_text
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cifar_lit import __version__
-from cifar_lit.data.decode import DecodeError, decode
+from cifar_lit.data.photos.decode import DecodeError, decode
 from cifar_lit.extras.web import check_length
 from cifar_lit.inference.load import Classifier
 from cifar_lit.runs.figures import data_uri

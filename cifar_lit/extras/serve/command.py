@@ -8,15 +8,15 @@ import socket
 import torch
 from jsonargparse.typing import PositiveInt
 
+from cifar_lit.base.errors import check_packages
+from cifar_lit.base.hardware import resolve_device
+from cifar_lit.base.text import say
+from cifar_lit.base.threads import choose_threads
 from cifar_lit.cli.coverage import add_coverage, coverage_of
 from cifar_lit.cli.errors import command_parser, parsed
-from cifar_lit.errors import check_packages
-from cifar_lit.hardware import resolve_device
 from cifar_lit.inference.load import load
-from cifar_lit.runs.card import check_rate
-from cifar_lit.runs.run_folder import weights_file
-from cifar_lit.text import say
-from cifar_lit.threads import choose_threads
+from cifar_lit.run.card import check_rate
+from cifar_lit.run.folder import weights_file
 
 DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at /.
 

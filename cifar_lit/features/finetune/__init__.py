@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import write_array
+from cifar_lit.base.hooks import callbacks_with, method
+from cifar_lit.base.text import counted, say
 from cifar_lit.data.progress import progress
 from cifar_lit.data.sources import SOURCES
-from cifar_lit.errors import UsageError
 from cifar_lit.features.finetune.head import batches_of_view, compute_features, fit_head, out_of_fold
 from cifar_lit.features.finetune.pretrained import IMAGENET, load_pretrained, net_head
-from cifar_lit.files import write_array
-from cifar_lit.hooks import callbacks_with, method
+from cifar_lit.inference.model_file import read_card
 from cifar_lit.models.pretrained import Pretraining, pretraining_of
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
-from cifar_lit.runs.model_file import read_card
-from cifar_lit.text import counted, say
 from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.optimizers import Group

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from cifar_lit.errors import Failure, UsageError, first_line
+from cifar_lit.base.errors import Failure, UsageError, first_line
 from cifar_lit.models.pretrained import EXTRA, import_timm, timm_name
 from cifar_lit.models.registry import with_versions
 from cifar_lit.models.spec import TIMM

@@ -1,0 +1,1 @@
+"""What every folder may use. It imports nothing of ours."""

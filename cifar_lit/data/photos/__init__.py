@@ -1,0 +1,1 @@
+"""People's own images: folders and tables of files, decoded once and cached."""

@@ -1,0 +1,219 @@
+"""Own images: `ROOT/train/<class>/…` and `ROOT/test/<class>/…`, `ROOT/<class>/…` split by seed, or a table of files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.text import counted, listed, nfc
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.photos.cache import Duplicates, File, decoded
+from cifar_lit.data.photos.formats import TABLES
+from cifar_lit.data.photos.layout import Listing, Tree, scan
+from cifar_lit.data.photos.listed_files import list_table
+from cifar_lit.data.progress import note_once
+from cifar_lit.data.source_settings import SourceSettings, parse_image_size
+from cifar_lit.data.splits import draw_rows, group_files
+
+SUBFOLDER = "folder"  # names the folders below the class folders in `data.groups`
+
+
+def folder(settings: SourceSettings, train: bool) -> ImageSet:
+    """Return the training or test images of a folder or a table, see `list_table`.
+
+    Classes are the names of the class folders, see `sort_classes`. Their subfolders are searched too. Hidden and system
+    folders are skipped. The images of ROOT/val follow the images of ROOT/train, as `val_rows`; without ROOT/test they
+    are also the test images. Images are memory-mapped from the cache, so they may exceed the memory.
+
+    A split drawn by seed keeps near-duplicates on one side. For a split given by folders or a table, a note reports
+    near-duplicates across its sides.
+
+    Args:
+        settings: `root` is the folder or table. Without train/ and test/, a fraction `test_size` of each class is drawn
+            for testing. The draw depends on `split.seed`, the paths below ROOT, groups and near-duplicates. With folds,
+            no test images are drawn, because every image is in the test set of one fold.
+        train: whether to return the training images.
+
+    Raises:
+        UsageError: the settings are invalid, or the folder or table has another layout.
+        Failure: images are damaged (unless `skip_bad`), or the disk is full.
+    """
+    if settings.root is None:
+        layout = "a table, or a folder with train/<class>/… and test/<class>/…"
+        raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
+    root, split = settings.path, settings.split
+    size = parse_image_size(settings.image_size) if settings.image_size is not None else None
+    is_table = root.suffix.lower() in TABLES and root.is_file()
+    if split.group is not None and not is_table:
+        fault = f"data.split.group names a column of a table, but {root} is not a table"
+        raise UsageError(f"{fault}: list the images in a table")
+    where = f"of {root}" if is_table else f"below {root}"
+    if is_table:
+        listing = list_table(root, split.group, settings.skip_bad, settings.groups)
+    else:
+        listing = scan(root)
+        if SUBFOLDER in settings.groups:
+            listing = replace(listing, columns={SUBFOLDER: subfolders(listing)})
+    if settings.only is not None:
+        listing = keep_only(listing, settings.only, root)
+    classes = tuple(next(iter(listing.parts.values())))
+
+    def parts_by(duplicates: Duplicates) -> dict[str, Tree]:
+        if "all" not in listing.parts:
+            return listing.parts
+        if split.folds:
+            return {"train": listing.parts["all"]}
+        return draw_test(listing.parts["all"], listing.groups, duplicates, split.test_size, split.seed, where)
+
+    files = files_of(parts_by([]))
+    images, index = decoded(root, files, lambda duplicates: files_of(parts_by(duplicates)), size, settings)
+    bad, duplicates, levels = index.bad, index.duplicates, index.levels
+    if bad and not settings.skip_bad:
+        faults = f"{len(bad):,} of {len(files):,} images {where} cannot be read: {_with_reasons(bad)}"
+        raise Failure(f"{faults}; repair or remove them, or leave them out with --data.skip_bad true")
+    parts = parts_by(duplicates)
+    if duplicates:
+        _report_duplicates(parts, duplicates, where)
+    tests_on_val = [*parts] == ["train", "val"]
+    if train and tests_on_val and not split.folds:
+        note_once(
+            f"{root}: no test images except the validation images, which also select the best epoch. "
+            "The test score may be too high; --folds 5 tests on separate images"
+        )
+    if levels and not settings.levels:
+        low, high = levels
+        note_once(f"{root}: 16-bit values from {low:,} to {high:,} become black to white (--data.levels)")
+    used = [part for part in parts if part != "test"] if train else [*parts][-1:]
+    labels: list[int] = []
+    paths: list[str] = []
+    val_rows = None
+    for part in used:
+        first = len(labels)
+        for label, members in enumerate(parts[part].values()):
+            readable = [file.path for file in members if file.path not in bad]
+            labels += [label] * len(readable)
+            paths += readable
+        if train and part == "val":
+            val_rows = range(first, len(labels))
+        members = files_of({part: parts[part]})
+        skipped = {file.path: bad[file.path] for file in members if file.path in bad}
+        if skipped:
+            total = f"{len(members):,} {part} images {where}"
+            note_once(f"{len(skipped):,} of {total} are left out: {_with_reasons(skipped)}")
+    start = 0 if train else len(images) - len(labels)  # the test images come last
+    groups = group_files(paths, listing.groups, duplicates)
+    columns = {name: [values.get(path, "") for path in paths] for name, values in listing.columns.items()}
+    return ImageSet(
+        torch.from_numpy(images[start : start + len(labels)]),
+        torch.tensor(labels, dtype=torch.int64),
+        classes,
+        val_rows,
+        mapped=True,
+        groups=None if groups is None else torch.from_numpy(groups),
+        names=paths,
+        levels=levels,
+        skipped=[*bad],
+        columns=columns,
+    )
+
+
+def subfolders(listing: Listing) -> dict[str, str]:
+    """Return the folder of each file below its class folder, such as cam1 of train/cat/cam1/1.jpg; empty if none."""
+    found = {}
+    for tree in listing.parts.values():
+        for name, members in tree.items():
+            for file in members:
+                below = f"/{nfc(file.path)}".partition(f"/{name}/")[2]
+                found[file.path] = below.rpartition("/")[0].partition("/")[0]
+    return found
+
+
+def files_of(parts: Mapping[str, Tree]) -> list[File]:
+    """Return the files of parts in the order of their rows."""
+    files: list[File] = []
+    for tree in parts.values():
+        for members in tree.values():
+            files += members
+    return files
+
+
+def draw_test(
+    tree: Tree, groups: Mapping[str, str], duplicates: Duplicates, test_size: float, split_seed: int, where: str
+) -> dict[str, Tree]:
+    """Split `tree` into train and test. `test_size` of each class is drawn; groups and near-duplicates stay together.
+
+    Raise UsageError if no image can be spared for testing.
+    """
+    files = files_of({"all": tree})
+    counts = np.array([len(members) for members in tree.values()])
+    labels = np.repeat(np.arange(len(counts)), counts)
+    # The order by hash is the same with every library and on every machine.
+    digests = []
+    for file in files:
+        digests.append(sha256(f"{split_seed}/{nfc(file.path)}".encode(errors="surrogateescape")).digest())
+    order = np.empty(len(files), np.int64)
+    order[sorted(range(len(files)), key=digests.__getitem__)] = np.arange(len(files))
+    # A class with two or more images has at least one image on each side.
+    sizes = np.array([min(max(round(count * test_size), 1), count - 1) for count in counts.tolist()])
+    tests = draw_rows(labels, sizes, order, group_files([file.path for file in files], groups, duplicates))
+    if not tests.any():
+        raise UsageError(f"every class {where} has only one image or group, so no test images can be drawn: add images")
+    tested = {file for file, is_test in zip(files, tests.tolist(), strict=True) if is_test}
+    parts: dict[str, Tree] = {"train": {}, "test": {}}
+    for name, members in tree.items():
+        parts["train"][name] = [file for file in members if file not in tested]
+        parts["test"][name] = [file for file in members if file in tested]
+    return parts
+
+
+def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: str) -> None:
+    """Report the number of near-duplicates, or of held-out images that are near-duplicates of training images."""
+    part_of: dict[str, str] = {}
+    for part, tree in parts.items():
+        part_of |= {file.path: part for file in files_of({part: tree})}
+    across: list[tuple[str, str]] = []
+    for paths in duplicates:
+        trained = [path for path in paths if part_of.get(path) == "train"]
+        if trained:
+            across += [(path, trained[0]) for path in paths if part_of.get(path, "train") != "train"]
+    kind = "near-duplicates (the same except for scaling, encoding, a slight crop or brightness)"
+    if across:
+        example = f"such as {across[0][0]} of {across[0][1]}"
+        note_once(
+            f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too high"
+        )
+    else:
+        count = f"{sum(map(len, duplicates)):,} of {len(part_of):,} images {where}"
+        note_once(f"{count} are {kind} of each other: they are kept on one side of a split")
+
+
+def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
+    """Return a listing without the images, classes and parts that were added since a training began, and report them.
+
+    only: NFC paths of the images that the training began with. If none is left, the listing is returned unchanged.
+    """
+    parts: dict[str, Tree] = {}
+    trained: list[str] = []  # classes
+    for part, tree in listing.parts.items():
+        kept = {name: [file for file in files if nfc(file.path) in only] for name, files in tree.items()}
+        if not trained:
+            trained = [name for name, files in kept.items() if files]
+        if any(kept.values()):
+            parts[part] = {name: kept[name] for name in trained}
+    added = len(files_of(listing.parts)) - len(files_of(parts))
+    if not parts:
+        return listing
+    if added:
+        note_once(f"{root}: this run does not use {counted(added, 'image')} added since it began")
+    return replace(listing, parts=parts)
+
+
+def _with_reasons(bad: Mapping[str, str]) -> str:
+    """Return the first unreadable files with their reasons, and the number of further ones."""
+    return listed(f"{name} ({reason})" for name, reason in bad.items())

@@ -1,0 +1,253 @@
+"""The image files of a folder: part folders such as train/ and test/, or class folders to split by seed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cifar_lit.base.errors import UsageError, nearest
+from cifar_lit.base.text import counted, listed, nfc
+from cifar_lit.data.image_set import check_class_names
+from cifar_lit.data.photos.cache import File, file_at
+from cifar_lit.data.photos.decode import KINDS, remedy_for
+from cifar_lit.data.photos.formats import IMAGES, TABLES
+from cifar_lit.data.photos.walk import is_folder, skipped_text, visible_entries, walk
+from cifar_lit.data.progress import note_once
+
+LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
+SAME_FOLDERS = 0.7  # share of common names from which the folders in some folders are the same classes
+# Parts by the names of folders, and by the words of a table's split column.
+PARTS = {
+    "train": "train", "training": "train", "trainset": "train", "val": "val", "valid": "val", "validation": "val",
+    "dev": "val", "test": "test", "testing": "test", "testset": "test",
+}  # fmt: skip
+
+Tree = dict[str, list[File]]  # the sorted files of each class, in label order
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The image files of a data set."""
+
+    # Train, then val and test if they exist; or only `all`, from which test images are drawn. All parts have the same
+    # classes. Classes may be empty except in train.
+    parts: dict[str, Tree]
+    groups: Mapping[str, str] = field(default_factory=dict)  # by path, for files that stay on one side of a split
+    columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # for `data.groups`: values by path
+
+
+def sort_classes(names: Iterable[str]) -> list[str]:
+    """Return class names in label order: by value if all are whole numbers, else by name.
+
+    Folders and tables share the order, so that a run and a training on its reviewed labels have the same classes.
+    """
+    classes = sorted(names)
+    if all(re.fullmatch("-?[0-9]+", name) for name in classes):
+        classes.sort(key=int)
+    return classes
+
+
+def part_of(name: str) -> str | None:
+    """Return the part that a folder's name means: "Training", "train_images" and "seg_train" are train."""
+    parts = [PARTS[word] for word in re.split(r"[\W_]+", name.lower()) if word in PARTS]
+    return parts[0] if len(parts) == 1 else None
+
+
+def scan(root: Path) -> Listing:
+    """Return the image files below a folder. Raise UsageError if `root` lacks the layout of a data set."""
+    if not root.is_dir():
+        wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
+        raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
+    reader = _Reader(str(root))
+    top = reader.unwrapped(str(root), lambda name: name.lower() in PARTS)
+    if parts := reader.find_parts(top):
+        trees = reader.read_parts(parts)
+        reader.stray += map(reader.name, reader.contents(top)[1])
+    else:
+        trees = {"all": reader.tree(top)}
+    reader.note(top)
+    return Listing(trees)
+
+
+class _Reader:
+    """Read the folders of a data set, and remember what was left out."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.ignored: list[str] = []  # files that are not images
+        self.stray: list[str] = []  # images that belong to no class
+        self.skipped: list[str] = []  # hidden and system folders
+
+    def name(self, path: str) -> str:
+        """Return a path below the root with "/" between its parts."""
+        return os.path.relpath(path, self.root).replace(os.sep, "/")
+
+    def contents(self, path: str) -> tuple[dict[str, list[str]], list[str]]:
+        """Return the folders in a folder by their composed names, and the paths of the images in it."""
+        folders: dict[str, list[str]] = {}  # a composed and a decomposed spelling are one folder
+        images = []
+        for entry in visible_entries(path, skipped=self.skipped):
+            if is_folder(entry):
+                folders.setdefault(nfc(entry.name), []).append(entry.path)
+            elif entry.name.lower().endswith(IMAGES):
+                images.append(entry.path)
+        return folders, images
+
+    def inner_folders(self, path: str) -> set[str]:
+        """Return the names of the folders in a folder, in lower case; none if it also holds images."""
+        folders, images = self.contents(path)
+        return set() if images else {name.lower() for name in folders}
+
+    def unwrapped(self, path: str, stop: Callable[[str], bool] = lambda name: False) -> str:
+        """Follow folders that hold nothing but one folder of folders, such as train/train/ or archive/dataset/.
+
+        stop: whether an inner folder of this name is a part or a class.
+        """
+        while True:
+            folders, images = self.contents(path)
+            if len(folders) != 1 or len(images) > 1:
+                return path
+            name = next(iter(folders))
+            inner = folders[name][0]
+            if stop(name) or not self.inner_folders(inner):
+                return path
+            path = inner
+
+    # ---- Part folders.
+
+    def find_parts(self, top: str) -> dict[str, str]:
+        """Return the part folders in `top` by their parts: train, then val and test. Empty if it has class folders."""
+        folders, _ = self.contents(top)
+        parts: dict[str, str] = {}
+        for name in sorted(folders, key=len):  # "test" rather than "test-multiple_fruits"
+            if part := part_of(name):
+                parts.setdefault(part, folders[name][0])
+        others = [name for name, (path, *_) in folders.items() if path not in parts.values()]
+        leading = parts.get("train", parts.get("test"))
+        # Classes may be called train and test. Then they hold images, not folders.
+        if leading is None:
+            return {}
+        if others and not self.inner_folders(leading):
+            return {}
+        if "train" not in parts or len(parts) == 1:
+            name = Path(leading).name
+            if name.lower() not in PARTS:
+                return {}
+            missing = "test" if "train" in parts else "train"
+            alone = f"to train and test on the images of {name}/ alone: --data-dir {leading}"
+            raise UsageError(f"{top} has {name}/ but no {missing}/<class>/…: expected {LAYOUT}; {alone}")
+        if others:
+            kept = " and ".join(f"{self.name(path)}/" for path in parts.values())
+            note_once(f"{self.root}: only {kept} are used, not {', '.join(others)}")
+        return parts
+
+    def read_parts(self, parts: Mapping[str, str]) -> dict[str, Tree]:
+        """Return the files of part folders. Parts without class folders are left out."""
+        trees = {"train": self.tree(self.unwrapped(parts["train"]))}
+        for part in ("val", "test"):
+            if part in parts:
+                trees[part] = self.held_out_tree(part, parts[part], trees["train"])
+        for part in [part for part, tree in trees.items() if not tree]:
+            del trees[part]
+            what = (
+                f"{parts[part]} has no class folders with images. If a list names their classes, as in Tiny ImageNet, "
+                "move each image into a folder of its class. If they have none, predict them after the training: "
+                f"cifar-lit classify RUN {parts[part]}"
+            )
+            if len(trees) == 1:
+                raise UsageError(f"{what}, and draw the test images from the others: --data-dir {parts['train']}")
+            note_once(what)
+        return trees
+
+    def held_out_tree(self, part: str, path: str, train: Tree) -> Tree:
+        """Return the files of val or test by the classes of `train`; nothing if there are no folders of classes."""
+        inner = self.unwrapped(path, train.__contains__)
+        folders, images = self.contents(inner)
+        extra = [name for name in folders if name not in train]
+        if extra and len(folders) > 1:
+            texts = [f"{name}.{nearest(name, train)}".rstrip(".") for name in extra]
+            raise UsageError(
+                f"the classes below {self.root} differ: only {self.name(inner)}/ has {listed(texts)}; "
+                "a class needs training images: add some, rename the folder or remove it"
+            )
+        self.stray += map(self.name, images)
+        tree = {name: self.files(folders.get(name, [])) for name in train}
+        missing = [name for name, files in tree.items() if not files]
+        if len(missing) == len(tree):
+            return {}
+        if missing:
+            kind = "test" if part == "test" else "validation"
+            note_once(f"{self.root}: no {kind} images of class {listed(missing)}, so the scores leave it out")
+        return tree
+
+    # ---- Class folders.
+
+    def tree(self, path: str) -> Tree:
+        """Return the files of the class folders in `path`, which all have images."""
+        folders, images = self.contents(path)
+        # A .txt may be anything.
+        entries = visible_entries(self.root)
+        tables = sorted(entry.path for entry in entries if entry.name.lower().endswith(TABLES[:-1]))
+        hint = f" Did you mean --data-dir {tables[0]}?" if tables else ""
+        if images and len(folders) < 2:
+            names = [Path(image).name for image in images]
+            raise UsageError(
+                f"{len(names):,} images lie directly in {path} ({listed(names)}): "
+                f"move each into a folder named after its class, such as {Path(path) / 'cat' / names[0]}.{hint}"
+            )
+        if not folders:
+            remedy = remedy_for(entry.name for entry in Path(path).iterdir())
+            raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}{hint}")
+        if len(folders) == 1:
+            raise UsageError(f"{path} has one class only ({listed(folders)}), a classifier needs two or more.{hint}")
+        self.check_not_parts(path, folders)
+        check_class_names([*folders], f"in {path}, the folder")
+        self.stray += map(self.name, images)
+        tree = {name: self.files(folders[name]) for name in sort_classes(folders)}
+        if empty := [name for name, files in tree.items() if not files]:
+            remedy = remedy_for(self.ignored) or " Add some or remove the folder."
+            raise UsageError(f"no {KINDS} image in {path} for class {listed(empty)}.{remedy}")
+        return tree
+
+    def check_not_parts(self, path: str, folders: Mapping[str, list[str]]) -> None:
+        """Raise UsageError if the class folders hold about the same folders: then they are the parts."""
+        inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
+        every = set().union(*inner)
+        if len(every) < 2 or sum(map(len, inner)) < SAME_FOLDERS * len(every) * len(inner):
+            return
+        raise UsageError(
+            f"the folders {listed(f'{name}/' for name in folders)} in {path} hold the same folders "
+            f"({listed(sorted(every))}), as parts do: rename the one with the training images to train/, and the one "
+            "with the test images to test/. If they are classes, list the images in a table with path and label"
+        )
+
+    def files(self, paths: Iterable[str]) -> list[File]:
+        """Return the image files in folders and below them, sorted. Add other files to `ignored`."""
+        files: list[File] = []
+        for path in paths:
+            prefix = self.name(path)
+            for entry in walk(path, skipped=self.skipped):
+                if is_folder(entry):
+                    continue
+                name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
+                if entry.name.lower().endswith(IMAGES):
+                    files.append(file_at(entry.path, name))
+                else:
+                    self.ignored.append(name)
+        return sorted(files, key=lambda file: (nfc(file.path), file))
+
+    def note(self, top: str) -> None:
+        """Report the folder that was read, and what was left out."""
+        if top != self.root:
+            note_once(f"{self.root}: the images are those of {self.name(top)}/")
+        if self.skipped:
+            note_once(f"{self.root}: {skipped_text(self.skipped)}")
+        if stray := dict.fromkeys(self.stray):
+            count = counted(len(stray), "image")
+            note_once(f"{self.root}: {count} beside the class folders left out: {listed(stray)}")
+        if self.ignored:
+            what = f"{len(self.ignored):,} files are not {KINDS} and are ignored: {listed(self.ignored)}."
+            note_once(f"{self.root}: {what}{remedy_for(self.ignored)}")

@@ -1,0 +1,169 @@
+"""`model.safetensors`: the tested weights with the metadata needed to use them, without pickle and Lightning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.files import atomic_write
+from cifar_lit.base.trust import check_name
+from cifar_lit.models.registry import build_net, with_versions
+from cifar_lit.run.folder import weights_file
+
+FORMAT = "cifar-lit 1"
+CHECKSUM = "sha256"  # key of the metadata
+MAX_TEMPERATURE = 20.0  # the minimum is its inverse
+BATCH, BATCH_PIXELS = 256, 1 << 20  # most images and pixels of a batch
+READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Metadata needed to use weights: the net and its settings, the classes, and the preparation of images."""
+
+    net: str  # name in the registry
+    width: float  # factor of the net's channels
+    input_shape: list[int]  # channels, height, width
+    classes: list[str]  # names in the order of the logits
+    mean: list[float]  # per channel, for pixel values in 0 … 1
+    std: list[float]
+    options: dict[str, object] = field(default_factory=dict)  # the net's own settings, as plain values
+    # Scores that 2 % and 20 % of new images should exceed (see `run.card`); None without held-out images.
+    reject: list[float] | None = None
+    temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
+    resize: str = "crop"  # how images with another aspect ratio are resized, one of `decode.RESIZES`
+    levels: list[int] | None = None  # values of 16-bit images that become black and white; None for 0 and 65535
+    # Scores of the true classes of held-out images by kind of prediction set, a list for each class (see `run.card`).
+    coverage: dict[str, list[list[float]]] | None = None
+
+    @property
+    def net_settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of `build_net`."""
+        channels, height, width = self.input_shape
+        sizes = {"channels": channels, "image_size": (height, width), "num_classes": len(self.classes)}
+        return {**sizes, "width": self.width, "options": self.options}
+
+
+def batch_size_of(images: Tensor) -> int:
+    """Return the batch size for images (B, C, H, W), B > 0."""
+    return max(1, min(BATCH, BATCH_PIXELS // images[0, 0].numel()))
+
+
+class LoadedNet(nn.Module):
+    """A trained net with its normalisation: from uint8 images (B, C, H, W) to float32 logits (B, classes).
+
+    `net` is the bare net, for normalised images.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, net: nn.Module, card: ModelCard) -> None:
+        super().__init__()
+        self.net, self.card, self.classes = net, card, tuple(card.classes)
+        self.register_buffer("mean", torch.tensor(card.mean).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(card.std).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of uint8 images; raise ValueError for another dtype or shape."""
+        if images.dtype != torch.uint8 or list(images.shape[1:]) != self.card.input_shape:
+            shape = " × ".join(map(str, self.card.input_shape))
+            raise ValueError(f"images must be uint8 of (batch, {shape}), not {images.dtype} {tuple(images.shape)}")
+        logits: Tensor = self.net((images.float() / 255 - self.mean) / self.std)
+        return logits
+
+    def on(self, device: torch.device | str) -> LoadedNet:
+        """Move the net to a device, in evaluation mode and channels_last format (half the time on a CPU)."""
+        return self.eval().to(device).to(memory_format=torch.channels_last)
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Return float32 logits (B, classes), on the CPU, for any number B > 0 of uint8 images (B, C, H, W)."""
+        with torch.no_grad():
+            logits = [self(batch.to(self.mean.device)) for batch in images.split(batch_size_of(images))]
+        return torch.cat(logits).float().cpu()
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return calibrated probabilities of logits, float32 (B, classes)."""
+        logits = logits.float()
+        if self.card.temperature is not None:
+            logits = logits / self.card.temperature
+        return logits.softmax(1)
+
+
+def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor]) -> LoadedNet:
+    """Return the net of a card with a copy of its weights (a state dict), in evaluation mode on the CPU."""
+    net = build_net(card.net, **card.net_settings)
+    net.load_state_dict(with_versions(net, weights))
+    return LoadedNet(net, card).eval()
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard) -> None:
+    """Write a net's state dict with its card, atomically. Equal values give equal bytes."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    text = json.dumps(asdict(card))
+    metadata = {"format": FORMAT, "card": text, CHECKSUM: checksum(text, tensors)}
+    content = save(tensors)
+    # safetensors itself writes the metadata in a random order.
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # aligns the tensors to eight bytes
+    with atomic_write(path) as partial, partial.open("wb") as file:
+        file.writelines((len(header).to_bytes(8, "little"), header, memoryview(content)[end:]))
+
+
+def checksum(card: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256, in hex, of a card's text and of all tensors with their names, dtypes and shapes."""
+    digest = sha256(card.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_card(path: str | Path) -> ModelCard | None:
+    """Return the card of a run folder or a `model.safetensors`, None for other files."""
+    try:
+        with safe_open(weights_file(path), framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except (UsageError, SafetensorError, OSError):
+        return None
+    if metadata.get("format") != FORMAT:
+        return None
+    return ModelCard(**json.loads(metadata["card"]))
+
+
+def load_model_file(path: str | Path) -> LoadedNet:
+    """Return the net of a run folder, or of a `model.safetensors`, in evaluation mode on the CPU.
+
+    Raises:
+        UsageError: there is no such file, it has another format, or it names a class that needs trust.
+        Failure: the file is damaged.
+    """
+    file = weights_file(path)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata: dict[str, str] = opened.metadata() or {}
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, no dict
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"{file} is damaged, or not a model.safetensors ({error}): copy or train it again") from None
+    if metadata.get("format") != FORMAT:
+        raise UsageError(f"{file} holds no {FORMAT!r} model: name a run folder, or its model.safetensors")
+    if metadata.get(CHECKSUM) != checksum(metadata["card"], weights):
+        raise Failure(f"{file} is damaged (its checksum differs): copy or train it again")
+    card = ModelCard(**json.loads(metadata["card"]))
+    check_name(card.net)
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise Failure(f"{file}: the weights {name} are not finite numbers, because the training diverged")
+    return build_loaded_net(card, weights)

@@ -1,0 +1,84 @@
+"""Confidence intervals and paired tests equal values computed by hand or by enumeration."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import product
+
+import pytest
+
+from cifar_lit.base.stats import mcnemar, mean_interval, t_quantile, verdict, wilson_interval
+
+
+def test_an_interval_is_mean_plus_and_minus_t_standard_errors() -> None:
+    for freedom, quantile in ((1, 12.7062), (2, 4.3027), (9, 2.2622), (199, 1.9720)):  # published tables
+        assert t_quantile(freedom) == pytest.approx(quantile, abs=6e-5)
+    interval = mean_interval([0.90, 0.92, 0.94])
+    assert (interval["n"], interval["mean"], interval["std"]) == (3, pytest.approx(0.92), pytest.approx(0.02))
+    assert interval["high"] - interval["mean"] == pytest.approx(4.30265 * 0.02 / 3**0.5, rel=1e-5)
+    assert interval["mean"] - interval["low"] == pytest.approx(interval["high"] - interval["mean"])
+    assert mean_interval([0.9]) == {"n": 1, "mean": 0.9, "std": None, "low": None, "high": None}
+
+
+@pytest.mark.parametrize("values", [[0.5, 0.7], [0.8, 0.8, 0.8], [0.8 - 0.7, 0.9 - 0.8, 0.7 - 0.6]])
+def test_two_values_and_equal_values_have_no_interval_and_no_verdict(values: list[float]) -> None:
+    interval = mean_interval(values)
+    assert interval["low"] is interval["high"] is None and interval["std"] is not None
+    assert verdict(values).startswith("no verdict")
+
+
+def test_an_interval_is_cut_off_at_the_limits_of_its_values() -> None:
+    for values in ([0.98, 0.99, 1.0], [0.02, 0.01, 0.0]):
+        unlimited, limited = mean_interval(values), mean_interval(values, (0.0, 1.0))
+        assert (limited["low"], limited["high"]) == (max(0.0, unlimited["low"]), min(1.0, unlimited["high"]))
+        assert not 0 <= unlimited["low"] <= unlimited["high"] <= 1
+
+
+def test_a_verdict_needs_more_than_the_rounding_to_whole_test_images() -> None:
+    assert verdict([0.011, 0.012, 0.014]) == verdict([-0.011, -0.012, -0.014]) == "significant"
+    assert verdict([0.011, 0.012, -0.014]) == "not significant"
+    # Student's t is 2.646 and its quantile 2.365; with the variance 1/12 of rounding, t is 2.33.
+    assert verdict([0.01] * 4 + [0.0] * 4) == "not significant"
+    assert verdict([0.01] * 5 + [0.0] * 3) == "significant"  # t is 3.16 with it
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+@pytest.mark.parametrize("images", [50, 100_000])
+def test_at_most_five_percent_of_equally_good_groups_differ_significantly(seeds: int, images: int) -> None:
+    draw, found, trials = random.Random(0), 0, 4000
+    for _ in range(trials):
+        accuracies = [round(images * draw.gauss(0.8, 0.01)) / images for _ in range(2 * seeds)]
+        differences = [one - other for one, other in zip(accuracies[::2], accuracies[1::2], strict=True)]
+        found += verdict(differences) == "significant"
+    assert found / trials < 0.05 + 3 * math.sqrt(0.05 * 0.95 / trials)
+    assert images < 1000 or found / trials > 0.04
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "interval"),
+    [
+        (5, 10, (0.23659, 0.76341)),  # middle 0.5, half 1.96 · sqrt(0.025 + 0.0096036) / 1.384146 = 0.26341
+        (0, 10, (0.0, 0.27753)),  # from 0 to z² / (n + z²) = 3.8415 / 13.8415
+        (10, 10, (0.72247, 1.0)),
+        (9400, 10000, (0.93518, 0.94449)),  # close to the normal approximation, 0.94 ± 1.96 · 0.0023749
+    ],
+)
+def test_wilsons_interval_equals_worked_examples(right: int, count: int, interval: tuple[float, float]) -> None:
+    assert wilson_interval(right, count) == pytest.approx(interval, abs=1e-4)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 0), (3, 3), (2, 7), (9, 1), (5, 6)])
+def test_mcnemars_p_is_the_share_of_splits_at_least_as_uneven(first: int, second: int) -> None:
+    splits = [sum(way) for way in product((0, 1), repeat=first + second)]
+    exact = sum(abs(2 * split - first - second) >= abs(first - second) for split in splits) / len(splits)
+    equal = sum(split in (first, second) for split in splits) / len(splits)
+    assert mcnemar(first, second)[2:] == mcnemar(second, first)[2:] == pytest.approx((exact, exact - equal / 2))
+
+
+def test_mcnemar_is_exact_for_no_images_and_for_many() -> None:
+    assert mcnemar(0, 0) == (0, 0, 1.0, 1.0)
+    assert mcnemar(2600, 2400).mid == pytest.approx(0.00468, abs=2e-4)  # normal approximation: z = 2.828
+    assert 0 < mcnemar(500, 100).exact < 1e-50
+    # The probability of an even split of 2n images is 1 / sqrt(πn), by Stirling's formula.
+    assert 1 - mcnemar(200_000, 200_000).mid == pytest.approx(0.5 / math.sqrt(math.pi * 200_000), rel=1e-5)

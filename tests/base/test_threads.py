@@ -1,0 +1,240 @@
+"""The number of threads follows the free cores at the start; a note names the cause if steps become slow later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import yaml
+from contract.command_line import RECIPE, SMALL, metrics_of, run_command
+
+from cifar_lit.base import threads
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.hardware import core_count
+from cifar_lit.base.threads import VARIABLE, choose_threads, free_cores
+from cifar_lit.training import callbacks
+from cifar_lit.training.callbacks import SlowdownWarning
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begin without a choice, as a new process without settings of the user. Restore torch's threads."""
+    number = torch.get_num_threads()
+    free_cores.cache_clear()
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    yield
+    torch.set_num_threads(number)
+    free_cores.cache_clear()
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, cores: int, share: float, torch_threads: int | None = None) -> list[int]:
+    """Simulate cores and the share of them that threads get. Return a list that becomes torch's numbers of threads."""
+    chosen = [torch_threads or cores]
+    now = [0.0]
+
+    def perf_counter() -> float:
+        now[0] += 0.1
+        return now[0]
+
+    clock = SimpleNamespace(perf_counter=perf_counter, process_time=lambda: share * now[0])
+    monkeypatch.setattr(threads, "time", clock)
+    monkeypatch.setattr(threads, "core_count", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
+    return chosen
+
+
+# ---- the measurement
+
+
+@pytest.mark.parametrize(
+    ("cores", "share", "free"),
+    [
+        (2, 1.8, 2),
+        (2, 1.33, 1),
+        (2, 0.4, 1),
+        (8, 4.0, 4),
+        (4, 4.3, 4),
+    ],
+)
+def test_free_cores_are_the_processor_time_that_a_thread_per_core_gets(
+    monkeypatch: pytest.MonkeyPatch, cores: int, share: float, free: int
+) -> None:
+    machine(monkeypatch, cores, share)
+    assert free_cores() == free
+
+
+# ---- the choice
+
+
+def test_ranks_share_the_free_cores_and_their_children_inherit_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, 8, 6.4)
+    assert choose_threads() == (6, "6 (6 of 8 cores are free)") and not os.environ[VARIABLE]
+    assert choose_threads(processes=4)[0] == 1 and os.environ[VARIABLE] == "1"
+
+
+def test_no_more_threads_than_torch_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, 8, 8.0, torch_threads=4)  # one per physical core
+    assert choose_threads()[0] == 4
+
+
+def test_the_users_number_precedes_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, 8, 1.0)
+    assert choose_threads(4) == (4, "4 (set to 4)")
+    assert choose_threads(100_000) == (8, "8 (set to 100000)")
+    assert not os.environ[VARIABLE]
+    assert choose_threads(3, typed=True, processes=2) == (3, "3 (set to 3)")
+    assert os.environ[VARIABLE] == "3" and free_cores() == 3  # also for processes that decode
+    monkeypatch.setenv(VARIABLE, "5")
+    assert choose_threads(4) == (3, f"3 ({VARIABLE})")  # torch has read the variable when it was imported
+    assert choose_threads(6, typed=True)[0] == 6
+    assert choose_threads(8, typed=True)[0] == 8
+    with pytest.raises(UsageError, match="--threads 9: this process may use 8 cores"):
+        choose_threads(9, typed=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "launched", "number"),
+    [
+        ("3,2", False, 3),
+        ("99", False, 8),
+        ("1", False, 1),
+        ("1", True, 6),
+    ],
+)
+def test_decoding_follows_the_variable_of_the_user_but_not_the_one_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, value: str, launched: bool, number: int
+) -> None:
+    machine(monkeypatch, 8, 6.0)
+    monkeypatch.setenv(VARIABLE, value)
+    if launched:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    assert free_cores() == number
+
+
+# ---- commands
+
+UNSET = {VARIABLE: ""}  # instead of the 1 of other tests
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(RECIPE)
+
+
+def test_a_training_prints_and_records_its_threads(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "free_cores", lambda: 1)
+    answer = run_command("train", *SMALL, "--epochs", "1", **UNSET)
+    assert answer.code == 0, answer.err
+    assert f"threads      1 (1 of {core_count()} cores are free)" in answer.lines
+    run = Path("lightning_logs/small-1")
+    assert metrics_of(run)["threads"] == 1
+    assert yaml.safe_load((run / "config.yaml").read_text())["threads"] == 1
+
+
+def test_evaluation_and_lists_do_not_measure(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_command("train", *SMALL, "--epochs", "1", "--threads", "1").code == 0
+    monkeypatch.setattr(threads, "free_cores", lambda: pytest.fail("measured"))
+    best = "lightning_logs/small-1/checkpoints/best.ckpt"
+    config = Path("lightning_logs/small-1/config.yaml")
+    config.write_text(config.read_text().replace("threads: 1", "threads: null"))
+    lines = (["--help"], ["recipes"], ["devices"], ["fit", *SMALL, "--print_config"], ["test", "--ckpt_path", best])
+    for line in lines:
+        assert run_command(*line, **UNSET).code == 0, line
+
+
+def test_threads_of_a_configuration_are_limited_to_the_cores(small: None) -> None:
+    Path("many.yaml").write_text("threads: 1000000\n")
+    assert run_command(*SMALL, "--config", "many.yaml", "--epochs", "1", **UNSET).code == 0
+    assert metrics_of(Path("lightning_logs/small-1"))["threads"] == core_count()
+    refusal = run_command(*SMALL, "--threads", "1000000")
+    assert refusal.code == 2 and "--threads 1000000: this process may use" in refusal.err
+    assert run_command(*SMALL, "--threads", "0").code == 2
+
+
+# ---- slow steps
+
+
+class Steps:
+    """A training whose steps take a given time and get a given number of cores of a busy or an idle machine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, threads: int, device: str = "cpu") -> None:
+        self.now = self.used = self.busy = 0.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.used)
+        monkeypatch.setattr(callbacks, "time", clock)
+        monkeypatch.setattr(psutil, "cpu_percent", lambda: self.busy)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        self.module = SimpleNamespace(device=torch.device(device))
+        self.trainer = SimpleNamespace(is_global_zero=True)
+        self.callback = SlowdownWarning()
+
+    def run(self, seconds: float, cores: float, busy: float = 100, count: int = 40) -> None:
+        self.busy = busy
+        for batch in range(count):
+            self.callback.on_train_batch_start(self.trainer, self.module, None, batch)  # type: ignore[arg-type]
+            self.now += seconds
+            self.used += seconds * cores
+            self.callback.on_train_batch_end(self.trainer, self.module, None, None, batch)  # type: ignore[arg-type]
+
+    def validate(self, seconds: float) -> None:
+        self.now += seconds
+        self.callback.on_validation_start(self.trainer, self.module)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "remedy"),
+    [(2, 1.1, "end them, or stop this training and add --resume --threads 1"), (1, 0.4, "1 thread): end them")],
+)
+def test_steps_that_become_slow_because_cores_are_taken_give_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threads: int, cores: float, remedy: str
+) -> None:
+    steps = Steps(monkeypatch, threads)
+    steps.run(0.2, threads, 50)  # the first steps are slow
+    steps.run(0.02, threads, 50)
+    steps.run(0.06, cores)
+    steps.run(0.12, cores)
+    steps.run(5.0, cores)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("a step takes 6 times its usual time") and f"({cores} are left for {threads} " in line
+    assert line.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("slow", "cores", "busy", "device"),
+    [
+        (0.2, 0.3, 40, "cpu"),  # waits for a disk
+        (0.2, 1.9, 100, "cpu"),  # computes more
+        (0.09, 0.5, 100, "cpu"),  # less than five times
+        (0.2, 0.5, 100, "meta"),  # computed elsewhere
+    ],
+)
+def test_other_slow_steps_give_no_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    slow: float,
+    cores: float,
+    busy: float,
+    device: str,
+) -> None:
+    steps = Steps(monkeypatch, 2, device)
+    steps.run(0.02, 2.0)
+    steps.run(slow, cores, busy)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_time_of_a_validation_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps(monkeypatch, 2)
+    steps.run(0.02, 2.0)
+    steps.run(0.02, 0.5, count=2)
+    steps.validate(30.0)
+    steps.run(0.02, 0.5)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,131 @@
+"""Near-duplicates are found, and no random split separates them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from own_images import decodings, open_set, photo, save_photo
+from PIL import Image, ImageEnhance
+
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.photos import cache, duplicates
+from cifar_lit.data.photos.decode import Preparation, pixels_of
+from cifar_lit.data.photos.duplicates import near_duplicates
+from cifar_lit.data.splits import Split
+
+
+def stack(pictures: list[Image.Image], side: int = 32, channels: int = 3) -> np.ndarray:
+    return np.stack([pixels_of(picture, Preparation((side, side), channels)) for picture in pictures])
+
+
+def as_jpeg(picture: Image.Image) -> Image.Image:
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=40)
+    return Image.open(file)
+
+
+CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "copied": Image.Image.copy,
+    "scaled": lambda picture: picture.resize((40, 40), Image.Resampling.BILINEAR),
+    "encoded again": as_jpeg,
+    "cropped by 3 %": lambda picture: picture.crop((2, 1, 95, 95)),
+    "brighter": lambda picture: ImageEnhance.Brightness(picture).enhance(1.2),
+    "less contrast": lambda picture: ImageEnhance.Contrast(picture).enhance(0.8),
+    "all changes": lambda picture: as_jpeg(
+        ImageEnhance.Brightness(picture.crop((1, 1, 95, 94)).resize((60, 60))).enhance(0.9)
+    ),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_image_is_a_near_duplicate_of_its_original_only(change: str, channels: int) -> None:
+    pictures = [photo(seed) for seed in range(150)]
+    images = stack([*pictures, *[CHANGES[change](picture) for picture in pictures[:40]]], channels=channels)
+    assert near_duplicates(images) == [[row, 150 + row] for row in range(40)]
+
+
+def test_groups_of_near_duplicates_do_not_depend_on_order_or_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = [photo(seed) for seed in (*range(60), 7, 7, 9, 7)]
+    assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
+    order = np.random.default_rng(0).permutation(len(pictures))
+    groups = near_duplicates(stack(pictures)[order])
+    assert sorted(sorted(order[group].tolist()) for group in groups) == [[7, 60, 61, 63], [9, 62]]
+    monkeypatch.setattr(duplicates, "CHUNK_BYTES", 10 * 32 * 32 * 3)
+    assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
+
+
+def test_a_large_group_of_similar_images_is_not_reported_as_duplicates() -> None:
+    part, images = stack([photo(0)])[0], stack([photo(seed) for seed in range(100)])
+    assert near_duplicates(np.concatenate([images, np.repeat(part[None], 15, 0)])) == []
+    assert near_duplicates(np.concatenate([images, np.repeat(part[None], 8, 0)])) == [[0, *range(100, 108)]]
+    assert near_duplicates(np.repeat(part[None], 6, 0)) == [[*range(6)]]
+
+
+# ---- in a data set
+
+KIND = "near-duplicates (the same except for scaling, encoding, a slight crop or brightness)"
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> Path:
+    """Return two classes of 20 images. Three images of each class exist as PNG, as JPEG and in a smaller size."""
+    for number in range(28):
+        path = tmp_path / f"twins/{'ab'[number % 2]}/{number:02}.png"
+        save_photo(path, number)
+        if number < 6:
+            photo(number).save(path.with_suffix(".jpg"), quality=60)
+            photo(number, 50).save(path.with_name(f"{number:02}-small.png"))
+    return tmp_path / "twins"
+
+
+def motifs(images: torch.Tensor) -> set[int]:
+    """Return the numbers of the photos (0 to 27) among `images`."""
+    photos = torch.from_numpy(stack([photo(number) for number in range(28)])).flatten(1).float()
+    distances = torch.cdist(images.flatten(1).float(), photos)
+    assert float(distances.min(1).values.max()) < 600
+    return set(distances.argmin(1).tolist())
+
+
+def test_a_stratified_split_keeps_near_duplicates_together(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(4):
+        sizes: dict[str, Any] = {"val_size": 0.25, "cache_dir": str(twins.parent / "cache")}
+        data = ImageData("folder", str(twins), split=Split(test_size=0.3, seed=seed), **sizes)
+        images, (train, val) = data.train_images, data.split
+        parts = images.images[train], images.images[val], data.test_images.images
+        assert sum(map(len, parts)) == 40 and sum(len(motifs(part)) for part in parts) == 28
+        for labels, count in ((data.test_images.labels, 6), (images.labels[val], 3.5)):
+            assert (torch.bincount(labels, minlength=2) - count).abs().max() <= 1.5
+    lines = [line for line in capsys.readouterr().err.splitlines() if "near-duplicates" in line]
+    assert lines == [f"18 of 40 images below {twins} are {KIND} of each other: they are kept on one side of a split"]
+
+
+def test_near_duplicates_are_found_once_and_cached(
+    twins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = [open_set(twins, part).images.clone() for part in (True, False)]
+    assert decodings(capsys) == 40
+    monkeypatch.setattr(cache, "near_duplicates", lambda images: pytest.fail("searched again"))
+    for seed in (1, 0):
+        sets = [open_set(twins, part, split=Split(seed=seed)) for part in (True, False)]
+        assert sum(map(len, sets)) == 40
+    assert all(torch.equal(part.images, images) for part, images in zip(sets, first, strict=True))
+    assert decodings(capsys) == 0
+
+
+def test_near_duplicates_across_a_given_split_are_only_reported(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train/cat/a.png", "train/dog/b.png", "test/cat/c.png", "test/dog/d.png"):
+        save_photo(root / name, "abcd".index(name[-5]))
+    photo(0).save(root / "test/dog/again.jpg", quality=60)
+    photo(2, 50).save(root / "test/cat/twice.png")
+    train, test = (open_set(root, part, image_size=32) for part in (True, False))
+    assert (len(train), len(test), train.groups) == (7, 6, None)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "near-duplicates" in line]
+    example = "such as test/dog/again.jpg of train/cat/a.png: scores will be too high"
+    assert lines == [f"1 held-out images below {root} are {KIND} of training images, {example}"]

@@ -1,0 +1,216 @@
+"""Folders of images are read, split and validated."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from own_images import damage, decodings, doubling_links, open_set, save, values
+
+from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.photos.decode import KINDS, remedy_for
+from cifar_lit.data.photos.folder import draw_test
+from cifar_lit.data.photos.layout import Tree, scan
+from cifar_lit.data.splits import Split
+
+
+@pytest.fixture
+def flat(tmp_path: Path) -> Path:
+    """Return a folder without train/ and test/, with 10 cats, 5 dogs and 1 emu."""
+    for name, count in (("cat", 10), ("dog", 5), ("emu", 1)):
+        for number in range(count):
+            save(tmp_path / "flat" / name / f"{number}.png", number)
+    return tmp_path / "flat"
+
+
+def drawn(root: Path, test_size: float, seed: int) -> dict[str, Tree]:
+    return draw_test(scan(root).parts["all"], {}, [], test_size, seed, f"below {root}")
+
+
+def test_train_and_test_are_read_and_other_files_ignored(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(root / "train/cat/more/deep/x.PNG", 9)
+    for hidden in (".git/x.png", "cat/.trash/x.png", "cat/._0.png", "__MACOSX/x.png", "../.cache/x.png"):
+        save(root / "train" / hidden)
+    (root / "train/dog/loop").symlink_to(root / "train/dog")
+    (root / "train/cat/notes.txt").write_text("x")
+    train, test = (open_set(root, part) for part in (True, False))
+    assert train.classes == test.classes == ("cat", "dog") and train.images.shape == (6, 8, 8, 3)
+    assert values(root) == [0, 1, 2, 9, 3, 4] and train.labels.tolist() == [0, 0, 0, 0, 1, 1]
+    assert values(root, train=False) == [5, 6] and test.labels.tolist() == [0, 1]
+    err = capsys.readouterr().err
+    assert f"{root}: 1 files are not {KINDS} and are ignored: train/cat/notes.txt.\n" in err
+    assert f"{root}: 4 hidden or system folders skipped (.cache, .git, .trash and 1 more)" in err
+
+
+def test_without_train_and_test_the_split_depends_on_seed_and_relative_paths_only(flat: Path, tmp_path: Path) -> None:
+    parts = drawn(flat, 0.2, 0)
+    counts = {name: (len(parts["train"][name]), len(parts["test"][name])) for name in parts["train"]}
+    assert counts == {"cat": (8, 2), "dog": (4, 1), "emu": (1, 0)}
+    paths = [{file.path for files in part.values() for file in files} for part in parts.values()]
+    assert not paths[0] & paths[1] and len(paths[0] | paths[1]) == 16
+    assert drawn(flat, 0.2, 1)["test"] != parts["test"]
+    assert {name: len(files) for name, files in drawn(flat, 0.9, 0)["train"].items()} == {"cat": 1, "dog": 1, "emu": 1}
+    shutil.copytree(flat, tmp_path / "elsewhere")
+    os.utime(tmp_path / "elsewhere/cat/0.png", (1, 1))
+    for path in (flat, tmp_path / "elsewhere"):  # the split of a seed never changes
+        assert [file.path for file in drawn(path, 0.2, 0)["test"]["cat"]] == ["cat/0.png", "cat/1.png"]
+
+
+def test_another_split_seed_reuses_the_cache(flat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    open_set(flat)
+    assert decodings(capsys) == 16
+    for seed in range(3):
+        train, test = (values(flat, part, split=Split(seed=seed)) for part in (True, False))
+        assert sorted(train + test) == sorted([*range(10), *range(5), 0])
+        test_files = [file for files in drawn(flat, 0.2, seed)["test"].values() for file in files]
+        assert test == [int(Path(file.path).stem) for file in test_files]
+    assert decodings(capsys) == 0
+
+
+def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("1.NEF", "2.nef", "3.jxl", "notes.md"):
+        (root / "train/cat" / name).touch()
+    scan(root)
+    assert " 2 .nef, 1 .jxl: convert them: magick mogrify -format jpg '*.nef'\n" in capsys.readouterr().err
+    (root / "train/fox").mkdir()
+    (root / "train/fox/photo.jp2").touch()
+    with pytest.raises(UsageError, match=r"no JPEG, .* for class fox\. .* 1 \.jp2: convert them: magick"):
+        scan(root)
+
+
+def test_heic_photos_name_the_extra_that_reads_them() -> None:
+    told = '2 .heic: pip install "cifar-lit[photos]", or convert them: magick mogrify'
+    assert told in remedy_for(["a.heic", "b/c.HEIC", "d.txt"])
+
+
+def test_each_folder_is_visited_once_despite_multiple_links(root: Path) -> None:
+    doubling_links(root / "train/cat/deep", 8)
+    (root / "train/cat/itself").symlink_to("itself")
+    names = [file.path for file in scan(root).parts["train"]["cat"]]
+    assert len(names) == 4 and names[-1].endswith("/deep.png")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([(20, 28)] * 4, (20, 28)),
+        ([(64, 64)] * 4, (64, 64)),
+        ([(65, 65)] * 4, (32, 32)),
+        ([*[(8, 8)] * 70, (8, 9), (8, 8)], (32, 32)),
+    ],
+)
+def test_a_common_size_of_up_to_64_pixels_is_kept(tmp_path: Path, sizes: list, expected: tuple[int, int]) -> None:
+    for number, size in enumerate(sizes):
+        save(tmp_path / f"own/{'ab'[number % 2]}/{number:03}.png", size=size)
+    assert open_set(tmp_path / "own").images.shape[1:3] == expected
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+@pytest.mark.parametrize("test", [True, False])
+def test_val_is_the_validation_set_and_without_test_the_test_set_too(
+    root: Path, name: str, test: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(root / name / "cat/0.png", 50), save(root / name / "dog/0.png", 60)
+    damage(save(root / name / "dog/1.png"))
+    if not test:
+        shutil.rmtree(root / "test")
+    train, tested = (open_set(root, part, skip_bad=True) for part in (True, False))
+    assert values(root, skip_bad=True) == [0, 1, 2, 3, 4, 50, 60] and train.labels.tolist() == [0, 0, 0, 1, 1, 0, 1]
+    assert train.val_rows == range(5, 7) and tested.val_rows is None
+    assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60])
+    assert tested.labels.tolist() == [0, 1]
+    data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
+    assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
+    told = capsys.readouterr().err
+    assert ": data.val_size 0 is ignored" in told
+    assert (f"{root}: no test images except the validation images" in told) is not test
+
+
+def replace_root(root: Path, *images: str) -> None:
+    shutil.rmtree(root)
+    for image in images:
+        save(root / image)
+
+
+def archive_in_place(root: Path) -> None:
+    shutil.rmtree(root)
+    root.write_bytes(b"PK")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (archive_in_place, "pets is a file, not a folder; unpack it first"),
+        (
+            lambda root: [shutil.rmtree(root / part / "dog") for part in ("train", "test")],
+            r"train has one class only \(cat\)",
+        ),
+        (
+            lambda root: (root / "test").rename(root / "eval"),
+            r"has train/ but no test/<class>/…: expected",
+        ),
+        (
+            lambda root: [save(root / f"val/{name}/0.png") for name in ("cat", "emu")],
+            "differ: only val/ has emu; a class needs training images",
+        ),
+        (lambda root: shutil.rmtree(root / "train"), "has test/ but no train/<class>/…"),
+        (
+            lambda root: replace_root(root, "cat1.png", "cat2.png"),
+            r"2 images lie directly in .*pets \(cat1.png, cat2.png\): move each .* such as .*pets/cat/cat1.png",
+        ),
+        (
+            lambda root: (replace_root(root, "images/cat1.png"), (root / "labels.csv").write_text("path,label")),
+            r"one class only \(images\), .* Did you mean --data-dir .*pets/labels.csv\?",
+        ),
+        (
+            lambda root: save(root / "train/a\tb/0.png"),
+            r"in .*pets/train, the folder 'a\\tb' has to be renamed: a class name is",
+        ),
+        (lambda root: replace_root(root, "cat/0.png", "dog/0.png"), "every class below .* has only one image or group"),
+    ],
+)
+def test_an_invalid_folder_is_refused_in_one_line(root: Path, spoil: Callable[[Path], object], text: str) -> None:
+    spoil(root)
+    with pytest.raises(UsageError, match=text) as refusal:
+        open_set(root)
+    assert "\n" not in str(refusal.value) and not (root.parent / "cache").exists()
+
+
+def test_damaged_images_fail_by_name_or_are_skipped_on_request(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(root / "train/cat/1.png")
+    (root / "test/dog/gone.png").symlink_to(root / "nowhere.png")
+    reasons = r"train/cat/1.png \(cut short\), test/dog/gone.png \(missing"
+    text = rf"2 of 8 images .* cannot be read: {reasons}.*--data.skip_bad true"
+    for _ in range(2):
+        with pytest.raises(Failure, match=text):
+            open_set(root)
+    assert decodings(capsys) == 8  # decoded once
+    assert values(root, skip_bad=True) == [0, 2, 3, 4] and open_set(root, skip_bad=True).labels.tolist() == [0, 0, 1, 1]
+    line = f"1 of 5 train images below {root} are left out: train/cat/1.png (cut short)\n"
+    assert capsys.readouterr().err == line  # printed once per process
+
+
+def test_the_folders_below_class_folders_are_groups_if_named(root: Path) -> None:
+    for value, name in enumerate(("train/cat/east/7", "train/cat/west/day 2/8", "test/dog/cat/9"), 7):
+        save(root / f"{name}.png", value)
+    train, test = (open_set(root, part, groups=("folder",)) for part in (True, False))
+    by_value = dict(zip(train.images[:, 0, 0, 0].tolist(), train.columns["folder"], strict=True))
+    assert by_value == {**dict.fromkeys(range(5), ""), 7: "east", 8: "west"}
+    assert test.columns == {"folder": ["", "", "cat"]} and open_set(root).columns == {}
+    wrapped = root.parent / "wrapped"
+    shutil.copytree(root / "train", wrapped / "animals" / "pets")
+    assert "west" in open_set(wrapped, groups=("folder",), split=Split(test_size=0.1)).columns["folder"]
+
+
+@pytest.mark.parametrize(("dataset", "groups"), [("shapes", "folder"), ("folder", "camera"), ("folder", "")])
+def test_groups_need_images_that_have_the_column(root: Path, dataset: str, groups: str) -> None:
+    place = {"folder": str(root)}.get(dataset)
+    data = ImageData(dataset, place, groups=groups, cache_dir=str(root.parent / "cache"))
+    with pytest.raises(UsageError, match=rf"data\.groups: the images of {dataset} have no '{groups}': use a table"):
+        _ = data.test_images

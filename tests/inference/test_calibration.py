@@ -1,0 +1,83 @@
+"""Calibration error, and the temperature fitted on held-out images."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from cifar_lit.run.card import fit_temperature, tempered
+from cifar_lit.runs.figures import expected_calibration_error, reliability
+
+
+def make_logits(images: int, scale: float = 1.0, classes: int = 5) -> tuple[Tensor, Tensor]:
+    """Return calibrated logits multiplied by `scale`, and their labels."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(images, classes, generator=generator)
+    return scale * logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+
+
+def error_of(probabilities: Tensor, labels: Tensor) -> float:
+    probability, predicted = probabilities.max(1)
+    return expected_calibration_error(reliability(probability, predicted == labels))
+
+
+def test_a_bin_includes_its_upper_end() -> None:
+    probability = torch.tensor([0.0, 0.2, 0.2000001, 0.5, 1.0], dtype=torch.float64)
+    bins = reliability(probability, torch.tensor([True, False, True, True, True]), bins=5)
+    assert [part.images for part in bins] == [2, 1, 1, 0, 1]
+    assert (bins[0].accuracy, bins[0].confidence) == (0.5, pytest.approx(0.1))
+    assert math.isnan(bins[3].accuracy)
+
+
+def test_the_calibration_error_equals_that_of_torchmetrics_with_fifteen_bins() -> None:
+    logits, labels = make_logits(3000)
+    # Over- and underconfident images share bins, whose errors then depend on the number of bins.
+    mixed = logits * torch.tensor([0.2, 4.0]).repeat(1500)[:, None]
+    errors = {bins: float(multiclass_calibration_error(mixed.softmax(1), labels, 5, n_bins=bins)) for bins in (10, 15)}
+    assert abs(errors[10] - errors[15]) > 1e-3
+    assert error_of(mixed.softmax(1), labels) == pytest.approx(errors[15], abs=1e-6)
+
+
+def test_errors_of_neighbouring_bins_do_not_cancel_out() -> None:
+    # 0.62 lies in (9/15, 10/15] and is always wrong, 0.68 in (10/15, 11/15] and always correct. Ten bins join them.
+    probability = torch.tensor([0.62, 0.62, 0.68, 0.68], dtype=torch.float64)
+    error = expected_calibration_error(reliability(probability, torch.tensor([False, False, True, True])))
+    assert error == pytest.approx((0.62 + 0.32) / 2)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_the_temperature_recovers_the_scale_of_the_logits_and_changes_no_prediction(scale: float) -> None:
+    logits, labels = make_logits(20_000, scale)
+    temperature = fit_temperature(logits, labels)
+    assert temperature == pytest.approx(scale, rel=0.03)
+    losses = {factor: float(F.cross_entropy(logits / (factor * temperature), labels)) for factor in (0.95, 1.0, 1.05)}
+    assert min(losses, key=losses.__getitem__) == 1.0
+    before = logits.double().softmax(1)
+    after = tempered(before, temperature)
+    torch.testing.assert_close(after, (logits.double() / temperature).softmax(1))
+    assert torch.equal(after.argmax(1), before.argmax(1))
+    assert error_of(after, labels) < 0.015
+    assert (error_of(before, labels) > 0.1) == (scale != 1)
+
+
+@pytest.mark.parametrize("count", [20, 2000])
+def test_the_confidence_of_a_net_without_mistakes_is_bounded_by_the_number_of_images(count: int) -> None:
+    labels = torch.arange(count) % 4
+    temperature = fit_temperature(F.one_hot(labels).float(), labels)
+    assert temperature is not None
+    probability = float((F.one_hot(labels[:1], 4) / temperature).softmax(1).max())
+    assert probability == pytest.approx(1 - 0.75 / (count + 2), abs=1e-5)  # labels smoothed by 1 / (N + 2)
+
+
+def test_no_temperature_is_fitted_on_too_few_images_or_non_finite_logits() -> None:
+    logits, labels = make_logits(20)
+    assert fit_temperature(logits, labels) is not None
+    assert fit_temperature(logits[:19], labels[:19]) is None
+    assert fit_temperature(logits[:0], labels[:0]) is None
+    logits[3, 2] = torch.nan
+    assert fit_temperature(logits, labels) is None
