@@ -1,25 +1,21 @@
-"""Nothing depends on an optional part: the core imports none, and trains without the folder of any of them."""
+"""The package trains without any of its optional parts."""
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from contract.command_line import run_process
-from test_house import PACKAGE, SOURCES, imported
+from test_house import PACKAGE
 
 from cifar_lit.cli.main import OWN
 from cifar_lit.features import FEATURES as FEATURE_NAMES
 
 EXTRAS = [path.parent for path in sorted((PACKAGE / "extras").glob("*/__init__.py"))]
 FEATURES = [path for path in sorted((PACKAGE / "features").iterdir()) if path.stem in FEATURE_NAMES]
-# They name optional parts by a string.
-NAMED_IN = {"extras": {PACKAGE / "cli/main.py", PACKAGE / "inference/load.py", PACKAGE / "base/plugins.py"}}
 
 # In a fork for each folder, trains with the package in it, then runs further lines, and writes the exit codes. The
 # forks share the libraries, which take longer to import than the training.
@@ -41,28 +37,6 @@ for folder, *lines in json.loads(sys.argv[1]):
         os._exit(0)
     os.wait()
 """
-
-
-def names(path: Path) -> set[str]:
-    """Return the modules that a file imports, and those that one of its texts names."""
-    texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-    named = {match for text in texts for match in re.findall(r"\bcifar_lit\.[\w.]+", str(text))}
-    return {*imported(path), *named}
-
-
-@pytest.mark.parametrize("folder", NAMED_IN)
-def test_no_module_of_the_core_imports_an_optional_part(folder: str) -> None:
-    root = PACKAGE / folder
-    for path in (path for path in SOURCES if root not in path.parents):
-        found = set(imported(path)) if path in NAMED_IN[folder] else names(path)
-        assert [name for name in found if f"{name}.".startswith(f"cifar_lit.{folder}.")] == [], path
-
-
-def test_no_extra_imports_another_extra() -> None:
-    for extra in EXTRAS:
-        others = tuple(f"cifar_lit.extras.{other.name}." for other in EXTRAS if other != extra)
-        for path in extra.rglob("*.py"):
-            assert [name for name in names(path) if f"{name}.".startswith(others)] == [], path
 
 
 def package_without(part: Path, folder: Path) -> None:
