@@ -14,7 +14,7 @@ from test_house import PACKAGE
 from cifar_lit.cli.main import OWN
 from cifar_lit.features import FEATURES as FEATURE_NAMES
 
-EXTRAS = [path.parent for path in sorted((PACKAGE / "extras").glob("*/__init__.py"))]
+EXTRAS = [PACKAGE / "extras" / name for name in ("hub.py", "label", "serve")]
 FEATURES = [path for path in sorted((PACKAGE / "features").iterdir()) if path.stem in FEATURE_NAMES]
 
 # In a fork for each folder, trains with the package in it, then runs further lines, and writes the exit codes. The
@@ -54,7 +54,7 @@ def further_lines(part: Path) -> list[str]:
     """Return the command lines that a package without this part refuses."""
     if part.parent.name == "features":
         return [f"fit --recipe quickstart --{part.stem} true"]
-    module = ".".join(part.relative_to(PACKAGE.parent).parts)
+    module = ".".join(part.relative_to(PACKAGE.parent).with_suffix("").parts)
     return [name for name, target in OWN.items() if target.startswith((f"{module}.", f"{module}:"))]
 
 

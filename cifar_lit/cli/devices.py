@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Column, Table
 
+from cifar_lit.base.errors import Failure
+from cifar_lit.base.hardware import choose_precision, detect_machine, resolve_device
+from cifar_lit.base.text import say
 from cifar_lit.cli.console import for_tables
 from cifar_lit.cli.errors import PARSER_SETTINGS, parsed
+
+if TYPE_CHECKING:
+    import torch
 
 
 def list_devices(argv: list[str]) -> None:
@@ -24,8 +38,6 @@ def list_devices(argv: list[str]) -> None:
     add("--batch_size", type=int, default=64, help="with --check: images of a step")
     settings = parsed(parser, argv)
     if settings.check:
-        from cifar_lit.cli.check_devices import check
-
         check(settings.accelerator, settings.net or "tudui", settings.width, settings.batch_size)
     elif settings.net:
         _list_parameters(settings)
@@ -36,7 +48,6 @@ def list_devices(argv: list[str]) -> None:
 def _list_machine() -> None:
     import psutil
 
-    from cifar_lit.base.hardware import choose_precision, detect_machine
     from cifar_lit.run.results import versions
 
     machine = detect_machine()
@@ -86,3 +97,120 @@ def _list_parameters(settings: Namespace) -> None:
     console = for_tables()
     console.print(table)
     console.print(f"{settings.net}: {total:,} parameters, {total * 4 / 2**20:.1f} MiB in float32")
+
+
+# ---- --check: the same training steps on each device, in its own process with a time limit
+
+FOLDER = Path(__file__).parents[2]  # the package lies below
+LIMIT = 90.0  # seconds for a device, most of them for imports
+CHECKED, TIMED = 3, 50  # steps
+SECONDS = 3.0  # fewer timed steps on a slow device
+HALF = {"bf16-mixed": ("bfloat16",), "16-mixed": ("float16",)}  # further dtypes to check, by default precision
+# Largest relative error of a loss. On a CPU it is 1e-7 in float32, 2e-5 in bfloat16 and 3e-6 in float16.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-2}
+
+
+def check(accelerator: str, net: str, width: float, batch_size: int) -> None:
+    """Print a row for each device; raise UsageError for a missing accelerator, Failure if a device cannot train."""
+    machine = detect_machine()
+    prefix = "" if accelerator == "auto" else resolve_device(accelerator, machine)
+    table = Table("device", "precision", Column("images/s", justify="right"), Column("× cpu", justify="right"))
+    baseline: dict[str, float] = {}
+    failed = []
+    for device in machine.devices:
+        if not device.startswith(prefix):
+            continue
+        try:
+            speeds = run_probe(device, {"net": net, "width": width, "batch_size": batch_size})
+        except Failure as failure:
+            table.add_row(device, f"fails: {failure}")
+            failed.append(device)
+            continue
+        if device == "cpu":
+            baseline = speeds
+        for precision, speed in speeds.items():
+            ratio = f"{speed / max(baseline.values()):.2f}" if baseline else ""
+            table.add_row(device, precision, f"{speed:,.0f}", ratio)
+    console = for_tables()
+    console.print(f"training steps of {net}, width {width:g}, batches of {batch_size} images of 32 × 32 pixels")
+    console.print(table)
+    if failed:
+        remedy = "Update or restart the driver, or choose others with --devices or --accelerator cpu."
+        raise Failure(f"{', '.join(failed)} cannot train. {remedy}")
+
+
+def run_probe(device: str, settings: dict[str, Any]) -> dict[str, float]:
+    """Call `try_device` in a new process and return its speeds; raise Failure if it fails or hangs."""
+    command = [sys.executable, "-m", "cifar_lit.cli.devices", device, json.dumps(settings)]
+    try:
+        probe = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=FOLDER, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"no answer in {LIMIT:g} s") from None
+    if probe.returncode:
+        lines = ["", *probe.stderr.strip().splitlines()]
+        raise Failure(f"exit code {probe.returncode}. {lines[-1].removeprefix('cifar_lit.base.errors.Failure: ')}")
+    speeds: dict[str, float] = json.loads(probe.stdout.strip().splitlines()[-1])
+    return speeds
+
+
+def try_device(device: str, net: str, width: float, batch_size: int) -> dict[str, float]:
+    """Return images/s by dtype; raise Failure if the losses differ from those of the CPU in float64."""
+    import torch
+
+    settings: dict[str, Any] = {"net": net, "width": width, "batch_size": batch_size}
+    expected, _ = train("cpu", torch.float64, **settings)
+    kind = device.partition(":")[0]
+    precision = choose_precision(detect_machine(), kind)[0]
+    speeds = {}
+    for name in ("float32", *HALF.get(precision, ())):
+        losses, step = train(device, getattr(torch, name), **settings)
+        error = max(abs(loss / exact - 1) for loss, exact in zip(losses, expected, strict=True))
+        if not error <= TOLERANCE[name]:  # also for nan
+            raise Failure(f"wrong losses in {name}: off by {error:.1e}, where {TOLERANCE[name]:.0e} is allowed")
+        speeds[name] = batch_size * steps_per_second(step)
+    return speeds
+
+
+def train(
+    device: str, dtype: torch.dtype, net: str, width: float, batch_size: int
+) -> tuple[list[float], Callable[[], torch.Tensor]]:
+    """Train a net on drawn numbers; return the loss of the first steps, and a function that trains a further one."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from cifar_lit.models.registry import build_net
+
+    torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = False  # its rounding would hide errors
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    model = build_net(net, channels=3, image_size=32, num_classes=10, width=width).to(device, exact)
+    images = torch.randn(batch_size, 3, 32, 32).to(device, exact)
+    labels = torch.randint(10, (batch_size,)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(images.device.type, enabled=dtype == torch.float16)
+
+    def step() -> torch.Tensor:
+        with torch.autocast(images.device.type, dtype, enabled=dtype.itemsize == 2):
+            loss = cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return [step().item() for _ in range(CHECKED)], step
+
+
+def steps_per_second(step: Callable[[], torch.Tensor]) -> float:
+    """Return the speed of a function that trains a step."""
+    started = time.perf_counter()
+    steps = 0
+    while steps < TIMED and time.perf_counter() < started + SECONDS:
+        last = step()
+        steps += 1
+    last.item()  # waits for the device
+    return steps / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    say(json.dumps(try_device(sys.argv[1], **json.loads(sys.argv[2]))))

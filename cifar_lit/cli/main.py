@@ -66,7 +66,7 @@ OWN = {
     "review": "cifar_lit.extras.label.review:review",
     "compare": "cifar_lit.cli.compare:compare",
     "export": "cifar_lit.cli.export:export",
-    "export --to hub": "cifar_lit.extras.hub.repository:export_to_hub",
+    "export --to hub": "cifar_lit.extras.hub:export_to_hub",
     "serve": "cifar_lit.extras.serve.command:serve",
     "test RUN": "cifar_lit.cli.retest:test_again",
 }

@@ -23,7 +23,7 @@ from cifar_lit.run.folder import HUB, read_metrics, scores_of
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
-FETCH = "cifar_lit.extras.hub.repository:fetch"  # for models on the Hugging Face hub
+FETCH = "cifar_lit.extras.hub:fetch"  # for models on the Hugging Face hub
 
 
 @dataclass(frozen=True)

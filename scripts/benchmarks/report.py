@@ -14,7 +14,7 @@ from cifar_lit.base.errors import Failure
 from cifar_lit.base.files import write_text
 from cifar_lit.base.text import counted
 from cifar_lit.cli.console import for_tables
-from cifar_lit.cli.seeds_file import environment
+from cifar_lit.cli.seeds import environment
 
 FEW = 4  # values; with fewer, a spread is the range and a mean has no interval
 

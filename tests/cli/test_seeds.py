@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from contract.command_line import SMALL, assert_refused, config_of, contents_of, metrics_of, run_command
 
+from cifar_lit.base.hardware import Machine
+from cifar_lit.cli import seeds
 from cifar_lit.cli.seeds import finish, read_seeds
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -94,9 +96,9 @@ def test_a_seed_whose_net_diverged_has_no_loss_and_the_others_keep_theirs() -> N
     assert "loss" not in results and results["accuracy"]["n"] == 3 and results["accuracy"]["low"] is None
 
 
-@pytest.mark.parametrize(("text", "seeds"), [("0-4", [0, 1, 2, 3, 4]), ("7, 3,3-4", [7, 3, 4])])
-def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
-    assert read_seeds(text) == seeds
+@pytest.mark.parametrize(("text", "expected"), [("0-4", [0, 1, 2, 3, 4]), ("7, 3,3-4", [7, 3, 4])])
+def test_seeds_are_numbers_and_ranges(text: str, expected: list[int]) -> None:
+    assert read_seeds(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,3 +118,15 @@ def test_invalid_seeds_are_refused_in_one_line_and_leave_nothing(words: tuple[st
     command, *rest = words
     assert_refused(run_command(command, *SMALL, *rest), 2, line)
     assert not Path("lightning_logs").exists()
+
+
+def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    core = "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
+    info.write_text(f"processor\t: 0\n{core}\nprocessor\t: 1\n{core}")
+    monkeypatch.setattr(seeds, "Path", lambda path: info)
+    monkeypatch.setattr(seeds, "detect_machine", lambda: Machine("AMD EPYC", 2, True))
+    assert seeds.environment()["cpu"] == "AMD EPYC (family 26, model 2)"
+    assert seeds.exact_cpu("AMD EPYC 9755 128-Core Processor") == "AMD EPYC 9755 128-Core Processor"

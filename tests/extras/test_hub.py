@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 
 from cifar_lit import load
 from cifar_lit.base.errors import Failure
-from cifar_lit.extras.hub.repository import FILES, without_places
+from cifar_lit.extras.hub import FILES, without_places
 
 hub = pytest.importorskip("huggingface_hub", reason="pip install -e '.[hub]'")
 EVIL = "a|b `c` <img src=x> [d](javascript:e) **f** & www.g.h http://i.j @k $l$ :m: ~~n~~\n---\n# o"

@@ -10,10 +10,9 @@ import pytest
 import torch
 from contract.command_line import run_command
 
-from cifar_lit.base import hardware
 from cifar_lit.base.errors import Failure
 from cifar_lit.base.hardware import Machine
-from cifar_lit.cli import check_devices
+from cifar_lit.cli import devices
 
 SMALL = {"net": "lenet", "width": 0.5, "batch_size": 4}
 
@@ -21,8 +20,8 @@ SMALL = {"net": "lenet", "width": 0.5, "batch_size": 4}
 def test_every_device_has_its_speed_beside_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {"cpu": {"float32": 10.0, "bfloat16": 20.0}, "cuda:0": {"float32": 40.0}}
     machine = Machine("a CPU", 4, True, (("H200", 2**37),), gpu_bf16=True)
-    monkeypatch.setattr(check_devices, "detect_machine", lambda: machine)
-    monkeypatch.setattr(check_devices, "run_probe", lambda device, settings: speeds[device])
+    monkeypatch.setattr(devices, "detect_machine", lambda: machine)
+    monkeypatch.setattr(devices, "run_probe", lambda device, settings: speeds[device])
     answer = run_command("devices", "--check")
     assert answer.code == 0
     rows = [line.replace("│", " ").split() for line in answer.out.splitlines()]
@@ -37,8 +36,8 @@ def test_a_failing_device_is_reported_with_a_remedy_and_exit_code_1(monkeypatch:
         return {"float32": 9.0}
 
     machine = Machine("a CPU", 4, False, (("H200", 2**37),), gpu_bf16=True)
-    monkeypatch.setattr(check_devices, "detect_machine", lambda: machine)
-    monkeypatch.setattr(check_devices, "run_probe", run_probe)
+    monkeypatch.setattr(devices, "detect_machine", lambda: machine)
+    monkeypatch.setattr(devices, "run_probe", run_probe)
     answer = run_command("devices", "--check")
     assert answer.code == 1 and "no answer in 90 s" in answer.out
     (line,) = answer.error_lines
@@ -57,14 +56,14 @@ def test_a_probe_that_hangs_or_fails_is_reported(
     python.write_text(f"#!{sys.executable}\n{program}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(check_devices, "LIMIT", 0.5 if "sleep" in program else 60.0)
+    monkeypatch.setattr(devices, "LIMIT", 0.5 if "sleep" in program else 60.0)
     with pytest.raises(Failure, match=answer):
-        check_devices.run_probe("cpu", SMALL)
+        devices.run_probe("cpu", SMALL)
 
 
 def test_a_gpu_without_bfloat16_is_listed_with_its_precision_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("a CPU", 4, False, (("Tesla T4", 15 << 30),), gpu_fp16=True)
-    monkeypatch.setattr(hardware, "detect_machine", lambda: machine)
+    monkeypatch.setattr(devices, "detect_machine", lambda: machine)
     answer = run_command("devices")
     assert answer.code == 0
     (row,) = (line for line in answer.out.splitlines() if "Tesla T4" in line)
@@ -74,15 +73,15 @@ def test_a_gpu_without_bfloat16_is_listed_with_its_precision_and_the_reason(monk
 
 
 def test_a_gpu_is_checked_in_its_default_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    train, trained = check_devices.train, list[torch.dtype]()
+    train, trained = devices.train, list[torch.dtype]()
 
     def train_on_the_cpu(device: str, dtype: torch.dtype, **settings: Any) -> Any:
         trained.append(dtype)
         return train("cpu", dtype, **settings)
 
-    monkeypatch.setattr(check_devices, "train", train_on_the_cpu)
-    monkeypatch.setattr(check_devices, "detect_machine", lambda: Machine("", 1, False, (("T4", 1),), gpu_fp16=True))
-    assert check_devices.try_device("cuda:0", **SMALL).keys() == {"float32", "float16"}
+    monkeypatch.setattr(devices, "train", train_on_the_cpu)
+    monkeypatch.setattr(devices, "detect_machine", lambda: Machine("", 1, False, (("T4", 1),), gpu_fp16=True))
+    assert devices.try_device("cuda:0", **SMALL).keys() == {"float32", "float16"}
     assert trained == [torch.float64, torch.float32, torch.float16]
 
 
@@ -91,4 +90,4 @@ def test_a_device_that_computes_wrong_numbers_fails(factor: float, monkeypatch: 
     relu, factors = torch.nn.functional.relu, {torch.float32: factor}
     monkeypatch.setattr(torch.nn.ReLU, "forward", lambda self, x: relu(x) * factors.get(x.dtype, 1))
     with pytest.raises(Failure, match=r"wrong losses in float32: off by .*, where 1e-04 is allowed"):
-        check_devices.try_device("cpu", **SMALL)
+        devices.try_device("cpu", **SMALL)

@@ -53,10 +53,10 @@ def export_to_hub(argv: list[str]) -> None:
     if metrics["dataset"] in DATASETS:
         front["datasets"] = DATASETS[metrics["dataset"]]
     pages = Environment(
-        loader=PackageLoader("cifar_lit.extras.hub", ""), finalize=markdown, undefined=StrictUndefined,
+        loader=PackageLoader("cifar_lit.extras", ""), finalize=markdown, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    card = pages.get_template("README.md.j2").render(
+    card = pages.get_template("hub.md.j2").render(
         front=Markup(yaml.safe_dump(front)), card=net.card, metrics=metrics, test=metrics["test"],
         facts=summary(metrics), license=options.license,
     )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Exchange trained nets with the Hugging Face hub."""
