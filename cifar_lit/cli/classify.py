@@ -14,13 +14,12 @@ from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from rich.cells import cell_len, set_cell_size
 
+from cifar_lit.base.command_line import add_coverage, command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import writing
 from cifar_lit.base.hardware import limit_busy_waiting, resolve_device
 from cifar_lit.base.memory import keep_freed_memory
 from cifar_lit.base.text import note, printable, say
-from cifar_lit.cli.coverage import add_coverage, coverage_of
-from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.data.photos.decode import KINDS
 from cifar_lit.data.progress import progress
 from cifar_lit.run.folder import display_path
@@ -44,12 +43,13 @@ def classify(argv: list[str]) -> int:
     limit_busy_waiting(sleep_at_once=True)
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
+    from cifar_lit.inference.sets import requested_sets
     from cifar_lit.run.card import check_rate
 
     classifier = load(settings.run, device=resolve_device(settings.accelerator))
     if settings.reject is not None:
         classifier.reject = check_rate(settings.reject, classifier.card.reject)
-    classifier.coverage = coverage_of(settings, classifier.card)
+    classifier.coverage = requested_sets(settings, classifier.card.coverage)
     keep_freed_memory()
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Column, Table
 
+from cifar_lit.base.command_line import PARSER_SETTINGS, parsed
 from cifar_lit.base.errors import Failure
 from cifar_lit.base.hardware import choose_precision, detect_machine, resolve_device
 from cifar_lit.base.text import say
 from cifar_lit.cli.console import for_tables
-from cifar_lit.cli.errors import PARSER_SETTINGS, parsed
 
 if TYPE_CHECKING:
     import torch

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from jsonargparse.typing import NonNegativeInt
 
+from cifar_lit.base.command_line import add_coverage, command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.text import say
-from cifar_lit.cli.coverage import add_coverage, coverage_of
-from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.run.folder import display_path, weights_file
 
 DESCRIPTION = (
@@ -39,6 +38,7 @@ def export(argv: list[str]) -> None:
     from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Options, check_request, default_path
     from cifar_lit.inference.export import export as export_net
     from cifar_lit.inference.model_file import load_model_file
+    from cifar_lit.inference.sets import requested_sets
     from cifar_lit.run.card import check_rate
     from cifar_lit.runs.run_data import run_images, run_or_drawn_images
 
@@ -46,7 +46,7 @@ def export(argv: list[str]) -> None:
     net = load_model_file(settings.run)
     if settings.reject is not None:
         check_rate(settings.reject, net.card.reject)
-    coverage = coverage_of(settings, net.card)
+    coverage = requested_sets(settings, net.card.coverage)
     model = weights_file(settings.run)
     path = default_path(model, settings.to, settings.quantize)
     if settings.out:

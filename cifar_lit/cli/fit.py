@@ -22,13 +22,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from cifar_lit.base import hardware
+from cifar_lit.base.command_line import PARSER_SETTINGS, SYNONYMS, long_flags, parsed
 from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.settings import changed_settings
 from cifar_lit.base.text import counted, note, say
 from cifar_lit.base.threads import choose_threads
 from cifar_lit.base.trust import check_found, limit_parser, untrusted_parts
-from cifar_lit.cli.errors import PARSER_SETTINGS, SYNONYMS, long_flags, parsed
 from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
 from cifar_lit.cli.launch import by_slurm, is_first_process, logs_of
 from cifar_lit.cli.ranks import ChildRanks
@@ -175,7 +175,7 @@ class TrainingCLI(LightningCLI):
         flags = {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN, *SYNONYMS.values()}
         for name in FEATURES:
             flags.update(feature_settings(name))
-        self.config = parsed(parser, args, flags)
+        self.config = parsed(parser, args, flags, SHORT)
         if self.found:
             check_found(self.settings.as_dict(), self.found.parent.parent, self.command.flags)
 

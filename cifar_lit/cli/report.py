@@ -6,12 +6,12 @@ import os
 import webbrowser
 from pathlib import Path
 
+from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import writing
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.memory import keep_freed_memory
 from cifar_lit.base.text import say
-from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.inference.model_file import load_model_file
 from cifar_lit.run.folder import display_path
 from cifar_lit.runs.report import inspected_page

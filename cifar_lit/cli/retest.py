@@ -11,11 +11,11 @@ import torch
 from rich.table import Column, Table
 from torch import Tensor
 
+from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.text import say
 from cifar_lit.cli.console import for_tables
-from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.inference.model_file import load_model_file
 from cifar_lit.run.data_record import data_record
 from cifar_lit.run.folder import display_path, read_metrics

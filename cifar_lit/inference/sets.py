@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError, check_choice
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
 
 SETS = ("lac", "aps")  # kinds of prediction sets
 MIN_HELD_OUT = 20  # images; 5 % of fewer is less than one
@@ -101,6 +104,20 @@ def set_limits(scores: Scores | None, coverage: Coverage) -> Tensor:
             raise UsageError(f"coverage {rate:g} needs {needed:,} {images}, and there are {len(values):,}: {remedy}")
         limits.append(sorted(values)[rank - 1])
     return torch.tensor(limits).expand(len(by_class))
+
+
+def requested_sets(settings: Namespace, scores: Scores | None) -> Coverage | None:
+    """Return the sets that a command line requests (see `base.command_line.add_coverage`), None without --coverage.
+
+    Raise UsageError if the held-out scores are too few for them.
+    """
+    if settings.coverage is None:
+        if settings.sets != "lac" or settings.by_class:
+            raise UsageError("--sets and --by-class describe prediction sets: add --coverage 0.95")
+        return None
+    coverage = Coverage(settings.coverage, settings.sets, settings.by_class)
+    set_limits(scores, coverage)
+    return coverage
 
 
 def prediction_sets(probabilities: Tensor, limits: Tensor, kind: str) -> Tensor:

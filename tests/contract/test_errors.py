@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_lit.cli.errors import SYNONYMS
+from cifar_lit.base.command_line import SYNONYMS
 from cifar_lit.cli.flags import OWN, SHORT
 from cifar_lit.data import split_images
 

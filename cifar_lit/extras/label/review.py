@@ -16,10 +16,10 @@ from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
+from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import Failure, UsageError, check_packages
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.text import counted, listed, note, say
-from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.data.photos.decode import DecodeError, decode
 from cifar_lit.data.photos.formats import TABLES
 from cifar_lit.data.photos.table import read_table

@@ -8,13 +8,13 @@ import socket
 import torch
 from jsonargparse.typing import PositiveInt
 
+from cifar_lit.base.command_line import add_coverage, command_parser, parsed
 from cifar_lit.base.errors import check_packages
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.text import say
 from cifar_lit.base.threads import choose_threads
-from cifar_lit.cli.coverage import add_coverage, coverage_of
-from cifar_lit.cli.errors import command_parser, parsed
 from cifar_lit.inference.load import load
+from cifar_lit.inference.sets import requested_sets
 from cifar_lit.run.card import check_rate
 from cifar_lit.run.folder import weights_file
 
@@ -52,7 +52,7 @@ def serve(argv: list[str]) -> None:
         classifier.reject = None
         if settings.reject is not None:
             classifier.reject = check_rate(settings.reject, classifier.card.reject)
-        classifier.coverage = coverage_of(settings, classifier.card)
+        classifier.coverage = requested_sets(settings, classifier.card.coverage)
         # Leave one core to the connections: torch's threads spin while they wait.
         torch.set_num_threads(max(1, choose_threads()[0] - 1))
         size = "×".join(map(str, classifier.card.input_shape))
