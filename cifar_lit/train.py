@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import write_text
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.inference.model_file import save_weights
 from cifar_lit.run.card import describe_model, model_card
-from cifar_lit.run.folder import PREVIOUS
-from cifar_lit.run.predictions import write_predictions
-from cifar_lit.run.results import log_pictures, run_metrics, write_metrics, write_report
+from cifar_lit.run.predictions import prediction_table, write_predictions
+from cifar_lit.run.record import write_metrics
+from cifar_lit.run.results import run_metrics
+from cifar_lit.run.resume import PREVIOUS
 from cifar_lit.run.run import Run
+from cifar_lit.runs.figures import as_pixels, confusion_matrix
+from cifar_lit.runs.report import render
 from cifar_lit.training.checkpoint import load_weights, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier, check_features
 from cifar_lit.training.metrics import Score
@@ -81,7 +86,7 @@ def write_results(
     card = describe_model(model, data) if run.trains else model_card(model, data)
     metrics = run_metrics(run, model, data, val, test, card)
     if run.boards:
-        log_pictures(run, val, test, data, trainer.global_step)
+        _log_pictures(run, val, test, data, trainer.global_step)
     if run.trains:
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
         with suppress(OSError):  # a leftover checkpoint is harmless
@@ -89,7 +94,8 @@ def write_results(
     if test and model.predictions is not None:
         write_predictions(folder / "predictions.csv", [model.predictions], data.test_images)
         if run.trains:
-            write_report(folder, metrics, model.predictions, data)
+            page = render(folder, metrics, data, prediction_table(model.predictions))
+            write_text(folder / "report.html", page)
     write_metrics(folder, metrics)
     return Results(metrics, val, test)
 
@@ -106,3 +112,13 @@ def _score(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageD
     model.score = model.predictions = None
     getattr(trainer, stage)(model, datamodule=data, verbose=False)
     return model.score
+
+
+def _log_pictures(run: Run, val: Score | None, test: Score | None, data: ImageData, step: int) -> None:
+    """Log the confusion matrices of the scores."""
+    for board in run.boards:
+        for part, score in (("val", val), ("test", test)):
+            if score:
+                picture = as_pixels(confusion_matrix(torch.tensor(score.confusion), data.classes))
+                board.log_images(f"{part}/confusion_matrix", picture, step)
+        board.save()

@@ -39,7 +39,8 @@ from cifar_lit import ImageData
 from cifar_lit.base.stats import SHARE, mean_interval
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.augment import Augment
-from cifar_lit.runs.figures import as_pixels, augmented_sample, confusion_matrix
+from cifar_lit.run.loggers import augmented_sample
+from cifar_lit.runs.figures import as_pixels, confusion_matrix
 
 ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs" / "pictures", ROOT / "results" / "pictures"

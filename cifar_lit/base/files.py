@@ -6,6 +6,7 @@ The temporary name is random and unused, and renaming replaces a symlink instead
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import time
@@ -13,7 +14,7 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cifar_lit.base.errors import Failure, UsageError
 
@@ -151,3 +152,18 @@ def write_array(path: Path, array: np.ndarray) -> None:
         # np.save uses `tofile`, whose error on a full disk has no errno.
         npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(array))
         file.write(array.data)
+
+
+def display_path(path: Path) -> str:
+    """Return a path as the user would type it: relative if it is below the working folder, always with slashes."""
+    if path.absolute().is_relative_to(Path.cwd()):
+        path = path.absolute().relative_to(Path.cwd())
+    return path.as_posix()
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty if it is missing or damaged."""
+    content: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    return content

@@ -16,18 +16,16 @@ from rich.cells import cell_len, set_cell_size
 
 from cifar_lit.base.command_line import add_coverage, command_parser, parsed
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.files import writing
+from cifar_lit.base.files import display_path, writing
 from cifar_lit.base.hardware import limit_busy_waiting, resolve_device
 from cifar_lit.base.memory import keep_freed_memory
 from cifar_lit.base.text import note, printable, say
 from cifar_lit.data.photos.decode import KINDS
 from cifar_lit.data.progress import progress
-from cifar_lit.run.folder import display_path
 
 if TYPE_CHECKING:
-    from cifar_lit.inference.classify import ImageFile
+    from cifar_lit.inference.classify import CsvRows, ImageFile, JsonRows, Row
     from cifar_lit.inference.load import Classifier
-    from cifar_lit.run.predictions import CsvRows, JsonRows, Row
 
     Write = Callable[[Sequence[Row]], None]
 
@@ -43,8 +41,8 @@ def classify(argv: list[str]) -> int:
     limit_busy_waiting(sleep_at_once=True)
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
+    from cifar_lit.inference.rejection import check_rate
     from cifar_lit.inference.sets import requested_sets
-    from cifar_lit.run.card import check_rate
 
     classifier = load(settings.run, device=resolve_device(settings.accelerator))
     if settings.reject is not None:
@@ -121,8 +119,7 @@ def _sorted_argv(argv: list[str]) -> list[str]:
 
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
     """Classify the files and write rows; return the number of unreadable files."""
-    from cifar_lit.inference.classify import classify_files
-    from cifar_lit.run.predictions import CsvRows, JsonRows
+    from cifar_lit.inference.classify import CsvRows, JsonRows, classify_files
 
     top = min(settings.top, len(classifier.classes))
     failed = 0

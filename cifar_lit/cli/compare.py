@@ -12,10 +12,10 @@ from rich.table import Table
 
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import display_path
 from cifar_lit.base.stats import SAME, McNemar, limits_text
 from cifar_lit.base.text import csv_text, say
 from cifar_lit.cli.console import for_tables, write_or_say
-from cifar_lit.run.folder import display_path
 from cifar_lit.runs.compare import (
     Hits,
     RunRecord,

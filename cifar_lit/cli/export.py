@@ -9,8 +9,9 @@ from jsonargparse.typing import NonNegativeInt
 
 from cifar_lit.base.command_line import add_coverage, command_parser, parsed
 from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import display_path
 from cifar_lit.base.text import say
-from cifar_lit.run.folder import display_path, weights_file
+from cifar_lit.inference.model_file import weights_file
 
 DESCRIPTION = (
     "Export the net of a run as ONNX, torch-export or safetensors. Input: uint8 images, normalised inside. Output: "
@@ -38,9 +39,9 @@ def export(argv: list[str]) -> None:
     from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Options, check_request, default_path
     from cifar_lit.inference.export import export as export_net
     from cifar_lit.inference.model_file import load_model_file
+    from cifar_lit.inference.rejection import check_rate
     from cifar_lit.inference.sets import requested_sets
-    from cifar_lit.run.card import check_rate
-    from cifar_lit.runs.run_data import run_images, run_or_drawn_images
+    from cifar_lit.run.images import run_images, run_or_drawn_images
 
     check_request(settings.to, settings.quantize, settings.reject, covers=settings.coverage is not None)
     net = load_model_file(settings.run)

@@ -25,6 +25,7 @@ from cifar_lit.base import hardware
 from cifar_lit.base.command_line import PARSER_SETTINGS, SYNONYMS, long_flags, parsed
 from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import changed_settings
 from cifar_lit.base.text import counted, note, say
 from cifar_lit.base.threads import choose_threads
@@ -36,13 +37,8 @@ from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features import FEATURES, feature_class, feature_settings
 from cifar_lit.models.registry import check_net
-from cifar_lit.run.folder import (
-    RunFolder,
-    check_unfinished,
-    display_path,
-    find_resumable,
-    run_of,
-)
+from cifar_lit.run.folder import RunFolder
+from cifar_lit.run.resume import check_unfinished, find_resumable, run_of
 from cifar_lit.run.run import Run
 from cifar_lit.train import Results, evaluate, fit, predict
 from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning

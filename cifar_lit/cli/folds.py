@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.files import write_text
+from cifar_lit.base.files import display_path, write_text
 from cifar_lit.base.stats import mean_interval, wilson_interval
 from cifar_lit.base.text import say
 from cifar_lit.cli.fit import TrainingCLI
@@ -20,8 +20,9 @@ from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.several import check_several, mean_text, train_each
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.run.folder import RunFolder, display_path, read_metrics
+from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.predictions import write_predictions
+from cifar_lit.run.record import read_metrics
 from cifar_lit.runs.label_errors import LIST, rank_labels, write_ranking
 
 

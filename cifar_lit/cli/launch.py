@@ -15,9 +15,10 @@ from pathlib import Path
 
 from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import display_path
 from cifar_lit.base.text import note
 from cifar_lit.cli.flags import LOGS, SHORT, Command, recipe_path
-from cifar_lit.run.folder import display_path, is_finished, newest_run_of_job
+from cifar_lit.run.resume import is_finished, newest_run_of_job
 
 JOB_NAME = "CIFAR_LIT_JOB"  # set by the user or the scheduler; unique among the jobs that share --logs
 REQUEUE_SECONDS = 5.0  # time for SLURM to end a requeued job

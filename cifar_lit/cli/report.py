@@ -8,14 +8,13 @@ from pathlib import Path
 
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.files import writing
+from cifar_lit.base.files import display_path, writing
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.memory import keep_freed_memory
 from cifar_lit.base.text import say
 from cifar_lit.inference.model_file import load_model_file
-from cifar_lit.run.folder import display_path
+from cifar_lit.run.images import run_image_data
 from cifar_lit.runs.report import inspected_page
-from cifar_lit.runs.run_data import run_image_data
 
 DESCRIPTION = (
     "Write report.html for a run: results, curves, calibration and mistakes. A pass over the training images adds "

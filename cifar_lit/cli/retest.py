@@ -13,14 +13,16 @@ from torch import Tensor
 
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import display_path
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.text import say
 from cifar_lit.cli.console import for_tables
+from cifar_lit.inference.logits import set_logits
 from cifar_lit.inference.model_file import load_model_file
-from cifar_lit.run.data_record import data_record
-from cifar_lit.run.folder import display_path, read_metrics
-from cifar_lit.run.predictions import fingerprint, read_predictions, set_logits
-from cifar_lit.runs.run_data import run_image_data
+from cifar_lit.run.images import run_image_data
+from cifar_lit.run.predictions import read_predictions
+from cifar_lit.run.record import read_metrics
+from cifar_lit.run.results import data_record, fingerprint
 from cifar_lit.training.metrics import Evaluation
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from rich.table import Column, Table
 
+from cifar_lit.base.files import display_path
 from cifar_lit.base.hooks import methods
 from cifar_lit.base.text import counted, listed, say
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.run.folder import display_path
-from cifar_lit.run.groups import group_lines
+from cifar_lit.run.record import group_lines
 from cifar_lit.run.run import Run
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.train import Results

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cifar_lit.base.errors import Failure, UsageError
-from cifar_lit.base.files import write_text
+from cifar_lit.base.files import display_path, read_json, write_text
 from cifar_lit.base.hardware import detect_machine
 from cifar_lit.base.stats import ANY, SHARE, limits_text, mean_interval
 from cifar_lit.base.text import say
@@ -21,7 +21,8 @@ from cifar_lit.cli.fit import TrainingCLI, program
 from cifar_lit.cli.flags import Command, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.several import check_several, mean_text, train_each
-from cifar_lit.run.folder import RunFolder, display_path, read_json, read_metrics
+from cifar_lit.run.folder import RunFolder
+from cifar_lit.run.record import read_metrics
 from cifar_lit.run.results import versions
 from cifar_lit.training.orderly_stop import Interrupted
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import display_path
 from cifar_lit.base.hardware import is_one_device
 from cifar_lit.base.text import say
 from cifar_lit.cli.fit import TrainingCLI
 from cifar_lit.cli.flags import Command
-from cifar_lit.run.folder import display_path, is_finished, newest_checkpoint, read_metrics
+from cifar_lit.run.record import read_metrics
+from cifar_lit.run.resume import is_finished, newest_checkpoint
 from cifar_lit.runs.compare import read_run
 
 

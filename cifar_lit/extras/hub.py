@@ -15,10 +15,11 @@ from markupsafe import Markup
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import Failure, UsageError, check_packages, first_line
-from cifar_lit.base.files import write_text, writing
+from cifar_lit.base.files import display_path, write_text, writing
 from cifar_lit.base.text import note, printable, say
-from cifar_lit.inference.model_file import load_model_file, save_weights
-from cifar_lit.run.folder import HUB, MODEL, display_path, read_metrics
+from cifar_lit.inference.load import HUB
+from cifar_lit.inference.model_file import MODEL, load_model_file, save_weights
+from cifar_lit.run.record import read_metrics
 from cifar_lit.runs.report import summary
 
 DESCRIPTION = "Write a repository for the Hugging Face hub, with a model card, into a folder. Nothing is uploaded."

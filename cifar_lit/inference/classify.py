@@ -1,26 +1,26 @@
-"""Find image files and classify them."""
+"""Find image files, classify them, and write the rows of `cifar-lit classify`."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cifar_lit.base.files import as_on_disk
-from cifar_lit.base.text import natural_key, note
+from cifar_lit.base.text import csv_text, natural_key, note
 from cifar_lit.data.photos.decode import KINDS, DecodeError, decode_all, remedy_for
 from cifar_lit.data.photos.formats import HEIC_SUFFIXES, IMAGES
 from cifar_lit.data.photos.walk import is_folder, is_skipped, skipped_text, walk
 from cifar_lit.inference.load import Classifier
-from cifar_lit.run.predictions import TOP, Row
 
 # ---- From arguments to image files: files, folders, patterns, and a list on standard input.
 
@@ -114,6 +114,87 @@ def _files_below(folder: str) -> Iterator[ImageFile]:
         yield ImageFile(folder, f"the folder contains no {KINDS}.{remedy_for(others)}".rstrip("."))
     if skipped:
         note(f"{folder}: {skipped_text(skipped)}")
+
+
+# ---- Rows of `cifar-lit classify`, as CSV or JSON lines. Unknown values are empty in CSV and null in JSON.
+#
+#     index                        number of the file
+#     label, probability           most probable class, named as in `serve` and `Prediction`
+#     class_2, probability_2, …    next classes
+#     path                         path as given
+#     novelty                      out-of-distribution score
+#     unknown                      whether the image is rejected (yes or no)
+#     prediction_set               classes of the prediction set (--coverage), in CSV with | between them
+#     error                        why the file could not be read
+
+
+TOP = 3  # default number of classes in a row
+
+
+Value = int | float | str | bool | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Prediction for a file. top: the most probable classes with their probabilities; empty for an unreadable file."""
+
+    index: int
+    top: Sequence[tuple[str, float]]
+    path: str | None = None
+    novelty: float | None = None
+    unknown: bool | None = None
+    prediction_set: Sequence[str] | None = None
+    error: str | None = None
+
+    def values(self, top: int) -> dict[str, Value]:
+        """Return the values by column, with `top` classes and six digits."""
+        values: dict[str, Value] = {"index": self.index}
+        best = [*self.top[:top], *[(None, None)] * (top - len(self.top))]
+        for rank, (name, probability) in enumerate(best, 1):
+            values["label" if rank == 1 else f"class_{rank}"] = name
+            values["probability" if rank == 1 else f"probability_{rank}"] = _rounded(probability)
+        values |= {"path": self.path, "novelty": _rounded(self.novelty), "unknown": self.unknown}
+        return values | {"prediction_set": self.prediction_set, "error": self.error}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+class CsvRows:
+    """Writer of CSV with a header."""
+
+    def __init__(self, file: TextIO, top: int) -> None:
+        self._file, self._top = file, top
+        file.write(csv_text([Row(0, ()).values(top)]))
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Write rows."""
+        self._file.write(csv_text(map(_cell, row.values(self._top).values()) for row in rows))
+
+
+def _cell(value: Value) -> object:
+    if value is True:
+        return "yes"
+    if value is False:
+        return "no"
+    if isinstance(value, float):
+        return f"{value:.6f}"
+    if isinstance(value, tuple):
+        return "|".join(value)
+    return value
+
+
+class JsonRows:
+    """Writer of JSON lines."""
+
+    def __init__(self, file: TextIO, top: int) -> None:
+        self._file, self._top = file, top
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Write rows."""
+        for row in rows:
+            self._file.write(json.dumps(row.values(self._top)) + "\n")  # ASCII, as a path may contain invalid Unicode
 
 
 # ---- From files to rows. Files are classified in chunks.

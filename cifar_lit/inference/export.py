@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from cifar_lit.base.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.base.files import writing
 from cifar_lit.data.photos.formats import RESIZES
+from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
+from cifar_lit.inference.rejection import novelty, threshold
 from cifar_lit.inference.sets import Coverage, prediction_sets, set_limits
-from cifar_lit.run.card import novelty, threshold
-from cifar_lit.runs.run_data import RunImages
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -81,7 +81,7 @@ class Check(NamedTuple):
 class Options(NamedTuple):
     """Options of an export."""
 
-    calibration: RunImages | None = None  # training images for int8 ONNX; None for float
+    calibration: NetImages | None = None  # training images for int8 ONNX; None for float
     reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
     coverage: Coverage | None = None  # prediction sets of the output `prediction_set`; None for no such output
 
@@ -100,7 +100,7 @@ def export(
     net: LoadedNet,
     to: str,
     path: Path,
-    sample: RunImages,
+    sample: NetImages,
     options: Options = Options(),  # noqa: B008, immutable
 ) -> Check:
     """Write a net to a file and compare the file with the net. If they disagree, leave `path` unchanged.
@@ -387,7 +387,7 @@ CALIBRATION_BATCH = 64
 MAX_FLOAT_FRACTION = 0.05  # the first and the last layer stay in float if they hold less of all weights
 
 
-def quantised(model: ModelProto, images: RunImages) -> ModelProto:
+def quantised(model: ModelProto, images: NetImages) -> ModelProto:
     """Return a float model with quantise and dequantise operators around its layers (QDQ), and its metadata.
 
     The range of an activation is its minimum and maximum over training images. Percentiles and entropy gave no better

@@ -13,16 +13,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from cifar_lit.base.files import read_json
 from cifar_lit.base.text import printable
 from cifar_lit.base.trust import trusting
 from cifar_lit.data.photos.decode import Preparation, decode, pixels_of
 from cifar_lit.inference.model_file import LoadedNet, load_model_file
+from cifar_lit.inference.rejection import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.inference.sets import Coverage, prediction_sets, set_limits
-from cifar_lit.run.card import FALSE_ALARMS, check_rate, novelty, threshold
-from cifar_lit.run.folder import HUB, read_metrics, scores_of
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
+HUB = "hf://"  # begin of the name of a model on the Hugging Face hub
 FETCH = "cifar_lit.extras.hub:fetch"  # for models on the Hugging Face hub
 
 
@@ -198,4 +199,5 @@ def load(path: str | Path, device: str = "cpu", trust: bool = False) -> Classifi
         path = resolve_name(FETCH)(path)
     with trusting(trust):
         net = load_model_file(path)
-    return Classifier(net, device, scores_of(read_metrics(Path(path).expanduser())).get("accuracy"))
+    tested = read_json(Path(path).expanduser() / "metrics.json").get("test") or {}
+    return Classifier(net, device, tested.get("accuracy"))

@@ -15,16 +15,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from cifar_lit.base.errors import Failure, UsageError
-from cifar_lit.base.files import atomic_write
+from cifar_lit.base.files import atomic_write, display_path
 from cifar_lit.base.trust import check_name
 from cifar_lit.models.registry import build_net, with_versions
-from cifar_lit.run.folder import weights_file
 
+MODEL = "model.safetensors"
 FORMAT = "cifar-lit 1"
 CHECKSUM = "sha256"  # key of the metadata
 MAX_TEMPERATURE = 20.0  # the minimum is its inverse
 BATCH, BATCH_PIXELS = 256, 1 << 20  # most images and pixels of a batch
-READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
 
 
 @dataclass(frozen=True)
@@ -167,3 +166,19 @@ def load_model_file(path: str | Path) -> LoadedNet:
         if not tensor.isfinite().all():
             raise Failure(f"{file}: the weights {name} are not finite numbers, because the training diverged")
     return build_loaded_net(card, weights)
+
+
+def weights_file(path: str | Path) -> Path:
+    """Return the `model.safetensors` of a run folder, or the file itself; raise UsageError if there is none."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / MODEL
+    if not file.exists():
+        raise UsageError(f"there is no {file}: name the folder of a finished run, or a model.safetensors")
+    if file.suffix == ".ckpt":
+        remedy = "the folder of a finished run"
+        run = file.parent.parent
+        if (run / MODEL).is_file():
+            remedy = display_path(run)
+        raise UsageError(f"{file} is a checkpoint: name {remedy} instead")
+    return file

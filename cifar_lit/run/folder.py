@@ -1,28 +1,18 @@
-"""Run folders, `<logs>/<recipe>-<number>`: claim, lock and resume them, and read their files."""
+"""Run folders, `<logs>/<recipe>-<number>`: claim and lock them."""
 
 from __future__ import annotations
 
-import csv
-import json
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
-from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.errors import Failure
 from cifar_lit.base.files import PART, write_text
-from cifar_lit.base.text import note
+from cifar_lit.run.resume import JOB, newest_checkpoint
 
 LOCK = ".lock"
-MODEL = "model.safetensors"
-HUB = "hf://"  # begin of the name of a model on the Hugging Face hub
-JOB = ".job"  # scheduler job that started the run
-PREVIOUS = "checkpoints/previous.ckpt"
-GROUP = "group_"  # begins the columns of groups in predictions.csv
-CHECKPOINTS = ("checkpoints/last.ckpt", PREVIOUS, "checkpoints/best.ckpt")  # in order of preference for a resume
 
 
 class RunFolder:
@@ -113,177 +103,7 @@ class RunFolder:
             lock.release()
 
 
-def display_path(path: Path) -> str:
-    """Return a path as the user would type it: relative if it is below the working folder, always with slashes."""
-    if path.absolute().is_relative_to(Path.cwd()):
-        path = path.absolute().relative_to(Path.cwd())
-    return path.as_posix()
-
-
 # ---- Find the run to resume.
 
 
-def run_of(checkpoint: Path) -> Path | None:
-    """Return the run folder that contains a checkpoint, or None."""
-    folder = checkpoint.resolve().parent
-    if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
-        return folder.parent
-    return None
-
-
-def find_resumable(logs: Path, name: str, needs_test: bool, first: bool = True) -> Path:
-    """Return the checkpoint that `--resume` continues from.
-
-    Args:
-        name: a checkpoint, a run folder, or "" for the newest training in `logs` that has a checkpoint and is not
-            finished, if there is one.
-        needs_test: see `is_finished`.
-        first: whether this is the run's first process, which prints a note.
-
-    Raises:
-        UsageError: there is no checkpoint.
-    """
-    path = Path(name).expanduser()
-    if not name:
-        path = _newest_run(logs, needs_test, first)
-    checkpoint = path
-    if path.is_dir():
-        checkpoint = newest_checkpoint(path)
-    if not checkpoint.is_file():
-        raise UsageError(
-            f"nothing to resume: there is no checkpoint {display_path(checkpoint)}. "
-            "Name another run, or start one without --resume."
-        )
-    return checkpoint
-
-
-def _newest_run(logs: Path, needs_test: bool, first: bool) -> Path:
-    trained = [folder.parent for folder in logs.glob("*/checkpoints") if (folder.parent / "config.yaml").is_file()]
-    if not trained:
-        raise UsageError(f"nothing to resume: {logs} holds no run with checkpoints. Start one without --resume.")
-    trained.sort(key=_started, reverse=True)
-    newest = trained[0]
-    for run in trained:
-        if is_finished(run, needs_test) or not newest_checkpoint(run).is_file():
-            continue
-        if run != newest and first:
-            reason = "is finished or has no checkpoint"
-            note(f"resuming {display_path(run)}: the newest run, {display_path(newest)}, {reason}")
-        return run
-    return newest
-
-
-def _started(run: Path) -> float:
-    """Return when a run was started or resumed: the modification time of its config.yaml."""
-    return (run / "config.yaml").stat().st_mtime
-
-
-def newest_checkpoint(run: Path) -> Path:
-    """Return the checkpoint to resume from; the path of last.ckpt if there is none."""
-    for name in CHECKPOINTS:
-        if (run / name).is_file():
-            return run / name
-    return run / CHECKPOINTS[0]
-
-
-def newest_run_of_job(logs: Path, job: str) -> Path | None:
-    """Return the newest run, finished or resumable, with this record of its job."""
-    runs = []
-    for record in logs.glob(f"*/{JOB}"):
-        run = record.parent
-        if record.read_text() != job:
-            continue
-        if read_metrics(run) or newest_checkpoint(run).is_file():
-            runs.append((_started(run), run))
-    if not runs:
-        return None
-    return max(runs)[1]
-
-
-def is_finished(run: Path, needs_test: bool) -> bool:
-    """Return whether a run has nothing left to do. needs_test: the command ends with a test."""
-    metrics = read_metrics(run)
-    if needs_test:
-        return bool(scores_of(metrics))
-    return bool(metrics)
-
-
-def check_unfinished(run: Path, needs_test: bool) -> None:
-    """Raise UsageError if a run is finished, see `is_finished`."""
-    if is_finished(run, needs_test):
-        results = display_path(run / "metrics.json")
-        raise UsageError(
-            f"{display_path(run)} is finished: its results are in {results}. Start a new run without --resume."
-        )
-
-
 # ---- Read the files of a run.
-
-
-def weights_file(path: str | Path) -> Path:
-    """Return the `model.safetensors` of a run folder, or the file itself; raise UsageError if there is none."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / MODEL
-    if not file.exists():
-        raise UsageError(f"there is no {file}: name the folder of a finished run, or a model.safetensors")
-    if file.suffix == ".ckpt":
-        remedy = "the folder of a finished run"
-        run = file.parent.parent
-        if (run / MODEL).is_file():
-            remedy = display_path(run)
-        raise UsageError(f"{file} is a checkpoint: name {remedy} instead")
-    return file
-
-
-def read_metrics(run: Path) -> dict[str, Any]:
-    """Return the contents of a run's metrics.json, empty before the run is finished."""
-    return read_json(run / "metrics.json")
-
-
-def scores_of(metrics: Mapping[str, Any], part: str = "test") -> dict[str, Any]:
-    """Return the scores of a part in metrics.json, empty if it was not scored."""
-    return metrics.get(part) or {}
-
-
-def changes_text(metrics: Mapping[str, Any]) -> str:
-    """Return the settings that changed when a run was resumed, such as `from step 60: trainer.devices 2`, or ''."""
-    lines = []
-    for change in metrics.get("changes", []):
-        text = ", ".join(f"{name} {value}" for name, value in change["settings"].items())
-        if not text:
-            text = "as at the start"
-        lines.append(f"from step {change['step']}: {text}")
-    return "; ".join(lines)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if it is missing or damaged."""
-    content: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        content = json.loads(file.read_text(encoding="utf-8"))
-    return content
-
-
-def read_rows(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file with a header, without empty cells; none without the file.
-
-    A line with fewer cells than the header is skipped: it is still being written, or was cut short by a kill or a full
-    disk.
-    """
-    if not file.is_file():
-        return []
-    rows = []
-    with file.open(encoding="utf-8", newline="") as lines:
-        for cells in csv.DictReader(lines):
-            if None not in cells.values():
-                rows.append({name: value for name, value in cells.items() if value})
-    return rows
-
-
-def read_curves(run: Path) -> list[dict[str, float]]:
-    """Return the rows of a run's metrics.csv."""
-    rows = []
-    for row in read_rows(run / "metrics.csv"):
-        rows.append({name: float(text) for name, text in row.items()})
-    return rows

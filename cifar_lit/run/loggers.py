@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -17,8 +17,12 @@ from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
 from cifar_lit.base.errors import UsageError, check_choice
-from cifar_lit.base.files import atomic_write, find_os_error, write_failure, write_text
-from cifar_lit.run.folder import RunFolder, display_path, read_json, read_rows
+from cifar_lit.base.files import atomic_write, display_path, find_os_error, read_json, write_failure, write_text
+from cifar_lit.run.folder import RunFolder
+from cifar_lit.run.record import read_rows
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
 
 # First columns of every metrics.csv. Other names are appended.
 COLUMNS = (
@@ -229,3 +233,11 @@ def start_tracker(name: str, run: RunFolder, settings: dict[str, Any]) -> Logger
     assert tracker.experiment  # starts the tracked run, which gets its id
     write_text(path, json.dumps({**ids, name: tracker.version}) + "\n")
     return tracker
+
+
+def augmented_sample(data: ImageData, count: int, epoch: int = 0) -> Tensor:
+    """Return the first `count` training images of an epoch as augmented by `data`: uint8 (count, C, H, W)."""
+    loader = data.train_loader
+    (batch,) = loader.maker(epoch)([(loader.epoch_rows(epoch)[:count], 1.0)])
+    batch = data.preprocessing.augment_batch(batch, lambda images: images.permute(0, 3, 1, 2))
+    return batch.images.float().round().clamp(0, 255).byte().cpu()

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from importlib.metadata import version
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import cifar_lit
-from cifar_lit.base.files import write_text
 from cifar_lit.base.hardware import processor
 from cifar_lit.base.stats import wilson_interval
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.split_images import TEST, hashes, image_hashes
+from cifar_lit.inference.calibration import expected_calibration_error, reliability, tempered
 from cifar_lit.inference.model_file import ModelCard
 from cifar_lit.inference.sets import MIN_HELD_OUT, lac_sets, measured_coverage
-from cifar_lit.run.card import tempered
-from cifar_lit.run.data_record import data_record
-from cifar_lit.run.groups import group_results
-from cifar_lit.run.predictions import fingerprint, prediction_table
 from cifar_lit.run.run import Run
-from cifar_lit.runs.figures import as_pixels, confusion_matrix, expected_calibration_error, reliability
-from cifar_lit.runs.report import render
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 
@@ -138,31 +133,70 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **packages, "cifar-lit": cifar_lit.__version__}
 
 
-def write_metrics(run: Path, metrics: Mapping[str, object]) -> None:
-    """Write metrics.json, which marks the run as finished. NaN and infinity, from a diverged net, become null."""
+def group_results(
+    columns: Mapping[str, Sequence[str]], hits: Tensor, covered: Tensor | None
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of each value of each column, the worst first.
 
-    def without_nan(value: object) -> object:
-        if isinstance(value, dict):
-            return {name: without_nan(inner) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [without_nan(inner) for inner in value]
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        return value
+    The worst has the lowest upper limit of the 95 % interval of its accuracy (Wilson), so that a few unlucky images are
+    no bad group.
 
-    write_text(run / "metrics.json", json.dumps(without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
+    Args:
+        columns: value of each image by the name of the column.
+        hits: whether each prediction is correct, bool (N,).
+        covered: whether the prediction set of each image contains the true class, bool (N,); None without sets.
+    """
+    results = {}
+    for name, values in columns.items():
+        rows_of: dict[str, list[int]] = {}
+        for row, value in enumerate(values):
+            rows_of.setdefault(value, []).append(row)
+        groups: list[dict[str, Any]] = []
+        for value, rows in rows_of.items():
+            count, correct = len(rows), int(hits[rows].sum())
+            low, high = wilson_interval(correct, count)
+            group = {"value": value, "images": count, "accuracy": round(correct / count, 6)}
+            group["interval"] = [round(low, 6), round(high, 6)]
+            if covered is not None:
+                group["coverage"] = round(float(covered[rows].double().mean()), 6)
+            groups.append(group)
+        results[name] = sorted(groups, key=lambda group: group["interval"][1])
+    return results
 
 
-def log_pictures(run: Run, val: Score | None, test: Score | None, data: ImageData, step: int) -> None:
-    """Log the confusion matrices of the scores."""
-    for board in run.boards:
-        for part, score in (("val", val), ("test", test)):
-            if score:
-                picture = as_pixels(confusion_matrix(torch.tensor(score.confusion), data.classes))
-                board.log_images(f"{part}/confusion_matrix", picture, step)
-        board.save()
+def data_record(data: ImageData) -> dict[str, object]:
+    """Return SHA-256 fingerprints of images, labels and split, and the numbers of images and classes.
+
+    Each image is identified by its pixels. So a fingerprint does not depend on the order, names or place of the files,
+    and other labels change only that of the labels, unless a split by seed changes with them.
+    """
+    images, labels, split = [], [], []  # uint64 (N,), a key per image
+    for image_set, sides in data.parts.sides():
+        names = hashes(name.encode() for name in image_set.classes)
+        images.append(image_hashes(image_set))
+        labels.append(names[image_set.labels.numpy()])
+        split.append(sides.numpy().astype(np.uint64))
+    train, val = data.split
+    return {
+        "images": _fingerprint(images, images),
+        "labels": _fingerprint(images, labels),
+        "split": _fingerprint(images, split),
+        "train": len(train),
+        "val": len(val),
+        "test": int((np.concatenate(split) == TEST).sum()),
+        "classes": data.class_count,
+    }
 
 
-def write_report(run: Path, metrics: dict[str, object], predictions: Predictions, data: ImageData) -> None:
-    """Write report.html without the pass over the training images. `cifar-lit report` adds its findings."""
-    write_text(run / "report.html", render(run, metrics, data, prediction_table(predictions)))
+def _fingerprint(images: Sequence[np.ndarray], values: Sequence[np.ndarray]) -> str:
+    """Return the SHA-256 of the pairs of an image's key and its value, in the order of the keys."""
+    pairs = np.stack([np.concatenate(images), np.concatenate(values)])
+    return sha256(pairs[:, np.lexsort(pairs[::-1])].tobytes()).hexdigest()
+
+
+def fingerprint(images: Tensor, labels: Tensor) -> str:
+    """Return the SHA-256, in hex, of images, uint8 (N, H, W, C), and labels, int64 (N,)."""
+    digest = sha256()
+    for part in (*images.split(1024), labels):  # in parts, because the images may be memory-mapped
+        digest.update(part.cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -18,11 +18,11 @@ from cifar_lit.run.loggers import (
     TRACKERS,
     CurveFile,
     TensorBoardCurves,
+    augmented_sample,
     logged_settings,
     logger_names,
     start_tracker,
 )
-from cifar_lit.runs.figures import augmented_sample
 from cifar_lit.training.callbacks import Clock, EpochLines, RandomState
 from cifar_lit.training.checkpoint import best_checkpoint, last_checkpoint, regular_checkpoint
 from cifar_lit.training.orderly_stop import NoSignalHandlers, OrderlyStop

@@ -14,9 +14,11 @@ from typing import Any
 
 from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import display_path
 from cifar_lit.base.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.base.text import natural_key
-from cifar_lit.run.folder import GROUP, LOCK, changes_text, display_path, read_metrics, scores_of
+from cifar_lit.run.folder import LOCK
+from cifar_lit.run.record import GROUP, changes_text, read_metrics, scores_of
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison

@@ -26,9 +26,10 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from cifar_lit.base.text import printable
+from cifar_lit.inference.calibration import Bin
 
 if TYPE_CHECKING:
-    from cifar_lit.data.datamodule import ImageData
+    pass
 
 own_style = style.context("default")
 
@@ -60,39 +61,6 @@ def line_chart(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     if len(lines) > 1:
         axes.legend(frameon=False, labelcolor=INK, fontsize=9)
     return figure
-
-
-class Bin(NamedTuple):
-    """Images whose predicted class has a probability in (low, high]."""
-
-    low: float
-    high: float
-    images: int
-    confidence: float  # mean probability, NaN for an empty bin
-    accuracy: float  # NaN for an empty bin
-
-
-def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
-    """Return bins of equal width over the probability of the predicted class.
-
-    probability: float (N,) in 0 … 1. hits: bool (N,), whether the prediction is correct.
-    """
-    indices = (probability.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)
-    counts = torch.bincount(indices, minlength=bins)
-    confidence = torch.bincount(indices, probability.double(), minlength=bins) / counts
-    accuracy = torch.bincount(indices, hits.double(), minlength=bins) / counts
-    columns = zip(counts.tolist(), confidence.tolist(), accuracy.tolist(), strict=True)
-    return [Bin(index / bins, (index + 1) / bins, *column) for index, column in enumerate(columns)]
-
-
-def expected_calibration_error(bins: Sequence[Bin]) -> float:
-    """Return Σ (images of a bin / images) · |accuracy − confidence|, in 0 … 1 (C. Guo et al., ICML 2017)."""
-    images = sum(part.images for part in bins)
-    error = 0.0
-    for part in bins:
-        if part.images:
-            error += part.images / images * abs(part.accuracy - part.confidence)
-    return error
 
 
 @own_style
@@ -208,11 +176,3 @@ def data_uri(image: Tensor, largest: int = THUMBNAIL_PIXELS) -> str:
     picture.thumbnail((largest, largest), Image.Resampling.LANCZOS)
     picture.save(file, kind, quality=85, optimize=True)
     return f"data:image/{kind};base64,{b64encode(file.getvalue()).decode()}"
-
-
-def augmented_sample(data: ImageData, count: int, epoch: int = 0) -> Tensor:
-    """Return the first `count` training images of an epoch as augmented by `data`: uint8 (count, C, H, W)."""
-    loader = data.train_loader
-    (batch,) = loader.maker(epoch)([(loader.epoch_rows(epoch)[:count], 1.0)])
-    batch = data.preprocessing.augment_batch(batch, lambda images: images.permute(0, 3, 1, 2))
-    return batch.images.float().round().clamp(0, 255).byte().cpu()

@@ -12,12 +12,15 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
+from cifar_lit.base.files import display_path
 from cifar_lit.base.stats import wilson_interval
 from cifar_lit.base.text import note, printable_lines
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.run.folder import changes_text, display_path, read_curves, read_metrics, scores_of
-from cifar_lit.run.groups import group_lines
-from cifar_lit.run.predictions import PredictionTable, fingerprint, prediction_table, read_predictions, set_logits
+from cifar_lit.inference.calibration import expected_calibration_error, reliability
+from cifar_lit.inference.logits import set_logits
+from cifar_lit.run.predictions import PredictionTable, prediction_table, read_predictions
+from cifar_lit.run.record import changes_text, group_lines, read_curves, read_metrics, scores_of
+from cifar_lit.run.results import fingerprint
 from cifar_lit.runs.figures import (
     GALLERY_SIZE,
     PART_NAMES,
@@ -25,9 +28,7 @@ from cifar_lit.runs.figures import (
     as_svg,
     confusion_matrix,
     data_uri,
-    expected_calibration_error,
     line_chart,
-    reliability,
     reliability_diagram,
 )
 from cifar_lit.runs.label_errors import (

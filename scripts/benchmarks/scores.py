@@ -19,13 +19,13 @@ import cifar_lit
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.inference.classify import find_images
-from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.export import CALIBRATION_IMAGES, Options, write_onnx
 from cifar_lit.inference.load import Classifier
+from cifar_lit.inference.logits import NetImages, logits_and_embeddings
+from cifar_lit.inference.rejection import novelty, threshold
 from cifar_lit.inference.sets import LEVELS, SETS, Coverage, held_out_scores, prediction_sets, set_limits
-from cifar_lit.run.card import novelty, threshold
+from cifar_lit.run.images import run_image_data
 from cifar_lit.run.results import calibration_of
-from cifar_lit.runs.run_data import RunImages, run_image_data
 
 WHAT = (
     "Score runs with validation images on their test images: temperature; calibration error; rejected images at "
@@ -76,7 +76,7 @@ def figures_of_run(settings: argparse.Namespace, path: str) -> dict[str, float]:
 
     def embed(images: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.arange(len(images))
-        return logits_and_embeddings(classifier, lambda part: images[part], rows, lambda done: None)
+        return logits_and_embeddings(classifier.net, lambda part: images[part], rows, lambda done: None)
 
     logits, embeddings = embed(data.test_images.images)
     labels = data.test_images.labels
@@ -134,7 +134,7 @@ def unknown_in_int8(classifier: Classifier, train: Tensor, rate: float, images: 
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / "int8.onnx"
-        write_onnx(classifier.net, path, Options(RunImages(train, None, "training images"), rate))
+        write_onnx(classifier.net, path, Options(NetImages(train, None, "training images"), rate))
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         answers = []
         for part in images.permute(0, 3, 1, 2).split(500):

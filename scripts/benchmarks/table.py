@@ -25,10 +25,9 @@ from script import run_script
 from variants import differences_of
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.files import write_text
+from cifar_lit.base.files import display_path, write_text
 from cifar_lit.base.stats import SHARE, limits_text, mean_interval
 from cifar_lit.cli.recipes import TIMES
-from cifar_lit.run.folder import display_path
 
 WHAT = "print measured results as Markdown, or write them into the pages and the recipe headers of a checkout"
 UNMEASURED = "not measured yet"

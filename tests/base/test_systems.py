@@ -11,7 +11,7 @@ import pytest
 from contract.command_line import RECIPE, environment, run_process
 from PIL import Image
 
-from cifar_lit.run.folder import display_path
+from cifar_lit.base.files import display_path
 
 # Runs command lines without the modules and functions that Windows lacks and that torch does not need on Linux.
 PROGRAM = """

@@ -24,8 +24,8 @@ from contract.command_line import (
 
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.inference.calibration import fit_temperature
 from cifar_lit.models.registry import build_net
-from cifar_lit.run.card import fit_temperature
 from cifar_lit.run.loggers import COLUMNS
 from cifar_lit.training.checkpoint import read_checkpoint
 

@@ -14,8 +14,8 @@ from torch import nn
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference.load import load
 from cifar_lit.inference.model_file import LoadedNet, ModelCard, load_model_file, save_weights
+from cifar_lit.inference.rejection import novelty, reject_scores
 from cifar_lit.models.registry import build_net
-from cifar_lit.run.card import novelty, reject_scores
 
 CLASSES = ["cat", "dog", "eel", "fox"]
 

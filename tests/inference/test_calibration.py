@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from cifar_lit.run.card import fit_temperature, tempered
-from cifar_lit.runs.figures import expected_calibration_error, reliability
+from cifar_lit.inference.calibration import expected_calibration_error, fit_temperature, reliability, tempered
 
 
 def make_logits(images: int, scale: float = 1.0, classes: int = 5) -> tuple[Tensor, Tensor]:

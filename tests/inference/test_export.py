@@ -17,9 +17,9 @@ from cifar_lit.base.errors import Failure
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference import export as module
 from cifar_lit.inference.export import FORMATS, Check, Options, check, export, refuse_disagreement
+from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import LoadedNet, ModelCard, load_model_file
 from cifar_lit.models.registry import build_net
-from cifar_lit.runs.run_data import RunImages
 
 CLASSES = ["cat", "dog", "œuf", "a, b"]
 SMALL_WHITENED = {"widths": [8, 16], "depth": 2}
@@ -38,15 +38,15 @@ def fresh(
     return LoadedNet(net, card).eval()
 
 
-def noise(count: int, channels: int = 3, side: tuple[int, int] = (16, 16)) -> RunImages:
+def noise(count: int, channels: int = 3, side: tuple[int, int] = (16, 16)) -> NetImages:
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(0, 256, (count, channels, *side), dtype=torch.uint8, generator=generator)
-    return RunImages(images, None, "noise")
+    return NetImages(images, None, "noise")
 
 
-def drawn(train: bool, count: int) -> RunImages:
+def drawn(train: bool, count: int) -> NetImages:
     images = shapes(train, image_size=16, num_classes=4, count=count)
-    return RunImages(images.images.permute(0, 3, 1, 2), images.labels, "drawn")
+    return NetImages(images.images.permute(0, 3, 1, 2), images.labels, "drawn")
 
 
 def assert_describes(metadata: dict[str, str], net: LoadedNet) -> None:
@@ -132,7 +132,7 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
     dark = torch.zeros(64, 3, 16, 16, dtype=torch.uint8)  # a range calibrated on black images clips all others
     text = r"int8 changes this net too much: \d+\.\d% of the predictions agree .*leave --quantize out"
     with pytest.raises(Failure, match=text):
-        export(net, "onnx", tmp_path / "a.onnx", drawn(False, 100), Options(RunImages(dark, None, "dark")))
+        export(net, "onnx", tmp_path / "a.onnx", drawn(False, 100), Options(NetImages(dark, None, "dark")))
     assert not list(tmp_path.glob("a.onnx*"))
 
 

@@ -13,7 +13,7 @@ from contract.command_line import draw_folder
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.cli.export import export
 from cifar_lit.inference.model_file import load_model_file, save_weights
-from cifar_lit.runs.run_data import run_images
+from cifar_lit.run.images import run_images
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from cifar_lit.cli import main
 from cifar_lit.cli.classify import classify
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference.export import Options, export
+from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import load_model_file, save_weights
 from cifar_lit.inference.sets import (
     LEVELS,
@@ -31,7 +32,6 @@ from cifar_lit.inference.sets import (
     prediction_sets,
     set_limits,
 )
-from cifar_lit.runs.run_data import RunImages
 
 PICTURES = shapes(False, image_size=16, num_classes=4, count=860)
 IMAGES = PICTURES.images[:30].permute(0, 3, 1, 2).contiguous()
@@ -182,7 +182,7 @@ def test_python_and_classify_give_the_same_sets(
 @pytest.mark.slow
 @pytest.mark.parametrize("wanted", WANTED[1:2])
 def test_exported_files_have_the_output_set(stored: Path, tmp_path: Path, wanted: Coverage) -> None:
-    classifier, sample = cifar_lit.load(stored), RunImages(IMAGES, None, "noise")
+    classifier, sample = cifar_lit.load(stored), NetImages(IMAGES, None, "noise")
     limits = set_limits(classifier.card.coverage, wanted)
     expected = prediction_sets(classifier.net.probabilities(classifier(IMAGES)), limits, wanted.kind).tolist()
     for to in ("onnx", "torch-export"):

@@ -21,7 +21,7 @@ import cifar_lit
 from cifar_lit.data.photos.formats import RESIZES
 from cifar_lit.inference.classify import ImageFile, classify_files
 from cifar_lit.inference.model_file import load_model_file
-from cifar_lit.runs.run_data import run_image_data
+from cifar_lit.run.images import run_image_data
 
 HEIGHT, WIDTH = 24, 40
 TRAINING = (

@@ -13,9 +13,9 @@ import cifar_lit
 from cifar_lit.base.errors import UsageError
 from cifar_lit.cli.classify import classify
 from cifar_lit.inference.export import Options, export
+from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import load_model_file, save_weights
-from cifar_lit.run.card import STORED_RATES, novelty, reject_scores, threshold
-from cifar_lit.runs.run_data import RunImages
+from cifar_lit.inference.rejection import STORED_RATES, novelty, reject_scores, threshold
 
 IMAGES = torch.randint(0, 256, (30, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
 
@@ -74,7 +74,7 @@ def test_predictions_are_marked_as_unknown_at_the_chosen_rate(run: Path, stored:
 
 @pytest.mark.slow
 def test_exported_files_have_the_output_unknown_with_a_rate(stored: Path, tmp_path: Path) -> None:
-    net, sample = load_model_file(stored), RunImages(IMAGES, None, "noise")
+    net, sample = load_model_file(stored), NetImages(IMAGES, None, "noise")
     predictions = cifar_lit.load(stored).predict_batch(IMAGES, reject=0.2)
     expected = [prediction.unknown for prediction in predictions]
     for to in ("onnx", "torch-export"):

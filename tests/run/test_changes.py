@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cifar_lit.run.folder import changes_text
+from cifar_lit.run.record import changes_text
 from cifar_lit.run.run import Run
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cifar_lit.base.stats import wilson_interval
-from cifar_lit.run.groups import group_lines, group_results
+from cifar_lit.run.record import group_lines
+from cifar_lit.run.results import group_results
 
 
 def results_of(hits: dict[str, list[bool]], covered: list[bool] | None = None) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.run import loggers
-from cifar_lit.run.folder import RunFolder, read_rows
+from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.loggers import COLUMNS, CurveFile, TensorBoardCurves, logged_settings, logger_names, start_tracker
+from cifar_lit.run.record import read_rows
 from cifar_lit.run.run import Run
 from cifar_lit.training.rows import log_values
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cifar_lit.runs.figures import Bin, as_pixels, as_svg, confusion_matrix, data_uri, line_chart, reliability_diagram
+from cifar_lit.inference.calibration import Bin
+from cifar_lit.runs.figures import as_pixels, as_svg, confusion_matrix, data_uri, line_chart, reliability_diagram
 
 HOSTILE = ["$a_{", "<script>alert(1)</script>", "two\nlines", "x" * 80, "日本", "%s {}"]
 

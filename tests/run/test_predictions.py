@@ -13,15 +13,9 @@ import numpy as np
 import torch
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.run.predictions import (
-    CsvRows,
-    JsonRows,
-    Row,
-    fingerprint,
-    prediction_table,
-    read_predictions,
-    write_predictions,
-)
+from cifar_lit.inference.classify import CsvRows, JsonRows, Row
+from cifar_lit.run.predictions import prediction_table, read_predictions, write_predictions
+from cifar_lit.run.results import fingerprint
 
 CLASSES = ("a, b", 'quo"ted', "日本")
 PROBABILITIES = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.85, 0.05], [0.3, 0.3, 0.4], [0.9, 0.05, 0.05]])

@@ -14,14 +14,9 @@ import pytest
 
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import PART
-from cifar_lit.run.folder import (
-    RunFolder,
-    check_unfinished,
-    find_resumable,
-    read_curves,
-    read_metrics,
-    run_of,
-)
+from cifar_lit.run.folder import RunFolder
+from cifar_lit.run.record import read_curves, read_metrics
+from cifar_lit.run.resume import check_unfinished, find_resumable, run_of
 
 
 def test_each_run_gets_the_next_number_of_its_recipe_and_a_folder_of_its_own(tmp_path: Path) -> None:

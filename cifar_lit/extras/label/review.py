@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import Failure, UsageError, check_packages
+from cifar_lit.base.files import display_path, read_json
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.text import counted, listed, note, say
 from cifar_lit.data.photos.decode import DecodeError, decode
@@ -28,11 +29,12 @@ from cifar_lit.extras.label.journal import JOURNAL, Journal
 from cifar_lit.extras.label.queue import Queue
 from cifar_lit.extras.label.table import TABLE, Labels, current_labels, is_cell
 from cifar_lit.inference.classify import find_images
-from cifar_lit.inference.embeddings import logits_and_embeddings
 from cifar_lit.inference.load import Classifier, load
-from cifar_lit.run.folder import RunFolder, display_path, read_json, weights_file
+from cifar_lit.inference.logits import logits_and_embeddings
+from cifar_lit.inference.model_file import weights_file
+from cifar_lit.run.folder import RunFolder
+from cifar_lit.run.images import run_image_data
 from cifar_lit.runs.label_errors import LIST, evidence, rank_labels, read_array, write_ranking
-from cifar_lit.runs.run_data import run_image_data
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -125,7 +127,7 @@ def _queue(settings: Namespace, run: Path, classifier: Classifier, data: ImageDa
 
     def embedded(take: Callable[[Tensor], Tensor], count: int, what: str) -> tuple[Tensor, Tensor]:
         with progress(f"computing embeddings of the {what}", count) as advance:
-            logits, embeddings = logits_and_embeddings(classifier, take, torch.arange(count), advance)
+            logits, embeddings = logits_and_embeddings(classifier.net, take, torch.arange(count), advance)
         return classifier.net.probabilities(logits.to(classifier.net.mean.device)).cpu(), embeddings
 
     probabilities, embeddings = embedded(images.take, len(images), "training images")

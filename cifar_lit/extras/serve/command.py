@@ -14,9 +14,9 @@ from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.text import say
 from cifar_lit.base.threads import choose_threads
 from cifar_lit.inference.load import load
+from cifar_lit.inference.model_file import weights_file
+from cifar_lit.inference.rejection import check_rate
 from cifar_lit.inference.sets import requested_sets
-from cifar_lit.run.card import check_rate
-from cifar_lit.run.folder import weights_file
 
 DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at /.
 

@@ -24,7 +24,6 @@ from cifar_lit.features.finetune.head import batches_of_view, compute_features, 
 from cifar_lit.features.finetune.pretrained import IMAGENET, load_pretrained, net_head
 from cifar_lit.inference.model_file import read_card
 from cifar_lit.models.pretrained import Pretraining, pretraining_of
-from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.training.checkpoint import RunCheckpoint
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.optimizers import Group
@@ -213,6 +212,9 @@ def _features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, views: 
         parts.append(features)
     model.train()
     return torch.cat(parts) if trainer.is_global_zero else None
+
+
+OUT_OF_FOLD = "out_of_fold.npy"  # `runs.label_errors` reads it
 
 
 def _write_out_of_fold(

@@ -1,19 +1,31 @@
-"""Compute embeddings of images. `report` compares them to find test images that resemble training images."""
+"""Compute logits and embeddings of the images of a set, which may be larger than the memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cifar_lit.inference.load import Classifier
-from cifar_lit.inference.model_file import READ_AT_ONCE, batch_size_of
+from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.progress import progress
+from cifar_lit.inference.model_file import LoadedNet, batch_size_of
+
+READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
+
+
+class NetImages(NamedTuple):
+    """Images in the format of a net's input."""
+
+    images: Tensor  # uint8 (N, C, H, W)
+    labels: Tensor | None  # int64 (N,); None for generated images
+    what: str  # for messages
 
 
 def logits_and_embeddings(
-    classifier: Classifier, take: Callable[[Tensor], Tensor], rows: Tensor, advance: Callable[[int], None]
+    net: LoadedNet, take: Callable[[Tensor], Tensor], rows: Tensor, advance: Callable[[int], None]
 ) -> tuple[Tensor, Tensor]:
     """Compute logits and embeddings of rows of a set, which may be larger than the memory.
 
@@ -34,16 +46,29 @@ def logits_and_embeddings(
         last[:] = [inputs[0]]
 
     with ExitStack() as hooks:
-        for layer in classifier.net.modules():
+        for layer in net.net.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d):
                 hooks.enter_context(layer.register_forward_pre_hook(keep_input))
         for part in rows.split(READ_AT_ONCE):
             images = take(part).permute(0, 3, 1, 2)
             for batch in images.split(batch_size_of(images)):
-                logits.append(classifier(batch))
+                logits.append(net.logits(batch))
                 features = last[0].float()
                 if features.ndim == 4:
                     features = features.mean((2, 3))
                 embeddings.append(features.flatten(1).cpu())
             advance(len(part))
     return torch.cat(logits), torch.cat(embeddings)
+
+
+def set_logits(net: LoadedNet, images: ImageSet, rows: Tensor, what: str) -> Tensor:
+    """Return float32 logits (N, classes) of rows of a set, on the CPU; the images may be larger than the memory.
+
+    what: description of the progress.
+    """
+    logits = []
+    with progress(what, len(rows), min_seconds=5.0) as advance:
+        for part in rows.split(READ_AT_ONCE):
+            logits.append(net.logits(images.take(part).permute(0, 3, 1, 2)))
+            advance(len(part))
+    return torch.cat(logits)

@@ -13,7 +13,7 @@ from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.sources import SOURCES, Source, SourceSettings
 from cifar_lit.inference.model_file import ModelCard
-from cifar_lit.runs.run_data import run_image_data, run_images, run_or_drawn_images
+from cifar_lit.run.images import run_image_data, run_images, run_or_drawn_images
 
 CARD = ModelCard("lenet", 1.0, [3, 8, 8], ["a", "b"], [0.5] * 3, [0.2] * 3)
 

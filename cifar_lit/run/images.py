@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
-from torch import Tensor
 
 from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import Failure, UsageError, first_line
+from cifar_lit.base.files import display_path
 from cifar_lit.base.text import listed, nfc
 from cifar_lit.base.trust import check_name
 from cifar_lit.data.augment import Augment
@@ -19,8 +19,8 @@ from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import find_source
 from cifar_lit.data.splits import Split
+from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import ModelCard
-from cifar_lit.run.folder import display_path
 
 NESTED = {"split": Split.of, "augment": Augment.of}  # groups of settings of ImageData
 
@@ -116,15 +116,7 @@ def _check_fit(card: ModelCard, classes: Sequence[str], shape: list[int]) -> Non
         raise Failure(f"the images are {data_shape}, but the net takes {net_shape}: {remedy}")
 
 
-class RunImages(NamedTuple):
-    """Images in the format of a net's input."""
-
-    images: Tensor  # uint8 (N, C, H, W)
-    labels: Tensor | None  # int64 (N,); None for generated images
-    what: str  # for messages
-
-
-def run_images(run: Path, card: ModelCard, data_dir: str | None, train: bool, count: int) -> RunImages:
+def run_images(run: Path, card: ModelCard, data_dir: str | None, train: bool, count: int) -> NetImages:
     """Return `count` training or test images of a run, evenly spaced; all for 0. Nothing is downloaded.
 
     data_dir: folder of the images, if they were moved; without a config.yaml, an image folder.
@@ -143,10 +135,10 @@ def run_images(run: Path, card: ModelCard, data_dir: str | None, train: bool, co
     what = f"{len(rows):,} {what} images of {data.dataset}"
     if data.dataset == "folder":
         what = f"{what} {data.settings.root}"
-    return RunImages(images.take(rows).permute(0, 3, 1, 2).contiguous(), images.labels[rows], what)
+    return NetImages(images.take(rows).permute(0, 3, 1, 2).contiguous(), images.labels[rows], what)
 
 
-def run_or_drawn_images(run: Path, card: ModelCard, data_dir: str | None, count: int) -> RunImages:
+def run_or_drawn_images(run: Path, card: ModelCard, data_dir: str | None, count: int) -> NetImages:
     """Return test images, or generated shapes if there are none, with the reason in `what`.
 
     Shapes are grey unless the net takes 3 channels. With `data_dir`, the error of `run_images` is raised instead.
@@ -160,4 +152,4 @@ def run_or_drawn_images(run: Path, card: ModelCard, data_dir: str | None, count:
         colours = 3 if channels == 3 else 1
         drawn = shapes(False, image_size=[height, width], channels=colours, count=count or 1000).images
         images = drawn.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous()
-        return RunImages(images, None, f"{len(images):,} generated images without labels ({error})")
+        return NetImages(images, None, f"{len(images):,} generated images without labels ({error})")

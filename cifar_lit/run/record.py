@@ -1,0 +1,89 @@
+"""Read and write the files of a run that need no tensors: metrics.json and metrics.csv."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cifar_lit.base.files import read_json, write_text
+
+GROUP = "group_"  # begins the columns of groups in predictions.csv
+
+
+def read_metrics(run: Path) -> dict[str, Any]:
+    """Return the contents of a run's metrics.json, empty before the run is finished."""
+    return read_json(run / "metrics.json")
+
+
+def scores_of(metrics: Mapping[str, Any], part: str = "test") -> dict[str, Any]:
+    """Return the scores of a part in metrics.json, empty if it was not scored."""
+    return metrics.get(part) or {}
+
+
+def changes_text(metrics: Mapping[str, Any]) -> str:
+    """Return the settings that changed when a run was resumed, such as `from step 60: trainer.devices 2`, or ''."""
+    lines = []
+    for change in metrics.get("changes", []):
+        text = ", ".join(f"{name} {value}" for name, value in change["settings"].items())
+        if not text:
+            text = "as at the start"
+        lines.append(f"from step {change['step']}: {text}")
+    return "; ".join(lines)
+
+
+def group_lines(test: Mapping[str, Any]) -> list[str]:
+    """Return a line about the worst group of each column of the `test` part of metrics.json."""
+    lines = []
+    for name, groups in test.get("groups", {}).items():
+        worst, count = groups[0], len(groups)
+        low, high = worst["interval"]
+        bad = sum(group["interval"][1] < test["accuracy"] for group in groups)
+        lines.append(
+            f"worst of {count} groups by {name}: {worst['value'] or 'no value'} with accuracy {worst['accuracy']:.4f} "
+            f"({low:.4f} … {high:.4f}), {worst['images']:,} images; {bad} of {count} are clearly below "
+            f"{test['accuracy']:.4f}, and {0.025 * count:.1f} would be by chance"
+        )
+    return lines
+
+
+def write_metrics(run: Path, metrics: Mapping[str, object]) -> None:
+    """Write metrics.json, which marks the run as finished. NaN and infinity, from a diverged net, become null."""
+
+    def without_nan(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: without_nan(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [without_nan(inner) for inner in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value
+
+    write_text(run / "metrics.json", json.dumps(without_nan(metrics), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_rows(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file with a header, without empty cells; none without the file.
+
+    A line with fewer cells than the header is skipped: it is still being written, or was cut short by a kill or a full
+    disk.
+    """
+    if not file.is_file():
+        return []
+    rows = []
+    with file.open(encoding="utf-8", newline="") as lines:
+        for cells in csv.DictReader(lines):
+            if None not in cells.values():
+                rows.append({name: value for name, value in cells.items() if value})
+    return rows
+
+
+def read_curves(run: Path) -> list[dict[str, float]]:
+    """Return the rows of a run's metrics.csv."""
+    rows = []
+    for row in read_rows(run / "metrics.csv"):
+        rows.append({name: float(text) for name, text in row.items()})
+    return rows
