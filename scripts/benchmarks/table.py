@@ -1,7 +1,6 @@
 """Write the measured figures of the pages and of the recipe headers from the JSON files in `results/`.
 
-    python scripts/benchmarks/table.py             # print all results as Markdown
-    python scripts/benchmarks/table.py --write     # update the pages and the recipe headers
+    python scripts/benchmarks/table.py
 
 A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. results/tables.yaml
 defines the table of each KEY. A recipe header names its JSON file in the line `# File:`.
@@ -9,7 +8,6 @@ defines the table of each KEY. A recipe header names its JSON file in the line `
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,7 +19,6 @@ from typing import Any, NamedTuple
 
 import yaml
 from report import FEW, machine_text, spread, spread_text
-from script import run_script
 from variants import differences_of
 
 from cifar_lit.base.errors import UsageError
@@ -29,9 +26,7 @@ from cifar_lit.base.files import display_path, write_text
 from cifar_lit.base.stats import SHARE, limits_text, mean_interval
 from cifar_lit.cli.recipes import TIMES
 
-WHAT = "print measured results as Markdown, or write them into the pages and the recipe headers of a checkout"
 UNMEASURED = "not measured yet"
-RUN_COLUMNS = ("test accuracy", "with TTA", "training time", "start to result", "peak memory")  # labels of figures
 PAGES = ("README*.md", "docs/**/*.md", "results/**/*.md")
 RECIPES = "cifar_lit/recipes/*.yaml"
 BLOCK = re.compile(
@@ -41,35 +36,6 @@ BLOCK = re.compile(
 INTERVAL = re.compile(r"\((?:[\d.,]+ … [\d.,]+, )?(n = \d+)(?:; [\d.]+ … [\d.]+)?\)")
 TIME = re.compile(r"^[\d.,]+ (m?s|[a-z]+/s)\b")
 MARKDOWN_WIDTH = 100
-LEGEND = (
-    f"± is the standard deviation over n seeds, with a 95 % confidence interval (Student's t) where n >= {FEW}",
-    "training time: fit with validation, without the checkpoints of its last epoch",
-    "training and test: training time and the test of the plain images and, with TTA, of their views",
-    "times and speed: median (quartiles; range if n < 4) without the first run of each process if there are others",
-    "start to result: from process start to the test result; peak memory: of the process, including earlier runs",
-    "The runs share one process and the decoded images. Each run draws its random numbers from its own seed.",
-)
-OTHER_COLUMNS = ("measurement", "machine", "what", "result", "file")
-
-
-# ---- command
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `[PATH …]` and `--write`."""
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="JSON files or folders to print; default: results/")
-    parser.add_argument("--write", action="store_true", help="update the pages and the recipe headers")
-
-
-def run(options: argparse.Namespace) -> None:
-    """Print or write."""
-    if not options.write:
-        print(results_text(json_files(options.paths or ["results"]), Path.cwd()))
-        return
-    for page, text in updated_pages(Path.cwd()).items():
-        if text != page.read_text(encoding="utf-8"):
-            write_text(page, text)
-            print(f"{display_path(page)}: updated")
 
 
 def updated_pages(root: Path) -> dict[Path, str]:
@@ -243,18 +209,6 @@ def updated_header(text: str, root: Path) -> str:
 # ---- from a JSON file to texts
 
 
-def json_files(paths: Iterable[str]) -> list[Path]:
-    """Return the JSON files among and below some paths, sorted; raise UsageError if there are none."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UsageError(f"{path} does not exist: give JSON files, or folders of them")
-        files += sorted(path.rglob("*.json")) if path.is_dir() else [path]
-    if not files:
-        raise UsageError(f"no results in {' '.join(paths)}: measurements write them with --json")
-    return files
-
-
 def read_figures(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; raise UsageError if it is neither a measurement nor the metrics of a run."""
     try:
@@ -292,8 +246,7 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """
     warm = [run for run in runs if not run["first"]] or runs
     views = [run["views"] for run in runs if run["views"]]
-    # Files of earlier versions have no time of the test. Only they have one from the start of the process.
-    both = [run["seconds"] + run["test_seconds"] for run in warm if "test_seconds" in run]
+    # Only files of earlier versions have a time from the start of the process.
     cold = [run["cold_seconds"] for run in runs if run.get("cold_seconds") is not None]
     memory, device = (max(run[name] or 0 for run in runs) for name in ("memory_mb", "device_memory_mb"))
     peak = f"{memory:,} MB" if memory else "–"
@@ -303,9 +256,7 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "test accuracy": mean_text([run["accuracy"] for run in runs]),
         "with TTA": f"{mean_text([one['accuracy'] for one in views])}, {views[0]['views']}" if views else "–",
         "training time": spread_text(spread(run["seconds"] for run in warm), "s"),
-        "training and test": spread_text(spread(both), "s") if both else "–",
         "start to result": spread_text(spread(cold), "s") if cold else "–",
-        "speed": spread_text(spread(run["images_per_second"] or 0.0 for run in warm), "images/s"),
         "peak memory": peak,
     }
 
@@ -387,35 +338,7 @@ def _machine(figures: Mapping[str, Any]) -> str:
     return re.sub(r"^AMD EPYC(?= with|,)", f"AMD EPYC ({model})", text)
 
 
-# ---- all results
-
-
-def results_text(files: Sequence[Path], home: Path) -> str:
-    """Return a table of recipes with its legend, and a table of the other measurements, as Markdown.
-
-    Args:
-        files: JSON files of measurements or runs.
-        home: the folder that links start from.
-    """
-    runs: list[Sequence[str]] = []
-    others: list[Sequence[str]] = []
-    for file in files:
-        figures = read_figures(file)
-        link = f"[{file.stem}]({_link(file.absolute(), home)})"
-        if figures.get("bench") == "recipe":
-            runs += [_recipe_row(name, entry, figures, link) for name, entry in figures["recipes"].items()]
-        elif "bench" in figures:
-            others += [[*row, link] for row in _measurement_rows(figures)]
-        else:
-            columns = [_run_texts(figures).get(label, "–") for label in RUN_COLUMNS]
-            runs.append([f"`{figures['recipe']}`", figures["dataset"], _machine(figures), *columns, link])
-    parts: list[str] = []
-    if runs:
-        legend = [textwrap.fill(line, MARKDOWN_WIDTH, initial_indent="- ", subsequent_indent="  ") for line in LEGEND]
-        parts += [markdown(("recipe", "images", "machine", *RUN_COLUMNS, "file"), runs), "\n".join(legend)]
-    if others:
-        parts.append(markdown(OTHER_COLUMNS, others))
-    return "\n\n".join(parts)
+# ---- Markdown
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -431,34 +354,8 @@ def _link(target: Path, home: Path) -> str:
     return os.path.relpath(target, home).replace(os.sep, "/")
 
 
-def _recipe_row(name: str, entry: Mapping[str, Any], figures: Mapping[str, Any], link: str) -> Sequence[str]:
-    first, texts = entry["runs"][0], texts_of(entry["runs"])
-    title = f"`{name}`" + _overrides(figures["settings"]["flags"])
-    machine = f"{_machine(figures)}, {first['precision']}"
-    return [title, first["dataset"], machine, *(texts[label] for label in RUN_COLUMNS), link]
-
-
-def _overrides(flags: Sequence[str]) -> str:
-    """Return the flags of a measurement, except those of the data set and the device, which have columns."""
-    shown_elsewhere = ("--data.dataset", "--trainer.devices", "--trainer.accelerator")
-    pairs = re.findall(r"--\S+(?: (?!--)\S+)?", " ".join(flags))
-    changed = [flag for flag in pairs if re.split("[= ]", flag)[0] not in shown_elsewhere]
-    return f" with `{' '.join(changed)}`" if changed else ""
-
-
-def _measurement_rows(figures: Mapping[str, Any]) -> list[Sequence[str]]:
-    """Return one row per figure: measurement with its settings, machine, label, value."""
-    settings = figures.get("settings", {})
-    names = ("net", "recipe", "dataset", "batch_size", "precision")
-    subject = " · ".join(f"{name} {settings[name]}" for name in names if settings.get(name))
-    command = figures["bench"]
-    name = f"`{command}`" + (f" ({subject.replace('_', ' ')})" if subject else "")
-    units = figures["unit"]
-    return [
-        [name, _machine(figures), label, spread_text(value, units.get(label, ""))]
-        for label, value in figures["headline"].items()
-    ]
-
-
 if __name__ == "__main__":
-    raise SystemExit(run_script())
+    for changed, text in updated_pages(Path.cwd()).items():
+        if text != changed.read_text(encoding="utf-8"):
+            write_text(changed, text)
+            print(f"{display_path(changed)}: updated")

@@ -21,7 +21,7 @@ MEASURED = re.compile(r"\d[.,]\d+ ?(?:%|×|m?s\b|images/s|points)|± \d+\.\d*[1-
 def test_figures_match_their_files() -> None:
     texts = table.updated_pages(ROOT)
     stale = [str(page.relative_to(ROOT)) for page, text in texts.items() if text != page.read_text()]
-    assert stale == [], "run python scripts/benchmarks/table.py --write"
+    assert stale == [], "run python scripts/benchmarks/table.py"
 
 
 def test_every_table_is_shown_and_every_file_is_listed() -> None:
