@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy, deepcopy
 from itertools import count, islice
@@ -11,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from timed_fit import Stopwatch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -18,7 +18,6 @@ from torch.utils.data import Dataset
 from torchvision.transforms import Compose
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.signals import STOP_SIGNALS
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import Batch
@@ -28,13 +27,6 @@ from cifar_lit.features.whitening import Whitening
 from cifar_lit.training.classifier import ImageClassifier
 
 AUTOCAST = {"32-true": False, "bf16-mixed": True}  # precisions of the bare loop
-
-
-def leave_signals(worker: int) -> None:
-    """Ignore Ctrl-C and a closed terminal, which also reach workers: the main process ends them."""
-    for number in STOP_SIGNALS:
-        if number != signal.SIGTERM:
-            signal.signal(number, signal.SIG_IGN)
 
 
 class ArrayImages(Dataset[tuple[Tensor, int]]):
@@ -131,3 +123,19 @@ class BareLoop:
                 scheduler.step()
             if interval:  # only nets with whitening read the attribute
                 self.net.bias_is_final = scheduler.last_epoch >= self._end_of_bias
+
+
+class Race(Stopwatch):
+    """A stopwatch whose other loop is the bare one."""
+
+    def start_other(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        """Copy the model into a bare loop. The rounds begin after the whitening schedule, which changes later steps."""
+        assert isinstance(model, ImageClassifier)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Whitening):
+                self.warmup += math.ceil(callback.bias_epochs or 0) * self.steps_per_epoch
+        self.loop = BareLoop(trainer, model, trainer.datamodule)  # type: ignore[attr-defined]
+
+    def take_turn(self, steps: int) -> None:
+        """Train that many steps."""
+        self.loop.take(steps)

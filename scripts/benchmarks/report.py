@@ -10,7 +10,6 @@ from typing import Any, TypedDict
 
 from rich.table import Column, Table
 
-from cifar_lit.base.errors import Failure
 from cifar_lit.base.files import write_text
 from cifar_lit.base.text import counted
 from cifar_lit.cli.console import for_tables
@@ -29,7 +28,7 @@ class Spread(TypedDict):
 
 
 Row = tuple[str, float | Spread, str]  # label, value, unit
-NOT_FIGURES = ("json", "plot", "root", "threads", "names", "line")  # settings left out of the JSON file
+NOT_FIGURES = ("json", "root", "names")  # settings left out of the JSON file
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -77,7 +76,7 @@ def machine_text(environment: Mapping[str, Any], accelerator: str | None = None)
     return f"{cpu}, {counted(environment['threads'], 'thread')}"
 
 
-def figures_of(bench: str, settings: Mapping[str, object], rows: Sequence[Row] = (), **more: object) -> dict[str, Any]:
+def figures_of(bench: str, settings: Mapping[str, object], rows: Sequence[Row], **more: object) -> dict[str, Any]:
     """Return the contents of a measurement's JSON file: name, settings, environment, values and units by label."""
     return {
         "bench": bench,
@@ -89,37 +88,20 @@ def figures_of(bench: str, settings: Mapping[str, object], rows: Sequence[Row] =
     }
 
 
-def publish(
-    bench: str, settings: Mapping[str, Any], title: str, rows: Sequence[Row], *lines: str, **more: object
-) -> None:
-    """Print rows as a table, with lines and the environment below, and write figures to the --json file."""
+def publish(bench: str, settings: Mapping[str, Any], rows: Sequence[Row], **more: object) -> None:
+    """Print rows as a table with the settings, and write figures to the --json file."""
     figures = figures_of(bench, settings, rows, **more)
     if settings["json"]:
         write_figures(Path(settings["json"]), figures)
     table = Table("", Column("median (quartiles; range if n < 4)", justify="right"))
     for label, value, unit in rows:
         table.add_row(label, spread_text(value, unit))
-    machine = figures["environment"]
-    footer = [machine_text(machine, "cpu")]
-    if machine["gpu"]:
-        footer.append(machine["gpu"])
-    footer.append(machine["date"])
-    for name, number in machine["versions"].items():
-        footer.append(f"{name} {number}")
-    for part in (f"{bench} · {title}", table, *lines, " · ".join(footer)):
-        for_tables().print(part)
+    console = for_tables()
+    console.print(table)
+    console.print(f"{bench} · {figures['settings']} · {machine_text(figures['environment'])}")
 
 
 def write_figures(path: Path, figures: Mapping[str, object]) -> None:
-    """Write the figures as JSON, completely or not at all; raise Failure if the file cannot be written."""
-    text = json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    make_parent(path)
-    write_text(path, text)
-
-
-def make_parent(path: Path) -> None:
-    """Create the parent folder of a file; raise Failure if this is impossible."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}. Choose another place with --json.") from None
+    """Write the figures as JSON, completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -8,18 +8,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from progress import Progress
 from report import Row, figures_of, publish, spread, write_figures
-from script import run_script
-
-from cifar_lit.base.errors import Failure, UsageError
-from cifar_lit.training.orderly_stop import Interrupted
 
 WHAT = (
     'Train a recipe and variants of it, given as flags in a JSON file such as {"low": ["--lr", "0.1"]}, with several '
@@ -30,51 +24,34 @@ WHAT = (
 UNCHANGED = "unchanged"  # name of the recipe itself
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this measurement."""
-    parser.add_argument("file", metavar="FILE.json", help="flags of each variant by its name")
+def run(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=WHAT, epilog="Further flags, as --data-dir DATA, go to all trainings.")
+    parser.add_argument("file", metavar="FILE.json", type=Path, help="flags of each variant by its name")
     parser.add_argument("--recipe", default="cpu91", help="recipe to vary")
     parser.add_argument("--runs", type=int, default=8, help="number of seeds")
     parser.add_argument("--held-out", type=int, default=10_000, help="number of held-out training images")
-    parser.set_defaults(flags=[])
-    parser.epilog = "Further flags, such as --data-dir DATA, go to all trainings."
-
-
-def run(settings: argparse.Namespace) -> None:
-    """Measure and report."""
-    try:
-        changes: dict[str, list[str]] = {UNCHANGED: [], **json.loads(Path(settings.file).read_text(encoding="utf-8"))}
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{settings.file} cannot be read as JSON: {error}") from None
-    if settings.runs < 1:
-        raise UsageError("--runs must be at least 1")
-    kept = {"recipe": settings.recipe, "held_out": settings.held_out, "changes": changes}
-    target = Path(settings.json) if settings.json else None
+    parser.add_argument("--json", metavar="FILE", type=Path, required=True, help="file of the results")
+    settings, flags = parser.parse_known_args(argv)
+    changes: dict[str, list[str]] = {UNCHANGED: [], **json.loads(settings.file.read_text(encoding="utf-8"))}
+    kept = {"recipe": settings.recipe, "held_out": settings.held_out, "changes": changes, "json": settings.json}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in changes}
-    if target and target.exists():
-        runs |= runs_of(target, kept)
+    if settings.json.exists():
+        runs |= runs_of(settings.json, kept)
     done = {(one["seed"], name) for name, same in runs.items() for one in same}
     plans = [plan for plan in product(range(settings.runs), changes) if plan not in done]
-    common = ["--data.val_size", str(settings.held_out), *settings.flags]
-    progress = Progress(len(plans), "training")
-    with ThreadPoolExecutor(2) as pool, suppress(Interrupted):
+    common = ["--data.val_size", str(settings.held_out), *flags]
+    with ThreadPoolExecutor(2) as pool:
         jobs = {pool.submit(train, settings.recipe, seed, [*common, *changes[name]]): name for seed, name in plans}
-        try:
-            for number, job in enumerate(as_completed(jobs)):
-                name, one = jobs[job], job.result()
-                runs[name] = sorted([*runs[name], one], key=lambda known: int(known["seed"]))
-                if target:
-                    write_figures(target, figures_of("variants", kept, rows_of(runs), runs=runs))
-                progress.advance(number + 1, f"{name} {100 * one['accuracy']:.2f} %")
-        finally:
-            for job in jobs:
-                job.cancel()
-    title = f"{settings.recipe}, {settings.held_out:,} held-out training images"
-    publish("variants", {**kept, "json": settings.json}, title, rows_of(runs), runs=runs)
+        for job in as_completed(jobs):
+            name = jobs[job]
+            runs[name] = sorted([*runs[name], job.result()], key=lambda known: int(known["seed"]))
+            write_figures(settings.json, figures_of("variants", kept, rows_of(runs), runs=runs))
+    publish("variants", kept, rows_of(runs), runs=runs)
 
 
 def runs_of(path: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the trainings in a file of results; raise UsageError if they were done with other settings.
+    """Return the trainings in a file of results; exit if they were done with other settings.
 
     Variants may be added to a file.
     """
@@ -84,7 +61,7 @@ def runs_of(path: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, An
     flags = settings["changes"]
     changed += [f"variant {name!r}" for name, same in earlier["changes"].items() if flags.get(name) != same]
     if changed:
-        raise UsageError(f"{path} was measured with another {', '.join(changed)}: choose another --json file")
+        raise SystemExit(f"{path} was measured with another {', '.join(changed)}: choose another --json file")
     runs: dict[str, list[dict[str, Any]]] = known["runs"]
     return runs
 
@@ -121,11 +98,13 @@ def train(recipe: str, seed: int, flags: list[str]) -> dict[str, Any]:
         answer = subprocess.run([*command, "--threads", "1", "--logger", "csv", *flags], capture_output=True, text=True)
         found = list(Path(logs).glob("*/metrics.json"))
         if answer.returncode or not found:
-            raise Failure(f"seed {seed} with {' '.join(flags)}: {answer.stderr.strip() or 'the training was stopped'}")
+            raise SystemExit(
+                f"seed {seed} with {' '.join(flags)}: {answer.stderr.strip() or 'the training was stopped'}"
+            )
         metrics = json.loads(found[0].read_text(encoding="utf-8"))
     scores = {name: metrics["val"][name] for name in ("accuracy", "loss")}
     return {"seed": seed, **scores, "seconds": metrics["train_seconds"]}
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script())
+    run()

@@ -41,18 +41,12 @@ def test_the_console_script_python_m_and_the_scripts_are_one_program(working_fol
         assert run_process([*program, "--version"], working_folder) == version
 
 
-@pytest.mark.parametrize(
-    ("name", "note"),
-    [("classify.py", ""), ("predict.py", "scripts/predict.py is now scripts/classify.py: use the new name\n")],
-)
-def test_classify_py_runs_classify(
-    name: str, note: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "nowhere-1", "cat.png"])
+def test_classify_py_runs_classify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["classify.py", "nowhere-1", "cat.png"])
     with pytest.raises(SystemExit) as script:
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        runpy.run_path(str(SCRIPTS / "classify.py"), run_name="__main__")
     command = run_command("classify", "nowhere-1", "cat.png")
-    assert (script.value.code, capsys.readouterr().err) == (command.code, note + command.err)
+    assert (script.value.code, capsys.readouterr().err) == (command.code, command.err)
     assert "nowhere-1" in command.err
 
 
