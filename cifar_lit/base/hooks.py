@@ -4,7 +4,6 @@
 |---|---|
 | `check(model, data)` | before a fit: raise UsageError if the feature does not fit this model or data |
 | `prepare(model)` | before a new fit, not before a resumed one: load what may fail, such as weights |
-| `loss(losses, logits, batch)` | in each training step: return the losses (B,) to train on; see `ImageClassifier` |
 | `parameter_groups(groups)` | before the optimizer is built: return the parameter groups to train |
 | `adjust_settings(own, settings)` | on the command line, before anything is built: set what the settings leave open |
 | `card()` | lines of the start card by name, which replace the core's lines of these names |

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 # Settings of the program and the Trainer that may change when a training is resumed: devices, logging and places. They
-# do not change what is computed, except for rounding. Models, data and features name theirs as `may_change`.
+# do not change what is computed, except for rounding. Data and features name theirs as `may_change`.
 MAY_CHANGE = {
     "ckpt_path", "weights_only", "logs", "logger", "checkpoint_every", "rank_timeout", "threads",
     "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.precision",

@@ -26,7 +26,7 @@ from cifar_lit.base.plugins import import_callable, is_import_path
 
 # Other parts of torch start processes or download code: torch.distributed, torch.hub.
 PACKAGES = ("cifar_lit", "lightning", "timm", "torch.nn", "torch.optim", "torchmetrics", "torchvision")
-PARTS = ("net", "optimizer", "schedule", "dataset")  # settings that our registries import
+PARTS = ("net", "optimizer", "schedule", "loss", "dataset")  # settings that our registries import
 PLACES = ("default_root_dir", "dirpath", "filename", "name", "save_dir", "sub_dir", "version")  # in Lightning's classes
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams", "module_arguments")  # in checkpoints
 REFUSED = "the settings of this run name {}: add --trust if you trust them, as code may run (in Python: trust=True)"

@@ -242,7 +242,6 @@ class TrainingCLI(LightningCLI):
             given = yaml.safe_load(self._config_text())
             given["logs"] = trained.get("logs")  # a resumed run stays in its folder
             may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
-            may_change += [f"model.{name}" for name in ImageClassifier.may_change]
             may_change += [f"data.{name}" for name in ImageData.may_change]
             self.changes = changed_settings(by_name(trained), by_name(given), may_change)
             self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})

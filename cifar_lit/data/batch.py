@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 PADDING = -1  # label of an image that is not counted
+Pair = Sequence[Tensor]  # images and labels of a loader that is not ours
 
 
 @dataclass(eq=False)
@@ -18,7 +19,7 @@ class Batch:
     Args:
         images: uint8 (B, H, W, C) from a loader; float32 (B, C, H, W) in channels_last memory after preprocessing.
         labels: int64 (B,), `PADDING` for images that are not counted.
-        indices: int64 (B,), rows of the image set.
+        indices: int64 (B,), rows of the image set; (0,) in a batch of a loader that is not ours.
         loss_weight: this part's fraction of the global batch, times the number of devices; 0 for a device without a
             part. Averaged over devices, the gradients are then the gradient of the global batch's mean loss.
         targets: float32 (B, classes), the share of each class in mixed images; None if images are not mixed.
@@ -61,3 +62,11 @@ class Batch:
         if self.targets is not None:
             changed.targets = change(self.targets)
         return changed
+
+
+def as_batch(batch: Batch | Pair) -> Batch:
+    """Return images and labels of any loader as a Batch."""
+    if isinstance(batch, Batch):
+        return batch
+    images, labels = batch
+    return Batch(images, labels, labels.new_empty(0))

@@ -45,7 +45,7 @@ class ClassWeights(Callback):
             correction).
 
     Attributes:
-        weights: float32 (classes,), set when a fit starts.
+        weights: float32 (classes,), set before a fit starts.
     """
 
     def __init__(self, kind: str = "balanced") -> None:
@@ -54,17 +54,19 @@ class ClassWeights(Callback):
         self._counts = torch.empty(0)
         self.weights = torch.empty(0)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Count the training images of each class."""
-        self._counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
-        self.weights = torch.tensor(class_weights(self._counts, self._kind), device=pl_module.device)
+        if stage == "fit":
+            self._counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
+            weights = class_weights(self._counts, self._kind)
+            self.weights = torch.tensor(weights, device=trainer.strategy.root_device)
+            pl_module.loss.changes.append(self.weigh)
 
-    def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+    def weigh(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Return the weighted losses (B,) of a batch."""
-        targets = getattr(batch, "targets", None)
-        if targets is None:
-            return losses * self.weights[batch[1]]
-        return losses * (targets @ self.weights)
+        if batch.targets is None:
+            return losses * self.weights[batch.labels]
+        return losses * (batch.targets @ self.weights)
 
     def class_weights(self) -> Tensor:
         """Return the weights of the loss, float32 (classes,) on the CPU."""

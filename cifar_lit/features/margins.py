@@ -48,14 +48,15 @@ class Margins(Callback):
             raise UsageError("margins needs one label per image: remove mixup and cutmix, or use --margins false")
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Start without margins."""
+        """Start without margins, and see the logits of each step."""
         if stage != "fit":
             return
+        pl_module.loss.changes.append(self.add)
         self._trainer = trainer
         count = len(trainer.datamodule.train_images)  # type: ignore[attr-defined]
         self.sums = torch.zeros(2, count, dtype=torch.int64, device=trainer.strategy.root_device)
 
-    def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+    def add(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Add the margins of a training batch with logits (B, classes); return its losses (B,)."""
         if batch.loss_weight:
             logits, labels = logits.detach().float(), batch.labels[:, None]

@@ -149,13 +149,14 @@ class SkipEasy(Callback):
             raise UsageError("skip_easy sets the order of images: leave balanced out and data.shuffle at true")
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Forget the state of an earlier fit."""
+        """Forget the state of an earlier fit, and see the losses of each step."""
         if stage != "fit":
             return
+        pl_module.loss.changes.append(self.record)
         self._losses = self._loader = None
         self._restored = {}
 
-    def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+    def record(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Record the losses (B,) of a training batch, and return them."""
         if self._losses is not None:
             self._losses.record(losses, batch)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
@@ -22,6 +21,7 @@ from cifar_lit.base.memory import keep_freed_memory, return_freed_memory
 from cifar_lit.base.plugins import NameOrObject, is_import_path, part_name
 from cifar_lit.base.settings import changed_settings, saved_settings
 from cifar_lit.base.trust import TrustedNames
+from cifar_lit.data.batch import Batch, Pair, as_batch
 from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.fast_gradients import fast_gradients
 from cifar_lit.models.registry import build_net, check_net
@@ -29,17 +29,14 @@ from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.training.checks import NotFiniteLoss, align_restored_state, check_finite, training_settings
 from cifar_lit.training.collectives import broadcast_from_first
 from cifar_lit.training.loop_position import steps_per_epoch
+from cifar_lit.training.loss import build_loss
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
 from cifar_lit.training.optimizers import Group, build_optimizer, optimizer_settings
 from cifar_lit.training.rows import TrainingRows, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
 
-if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
-
 DEFAULT_SHAPE = (3, 32, 32)
-Pair = Sequence[Tensor]  # images and labels of a loader that is not ours
 build_before_workers()  # patches Lightning's launcher of worker processes
 
 
@@ -47,6 +44,8 @@ def check_model(h: Mapping[str, Any]) -> None:
     """Raise UsageError for settings of ImageClassifier that are invalid for all images. No net is built."""
     optimizer_settings(h["optimizer"], h["optimizer_options"])
     schedule_settings(h["schedule"], h["schedule_options"])
+    if "." not in h["loss"]:
+        check_choice("model.loss", h["loss"], ("cross_entropy",))
     check_choice("model.tta", h["tta"], VIEWS)
     if not h["lr"] > 0:
         raise UsageError(f"the learning rate must be above 0, not {h['lr']:g}: set --lr")
@@ -87,9 +86,9 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         schedule: constant, cosine, one_cycle or triangular; or a torch scheduler, a class or a function (see
             `schedules.schedule_from`), or the import path of one.
         schedule_options: settings of the schedule by name, such as {warmup_epochs: 2}; see `ScheduleSettings`.
+        loss: cross_entropy; or a `training.loss.Loss`, a class or a function that returns one, or the import path of
+            one, which is called with `label_smoothing` if its signature has it.
         label_smoothing: share of the target spread over all classes, from 0 to below 1.
-        channels_last: keep convolution weights in channels_last memory format, which is faster on CPUs and tensor
-            cores.
         temperature: divisor of the logits in `classify`, `serve` and exported files. Used with fewer than 20
             validation images; otherwise it is fitted on them. Losses are without it.
         tta: test-time augmentation, scored in addition to the plain accuracy: none, mirror, or full (mirror and 1-pixel
@@ -102,7 +101,6 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
 
     net: nn.Module
     weighs_batches = True  # tells ImageData that this module supports `Batch.loss_weight` and padded labels
-    may_change = ("channels_last",)  # settings that may change when a fit is resumed
 
     def __init__(
         self,
@@ -116,16 +114,16 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         optimizer_options: dict[str, Any] | None = None,
         schedule: NameOrObject = "constant",
         schedule_options: dict[str, Any] | None = None,
+        loss: NameOrObject = "cross_entropy",
         label_smoothing: float = 0.0,
-        channels_last: bool = True,
         temperature: float | None = None,
         tta: str = "none",
         metrics: dict[str, Metric] | None = None,
         monitor: str = "accuracy",
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule"])
-        parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
+        self.save_hyperparameters(ignore=["metrics", "net", "optimizer", "schedule", "loss"])
+        parts = {"net": net, "optimizer": optimizer, "schedule": schedule, "loss": loss}
         self.hparams.update({name: part_name(part) for name, part in parts.items()})
         self._objects = {name: part for name, part in parts.items() if not isinstance(part, str)}
         check_model(self.hparams)
@@ -135,7 +133,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             self.net = net
         elif not isinstance(net, str) or is_import_path(net):
             check_net(net, net_options or {})
-        self.loss_hooks: list[Callable[[Tensor, Tensor, object], Tensor]] = []  # see `hooks`: (losses, logits, batch)
+        self.loss = build_loss(loss, label_smoothing)
         self.running = RunningMetrics(self.device)  # this device's training steps
         self.rows = TrainingRows(self)
         self._collector = PredictionCollector()
@@ -155,10 +153,9 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             channels, height, width = input_shape
             shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": num_classes}
             self.net = build_net(self.part("net"), **shape, width=h["width"], options=h["net_options"])
-        if h["channels_last"]:
-            for parameter in self.net.parameters():
-                if parameter.ndim == 4:
-                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        for parameter in self.net.parameters():
+            if parameter.ndim == 4:  # faster on CPUs and tensor cores
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         check_shapes(self.net, h["net"], input_shape, num_classes)
         self.evaluation = Evaluation(num_classes, self._metrics)
         self.views = Evaluation(num_classes)
@@ -185,28 +182,17 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
 
     def training_step(self, batch: Batch | Pair, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch, multiplied by its `loss_weight` if it has one (see `data.batch.Batch`)."""
-        images, labels = batch
-        weight = getattr(batch, "loss_weight", 1.0)
-        with fast_gradients(images):
-            logits = self(images)
-        targets = getattr(batch, "targets", None)
-        if targets is None:
-            targets = labels
-        smoothing = self.hparams["label_smoothing"]
-        if self.loss_hooks:
-            losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
-            for hook in self.loss_hooks:
-                losses = hook(losses, logits, batch)
-            loss = losses.mean()
-        else:
-            loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        batch = as_batch(batch)
+        with fast_gradients(batch.images):
+            logits = self(batch.images)
+        loss: Tensor = self.loss(logits, batch)
         self.running.batches += 1
-        if weight:
-            self.running.update(loss.detach(), logits, labels)
+        if batch.loss_weight:
+            self.running.update(loss.detach(), logits, batch.labels)
         if self.device.type == "cpu":
             self._check_loss(loss)
-        if weight != 1.0:
-            loss = loss * weight
+        if batch.loss_weight != 1.0:
+            loss = loss * batch.loss_weight
         return loss
 
     def _check_loss(self, loss: Tensor) -> None:
@@ -259,7 +245,8 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Build the net from the datamodule unless it is built."""
+        """Build the net from the datamodule unless it is built, and start without changes of the loss."""
+        self.loss.changes.clear()
         self.build_for(self.trainer.datamodule)  # type: ignore[attr-defined]
         return []
 
@@ -267,7 +254,6 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         """Reset the state of an earlier fit."""
         if stage == "fit":
             check_features(self, self.trainer, self.trainer.datamodule)  # type: ignore[attr-defined]
-            self.loss_hooks = methods(self.trainer, "loss")
             self.trained_with = training_settings(self.hparams, self.trainer)
             self.running = RunningMetrics(self.trainer.strategy.root_device)
             self.rows = TrainingRows(self)
@@ -334,11 +320,11 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             self.views.update(view_logits(self.net, images.type(self.dtype), views, plain), labels)
 
     def _evaluated(self, batch: Batch | Pair) -> Tensor:
-        images, labels = batch
-        logits = self(images)
-        self.evaluation.update(logits, labels)
-        if self.trainer.state.fn != "fit" and hasattr(batch, "indices"):
-            self._collector.update(logits, labels, batch.indices)
+        batch = as_batch(batch)
+        logits = self(batch.images)
+        self.evaluation.update(logits, batch.labels)
+        if self.trainer.state.fn != "fit" and len(batch.indices):
+            self._collector.update(logits, batch.labels, batch.indices)
         return logits
 
     def on_validation_epoch_end(self) -> None:
@@ -370,10 +356,10 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         """Return `probabilities` (B, classes) of a batch without padding, and its `labels` and `indices`, if any."""
         if isinstance(batch, Tensor):
             return {"probabilities": self(batch).float().softmax(1)}
-        images, labels = batch
-        counted = labels >= 0
-        values = {"labels": labels, "probabilities": self(images).float().softmax(1)}
-        if hasattr(batch, "indices"):
+        batch = as_batch(batch)
+        counted = batch.labels >= 0
+        values = {"labels": batch.labels, "probabilities": self(batch.images).float().softmax(1)}
+        if len(batch.indices):
             values["indices"] = batch.indices
         return {name: value[counted] for name, value in values.items()}
 
@@ -407,8 +393,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         if averages != ("averaging_state" in checkpoint):
             raise UsageError("weight_average cannot be added or removed on resume: start a new run")
         state = checkpoint.get("cifar_lit", {})
-        may_change = [f"model.{name}" for name in self.may_change]
-        changed_settings(saved_settings(state), self.trained_with, may_change, self._what_fixes_the_length())
+        changed_settings(saved_settings(state), self.trained_with, fixes_length=self._what_fixes_the_length())
         sums = state["device_sums"]  # loss, hits and images of each device
         rank = self.trainer.global_rank
         if len(sums) != self.trainer.world_size:  # The first device continues with the sums of all devices.

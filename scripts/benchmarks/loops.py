@@ -68,7 +68,7 @@ class BareLoop:
     """
 
     def __init__(self, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
-        if model.loss_hooks:
+        if model.loss.changes:
             raise UsageError("the bare loop changes no losses: choose a --recipe without class_weights and the like")
         if trainer.precision not in AUTOCAST:
             raise UsageError(

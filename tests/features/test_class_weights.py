@@ -39,10 +39,10 @@ def unequal_data(**settings: Any) -> ImageData:
 
 
 def weighing(weights: Tensor) -> Any:
-    """Return the loss hook for the given class weights."""
+    """Return the change of the loss for the given class weights."""
     feature = ClassWeights()
     feature.weights = weights
-    return feature.loss
+    return feature.weigh
 
 
 def gradient(model: Any, parts: Sequence[Batch]) -> Tensor:
@@ -57,7 +57,7 @@ def test_the_weighted_gradient_is_equal_on_any_number_of_devices() -> None:
     torch.manual_seed(1)
     images, labels = torch.randn(13, 3, 16, 16), torch.tensor([0] * 8 + [1] * 4 + [2])
     model, given = classifier(), torch.tensor([0.5, 1.0, 5.0, *[0.0] * 7])
-    model.loss_hooks.append(weighing(given))
+    model.loss.changes.append(weighing(given))
     loss = F.cross_entropy(model(images), labels, weight=given, reduction="sum") / 13
     (expected,) = torch.autograd.grad(loss, [next(model.parameters())])
     for world in (1, 2, 3):
@@ -72,7 +72,7 @@ def test_the_smoothed_loss_of_a_mixed_image_is_weighted_by_its_shares() -> None:
     targets[0, :2] = torch.tensor([0.25, 0.75])
     targets[1, 1] = 1.0
     model = classifier(label_smoothing=0.2)
-    model.loss_hooks.append(weighing(torch.tensor([2.0, 4.0, *[100.0] * 8])))
+    model.loss.changes.append(weighing(torch.tensor([2.0, 4.0, *[100.0] * 8])))
     first, second = F.cross_entropy(model(images), targets, label_smoothing=0.2, reduction="none")
     loss = model.training_step(Batch(images, labels, labels, 1.0, targets), 0)
     torch.testing.assert_close(loss, (3.5 * first + 4.0 * second) / 2)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, fitted, shapes_data
 from test_ranks import TWO, two_ranks
 from torch import Tensor
@@ -33,12 +33,12 @@ def margins_after(folder: Path, *more: Callback, resume: Path | None = None, **s
 def test_the_margin_is_the_logit_of_the_label_minus_the_largest_other_averaged_over_steps(tmp_path: Path) -> None:
     steps: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    class Seen(Callback):
-        def loss(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
-            steps.append((logits.detach(), batch.labels, batch.indices))
-            return losses
+    def see(losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+        steps.append((logits.detach(), batch.labels, batch.indices))
+        return losses
 
-    margins = margins_after(tmp_path, Seen())
+    watch = LambdaCallback(setup=lambda trainer, model, stage: model.loss.changes.append(see))
+    margins = margins_after(tmp_path, watch)
     logits, labels, indices = (torch.cat(values) for values in zip(*steps, strict=True))
     expected: dict[int, list[float]] = {}
     for values, label, row in zip(logits.tolist(), labels.tolist(), indices.tolist(), strict=True):
@@ -95,8 +95,8 @@ def test_repeated_images_of_a_batch_count_each_time_and_a_surplus_batch_not_at_a
     logits = torch.tensor([[3.0, 1.0, 0.5], [0.0, 2.0, 4.0]])
     batch = Batch(torch.zeros(2), torch.tensor([0, 1]), torch.tensor([1, 1]))
     losses = torch.ones(2)
-    assert margins.loss(losses, logits, batch) is losses
-    margins.loss(losses, logits, Batch(batch.images, batch.labels, batch.indices, loss_weight=0.0))
+    assert margins.add(losses, logits, batch) is losses
+    margins.add(losses, logits, Batch(batch.images, batch.labels, batch.indices, loss_weight=0.0))
     assert (margins.sums * torch.tensor([[2.0**-20], [1.0]])).tolist() == [[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
 
 

@@ -127,6 +127,7 @@ def test_a_run_with_own_parts_is_resumed_by_the_printed_command_and_by_its_own(o
         ("model", {"net": "lightning.pytorch.cli.LightningCLI"}, "lightning.pytorch.cli.LightningCLI"),
         ("model", {"optimizer": "MODULE.Net"}, "MODULE.Net"),
         ("model", {"schedule": "MODULE.Net"}, "MODULE.Net"),
+        ("model", {"loss": "MODULE.Net"}, "MODULE.Net"),
         ("data", {"dataset": "MODULE.Net"}, "MODULE.Net"),
     ],
 )

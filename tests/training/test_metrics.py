@@ -45,7 +45,6 @@ def test_loss_and_accuracies_equal_torchs_over_all_images() -> None:
     assert score.per_class == pytest.approx(MulticlassAccuracy(7, average="none")(LOGITS, LABELS).tolist(), abs=1e-7)
     assert score.loss == pytest.approx(float(F.cross_entropy(LOGITS.double(), LABELS)), abs=1e-6)
     assert [sum(row) for row in score.confusion] == torch.bincount(LABELS, minlength=7).tolist()
-    assert sum(score.confusion[i][i] for i in range(7)) == round(score.accuracy * 500)
 
 
 def test_top5_needs_six_classes_and_counts_ties_but_no_nan_logits() -> None:
@@ -83,13 +82,6 @@ def test_mean_loss_skips_padding_and_overflows_to_nan(losses: list[float], count
     for _ in range(50):
         metric.update(torch.tensor(losses), torch.tensor(counted))
     assert float(metric.compute()) == pytest.approx(mean, rel=1e-6, abs=5e-7, nan_ok=True)
-
-
-def test_additional_metrics_receive_float32_probabilities() -> None:
-    evaluation, logits = Evaluation(7, {"auroc": MulticlassAUROC(7)}), (10 * LOGITS).bfloat16()
-    evaluation.update(logits, LABELS)
-    exact, rounded = (float(MulticlassAUROC(7)(given, LABELS)) for given in (logits.float(), logits))
-    assert evaluation.compute().further["auroc"] == exact != rounded
 
 
 def test_a_device_with_only_padding_gathers_empty_states_of_the_right_shape() -> None:

@@ -1,4 +1,4 @@
-"""Nets, optimizers, schedules, metrics and data sets that a Python program passes by name, as classes or as objects."""
+"""Nets, optimizers, schedules, losses, metrics and data sets that a Python program passes by name, as classes or as objects."""
 
 import sys
 from functools import partial
@@ -18,6 +18,7 @@ from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.base.trust import UntrustedName
 from cifar_lit.data.shapes import shapes
 from cifar_lit.training.checkpoint import read_checkpoint
+from cifar_lit.training.loss import Loss
 
 MINE = "module_of_a_test"
 
@@ -31,6 +32,11 @@ class Net(nn.Sequential):
 class Momentum(SGD):
     def __init__(self, params: Any, lr: float, momentum: float = 0.25, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr, momentum, weight_decay=weight_decay)
+
+
+class Doubled(Loss):
+    def compute(self, *arguments: Any) -> torch.Tensor:
+        return 2 * super().compute(*arguments)
 
 
 def falling(optimizer: Any, total_steps: int) -> lr_scheduler.LRScheduler:
@@ -48,7 +54,7 @@ def plain_sgd(groups: Any) -> SGD:
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType(MINE)
-    for part in (Net, Momentum, falling, images):
+    for part in (Net, Momentum, falling, Doubled, images):
         setattr(module, part.__name__, part)
         monkeypatch.setattr(part, "__module__", MINE)
     monkeypatch.setitem(sys.modules, MINE, module)
@@ -68,19 +74,21 @@ def groups(done: pl.Trainer) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("as_name", [True, False])
 def test_names_and_classes_are_accepted_alike(as_name: bool, tmp_path: Path) -> None:
-    parts: list[Any] = [Net, Momentum, falling, images]
-    net, optimizer, schedule, dataset = [f"{MINE}.{part.__name__}" for part in parts] if as_name else parts
+    parts: list[Any] = [Net, Momentum, falling, Doubled, images]
+    net, optimizer, schedule, loss, dataset = [f"{MINE}.{part.__name__}" for part in parts] if as_name else parts
     metric: Any = "torchmetrics.classification.MulticlassF1Score" if as_name else MulticlassF1Score
-    settings = {"net": net, "optimizer": optimizer, "schedule": schedule}
-    model, done = fit(dataset, **settings, metrics={"f1": metric}, optimizer_options={"weight_decay": 0.1})
+    settings = {"net": net, "optimizer": optimizer, "schedule": schedule, "loss": loss}
+    further = {"metrics": {"f1": metric}, "optimizer_options": {"weight_decay": 0.1}, "label_smoothing": 0.2}
+    model, done = fit(dataset, **settings, **further)
+    assert type(model.loss) is Doubled and model.loss.label_smoothing == 0.2
     assert type(model.net) is Net and type(done.optimizers[0]) is Momentum
     assert done.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0) and groups(done) == [(0.01, 0.1), (0.01, 0.0)]
     assert model.score is not None and model.score.further["f1"] == pytest.approx(model.score.macro_f1, abs=1e-5)
 
     done.save_checkpoint(tmp_path / "own.ckpt")
     hparams = read_checkpoint(tmp_path / "own.ckpt")["hyper_parameters"]
-    assert [hparams[name] for name in settings] == [f"{MINE}.{part.__name__}" for part in parts[:3]]
-    with pytest.raises(UntrustedName, match=rf"{MINE}\.(Momentum|falling)"):
+    assert [hparams[name] for name in settings] == [f"{MINE}.{part.__name__}" for part in parts[:4]]
+    with pytest.raises(UntrustedName, match=rf"{MINE}\.(Momentum|falling|Doubled)"):
         ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", net=net)
     loaded = ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", **settings)
     trainer(max_epochs=1).fit(loaded, ImageData(dataset))
@@ -108,6 +116,8 @@ def test_a_plateau_schedule_follows_the_validation_loss() -> None:
     [
         ({"optimizer": lambda groups: groups}, r"must return a torch\.optim\.optimizer\.Optimizer, not a list"),
         ({"optimizer": lambda: None}, "takes 0 positional arguments"),
+        ({"loss": nn.CrossEntropyLoss}, r"must return a cifar_lit\.training\.loss\.Loss, not a CrossEntropyLoss"),
+        ({"loss": "focal"}, r"model\.loss must be one of cross_entropy, not 'focal'"),
         ({"schedule": lambda optimizer: 5}, r"must return a torch\.optim\.lr_scheduler\.LRScheduler, not a int"),
         ({"schedule": falling, "schedule_options": {"warmup_epochs": 1}}, rf"{MINE}\.falling takes no warmup_epochs"),
         ({"metrics": {"a": nn.Identity}}, r"must return a torchmetrics\.metric\.Metric, not a Identity"),
