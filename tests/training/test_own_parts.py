@@ -1,4 +1,4 @@
-"""Nets, optimizers, schedules, losses, metrics and data sets that a Python program passes by name, as classes or as objects."""
+"""Parts that a Python program passes by name, as classes or as objects: nets, optimizers, losses, data sets …"""
 
 import sys
 from functools import partial

@@ -101,6 +101,5 @@ def test_a_training_is_not_prolonged_if_a_feature_depends_on_its_length(feature:
 
 def test_what_does_not_change_the_training_may_change(tmp_path: Path) -> None:
     path = middle_of(tmp_path, shapes_data())
-    fitted(
-        classifier(), shapes_data(workers=1, placement="host"), EarlyStop(3), resume=path, max_epochs=3, log_every_n_steps=1
-    )
+    data = shapes_data(workers=1, placement="host")
+    fitted(classifier(), data, EarlyStop(3), resume=path, max_epochs=3, log_every_n_steps=1)
