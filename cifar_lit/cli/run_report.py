@@ -20,7 +20,7 @@ from cifar_lit.run.record import group_lines
 from cifar_lit.run.run import Run
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.train import Results
-from cifar_lit.training.loop_position import steps_per_epoch
+from cifar_lit.training.loop import steps_per_epoch
 from cifar_lit.training.metrics import Score
 
 

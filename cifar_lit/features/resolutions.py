@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.models.checks import build_on_meta_device
-from cifar_lit.models.registry import net_spec
+from cifar_lit.models.registry import build_net, net_spec
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -59,12 +59,11 @@ class Resolutions(Callback):
         any_size = net_spec(net).any_size
         if not (any_size() if callable(any_size) else any_size):
             raise UsageError(f"{h['net']} takes images of one size: leave resolutions out")
-        for side in self._sides:
-            size = (side, round(side * width / height))
-            build_on_meta_device(
-                net, image_size=size, channels=channels, num_classes=data.class_count, width=h["width"],
-                options=h["net_options"],
-            )  # fmt: skip
+        shape = {"channels": channels, "num_classes": data.class_count, "width": h["width"]}
+        with torch.random.fork_rng(devices=[]):
+            for side in self._sides:
+                size = (side, round(side * width / height))
+                build_net(net, image_size=size, options=h["net_options"], **shape)
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Keep the full size, for the card."""

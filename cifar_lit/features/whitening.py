@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.memory import FLOATS_AT_ONCE
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training.collectives import broadcast_from_first
-from cifar_lit.training.loop_position import steps_per_epoch
+from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
 from cifar_lit.training.schedules import Schedule
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError, nearest
-from cifar_lit.models.spec import TIMM, NetSpec
+from cifar_lit.models.registry import TIMM, NetSpec
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_size
 
 EXTRA = 'pip install "cifar-lit[finetune]"'

@@ -1,4 +1,4 @@
-"""Build nets by name: our own, torchvision's, timm's, or those of other modules.
+"""Build and check nets by name: our own, torchvision's, timm's, or those of other modules.
 
 To add a net, write a builder and add a line to `NETS`. Nets of other modules are named by import path
 (`my_nets.MyNet`).
@@ -7,16 +7,40 @@ To add a net, write a builder and add a line to `NETS`. Nets of other modules ar
 from __future__ import annotations
 
 import inspect
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
+from traceback import walk_tb
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from cifar_lit.base.errors import UsageError, nearest
+from cifar_lit.base.errors import UsageError, first_line, nearest
 from cifar_lit.base.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
-from cifar_lit.models.spec import TIMM, NetSpec
+
+TIMM = "timm/"  # prefix of the names of timm's nets
+
+
+class NetSpec(NamedTuple):
+    """How to build a net, and the images and options that it accepts.
+
+    Args:
+        build: called with the keywords channels, image_size (height, width), num_classes, width (see `build_net`) and
+            the net's own options. Returns a module that maps float images (B, channels, height, width) to logits (B,
+            num_classes).
+        min_size: smallest height and width of images in pixels, or a function of the options that returns it.
+        any_size: whether a net built for one image size accepts other sizes too, or a function that returns it.
+        options: names of the net's own options; None if it accepts any.
+    """
+
+    build: Callable[..., nn.Module]
+    min_size: int | Callable[..., int] = 1
+    any_size: bool | Callable[[], bool] = False
+    options: tuple[str, ...] | None = ()
+
 
 # Specs by name, or the place of one (MODULE:NAME): a module is imported when its net is used.
 NETS: dict[str, NetSpec | str] = {
@@ -112,6 +136,48 @@ def _option_names(build: Callable[..., object]) -> tuple[str, ...] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return tuple(name for name in parameters if name not in ("channels", "image_size", "num_classes", "width"))
+
+
+def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_classes: int) -> None:
+    """Raise UsageError unless `net` maps images (B, *input_shape) to logits (B, num_classes).
+
+    Two blank images pass through the net in evaluation mode. Weights, buffers, modes and the CPU's random state do not
+    change.
+    """
+    weight = next(net.parameters(), torch.empty(0))
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = net(weight.new_zeros(2, *input_shape))
+    except Exception as error:
+        if _NEEDS_GPU.search(str(error)):
+            return  # the net only has GPU kernels, and is still on the CPU
+        images = f"images of {'×'.join(map(str, input_shape))} (channels, height, width)"
+        remedy = "Build the net for its arguments channels and image_size."
+        reason = f"{_failed_layer(net, error)}{first_line(error).rstrip('.')}"
+        raise UsageError(f"{name} cannot take {images}: {reason}. {remedy}") from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    shape = tuple(getattr(output, "shape", ()))
+    if shape != (2, num_classes):
+        fault = f"returns a {type(output).__name__} of shape {shape} for 2 images, not (2, {num_classes})"
+        remedy = f"the data have {num_classes} classes, so its last layer must have num_classes outputs"
+        raise UsageError(f"{name} {fault}: {remedy}")
+
+
+_NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)
+
+
+def _failed_layer(net: nn.Module, error: Exception) -> str:
+    """Return a clause that names the leaf layer in which an error was raised; "" for an error outside a leaf layer."""
+    names = {module: name for name, module in net.named_modules() if module is not net}
+    modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    layers = [module for module in modules if isinstance(module, nn.Module) and module in names]
+    if not layers or any(layers[-1].children()):
+        return ""
+    return f"its layer {names[layers[-1]]}, {layers[-1]}, fails with "
 
 
 def with_versions(net: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

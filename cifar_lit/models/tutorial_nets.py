@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import nn
 
-from cifar_lit.models.spec import NetSpec
+from cifar_lit.models.registry import NetSpec
 
 
 def scaled(units: int, width: float) -> int:

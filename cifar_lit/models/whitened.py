@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError, check_choice
 from cifar_lit.models.fast_gradients import autocast_dtype
-from cifar_lit.models.spec import NetSpec
+from cifar_lit.models.registry import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
 
 EPS = 5e-4  # airbench's value; limits the amplification of directions with little variance

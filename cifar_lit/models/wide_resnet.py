@@ -7,7 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.models.spec import NetSpec
+from cifar_lit.models.registry import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
 
 STEM = 16  # channels

@@ -17,8 +17,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
 from cifar_lit.base.text import counted, note, say
-from cifar_lit.training.collectives import gather_rows
-from cifar_lit.training.loop_position import is_last_epoch
+from cifar_lit.training.loop import gather_rows, is_last_epoch
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch
@@ -224,7 +223,7 @@ class EpochLines(Callback):
         parts.append(f"{seconds:.1f} s")
         if images:  # a fit of the last layer alone takes no steps
             parts.append(f"{images / max(training, 1e-9):.0f} images/s")
-        loss, accuracy = pl_module.running.epoch_means()
+        loss, accuracy = pl_module.rows.epoch_means()
         whole = [epoch, f"train loss {loss:.4f} acc {accuracy:.4f}", *parts]
         rich.get_console().print(" · ".join(whole), highlight=False, soft_wrap=True)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from cifar_lit.base.errors import Failure, UsageError, first_line
 from cifar_lit.base.files import atomic_write, write_failure
 from cifar_lit.base.text import duration_seconds
-from cifar_lit.training.loop_position import is_last_epoch, validates_next, within_epoch
+from cifar_lit.training.loop import is_last_epoch, validates_next, within_epoch
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch

@@ -19,24 +19,26 @@ from cifar_lit.base.errors import UsageError, check_choice
 from cifar_lit.base.hooks import callbacks_with, methods
 from cifar_lit.base.memory import keep_freed_memory, return_freed_memory
 from cifar_lit.base.plugins import NameOrObject, is_import_path, part_name
-from cifar_lit.base.settings import changed_settings, saved_settings
+from cifar_lit.base.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.batch import Batch, Pair, as_batch
-from cifar_lit.models.checks import check_shapes
 from cifar_lit.models.fast_gradients import fast_gradients
-from cifar_lit.models.registry import build_net, check_net
+from cifar_lit.models.registry import build_net, check_net, check_shapes
 from cifar_lit.models.tta import VIEWS, view_logits
-from cifar_lit.training.checks import NotFiniteLoss, align_restored_state, check_finite, training_settings
-from cifar_lit.training.collectives import broadcast_from_first
-from cifar_lit.training.loop_position import steps_per_epoch
+from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
 from cifar_lit.training.loss import build_loss
-from cifar_lit.training.metrics import Evaluation, PredictionCollector, RunningMetrics, Score
-from cifar_lit.training.optimizers import Group, build_optimizer, optimizer_settings
-from cifar_lit.training.rows import TrainingRows, log_values
+from cifar_lit.training.metrics import Evaluation, PredictionCollector, Score
+from cifar_lit.training.optimizers import Group, align_restored_state, build_optimizer, optimizer_settings
+from cifar_lit.training.rows import NotFiniteLoss, TrainingRows, check_finite, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
 
 DEFAULT_SHAPE = (3, 32, 32)
+# Settings of the Trainer that change what is computed.
+TRAINER_SETTINGS = (
+    "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
+    "limit_train_batches", "overfit_batches",
+)  # fmt: skip
 build_before_workers()  # patches Lightning's launcher of worker processes
 
 
@@ -54,6 +56,12 @@ def check_model(h: Mapping[str, Any]) -> None:
     temperature = h["temperature"]
     if temperature is not None and not temperature > 0:
         raise UsageError(f"model.temperature must be above 0, or null, not {temperature:g}")
+
+
+def training_settings(hparams: Mapping[str, object], trainer: pl.Trainer) -> dict[str, object]:
+    """Return the settings of an ImageClassifier and its Trainer by dotted name, as `changed_settings` compares them."""
+    limits = {name: getattr(trainer, name) for name in TRAINER_SETTINGS}
+    return {**plain_settings("model", hparams), **plain_settings("trainer", limits)}
 
 
 def check_features(model: ImageClassifier, trainer: pl.Trainer, data: object) -> None:
@@ -134,8 +142,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         elif not isinstance(net, str) or is_import_path(net):
             check_net(net, net_options or {})
         self.loss = build_loss(loss, label_smoothing)
-        self.running = RunningMetrics(self.device)  # this device's training steps
-        self.rows = TrainingRows(self)
+        self.rows = TrainingRows(self, self.device)
         self._collector = PredictionCollector()
         self.trained_with: dict[str, object] = {}  # settings of the current fit
         self.score: Score | None = None  # last validation or test
@@ -186,9 +193,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         with fast_gradients(batch.images):
             logits = self(batch.images)
         loss: Tensor = self.loss(logits, batch)
-        self.running.batches += 1
-        if batch.loss_weight:
-            self.running.update(loss.detach(), logits, batch.labels)
+        self.rows.add(loss, logits, batch)
         if self.device.type == "cpu":
             self._check_loss(loss)
         if batch.loss_weight != 1.0:
@@ -255,8 +260,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         if stage == "fit":
             check_features(self, self.trainer, self.trainer.datamodule)  # type: ignore[attr-defined]
             self.trained_with = training_settings(self.hparams, self.trainer)
-            self.running = RunningMetrics(self.trainer.strategy.root_device)
-            self.rows = TrainingRows(self)
+            self.rows = TrainingRows(self, self.trainer.strategy.root_device)
 
     def on_fit_start(self) -> None:
         """Configure whether freed memory is kept."""
@@ -277,9 +281,9 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the means of the epoch for callbacks such as EarlyStopping."""
-        loss, accuracy = self.running.epoch_means()
+        loss, accuracy = self.rows.epoch_means()
         self._log_scalars({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
-        self.running.start_epoch()
+        self.rows.epoch = [0.0, 0.0, 0.0]
 
     def _log_scalars(self, values: Mapping[str, float], **settings: Any) -> None:
         """Log values that are equal on all devices. They are reduced by `max`, which is exact, unlike `mean`."""
@@ -375,9 +379,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         if self.score:
             score = {**self.score._asdict(), "confusion": torch.tensor(self.score.confusion)}
         checkpoint["cifar_lit"] = {
-            "device_sums": self.rows.unlogged_sums(),
-            "epoch_sums": list(self.running.epoch),
-            "logged_step": self.rows.step,
+            **self.rows.state_dict(),
             "settings": json.dumps(self.trained_with),
             "score": score,
         }
@@ -394,16 +396,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             raise UsageError("weight_average cannot be added or removed on resume: start a new run")
         state = checkpoint.get("cifar_lit", {})
         changed_settings(saved_settings(state), self.trained_with, fixes_length=self._what_fixes_the_length())
-        sums = state["device_sums"]  # loss, hits and images of each device
-        rank = self.trainer.global_rank
-        if len(sums) != self.trainer.world_size:  # The first device continues with the sums of all devices.
-            sums = [[sum(column) for column in zip(*sums, strict=True)]]
-        if rank < len(sums):
-            self.running = RunningMetrics(self.trainer.strategy.root_device, *sums[rank])
-        self.running.epoch = [float(value) for value in state["epoch_sums"]]
-        has_images = any(images for _, _, images in sums)
-        self.running.batches = 1 if has_images else 0  # only whether there are any matters; equal on all devices
-        self.rows.step = int(state["logged_step"])
+        self.rows.load_state_dict(state)
         self.score = Score.from_dict(state["score"])
 
     def _what_fixes_the_length(self) -> str | None:

@@ -7,7 +7,6 @@ metrics.json and the report.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -175,52 +174,8 @@ class Evaluation(nn.Module):
 
     def reset(self) -> None:
         """Reset all metrics."""
-        for metric in (self.loss, self.confusion, self.top5, self.further):
-            if metric is not None:
-                metric.reset()
-
-
-class RunningMetrics:
-    """Loss and accuracy of the training steps since the last logged row, summed on the device without synchronising it.
-
-    Attributes:
-        loss, hits: sums over images, float32 scalars.
-        images: number of images.
-        batches: number of batches, equal on all devices; a device may have no images of a batch.
-        epoch: loss, hits and images of all devices in the logged rows of this epoch.
-    """
-
-    def __init__(self, device: torch.device, loss: float = 0.0, hits: float = 0.0, images: float = 0) -> None:
-        self.loss = torch.tensor(loss, device=device)
-        self.hits = torch.tensor(hits, device=device)
-        self.images = int(images)
-        self.batches = 0
-        self.epoch = [0.0, 0.0, 0.0]
-
-    def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: mean loss (detached), logits (B, classes) and labels, int64 (B,)."""
-        self.loss.add_(loss, alpha=len(labels))
-        self.hits.add_(logits.argmax(1).eq_(labels).sum())
-        self.images += len(labels)
-
-    def sums(self) -> Tensor:
-        """Return loss, hits and images of this device: float32 (3,)."""
-        return torch.stack((self.loss, self.hits, self.hits.new_full((), self.images)))
-
-    def start_row(self) -> None:
-        """Reset the sums of a row."""
-        self.loss.zero_()
-        self.hits.zero_()
-        self.images = self.batches = 0
-
-    def start_epoch(self) -> None:
-        """Reset the sums of an epoch."""
-        self.epoch = [0.0, 0.0, 0.0]
-
-    def epoch_means(self) -> tuple[float, float]:
-        """Return the mean training loss and accuracy of the epoch so far over all devices; NaN without images."""
-        loss, hits, images = self.epoch
-        return (loss / images, hits / images) if images else (math.nan, math.nan)
+        for metric in self.children():
+            metric.reset()
 
 
 class PredictionCollector(Metric):

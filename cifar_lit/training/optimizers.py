@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -210,3 +211,11 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
             del group["weight_decay"]
     built: Optimizer = build_part(build, Optimizer, groups, lr=lr, **options)
     return built
+
+
+def align_restored_state(optimizer: Optimizer) -> None:
+    """Lay restored state out like its parameter: fused kernels would read and write out of bounds."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if name in ("momentum_buffer", "exp_avg", "exp_avg_sq") and value is not None:
+                state[name] = torch.empty_like(parameter).copy_(value)

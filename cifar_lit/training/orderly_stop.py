@@ -7,14 +7,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from cifar_lit.base.signals import HANGUP, REQUEUE, STOP_SIGNALS, accept_hangup, stop_signals
 from cifar_lit.base.text import note
 from cifar_lit.training.checkpoint import LastCheckpoint
-from cifar_lit.training.collectives import Agreement
-from cifar_lit.training.loop_position import validates_next, within_epoch
+from cifar_lit.training.loop import validates_next, within_epoch
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch
@@ -48,6 +48,40 @@ class NoSignalHandlers(Callback):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         # With max_steps, Lightning would resume the end of an epoch as if it were its middle, and count it twice.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+
+
+class Agreement:
+    """The maximum of an integer over all ranks, exchanged between the CPUs while the devices compute.
+
+    The exchange uses its own process group (gloo). A collective call on the training device would queue behind
+    the step, and reading its result would wait for the step. All methods are collective: every rank must call them.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None  # None for a single rank
+        self._number = torch.zeros((), dtype=torch.int64)
+        self._work: torch.distributed.Work | None = None
+
+    def connect(self, trainer: pl.Trainer) -> None:
+        """Connect the ranks. Call this in `setup`, before the clock starts."""
+        if trainer.world_size > 1 and self._group is None:
+            # timeout=None selects torch's default timeout.
+            timeout = getattr(trainer.strategy, "_timeout", None)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+
+    def start(self, number: int) -> None:
+        """Send this rank's number, without waiting for the others."""
+        self._number = torch.tensor(number)
+        if self._group is not None:
+            highest = torch.distributed.ReduceOp.MAX
+            self._work = torch.distributed.all_reduce(self._number, highest, group=self._group, async_op=True)
+
+    def result(self) -> int:
+        """Return the highest number sent. Wait until every rank has sent its number."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return int(self._number)
 
 
 class OrderlyStop(Checkpoint):

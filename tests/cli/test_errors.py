@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.cli.errors import explain_error
-from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.orderly_stop import Interrupted
+from cifar_lit.training.rows import NotFiniteLoss
 
 OUT_OF_MEMORY = "out of memory: halve --batch-size or --data.eval_batch_size"
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED", "unable to find an engine")

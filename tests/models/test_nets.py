@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cifar_lit.base.errors import Failure, UsageError
-from cifar_lit.models.checks import build_on_meta_device, check_shapes
-from cifar_lit.models.registry import NETS, build_net, net_spec
-from cifar_lit.models.spec import NetSpec
+from cifar_lit.models.registry import NETS, NetSpec, build_net, check_shapes, net_spec
 
 
 def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
@@ -25,7 +23,8 @@ def build(name: Any, image_size: Any = 32, channels: int = 3, num_classes: int =
 
 
 def on_meta_device(name: str, channels: int = 3, image_size: int = 32, **settings: Any) -> Any:
-    return build_on_meta_device(name, channels=channels, image_size=image_size, num_classes=10, **settings)
+    with torch.device("meta"):
+        return build(name, image_size, channels, **settings)
 
 
 def with_biases(*shapes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -169,7 +168,7 @@ def test_torchvision_nets_train_on_grey_images_without_a_warning() -> None:
 
 CUSTOM_NETS = """
 from torch import nn
-from cifar_lit.models.spec import NetSpec
+from cifar_lit.models.registry import NetSpec
 
 class Own(nn.Sequential):
     def __init__(self, channels, image_size, num_classes, width=1.0, depth=1):

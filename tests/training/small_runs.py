@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features import FEATURES, feature_class
-from cifar_lit.models.registry import NETS
-from cifar_lit.models.spec import NetSpec
+from cifar_lit.models.registry import NETS, NetSpec
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, best_checkpoint, last_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.orderly_stop import OrderlyStop

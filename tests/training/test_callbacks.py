@@ -26,8 +26,8 @@ from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training import callbacks
 from cifar_lit.training.callbacks import Clock, EpochLines, RandomState
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.metrics import Score
+from cifar_lit.training.rows import NotFiniteLoss
 
 CPU = torch.device("cpu")
 
@@ -138,7 +138,7 @@ def test_each_epoch_prints_one_line(capsys: Any) -> None:
     expected: list[str] = []
 
     def note(trainer: pl.Trainer, model: Any) -> None:
-        loss, accuracy = model.running.epoch_means()
+        loss, accuracy = model.rows.epoch_means()
         expected.append(f"epoch {trainer.current_epoch + 1}/4 · train loss {loss:.4f} acc {accuracy:.4f}")
         if trainer.current_epoch % 2:
             loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))

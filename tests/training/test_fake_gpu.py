@@ -24,8 +24,8 @@ from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
-from cifar_lit.training.metrics import RunningMetrics
 from cifar_lit.training.optimizers import build_optimizer
+from cifar_lit.training.rows import TrainingRows
 from cifar_lit.training.schedules import schedule_from
 
 GPU = torch.device("cuda:0")
@@ -78,7 +78,7 @@ def test_all_tensors_of_a_step_are_on_the_same_device(recipe: str, monkeypatch: 
     with FakeTensorMode():
         with GPU:  # fake parameters cannot be moved
             model = ImageClassifier(**settings["model"], input_shape=[channels, side, side], num_classes=classes)
-        model.running = RunningMetrics(GPU)
+        model.rows = TrainingRows(model, GPU)
         model.net.is_prepared = True  # the feature whitening does so
         object.__setattr__(images, "images", torch.zeros(images.images.shape, dtype=torch.uint8, device=GPU))
         object.__setattr__(images, "labels", torch.zeros(COUNT, dtype=torch.int64, device=GPU))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.training.checks import align_restored_state
-from cifar_lit.training.optimizers import OPTIMIZERS, build_optimizer
+from cifar_lit.training.optimizers import OPTIMIZERS, align_restored_state, build_optimizer
 from cifar_lit.training.schedules import Schedule
 
 # Rates and decays that distinguish Muon's groups.

@@ -8,9 +8,9 @@ import pytest
 from small_runs import BATCHES, Rows, best_and_last, broken_data, classifier, fitted, shapes_data, stop_at
 
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.checks import NotFiniteLoss
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
+from cifar_lit.training.rows import NotFiniteLoss
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["CPU", "accelerator"])

@@ -25,7 +25,7 @@ from cifar_lit.features.finetune.pretrained import IMAGENET, load_pretrained, ne
 from cifar_lit.inference.model_file import read_card
 from cifar_lit.models.pretrained import Pretraining, pretraining_of
 from cifar_lit.training.checkpoint import RunCheckpoint
-from cifar_lit.training.collectives import broadcast_from_first
+from cifar_lit.training.loop import broadcast_from_first
 from cifar_lit.training.optimizers import Group
 
 if TYPE_CHECKING:

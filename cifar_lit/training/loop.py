@@ -1,4 +1,4 @@
-"""Where the training loop is: what follows the current batch."""
+"""Where the training loop is, and tensors that its ranks exchange."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from torch import Tensor
 
 
 def within_epoch(trainer: pl.Trainer) -> bool:
@@ -31,3 +33,23 @@ def validates_next(trainer: pl.Trainer) -> bool:
     """
     loop: Any = trainer.fit_loop
     return loop.trainer._val_check_time_interval is None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def broadcast_from_first(trainer: pl.Trainer, *tensors: Tensor) -> None:
+    """Copy tensors of the first rank to all others, in place. Collective: every rank must call this.
+
+    `strategy.broadcast` would pickle them. Every rank would unpickle a tensor to the first rank's device.
+    """
+    if trainer.world_size > 1:
+        for tensor in tensors:
+            torch.distributed.broadcast(tensor.detach(), 0)
+
+
+def gather_rows(trainer: pl.Trainer, pl_module: pl.LightningModule, row: Tensor) -> Tensor:
+    """Return the rows (n,) of all devices as (devices, n). Collective: every rank must call this.
+
+    Not Lightning's `all_gather`, which calls a function that torch 2.15 deprecates.
+    """
+    rows = torch.zeros((trainer.world_size, len(row)), dtype=row.dtype, device=pl_module.device)
+    rows[trainer.global_rank] = row
+    return trainer.strategy.reduce(rows, reduce_op="sum")
