@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError, nearest
-from cifar_lit.models.registry import TIMM, NetSpec
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_size
 
+TIMM = "timm/"  # prefix of the names of timm's nets
 EXTRA = 'pip install "cifar-lit[finetune]"'
 SIDE_STEP = 32  # pixels: most nets halve their images five times
 OPTIONS = ("side", "drop_rate", "drop_path_rate")
@@ -137,9 +137,3 @@ def pretraining_of(net: str) -> Pretraining | None:
         mean = std = [0.5] * 3
     side = (transform.crop_size if net.startswith(FIXED_SIZE) else transform.resize_size)[0]
     return Pretraining(mean, std, (side, side))
-
-
-def timm_spec(name: str) -> NetSpec:
-    """Return the spec of a timm net. Raise UsageError if timm is not installed."""
-    check_timm()
-    return NetSpec(partial(build_timm_net, name), any_size=partial(takes_any_size, name), options=OPTIONS)

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from cifar_lit.base.errors import UsageError, first_line, nearest
 from cifar_lit.base.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
 
-TIMM = "timm/"  # prefix of the names of timm's nets
-
 
 class NetSpec(NamedTuple):
     """How to build a net, and the images and options that it accepts.
@@ -111,10 +109,12 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
         if isinstance(spec, NetSpec):
             return spec
         return resolve_name(spec)
-    if name.startswith(TIMM):
-        from cifar_lit.models.pretrained import timm_spec
+    if name.startswith("timm/"):
+        from cifar_lit.models import pretrained
 
-        return timm_spec(name)
+        pretrained.check_timm()
+        any_size = partial(pretrained.takes_any_size, name)
+        return NetSpec(partial(pretrained.build_timm_net, name), any_size=any_size, options=pretrained.OPTIONS)
     if not isinstance(net, str) or is_import_path(net):
         target = find_part(net)
         return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cifar_lit.base.errors import Failure, UsageError, first_line
-from cifar_lit.models.pretrained import EXTRA, import_timm, timm_name
-from cifar_lit.models.registry import TIMM, with_versions
+from cifar_lit.models.pretrained import EXTRA, TIMM, import_timm, timm_name
+from cifar_lit.models.registry import with_versions
 from cifar_lit.models.torchvision_nets import MAX_SMALL, SMALL_STEM
 from cifar_lit.training.checkpoint import read_weights
 
