@@ -174,8 +174,9 @@ class Evaluation(nn.Module):
 
     def reset(self) -> None:
         """Reset all metrics."""
-        for metric in self.children():
-            metric.reset()
+        for metric in (self.loss, self.confusion, self.top5, self.further):
+            if metric is not None:
+                metric.reset()
 
 
 class PredictionCollector(Metric):
