@@ -16,7 +16,7 @@ import yaml
 from cifar_lit import ImageClassifier, ImageData
 
 MODEL = {"net": "shapenet", "optimizer": "adamw", "schedule": "one_cycle"}
-DATA = {"dataset": "shapes", "count": 20_000, "val_size": 0.1, "batch_size": 128, "mean": 0.5, "std": 0.25}
+DATA = {"dataset": "shapes", "val_size": 0.1, "batch_size": 128, "images": {"count": 20_000, "mean": 0.5, "std": 0.25}}
 
 
 def suggest(trial: optuna.Trial) -> dict[str, float]:

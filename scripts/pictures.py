@@ -39,6 +39,8 @@ from cifar_lit import ImageData
 from cifar_lit.base.stats import SHARE, mean_interval
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.augment import Augment
+from cifar_lit.data.loaders import in_order
+from cifar_lit.data.settings import Images
 from cifar_lit.run.loggers import augmented_sample
 from cifar_lit.runs.figures import as_pixels, confusion_matrix
 
@@ -169,7 +171,8 @@ def draw_pixels() -> None:
 def draw_augmentation() -> None:
     """Four images, and the same in six epochs with flip, crop and cutout."""
     moves = Augment(crop=4, flip="random", cutout=8)
-    data = ImageData("shapes", count=1000, shuffle=False, augment=moves, mean=0.5)
+    data = ImageData("shapes", images=Images(count=1000, mean=0.5), augment=moves)
+    data.train_loader.order = in_order
     originals = data.train_images.images[data.split[0][:4]]
     variants = [augmented_sample(data, 4, epoch).permute(0, 2, 3, 1) for epoch in range(6)]
     captions = [("original",), *((f"epoch {epoch}",) for epoch in range(1, 7))]
@@ -274,7 +277,7 @@ def draw_report() -> None:
 def draw_serve() -> None:
     """The page of `serve` with a prediction."""
     quickstart()
-    data = ImageData("shapes", count=50, image_size=256)
+    data = ImageData("shapes", images=Images(count=50, image_size=256))
     row = int((data.test_images.labels == data.classes.index("heart")).nonzero()[0])
     Image.fromarray(data.test_images.images[row].numpy()).save("heart.png")
     with service("cifar_lit", "serve", str(RUNS / "quickstart-1"), "--port", "0") as address:

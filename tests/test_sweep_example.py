@@ -18,7 +18,7 @@ SMALL = {"count": 200, "image_size": 16}
 
 def sweep(trials: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run the script on few images in the working folder; return its last lines."""
-    text = SCRIPT.read_text().replace("20_000", "200").replace('"val_size"', '"image_size": 16, "val_size"')
+    text = SCRIPT.read_text().replace('"count": 20_000', '"count": 200, "image_size": 16')
     Path("sweep.py").write_text(text)
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--trials", str(trials), "--epochs", "1"])
     runpy.run_path("sweep.py", run_name="__main__")
@@ -42,7 +42,7 @@ def test_trials_are_continued_and_the_printed_command_trains_the_best_settings(
 
 def test_a_trial_that_is_behind_ends_after_its_first_epoch() -> None:
     module = runpy.run_path(str(SCRIPT))
-    module["DATA"].update(SMALL)
+    module["DATA"]["images"].update(SMALL)
     study = optuna.create_study(direction="maximize", pruner=optuna.pruners.ThresholdPruner(lower=2))
     study.optimize(lambda trial: module["train"](trial, 3), n_trials=1)
     (trial,) = study.trials

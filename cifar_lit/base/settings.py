@@ -31,11 +31,11 @@ END = "trainer.max_epochs"
 Options = TypeVar("Options", bound="DataclassInstance")
 
 
-def options_of(kind: type[Options], options: Mapping[str, object] | None, setting: str, owner: str) -> Options:
+def options_of(kind: type[Options], options: Mapping[str, Any] | None, setting: str, owner: str) -> Options:
     """Return an instance of a dataclass from options by name, such as those of a recipe.
 
     Args:
-        kind: the dataclass. Its fields are numbers, switches or texts, which may be None if their default is.
+        kind: the dataclass. Values of numbers, switches and texts are checked; they may be None if their default is.
         setting: where the options come from, such as `model.optimizer_options`.
         owner: begins the sentence about valid names, such as "muon has".
 
@@ -49,10 +49,17 @@ def options_of(kind: type[Options], options: Mapping[str, object] | None, settin
     for name, value in options.items():
         if value is None and types[name].endswith("| None"):
             continue
-        wanted, kinds = _KINDS[types[name].removesuffix(" | None")]
+        wanted, kinds = _KINDS.get(types[name].removesuffix(" | None"), ("", [type(value)]))
         if type(value) not in kinds:
             raise UsageError(f"{setting}.{name} must be {wanted}, not {value!r}")
     return kind(**options)
+
+
+def group_of(kind: type[Options], settings: Options | Mapping[str, Any] | None, setting: str) -> Options:
+    """Return a group of settings that is given as an object or by name; None for the defaults."""
+    if settings is None or isinstance(settings, Mapping):
+        return options_of(kind, settings, setting, "It has")
+    return settings
 
 
 def check_names(kind: type[DataclassInstance], options: Mapping[str, object], setting: str, owner: str) -> None:

@@ -265,7 +265,7 @@ class TrainingCLI(LightningCLI):
         features = self._features()
         callbacks = as_list(configured.callbacks)
         validates = len(self.datamodule.split[1]) > 0
-        self.settings.data.mean, self.settings.data.std = self.datamodule.statistics
+        self.settings.data.images.mean, self.settings.data.images.std = self.datamodule.statistics
         self.run = self._make_run()
         lines = not self.command.brief
         callbacks += self.run.callbacks(validates, lines)
@@ -400,7 +400,7 @@ def by_name(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a config.yaml by dotted name. A feature is one setting, whatever it holds."""
     named: dict[str, object] = {}
     for name, value in settings.items():
-        if name in ("trainer", "model", "data", "data.augment", "data.split") and isinstance(value, dict):
+        if re.fullmatch("trainer|model|data|data.(augment|split|images|loading)", name) and isinstance(value, dict):
             named |= by_name({f"{name}.{key}": each for key, each in value.items()})
         else:
             named[name] = value

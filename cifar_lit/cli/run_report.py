@@ -45,7 +45,7 @@ def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: I
     device = trainer.strategy.root_device.type
     counts = f"train {len(train):,} · validation {len(val):,} · {_classes_text(data)}"
     parameters = sum(parameter.numel() for parameter in model.net.parameters())  # type: ignore[union-attr,misc]
-    source = f"read by {counted(data.workers, 'worker')}"
+    source = f"read by {counted(data.loading.workers, 'worker')}"
     if data.placed("train").place == "device":
         source = "in CPU memory" if device == "cpu" else "in GPU memory"
     settings = model.hparams

@@ -6,17 +6,15 @@ any order of batches, on any number of workers and devices, and after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError, check_choice
-from cifar_lit.base.settings import check_names
 from cifar_lit.data.draws import WORD, beta, integers, key_words, uniform
 from cifar_lit.data.moves import TRIES, crop_boxes, cut_out, cutmix_boxes, flip_and_shift, resized_crop, within
 
@@ -61,16 +59,6 @@ class Augment:
     scale: list[float] | None = None
     mixup: float = 0.0
     cutmix: float = 0.0
-
-    @classmethod
-    def of(cls, settings: Augment | Mapping[str, Any] | None) -> Augment:
-        """Return the augmentation for settings by name; None turns all off."""
-        if settings is None:
-            return cls()
-        if not isinstance(settings, Mapping):
-            return settings
-        check_names(cls, settings, "data.augment", "It has")
-        return cls(**settings)
 
     def __post_init__(self) -> None:
         check_choice("data.augment.flip", self.flip, ("none", "random", "alternating"))

@@ -9,23 +9,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from jsonargparse.typing import NonNegativeInt
 from torch import Tensor
 
-from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.errors import UsageError
 from cifar_lit.base.hooks import method
 from cifar_lit.base.plugins import NameOrObject, part_name
-from cifar_lit.base.settings import changed_settings, plain_settings, saved_settings
+from cifar_lit.base.settings import changed_settings, group_of, plain_settings, saved_settings
 from cifar_lit.base.text import listed
 from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.loaders import EvalLoader, FitLength, TrainLoader, count_batches, fit_length, in_order, shuffled
-from cifar_lit.data.preprocessing import PLACEMENTS, Placed, Preprocessing, place_images
+from cifar_lit.data.preprocessing import Placed, Preprocessing, place_images
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.source_settings import parse_groups, parse_levels
-from cifar_lit.data.sources import SourceSettings
+from cifar_lit.data.settings import DataSettings, Images, Loading
 from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault, split_record
 from cifar_lit.data.splits import Split
 
@@ -41,89 +39,50 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             path of one.
         root: folder of the archives (default `data`), or your own images: a folder, or a table (.csv, .tsv, .jsonl).
         batch_size: images per training step, over all devices.
-        eval_batch_size: images per step on each device in validation, test and prediction.
         val_size: number (1 or more) or fraction (below 1) of training images to validate on. 0 trains on all of them.
             A validation set that comes with the data set is never trained on.
         split: further settings of the split; see `Split`.
-        seed: seed of order and augmentation; --seed sets it.
-        shuffle: draw a new order every epoch.
         augment: augmentation of the training images: an `Augment`, or its settings by name, such as {crop: 4, flip:
             random}; null for none.
-        placement: device (all images in the memory of the training device), host (worker processes prefetch them), or
-            auto. auto means device if the images fit into half of its free memory.
-        workers: number of worker processes that prefetch; 0 for none.
-        mean: mean of each channel, for pixels in [0, 1]; measured on the training images if not given.
-        std: standard deviation of each channel, for pixels in [0, 1]; measured if not given.
-        image_size: pixels of your own images and of shapes: a number for squares, or height and width (96x128,
-            [96, 128]).
-        resize: how to resize your own images of another aspect ratio: crop (scale to cover, then crop the centre),
-            letterbox (scale to fit, with grey borders), or squash (change the aspect ratio).
-        channels: 1 or 3, for your own images and shapes.
-        levels: values of 16-bit grey images that become black and white, such as [7000, 7400]; by default the range of
-            your own images.
-        num_classes: number of classes of shapes.
-        count: number of training images of shapes; the test set is a fifth of it.
-        url: URL or path of the archive, instead of the built-in sources.
-        skip_bad: skip damaged and missing images instead of stopping.
-        cache_dir: folder for decoded images; the user's cache folder if not given.
-        labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
-            written by `cifar-lit review`, for data sets that are not your own images.
-        groups: columns of the table, such as camera,site, whose values get results of their own; or `folder`, the
-            folders below the class folders. They are only reported: `split.group` keeps groups on one side.
+        images: size, labels and statistics of the images: an `Images`, or its settings by name.
+        loading: where images come from and are held: a `Loading`, or its settings by name.
+        seed: seed of order and augmentation; --seed sets it.
     """
 
-    # Settings that may change when a fit is resumed: places and loading.
-    may_change = ("root", "url", "cache_dir", "placement", "workers", "eval_batch_size", "groups")
+    # Settings that may change when a fit is resumed.
+    may_change = ("root", "images.groups", *(f"loading.{field.name}" for field in fields(Loading)))
 
     def __init__(
         self,
         dataset: NameOrObject = "cifar10",
         root: str | None = None,
         batch_size: int = 128,
-        eval_batch_size: int = 500,
         val_size: float = 0.1,
-        split: Split = Split(),  # noqa: B008 (frozen); a Python program may pass a mapping
+        split: Split = Split(),  # noqa: B008 (frozen, as the other groups); a Python program may pass a mapping
+        augment: Augment = Augment(),  # noqa: B008
+        images: Images = Images(),  # noqa: B008
+        loading: Loading = Loading(),  # noqa: B008
         seed: int = 0,
-        shuffle: bool = True,
-        augment: Augment = Augment(),  # noqa: B008 (frozen); or a mapping
-        placement: str = "auto",
-        workers: int = 2,
-        mean: list[float] | float | None = None,
-        std: list[float] | float | None = None,
-        image_size: NonNegativeInt | list[int] | str | None = None,  # `int` would parse 0x10 as 16
-        resize: str = "crop",
-        channels: int | None = None,
-        levels: list[int] | None = None,
-        num_classes: int | None = None,
-        count: int = 10_000,
-        url: str | None = None,
-        skip_bad: bool = False,
-        cache_dir: str | None = None,
-        labels: str | None = None,
-        groups: list[str] | str | None = None,
     ) -> None:
-        # `super()` adds __class__. Statistics are compared as measured, see `_all_settings`.
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "mean", "std")}
         super().__init__()
-        split = Split.of(given.pop("split"))
-        self.augment = Augment.of(given.pop("augment"))
-        self.given = plain_settings("data", given)
-        self.given |= plain_settings("data.split", asdict(split))
-        self.given |= plain_settings("data.augment", asdict(self.augment))
-        check_choice("data.placement", placement, PLACEMENTS)
+        split = group_of(Split, split, "data.split")
+        self.augment = group_of(Augment, augment, "data.augment")
+        self.images = group_of(Images, images, "data.images")
+        self.loading = group_of(Loading, loading, "data.loading")
         self.dataset = part_name(dataset)
         self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
         self.seed = seed
-        self.shuffle = shuffle
-        self.workers = workers
-        self.settings = SourceSettings(
-            root=root, url=url, cache_dir=cache_dir, labels=labels, skip_bad=skip_bad, resize=resize,
-            image_size=image_size, channels=channels, num_classes=num_classes, count=count, split=split,
-            groups=parse_groups(groups), levels=parse_levels(levels),
-        )  # fmt: skip
+        self.settings = DataSettings(root, self.images, self.loading, split)
         self._val_size = val_size
-        self._placement, self._mean, self._std = placement, mean, std
+        # Settings by name, for checkpoints. Statistics are compared as measured, see `_all_settings`.
+        plain = {"dataset": dataset, "root": root, "batch_size": batch_size, "val_size": val_size, "seed": seed}
+        self.given = plain_settings("data", plain)
+        self.given |= plain_settings("data.split", asdict(split))
+        self.given |= plain_settings("data.augment", asdict(self.augment))
+        compared = asdict(self.images)
+        del compared["mean"], compared["std"]
+        self.given |= plain_settings("data.images", compared)
+        self.given |= plain_settings("data.loading", asdict(self.loading))
         self._build_parts()
         self._resumed: dict[str, object] | None = None
 
@@ -136,7 +95,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         self.parts = SplitImages(self.dataset, self.settings, self._val_size)
         self._placed: dict[tuple[str, torch.device], Placed] = {}
         self.preprocessing = Preprocessing(
-            self.parts, mean=self._mean, std=self._std, augment=self.augment, seed=self.seed
+            self.parts, mean=self.images.mean, std=self.images.std, augment=self.augment, seed=self.seed
         )
         self._record: dict[str, object] = {}
 
@@ -192,7 +151,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         key = (part, self.device)
         if key not in self._placed:
             images = self.train_images if part == "train" else self.test_images
-            self._placed[key] = place_images(images, self._placement, self.device)
+            self._placed[key] = place_images(images, self.loading.placement, self.device)
         return self._placed[key]
 
     @property
@@ -222,13 +181,13 @@ class ImageData(TrustedNames, pl.LightningDataModule):
 
     def train_dataloader(self) -> TrainLoader:
         """Create the training loader of this rank."""
-        self.record  # noqa: B018 (loads the test images too, before any image is added to their folder)
+        self.keep_record()  # before any image is added to their folder
         if self.augment.mixes and not self._rank_settings["weighted"]:
             fault = "data.augment mixup and cutmix need a model that reads batch.targets"
             raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
         images = self.placed("train").images
         order = in_order
-        if self.shuffle and not self._overfits:
+        if not self._overfits:
             order = shuffled
             if make_order := self._of_feature("order"):
                 order = make_order(self.train_images.labels)
@@ -237,7 +196,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             "source": images, "indices": self.split[0], "batch_size": self.batch_size,
             "augment": self.augment, "fill": mean_colour.to(images.images.device),
             "order": order, "seed": self.seed,
-            "workers": self.workers if self.reads_ahead else 0,
+            "workers": self.loading.workers if self.reads_ahead else 0,
             "pin_memory": self.device.type != "cpu",
             **self._rank_settings,
         }  # fmt: skip
@@ -253,13 +212,15 @@ class ImageData(TrustedNames, pl.LightningDataModule):
 
     def val_dataloader(self) -> EvalLoader | list[EvalLoader]:
         """Create the validation loader of this rank, or an empty list if there are no validation images."""
-        loader = EvalLoader(self.placed("train").images, self.split[1], self.eval_batch_size, **self._rank_settings)
+        loader = EvalLoader(
+            self.placed("train").images, self.split[1], self.loading.eval_batch_size, **self._rank_settings
+        )
         return loader if len(loader) else []
 
     def test_dataloader(self) -> EvalLoader:
         """Create the loader of this rank's test batches."""
         rows = torch.arange(len(self.test_images))
-        return EvalLoader(self.placed("test").images, rows, self.eval_batch_size, **self._rank_settings)
+        return EvalLoader(self.placed("test").images, rows, self.loading.eval_batch_size, **self._rank_settings)
 
     predict_dataloader = test_dataloader
 
@@ -312,9 +273,8 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         parts = 1 if self._rank_settings["weighted"] else self._rank_settings["world"]
         return fit_length(self.trainer, count_batches(len(self.split[0]), self.batch_size, parts))
 
-    @property
-    def record(self) -> dict[str, Any]:
-        """The record of images and split that checkpoints hold; see `data.split_record`."""
+    def keep_record(self) -> dict[str, Any]:
+        """Record the images and their split once, for checkpoints; see `data.split_record`."""
         if not self._record:
             self._record = split_record(self.parts)
         return self._record
@@ -326,7 +286,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         does not restore them.
         """
         state: dict[str, object] = {
-            "split": self.record,
+            "split": self.keep_record(),
             "settings": json.dumps(self._all_settings | {"epochs": self.epochs}),
             "classes": [*self.classes],
         }
@@ -371,11 +331,13 @@ class ImageData(TrustedNames, pl.LightningDataModule):
 
     def _selects_same_images(self, saved: Mapping[str, object], has_names: bool) -> bool:
         """Return whether the settings of the images are those of a checkpoint, except where downloads come from."""
-        names = {"data.dataset", *(f"data.{field.name}" for field in fields(self.settings))}
+        selecting = ["data.dataset", "data.root", "data.images."]
         if not has_names:  # Another split does not move the test images of a published data set.
-            names |= {"data.val_size", *(f"data.split.{field.name}" for field in fields(self.settings.split))}
-        names = (names & self.given.keys()) - {"data.url", "data.cache_dir", "data.groups"}
-        return all(saved.get(name) == self.given[name] for name in names)
+            selecting += ["data.val_size", "data.split."]
+        for name, value in self.given.items():
+            if name.startswith(tuple(selecting)) and name != "data.images.groups" and saved.get(name) != value:
+                return False
+        return True
 
     def _keep_split(self, state: Mapping[str, Any]) -> None:
         """Leave out images that were added since the training began. Raise UsageError if its images have changed."""
@@ -385,11 +347,11 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         if rows is not None and self._record.get("digest") != record["digest"]:
             self.settings = replace(self.settings, only=frozenset(name for name, _, _ in rows))
             self._build_parts()
-        if self.record["digest"] != record["digest"]:
+        if self.keep_record()["digest"] != record["digest"]:
             raise UsageError(split_fault(self.parts, rows))
 
     @property
     def _all_settings(self) -> dict[str, object]:
         """The settings that checkpoints hold, with measured statistics."""
         mean, std = self.statistics
-        return {**self.given, "data.mean": mean, "data.std": std}
+        return {**self.given, "data.images.mean": mean, "data.images.std": std}

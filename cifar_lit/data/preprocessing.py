@@ -150,9 +150,6 @@ def shrink(images: Tensor, side: int) -> Tensor:
     return (small.view(count * side, width * channels) @ columns).view(count, side, -1, channels)
 
 
-PLACEMENTS = ("auto", "device", "host")
-
-
 class Placed(NamedTuple):
     """Images, and their place: `device` or `host`."""
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import progress
-from cifar_lit.data.source_settings import ImageSize, parse_image_size
+from cifar_lit.data.settings import ImageSize, parse_image_size
 
 Array = NDArray[np.floating]  # always float32, but numpy's types do not infer that
 

@@ -13,15 +13,15 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from cifar_lit.base.errors import UsageError, check_choice, nearest
+from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.base.plugins import check_no_file, find_part, is_import_path, part_name
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.photos.formats import IMAGES, RESIZES, TABLES
+from cifar_lit.data.photos.formats import IMAGES, TABLES
+from cifar_lit.data.settings import DataSettings
 from cifar_lit.data.shapes import shapes
-from cifar_lit.data.source_settings import SourceSettings
 from cifar_lit.data.torchvision_sets import cifar, fashion_mnist, has_cifar, has_fashion_mnist
 
-Load = Callable[[SourceSettings, bool], ImageSet]
+Load = Callable[[DataSettings, bool], ImageSet]
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,28 @@ class Source:
     """
 
     load: Load
-    at_hand: Callable[[SourceSettings], bool] = lambda settings: True
+    at_hand: Callable[[DataSettings], bool] = lambda settings: True
     fixed: Mapping[str, int] = field(default_factory=dict)
     labels: Mapping[str, int] = field(default_factory=dict)
 
 
-def _folder(settings: SourceSettings, train: bool) -> ImageSet:
+def _folder(settings: DataSettings, train: bool) -> ImageSet:
     from cifar_lit.data.photos.folder import folder  # imports the decoder
 
     return folder(settings, train)
 
 
-def _shapes(settings: SourceSettings, train: bool) -> ImageSet:
+def _shapes(settings: DataSettings, train: bool) -> ImageSet:
+    images = settings.images
+    count = images.count
+    if not train:
+        count //= 5
     return shapes(
         train,
-        image_size=32 if settings.image_size is None else settings.image_size,
-        channels=settings.channels or 3,
-        num_classes=settings.num_classes or 10,
-        count=settings.count if train else settings.count // 5,
+        image_size=images.size or 32,
+        channels=images.channels or 3,
+        num_classes=images.num_classes or 10,
+        count=count,
         seed=settings.split.seed,
     )
 
@@ -72,7 +76,7 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def load_images(data: str | Source | Load, settings: SourceSettings, train: bool) -> ImageSet:
+def load_images(data: str | Source | Load, settings: DataSettings, train: bool) -> ImageSet:
     """Return the training or test images of a data set.
 
     Args:
@@ -83,31 +87,32 @@ def load_images(data: str | Source | Load, settings: SourceSettings, train: bool
         UsageError: the name is unknown, or the settings do not fit the data set.
         Failure: the images are not available.
     """
-    source, kind, dataset = find_source(data), settings.labels, part_name(data)
+    source, kind, dataset = find_source(data), settings.images.labels, part_name(data)
     if kind is not None and kind not in source.labels:
         if kind.lower().endswith(TABLES) and dataset != "folder":
             from cifar_lit.data.photos.reviewed import with_reviewed_labels
 
-            images = load_images(data, replace(settings, labels=None), train)
+            unchanged = replace(settings, images=replace(settings.images, labels=None))
+            images = load_images(data, unchanged, train)
             return with_reviewed_labels(images, Path(kind).expanduser()) if train else images
         remedy = f"use {' or '.join(source.labels)}" if source.labels else "leave data.labels out"
         raise UsageError(f"{dataset} has no labels called {kind!r}: {remedy}")
-    check_choice("data.resize", settings.resize, RESIZES)
     if dataset in SOURCES and dataset != "folder":
         _check_no_own_images(dataset, settings)
     fixed = {**source.fixed, "num_classes": source.labels[kind]} if kind else source.fixed
     for name, value in fixed.items():
-        if getattr(settings, name) not in (None, value):
-            raise UsageError(f"data.{name} of {dataset} is {value}, not {getattr(settings, name)}: leave it out")
+        given = getattr(settings.images, name)
+        if given not in (None, value):
+            raise UsageError(f"data.{name} of {dataset} is {value}, not {given}: leave it out")
     images = source.load(settings, train)
-    for name in settings.groups:
+    for name in settings.images.group_names:
         if name not in images.columns:
             remedy = "a table with this column, or `folder` for the folders below the class folders"
             raise UsageError(f"data.groups: the images of {dataset} have no {name!r}: use {remedy}")
     return images if images.images.is_contiguous() else replace(images, images=images.images.contiguous())
 
 
-def _check_no_own_images(dataset: str, settings: SourceSettings) -> None:
+def _check_no_own_images(dataset: str, settings: DataSettings) -> None:
     """Raise UsageError if the root holds folders of images, but the data set is another."""
     if settings.root is None or not _has_class_folders(settings.path):
         return

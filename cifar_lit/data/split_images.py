@@ -17,7 +17,8 @@ from cifar_lit.base.plugins import part_name
 from cifar_lit.base.text import counted, listed, nfc
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.sources import Load, Source, SourceSettings, load_images
+from cifar_lit.data.settings import DataSettings
+from cifar_lit.data.sources import Load, Source, load_images
 from cifar_lit.data.splits import fold_rows, split_validation, take_share
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class SplitImages:
         val_size: number (1 or more) or fraction (below 1) of the training images to validate on.
     """
 
-    def __init__(self, dataset: str | Source | Load, settings: SourceSettings, val_size: float = 0.1) -> None:
+    def __init__(self, dataset: str | Source | Load, settings: DataSettings, val_size: float = 0.1) -> None:
         self.dataset = dataset
         self.settings = settings
         self.val_size = val_size

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.settings import options_of
 from cifar_lit.data.image_set import ImageSet
 
 Groups = Tensor | np.ndarray | None  # int64 (N,), equal for rows that must stay together
@@ -45,15 +44,6 @@ class Split:
     folds: int = 0
     fold: int = 0
     share: float = 1.0
-
-    @classmethod
-    def of(cls, settings: Split | Mapping[str, object] | None) -> Split:
-        """Return settings that are given as an object or by name; None for the defaults."""
-        if settings is None:
-            return cls()
-        if not isinstance(settings, Mapping):
-            return settings
-        return options_of(cls, settings, "data.split", "It has")
 
     def __post_init__(self) -> None:
         if not 0 < self.test_size < 1:

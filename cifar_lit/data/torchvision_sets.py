@@ -14,7 +14,7 @@ import torch
 
 from cifar_lit.data.download import disk_errors, fetch, file_lock
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.source_settings import SourceSettings
+from cifar_lit.data.settings import DataSettings
 
 # Byte-identical copies (the md5s are torchvision's), the fastest first. Zenodo record 10089977 is an archival copy of
 # both CIFARs; BrainChip keeps one for its own examples. PaddlePaddle's copy in Beijing serves China. The authors' host
@@ -37,7 +37,7 @@ def _read_cifar(reader: Any, root: Path, train: bool) -> Any | None:
         return None
 
 
-def cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
+def cifar(name: str, settings: DataSettings, train: bool) -> ImageSet:
     """Return a CIFAR as torchvision reads it. Download and unpack it if a file is missing or has a wrong md5."""
     from torchvision import datasets  # here, as the import takes a second
 
@@ -50,13 +50,13 @@ def cifar(name: str, settings: SourceSettings, train: bool) -> ImageSet:
                 data = _read_cifar(reader, root, train)  # another process may have prepared it meanwhile
                 if data is None:
                     urls = [url.format(name=name, archive=archive.name) for url in CIFAR_MIRRORS]
-                    if settings.url:
-                        urls = [settings.url]
+                    if settings.loading.url:
+                        urls = [settings.loading.url]
                     with tarfile.open(fetch(archive.name, urls, reader.tgz_md5, archive)) as tar:
                         tar.extractall(root, filter="data")  # a file truncated by a kill fails the md5 check
                     data = reader(root, train)
     images, labels, classes = torch.from_numpy(np.ascontiguousarray(data.data)), data.targets, data.classes
-    if settings.labels == "coarse":  # torchvision returns only the fine labels
+    if settings.images.labels == "coarse":  # torchvision returns only the fine labels
         file = base / "test"
         if train:
             file = base / "train"
@@ -71,14 +71,14 @@ def _unpickled(file: Path) -> dict[str, object]:
     return contents
 
 
-def fashion_mnist(settings: SourceSettings, train: bool) -> ImageSet:
+def fashion_mnist(settings: DataSettings, train: bool) -> ImageSet:
     """Return Fashion-MNIST from torchvision's four packed files. `data.url` names a folder that has all four."""
     from torchvision.datasets import FashionMNIST
 
     raw = _fashion_folder(settings)
     folders = [*FashionMNIST.mirrors, FASHION_MIRROR]
-    if settings.url:
-        folders = [settings.url]
+    if settings.loading.url:
+        folders = [settings.loading.url]
     lock: AbstractContextManager[object] = nullcontext()
     if not has_fashion_mnist(settings):
         lock = file_lock(Path(f"{raw.parent}.lock"), f"prepares {raw.parent}")
@@ -100,11 +100,11 @@ def _unpacked(path: Path) -> bytearray:
     return bytearray(gzip.decompress(path.read_bytes()))
 
 
-def _fashion_folder(settings: SourceSettings) -> Path:
+def _fashion_folder(settings: DataSettings) -> Path:
     return settings.path / "FashionMNIST" / "raw"
 
 
-def has_cifar(name: str, settings: SourceSettings) -> bool:
+def has_cifar(name: str, settings: DataSettings) -> bool:
     """Return whether all unpacked files of a CIFAR exist and have torchvision's md5s."""
     if not settings.path.is_dir():  # saves the import of torchvision
         return False
@@ -113,7 +113,7 @@ def has_cifar(name: str, settings: SourceSettings) -> bool:
     return _read_cifar(getattr(datasets, name.upper()), settings.path, train=False) is not None
 
 
-def has_fashion_mnist(settings: SourceSettings) -> bool:
+def has_fashion_mnist(settings: DataSettings) -> bool:
     """Return whether all four packed files exist. `fetch` checks them, and changes no existing file."""
     if not settings.path.is_dir():
         return False

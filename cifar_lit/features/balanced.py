@@ -10,12 +10,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.base.errors import UsageError
 from cifar_lit.base.text import counted
 from cifar_lit.data.loaders import Order, epoch_order
 
 if TYPE_CHECKING:
-    from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
 
 _CYCLES = 0  # number of this random stream; the order in `data.loaders` has 1
@@ -47,11 +45,6 @@ class Balanced(Callback):
 
     def __init__(self) -> None:
         self._counts = torch.empty(0)
-
-    def check(self, model: ImageClassifier, data: ImageData) -> None:
-        """Raise UsageError for a fixed order."""
-        if not data.shuffle:
-            raise UsageError("balanced draws a new order every epoch: leave data.shuffle at true")
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Count the training images of each class."""

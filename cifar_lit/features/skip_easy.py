@@ -145,8 +145,8 @@ class SkipEasy(Callback):
 
     def check(self, model: ImageClassifier, data: ImageData) -> None:
         """Raise UsageError if the order of the images is set elsewhere."""
-        if methods(data.trainer, "order") or not data.shuffle:
-            raise UsageError("skip_easy sets the order of images: leave balanced out and data.shuffle at true")
+        if methods(data.trainer, "order"):
+            raise UsageError("skip_easy sets the order of images: leave balanced out")
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Forget the state of an earlier fit, and see the losses of each step."""

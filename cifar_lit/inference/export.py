@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from cifar_lit.base.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.base.files import writing
-from cifar_lit.data.photos.formats import RESIZES
+from cifar_lit.data.settings import RESIZES
 from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.inference.rejection import novelty, threshold

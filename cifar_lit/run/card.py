@@ -30,7 +30,7 @@ def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
         mean=mean,
         std=std,
         options=dict(h["net_options"] or {}),
-        resize=data.settings.resize,
+        resize=data.settings.images.resize,
     )
     if data.train_images.levels is not None:
         card = replace(card, levels=list(data.train_images.levels))

@@ -7,34 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jsonargparse import ArgumentError, ArgumentParser
 
 from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import Failure, UsageError, first_line
 from cifar_lit.base.files import display_path
 from cifar_lit.base.text import listed, nfc
 from cifar_lit.base.trust import check_name
-from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import find_source
-from cifar_lit.data.splits import Split
 from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import ModelCard
-
-NESTED = {"split": Split.of, "augment": Augment.of}  # groups of settings of ImageData
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 
-def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, object]:
+def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None) -> dict[str, Any]:
     """Return the data settings of a run's config.yaml, or those of `dataset` for this net; empty if both are missing.
 
     dataset: data set to use instead of that in config.yaml, required without a config.yaml.
     data_dir: folder of the data, if it was moved.
     """
-    settings: dict[str, object] = {}
+    settings: dict[str, Any] = {}
     if dataset:
         settings = _settings_for(dataset, card)
     elif (run / "config.yaml").is_file():
@@ -45,20 +40,20 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
     if data_dir:
         settings["root"] = data_dir
     if settings.get("dataset") == "folder" and card.levels:
-        settings["levels"] = list(card.levels)
+        settings["images"] = {**settings.get("images", {}), "levels": list(card.levels)}
     return settings
 
 
-def _settings_for(dataset: str, card: ModelCard) -> dict[str, object]:
-    settings: dict[str, object] = {"dataset": dataset, "val_size": 0}  # the split is unknown
+def _settings_for(dataset: str, card: ModelCard) -> dict[str, Any]:
+    images: dict[str, object] = {}
     channels, height, width = card.input_shape
     if dataset in ("shapes", "folder"):
-        settings |= {"image_size": [height, width], "channels": channels}
+        images = {"image_size": [height, width], "channels": channels}
     if dataset == "folder":
-        settings["resize"] = card.resize
+        images["resize"] = card.resize
     if dataset == "shapes":
-        settings["num_classes"] = len(card.classes)
-    return settings
+        images["num_classes"] = len(card.classes)
+    return {"dataset": dataset, "val_size": 0, "images": images}  # the split is unknown
 
 
 def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None) -> ImageData:
@@ -82,27 +77,11 @@ def _open(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None)
         raise UsageError(
             f"{display_path(run)} has no config.yaml that names the data: add --dataset, and --data-dir with its folder"
         )
-    return ImageData(**_parsed(ImageData, settings, display_path(run)))
-
-
-def _parsed(kind: type, settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return settings converted to the argument types of a class; raise Failure for unknown or invalid ones.
-
-    The parser does not get the groups of settings, because it would import a class named in them.
-    """
-    plain = dict(settings)
-    nested = {}
-    for group, of in NESTED.items():
-        if group in plain:
-            nested[group] = of(plain.pop(group))
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, as_group=False, skip=set(NESTED))
     try:
-        return {**parser.parse_object(plain).as_dict(), **nested}
-    except (ArgumentError, TypeError, ValueError) as error:  # TypeError: a name is not a string
-        raise Failure(
-            f"{name}/config.yaml has data settings of another version ({first_line(error)}): add --dataset"
-        ) from None
+        return ImageData(**settings)
+    except TypeError as error:
+        fault = f"{display_path(run)}/config.yaml has data settings of another version ({first_line(error)})"
+        raise Failure(f"{fault}: add --dataset") from None
 
 
 def _check_fit(card: ModelCard, classes: Sequence[str], shape: list[int]) -> None:

@@ -13,4 +13,4 @@ def in_working_folder(working_folder: Path) -> None:
 @pytest.fixture(scope="session")
 def data() -> ImageData:
     """Return the data set of the recipe small.yaml."""
-    return ImageData(dataset="shapes", image_size=16, num_classes=4, count=200, val_size=40)
+    return ImageData(dataset="shapes", val_size=40, images={"image_size": 16, "num_classes": 4, "count": 200})

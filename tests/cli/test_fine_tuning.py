@@ -54,8 +54,8 @@ def test_the_weights_of_a_run_come_with_its_normalisation() -> None:
     words = ("--net", "shapenet", "--weights", run, *ADAMW, "--finetune.unfreeze", "false")
     answer = run_command("fit", *SMALL, *words, "--data.num_classes", "4")
     assert answer.code == 0, answer.err
-    data = config_of(Path("lightning_logs/small-2"))["data"]
-    assert data["mean"] == [0.4] * 3 and data["std"] == config_of(Path(run))["data"]["std"]
+    data = config_of(Path("lightning_logs/small-2"))["data"]["images"]
+    assert data["mean"] == [0.4] * 3 and data["std"] == config_of(Path(run))["data"]["images"]["std"]
     assert_refused(run_command(*SMALL, "--weights", "lightning_logs"), 2, "no weights lightning_logs/model.saf")
 
 
@@ -67,7 +67,7 @@ def test_normalisation_is_that_of_the_pretraining_unless_set() -> None:
     words = (*SMALL, "--net", "timm/resnet10t", "--weights", "resnet.pth", "--finetune.unfreeze", "false")
     for flags, std in (((), [0.229, 0.224, 0.225]), (("--data.std", "0.5"), [0.5, 0.5, 0.5])):
         assert run_command("fit", *words, "--data.image_size", "32", *flags).code == 0
-        data = config_of(max(Path("lightning_logs").glob("small-*")))["data"]
+        data = config_of(max(Path("lightning_logs").glob("small-*")))["data"]["images"]
         assert data["mean"] == pytest.approx([0.485, 0.456, 0.406]) and data["std"] == pytest.approx(std)
 
 

@@ -56,7 +56,7 @@ def test_a_tutorial_recipe_has_the_settings_of_the_tutorial(name: str) -> None:
     settings: dict[str, Any] = plain_values(recipe_path(name))
     model, data, trainer = settings["model"], settings["data"], settings["trainer"]
     optimizer = model["optimizer"], model["lr"], model.get("optimizer_options", {}).get("momentum")
-    normalisation = data["mean"], data["std"]
+    normalisation = data["images"]["mean"], data["images"]["std"]
     found = (model["net"], *optimizer, data["batch_size"], trainer["max_epochs"], *normalisation)
     assert found == TUTORIALS[name]
     assert "schedule" not in model

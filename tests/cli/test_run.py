@@ -96,7 +96,7 @@ def test_the_loaded_net_is_that_of_the_best_checkpoint(run_dir: Path, data: Imag
     net = build_net("lenet", channels=3, image_size=16, num_classes=4).eval()
     state = read_checkpoint(run_dir / "checkpoints/best.ckpt")["state_dict"]
     net.load_state_dict({name[4:]: tensor for name, tensor in state.items() if name.startswith("net.")})
-    mean, std = (torch.tensor(config_of(run_dir)["data"][name]).view(-1, 1, 1) for name in ("mean", "std"))
+    mean, std = (torch.tensor(config_of(run_dir)["data"]["images"][name]).view(-1, 1, 1) for name in ("mean", "std"))
     with torch.no_grad():
         torch.testing.assert_close(loaded(images), net((images.float() / 255 - mean) / std))
 

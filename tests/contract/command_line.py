@@ -47,11 +47,9 @@ model:
   schedule: cosine
 data:
   dataset: shapes
-  image_size: 16
-  num_classes: 4
-  count: 200
   val_size: 40
   batch_size: 32
+  images: {image_size: 16, num_classes: 4, count: 200}
 """
 SMALL = ("--recipe", "small.yaml")
 NO_SHAPES = ("--data.num_classes", "null", "--data.image_size", "null")  # unset the recipe's options of shapes

@@ -21,7 +21,7 @@ S = "--recipe small.yaml"
 INVALID: list[tuple[str, list[str]]] = [
     # misspelt names, and names of other programs
     (f"{S} --trainer.max_epoch 3", ["no flag --trainer.max_epoch", "Did you mean --trainer.max_epochs?"]),
-    (f"{S} --data.shufle=true", ["no flag --data.shufle", "Did you mean --data.shuffle?"]),
+    (f"{S} --data.levls=1", ["no flag --data.levls", "Did you mean --data.levels?"]),
     (f"{S} --weight_average.decy 0.9", ["no setting", "weight_average.decy", "Did you mean weight_average.decay?"]),
     (f"{S} --learning-rate 0.1", ["no flag --learning-rate", "Did you mean --lr?"]),
     (f"{S} --epoch 3", ["no flag --epoch", "Did you mean --epochs?"]),

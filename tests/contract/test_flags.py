@@ -25,6 +25,8 @@ SHORT_FLAGS: list[tuple[str, str, str, Any]] = [
     ("net", "shapenet", "model.net", "shapenet"),
     ("lr", "0.125", "model.lr", 0.125),
     ("seed", "11", "seed_everything", 11),
+    ("data.image_size", "24", "data.images.image_size", 24),
+    ("data.workers", "3", "data.loading.workers", 3),
 ]
 
 
@@ -55,7 +57,7 @@ def test_a_short_flag_is_an_alias_of_the_long_one() -> None:
 
 
 def test_every_setting_is_a_flag_and_devices_are_a_number_a_list_or_auto() -> None:
-    values = {"trainer.gradient_clip_val": "0.5", "weight_average.decay": "0.5", "data.count": "400"}
+    values = {"trainer.gradient_clip_val": "0.5", "weight_average.decay": "0.5", "data.images.count": "400"}
     ours = {"checkpoint-every": "10m", "rank-timeout": "30.0"}
     config = printed_config(*SMALL, *(f"--{flag}={value}" for flag, value in {**values, **ours}.items()))
     assert {flag: str(setting(config, flag)) for flag in values} == values

@@ -129,9 +129,9 @@ def test_an_allowed_change_is_recorded_and_leaves_the_configuration_as_it_was(in
     step = checkpoint_of(interrupted / "checkpoints/last.ckpt")["global_step"]
     assert run_command("--resume", "--data.eval_batch_size", "123", "--logger", "csv").code == 0
     assert (interrupted / "config.yaml").read_bytes() == config
-    changed = {"data.eval_batch_size": 123, "logger": "csv"}
+    changed = {"data.loading.eval_batch_size": 123, "logger": "csv"}
     assert metrics_of(interrupted)["changes"] == [{"step": step, "settings": changed}]
-    text = f"from step {step}: data.eval_batch_size 123, logger csv"
+    text = f"from step {step}: data.loading.eval_batch_size 123, logger csv"
     assert text in (interrupted / "report.html").read_text()
     assert text in " ".join(run_command("compare", interrupted, "--csv", "-").out.split('"'))
 
@@ -140,7 +140,7 @@ def test_settings_that_contradict_the_run_are_refused_and_the_run_stays_unchange
     before = contents_of(interrupted)
     names = files_of(interrupted)
     assert_refused(run_command("--resume", "--recipe=quickstart"), 2, "recipe was ", " in this run, not ")
-    others = {"net": "tudui", "model.optimizer": "adamw", "data.num_classes": "5", "model.schedule": "constant",
+    others = {"net": "tudui", "model.optimizer": "adamw", "data.images.num_classes": "5", "model.schedule": "constant",
               "lr": "0.1", "epochs": "2", "batch-size": "16", "seed": "4", "data.augment.flip": "random",
               "data.split.seed": "7", "trainer.accumulate_grad_batches": "2"}  # fmt: skip
     for flag, value in others.items():

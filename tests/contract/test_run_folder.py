@@ -71,10 +71,10 @@ def test_model_safetensors_holds_metadata_and_the_weights_of_the_best_checkpoint
     with safetensors.safe_open(run_dir / "model.safetensors", "pt") as file:
         metadata = " ".join(f"{name} {value}" for name, value in file.metadata().items())
         tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
-    data = config_of(run_dir)["data"]
+    images = config_of(run_dir)["data"]["images"]
     for fact in ("lenet", *CLASSES, "16", "3"):
         assert re.search(rf"\b{fact}\b", metadata), fact
-    for value in (*data["mean"], *data["std"]):
+    for value in (*images["mean"], *images["std"]):
         assert str(value) in metadata
     best = checkpoint_of(run_dir / "checkpoints/best.ckpt")["state_dict"].values()
     trained = [tensor for tensor in best if tensor.dim() > 1]  # filters and matrices
@@ -176,7 +176,7 @@ def test_validate_and_test_create_a_run_folder(run_dir: Path, command: str, part
     assert metrics[part]["accuracy"] == metrics_of(run_dir)[part]["accuracy"]
     assert metrics[part]["loss"] == pytest.approx(metrics_of(run_dir)[part]["loss"], abs=1e-5)
     assert metrics[other] is None
-    assert config_of(new_run)["data"]["count"] == 200  # a setting of the evaluated run
+    assert config_of(new_run)["data"]["images"]["count"] == 200  # a setting of the evaluated run
 
 
 def test_without_validation_images_the_last_checkpoint_is_tested_and_there_is_no_best() -> None:

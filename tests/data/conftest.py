@@ -4,6 +4,13 @@ import pytest
 from own_images import save
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the cache folder of all tests here."""
+    monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Return a folder with 3 + 2 images in train/ and 1 + 1 in test/, with grey values 0, 1, 2 … in path order."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from grouped import grouped
 from PIL import Image
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.folder import folder
-from cifar_lit.data.source_settings import SourceSettings
+from cifar_lit.data.settings import DataSettings
 
 
 def save(path: Path, value: int = 0, size: tuple[int, int] = (8, 8)) -> Path:
@@ -47,8 +47,7 @@ def damage(path: Path) -> None:
 
 
 def open_set(root: Path, train: bool = True, **settings: object) -> ImageSet:
-    values: dict[str, Any] = {"root": str(root), "cache_dir": str(root.parent / "cache"), **settings}
-    return folder(SourceSettings(**values), train)
+    return folder(DataSettings(**grouped({"root": str(root), **settings})), train)
 
 
 def values(root: Path, train: bool = True, **settings: object) -> list[int]:

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from grouped import grouped
 
 from cifar_lit.data.datamodule import ImageData
 
 
 def shapes_data(**settings: Any) -> ImageData:
     """Return 50 training images of 12 pixels, 10 validation and 12 test images."""
-    return ImageData("shapes", **{"count": 60, "image_size": 12, "val_size": 10, "batch_size": 16, **settings})
+    defaults = {"count": 60, "image_size": 12, "val_size": 10, "batch_size": 16}
+    return ImageData("shapes", **grouped({**defaults, **settings}))
 
 
 def trainer_at(epoch: int, epochs: int | None, training: bool = True, **settings: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.data.source_settings import ImageSize, parse_image_size
+from cifar_lit.data.settings import ImageSize, parse_image_size
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from cifar_lit.base.signals import STOP_SIGNALS
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import PADDING, Batch
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.loaders import EvalLoader, TrainLoader, epoch_order, in_order
+from cifar_lit.data.loaders import EvalLoader, TrainLoader, epoch_order
 from cifar_lit.data.read_ahead import read_ahead
 
 MOVES: dict[str, Any] = {"augment": Augment("alternating", crop=2, cutout=3), "fill": torch.zeros(3).byte(), "seed": 5}
@@ -87,13 +87,6 @@ def test_an_augmented_image_does_not_depend_on_devices_batches_or_blocks(
     for batch in chain(*loaders):
         assert torch.equal(batch.images, expected[batch.indices])
         assert torch.equal(batch.labels, source.labels[batch.indices])
-
-
-def test_without_shuffling_every_epoch_has_the_order_of_the_indices() -> None:
-    (loader,) = train_loaders(image_set(10), 5, indices=torch.tensor([4, 2, 9, 7, 1, 5, 8]), order=in_order)
-    for epoch in (0, 5):
-        loader.set_epoch(epoch)
-        assert [batch.indices.tolist() for batch in loader] == [[4, 2, 9, 7, 1], [5, 8]]
 
 
 @pytest.mark.parametrize("stopped_after", [1, 3, 7])

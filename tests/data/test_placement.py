@@ -24,7 +24,7 @@ FREE_MEMORY = "cifar_lit.data.preprocessing.free_memory"
 def test_images_are_on_the_device_up_to_half_its_free_memory(
     kind: str, free_sizes: float | None, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = ImageData("shapes", image_size=8, count=10).train_images
+    images = ImageData("shapes", images={"image_size": 8, "count": 10}).train_images
     free = None if free_sizes is None else round(free_sizes * images.images.nbytes)
     monkeypatch.setattr(FREE_MEMORY, lambda device: free)
     assert place_images(images, kind, torch.device("cpu")).place == place

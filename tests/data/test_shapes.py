@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from cifar_lit.data.settings import ImageSize
 from cifar_lit.data.shapes import CLASSES, FIGURES, shapes
-from cifar_lit.data.source_settings import ImageSize
 
 
 @pytest.mark.parametrize(

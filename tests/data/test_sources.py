@@ -24,8 +24,9 @@ from torchvision import datasets
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.data import torchvision_sets
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.settings import DataSettings, Images, Loading
 from cifar_lit.data.shapes import shapes
-from cifar_lit.data.sources import SOURCES, Source, SourceSettings, find_source, load_images
+from cifar_lit.data.sources import SOURCES, Source, find_source, load_images
 
 PER_FILE = 4
 FIRST_PIXEL = [3, 4, 5]  # RGB, in the first CIFAR image
@@ -72,7 +73,7 @@ class Served:
 
     def load(self, train: bool = True) -> ImageSet:
         url = self.mirror.url + (ARCHIVE if self.dataset == "cifar10" else "")
-        return load_images(self.dataset, SourceSettings(root=str(self.root), url=url), train)
+        return load_images(self.dataset, DataSettings(root=str(self.root), loading=Loading(url=url)), train)
 
 
 @pytest.fixture
@@ -128,7 +129,9 @@ def test_cifar100_has_fine_and_coarse_labels(monkeypatch: pytest.MonkeyPatch, tm
             ("fine", fine, ("apple", "pear", "trout")),
             ("coarse", coarse[part], ("fish", "fruit")),
         ):
-            images = load_images("cifar100", SourceSettings(root=str(tmp_path), labels=kind), part == "train")
+            images = load_images(
+                "cifar100", DataSettings(root=str(tmp_path), images=Images(labels=kind)), part == "train"
+            )
             assert (images.labels.tolist(), images.classes) == (labels, classes)
             assert images.images[0, 0, 0].tolist() == FIRST_PIXEL
 
@@ -137,7 +140,7 @@ def test_without_a_url_the_default_mirrors_are_tried(cifar: Served, monkeypatch:
     for name, reader in (("cifar10", datasets.CIFAR10), ("cifar100", datasets.CIFAR100)):
         assert reader.url in [url.format(name=name, archive=reader.filename) for url in torchvision_sets.CIFAR_MIRRORS]
     monkeypatch.setattr(torchvision_sets, "CIFAR_MIRRORS", (cifar.mirror.url + "gone", cifar.mirror.url + "{archive}"))
-    assert len(load_images("cifar10", SourceSettings(root=str(cifar.root)), train=False)) == PER_FILE
+    assert len(load_images("cifar10", DataSettings(root=str(cifar.root)), train=False)) == PER_FILE
     assert [path for path, _ in cifar.mirror.requests] == ["gone", ARCHIVE]
 
 
@@ -172,7 +175,9 @@ def test_fashion_mnist_uses_torchvisions_folder_and_has_one_channel(fashion: Ser
     assert train.labels.tolist() == [*range(6)] and train.classes[0] == "T-shirt/top" and len(train.classes) == 10
     raw = fashion.root / "FashionMNIST" / "raw"
     assert {path.name for path in raw.iterdir()} == set(fashion.mirror.files) and len(fashion.mirror.requests) == 4
-    other = SourceSettings(root=str(fashion.root.parent / "other"), url=str(raw))  # a folder is a valid source
+    other = DataSettings(
+        root=str(fashion.root.parent / "other"), loading=Loading(url=str(raw))
+    )  # a folder is a valid source
     assert torch.equal(load_images("fashion_mnist", other, train=True).images, train.images)
     (packed := raw / "train-images-idx3-ubyte.gz").write_bytes(packed.read_bytes()[:-1])
     with pytest.raises(Failure, match=f"{packed.name} is damaged or another file: its md5"):
@@ -183,14 +188,14 @@ def test_fashion_mnist_uses_torchvisions_folder_and_has_one_channel(fashion: Ser
 def test_an_unknown_data_set_is_answered_with_the_nearest_name(typed: str, nearest: str) -> None:
     text = rf"no data set is called '{typed}'. Did you mean {nearest}\? There are cifar10, "
     with pytest.raises(UsageError, match=text):
-        load_images(typed, SourceSettings(), train=True)
+        load_images(typed, DataSettings(), train=True)
 
 
 @pytest.mark.parametrize("name", ["cifar", "fashion"])
 @pytest.mark.parametrize("missing", ["nothing", "a file", "all but the archive"])
 def test_at_hand_means_that_loading_writes_nothing(name: str, missing: str, request: pytest.FixtureRequest) -> None:
     served: Served = request.getfixturevalue(name)
-    settings = SourceSettings(root=str(served.root))
+    settings = DataSettings(root=str(served.root))
     assert not find_source(served.dataset).at_hand(settings)
     served.load()
     unpacked = served.root / (FOLDER if name == "cifar" else "FashionMNIST/raw")
@@ -205,7 +210,7 @@ def test_at_hand_means_that_loading_writes_nothing(name: str, missing: str, requ
 @pytest.mark.parametrize("part", [".", "train"])
 def test_a_folder_of_images_is_refused_as_the_root_of_another_data_set(tmp_path: Path, dataset: str, part: str) -> None:
     (tmp_path / part / "cat").mkdir(parents=True)
-    settings = SourceSettings(root=str(tmp_path), count=20, image_size=8)
+    settings = DataSettings(root=str(tmp_path), images=Images(count=20, image_size=8))
     if dataset == "shapes":
         assert len(load_images(dataset, settings, train=True)) == 20  # the folder has no images yet
     (tmp_path / part / "cat" / "1.JPG").touch()
@@ -215,19 +220,19 @@ def test_a_folder_of_images_is_refused_as_the_root_of_another_data_set(tmp_path:
 
 
 def test_settings_that_contradict_the_data_set_are_refused(cifar: Served) -> None:
-    for settings in (SourceSettings(image_size=64), SourceSettings(channels=1), SourceSettings(num_classes=100)):
+    for images in (Images(image_size=64), Images(channels=1), Images(num_classes=100)):
         with pytest.raises(UsageError, match=r"data\.\w+ of cifar10 is \d+, not \d+: leave it out"):
-            load_images("cifar10", settings, train=True)
+            load_images("cifar10", DataSettings(images=images), train=True)
     for kind, count in (("fine", 100), ("coarse", 20)):
         with pytest.raises(UsageError, match=f"data.num_classes of cifar100 is {count}, not 5: leave it out"):
-            load_images("cifar100", SourceSettings(labels=kind, num_classes=5), train=True)
+            load_images("cifar100", DataSettings(images=Images(labels=kind, num_classes=5)), train=True)
     with pytest.raises(UsageError, match=r"data\.channels must be 1 or 3, not 2"):
-        SourceSettings(channels=2)
+        Images(channels=2)
 
 
 def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = SourceSettings(count=12)
-    own = Source(lambda settings, train: shapes(train, count=settings.count, image_size=9))
+    settings = DataSettings(images=Images(count=12))
+    own = Source(lambda settings, train: shapes(train, count=settings.images.count, image_size=9))
     monkeypatch.setitem(SOURCES, "mine", own)
     assert load_images("mine", settings, train=True).images.shape == (12, 9, 9, 3)
     permuted = torch.zeros(12, 3, 9, 9, dtype=torch.uint8).permute(0, 2, 3, 1)
@@ -238,14 +243,14 @@ def test_a_users_data_set_is_a_registry_entry_or_import_path(tmp_path: Path, mon
         "from cifar_lit.data.shapes import shapes\n"
         "from cifar_lit.data.sources import Source\n"
         "def load(settings, train):\n"
-        "    return shapes(train, count=settings.count, image_size=9)\n"
+        "    return shapes(train, count=settings.images.count, image_size=9)\n"
         "remote = Source(load, at_hand=lambda settings: False, fixed={'channels': 3})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert len(load_images("my_own_data.load", settings, train=True)) == 12
     assert find_source("my_own_data.load").at_hand(settings) and not find_source("my_own_data.remote").at_hand(settings)
     with pytest.raises(UsageError, match=r"data\.channels of my_own_data.remote is 3, not 1: leave it out"):
-        load_images("my_own_data.remote", SourceSettings(channels=1), train=True)
+        load_images("my_own_data.remote", DataSettings(images=Images(channels=1)), train=True)
     assert len(load_images(own, settings, train=True)) == len(load_images(own.load, settings, train=True)) == 12
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,8 @@ def image_set(labels: list[int], groups: Tensor | None = None) -> ImageSet:
 
 @pytest.mark.parametrize("val_size", [0, 0.1])
 def test_shares_are_nested_stratified_and_leave_validation_and_test_images_alone(val_size: float) -> None:
-    settings = {"dataset": "shapes", "image_size": 8, "count": 200, "num_classes": 7, "val_size": val_size}
+    images = {"image_size": 8, "count": 200, "num_classes": 7}
+    settings: dict[str, Any] = {"dataset": "shapes", "val_size": val_size, "images": images}
     whole = ImageData(**settings)
     smaller: set[int] = set()
     for share in SHARES:

@@ -53,13 +53,13 @@ def test_the_settings_repeat_the_training(run_dir: Path) -> None:
 def test_no_place_of_the_owners_machine_is_published() -> None:
     settings = {
         "recipe": "own", "logs": "secret", "seed_everything": 3, "ckpt_path": "secret/last.ckpt",
-        "data": {"dataset": "folder", "root": "secret/photos", "cache_dir": "secret", "labels": "fine"},
+        "data": {"dataset": "folder", "root": "secret/photos", "loading": {"cache_dir": "secret", "workers": 1}},
         "finetune": {"weights": "/home/secret/weights.pt"},
         "trainer": {"callbacks": [{"init_args": {"dirpath": "secret", "path": ["~/secret", "C:\\secret", "a"]}}]},
         "model": {"lr": 0.1, "note": "https://secret:password@host"},
     }  # fmt: skip
     assert without_places(settings) == {
-        "recipe": "own", "seed_everything": 3, "data": {"dataset": "folder", "labels": "fine"},
+        "recipe": "own", "seed_everything": 3, "data": {"dataset": "folder", "loading": {"workers": 1}},
         "finetune": {"weights": None}, "trainer": {"callbacks": [{"init_args": {"path": [None, None, "a"]}}]},
         "model": {"lr": 0.1, "note": None},
     }  # fmt: skip

@@ -54,7 +54,7 @@ def review(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
 def write_run(folder: str, **data: object) -> Path:
     """Write a run with random weights on images of 16 × 16 pixels and three classes."""
     run = write_net(Path(folder), "lenet", side=16, classes=CLASSES)
-    settings = {"dataset": "folder", "image_size": 16, "cache_dir": "cache", **data}
+    settings = {"dataset": "folder", "images": {"image_size": 16}, "loading": {"cache_dir": "cache"}, **data}
     (run / "config.yaml").write_text(yaml.safe_dump({"data": settings}))
     return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,8 +25,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("review")
     draw_folder(folder / "set", {f"{part}/{name}": 2 for part in ("train", "test") for name in CLASSES})
     run = write_net(folder / "run-1", "lenet", side=16, classes=CLASSES)
-    settings = {"dataset": "folder", "root": str(folder / "set"), "image_size": 16, "val_size": 0}
-    settings["cache_dir"] = str(folder / "cache")
+    settings: dict[str, Any] = {"dataset": "folder", "root": str(folder / "set"), "val_size": 0}
+    settings |= {"images": {"image_size": 16}, "loading": {"cache_dir": str(folder / "cache")}}
     (run / "config.yaml").write_text(yaml.safe_dump({"data": settings}))
     return run
 

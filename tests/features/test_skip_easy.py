@@ -15,6 +15,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.skip_easy import HardRoundsLoader, LastLosses, SkipEasy
 
 MOVES: dict[str, Any] = {"augment": {"flip": "alternating", "crop": 1}}
@@ -113,8 +114,8 @@ def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(UsageError, match=r"skip_easy\.share is a share of the images, above 0 and below 1"):
         SkipEasy(1.0)
-    with pytest.raises(UsageError, match=r"leave balanced out and data\.shuffle at true"):
-        fitted(classifier(), shapes_data(shuffle=False), SkipEasy())
+    with pytest.raises(UsageError, match=r"leave balanced out"):
+        fitted(classifier(), shapes_data(), SkipEasy(), Balanced())
     with pytest.raises(UsageError, match=r"needs the length of the training: set --epochs or --trainer\.max_steps"):
         fitted(classifier(), shapes_data(), SkipEasy(), max_epochs=-1)
 

@@ -63,7 +63,7 @@ def write_fitted_net(folder: Path) -> Path:
         optimizer.step()
     folder.mkdir(parents=True)
     save_weights(folder / "model.safetensors", bare.state_dict(), card)
-    data = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 400}
+    data = {"dataset": "shapes", "images": {"image_size": 16, "num_classes": 4, "count": 400}}
     (folder / "config.yaml").write_text(yaml.safe_dump({"data": data}))
     return folder
 

@@ -9,7 +9,7 @@ from odd_files import odd_files, picture
 
 from cifar_lit.data.photos.decode import decode
 from cifar_lit.data.photos.folder import folder
-from cifar_lit.data.source_settings import SourceSettings
+from cifar_lit.data.settings import DataSettings, Images, Loading
 from cifar_lit.inference.classify import ImageFile, classify_files
 from cifar_lit.inference.load import load
 
@@ -23,9 +23,8 @@ def test_unusual_files_are_decoded_or_refused(run: Path, tmp_path: Path) -> None
             picture().save(class_dir / "beside.png")
         path.write_bytes(file.data)
     rows = [row for chunk, _ in classify_files(load(run), [ImageFile(str(path)) for path in paths]) for row in chunk]
-    settings = SourceSettings(
-        root=str(tmp_path / "set"), image_size=32, skip_bad=True, cache_dir=str(tmp_path / "cache")
-    )
+    images, loading = Images(image_size=32, skip_bad=True), Loading(cache_dir=str(tmp_path / "cache"))
+    settings = DataSettings(str(tmp_path / "set"), images, loading)
     counts = folder(settings, train=True).labels.bincount(minlength=len(paths)).tolist()
     for path, file, row, count in zip(paths, odd, rows, counts, strict=True):
         if isinstance(file.expected, str):

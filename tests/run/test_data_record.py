@@ -40,7 +40,7 @@ def test_the_record_counts_images_and_depends_on_pixels_labels_and_split(animals
     assert record() == animals
     for settings in ({"split": Split(seed=1)}, {"val_size": 6}, {"split": Split(share=0.5)}):
         assert same(animals, record(**settings)) == ["images", "labels"], settings
-    assert same(animals, record(image_size=8)) == []
+    assert same(animals, record(images={"image_size": 8})) == []
     folds = [record(split=Split(folds=5, fold=fold)) for fold in (0, 1)]
     assert same(animals, folds[0]) == same(*folds) == ["images", "labels"] and folds[0]["test"] == 6
 

@@ -11,14 +11,15 @@ import torch
 
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.sources import SOURCES, Source, SourceSettings
+from cifar_lit.data.settings import DataSettings
+from cifar_lit.data.sources import SOURCES, Source
 from cifar_lit.inference.model_file import ModelCard
 from cifar_lit.run.images import run_image_data, run_images, run_or_drawn_images
 
 CARD = ModelCard("lenet", 1.0, [3, 8, 8], ["a", "b"], [0.5] * 3, [0.2] * 3)
 
 
-def stripes(settings: SourceSettings, train: bool) -> ImageSet:
+def stripes(settings: DataSettings, train: bool) -> ImageSet:
     count = 40 if train else 10
     images = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 3).contiguous()
     return ImageSet(images, torch.arange(count) % 2, ("a", "b"))
@@ -39,7 +40,7 @@ def test_a_registered_data_set_is_found_by_its_name(tmp_path: Path, monkeypatch:
 def test_training_images_exclude_the_validation_images_of_the_data_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_validation(settings: SourceSettings, train: bool) -> ImageSet:
+    def with_validation(settings: DataSettings, train: bool) -> ImageSet:
         return replace(stripes(settings, train), val_rows=range(30, 40) if train else None)
 
     monkeypatch.setitem(SOURCES, "stripes", Source(with_validation))
@@ -48,7 +49,7 @@ def test_training_images_exclude_the_validation_images_of_the_data_set(
     assert sample.images[:, 0, 0, 0].tolist() == list(range(30))
 
 
-@pytest.mark.parametrize("group", ["augment", "split"])
+@pytest.mark.parametrize("group", ["augment", "split", "images"])
 def test_a_class_named_in_a_group_of_settings_of_a_config_is_not_imported(
     group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

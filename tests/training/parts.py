@@ -14,11 +14,13 @@ from cifar_lit import ImageClassifier, ImageData
 
 IMAGES, TESTED = 90, 18  # generated images: 81 for training, 9 for validation
 
+SMALL = {"count": IMAGES, "image_size": 16}
+
 
 def our_data() -> ImageData:
     """Return generated images in global batches of 20. The last batch of an epoch has a single image."""
     augment = {"crop": 1, "flip": "random"}
-    return ImageData("shapes", count=IMAGES, image_size=16, batch_size=20, eval_batch_size=5, augment=augment)
+    return ImageData("shapes", batch_size=20, augment=augment, images=SMALL, loading={"eval_batch_size": 5})
 
 
 def our_model() -> ImageClassifier:

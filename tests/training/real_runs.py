@@ -19,7 +19,7 @@ from small_runs import same as same_bits
 from torch import Tensor
 
 from cifar_lit.base.files import PART
-from cifar_lit.data.source_settings import default_cache_dir
+from cifar_lit.data.settings import default_cache_dir
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHONPATH = f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}"

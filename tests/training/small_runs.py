@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from grouped import grouped
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision
@@ -71,7 +72,7 @@ def stop_at(stop: OrderlyStop, step: int) -> At:
 def shapes_data(**settings: Any) -> ImageData:
     """Return 100 generated training images, 20 validation and 24 test images, in batches of 16 (the last of 4)."""
     defaults = {"count": 120, "image_size": 16, "val_size": 20, "batch_size": 16, "mean": 0.5, "std": 0.25}
-    return ImageData("shapes", **{**defaults, **settings})
+    return ImageData("shapes", **grouped({**defaults, **settings}))
 
 
 def broken_data(step: int, **settings: Any) -> ImageData:

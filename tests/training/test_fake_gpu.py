@@ -47,13 +47,13 @@ def uncached() -> Iterator[None]:
 def shape_of(data: dict[str, Any]) -> tuple[int, int, int]:
     """Return classes, side and channels of the images of a recipe."""
     fixed = SOURCES[data.get("dataset", "cifar10")].fixed
-    known = {"num_classes": 10, "image_size": 32, "channels": 3, **fixed, **data}
+    known = {"num_classes": 10, "image_size": 32, "channels": 3, **fixed, **data.get("images", {})}
     return known["num_classes"], known["image_size"] or 32, known["channels"] or 3
 
 
 def image_data(settings: dict[str, Any], images: ImageSet) -> ImageData:
     """Return a datamodule with these images and the augmentation of a recipe."""
-    data = ImageData("shapes", augment=settings.get("augment", {}), mean=0.5, std=0.25)
+    data = ImageData("shapes", augment=settings.get("augment", {}), images={"mean": 0.5, "std": 0.25})
     data.preprocessing.parts = SimpleNamespace(train_images=images)  # type: ignore[assignment]
     return data
 

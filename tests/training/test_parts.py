@@ -29,7 +29,7 @@ def test_a_plain_trainer_fits_validates_tests_predicts_and_resumes(name: str, tm
 def test_the_net_takes_its_shape_from_the_datamodule(tmp_path: Path) -> None:
     model = ImageClassifier("lenet")
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
-    trainer.fit(model, ImageData("shapes", count=IMAGES, image_size=20, channels=1, num_classes=4))
+    trainer.fit(model, ImageData("shapes", images={"count": IMAGES, "image_size": 20, "channels": 1, "num_classes": 4}))
     assert model.net(torch.zeros(2, 1, 20, 20)).shape == (2, 4)
     assert (model.hparams["input_shape"], model.hparams["num_classes"]) == ([1, 20, 20], 4)
 
@@ -45,7 +45,9 @@ def test_a_plain_loader_needs_the_number_of_classes(tmp_path: Path) -> None:
 def test_mixed_images_are_refused_for_a_plain_model(tmp_path: Path) -> None:
     trainer = L.Trainer(fast_dev_run=True, accelerator="cpu", default_root_dir=tmp_path)
     with pytest.raises(UsageError, match=r"data\.augment mixup and cutmix need a model that reads batch\.targets"):
-        trainer.fit(PlainModel(), ImageData("shapes", count=IMAGES, image_size=16, augment={"mixup": 0.2}))
+        trainer.fit(
+            PlainModel(), ImageData("shapes", augment={"mixup": 0.2}, images={"count": IMAGES, "image_size": 16})
+        )
 
 
 def test_predict_accepts_a_loader_of_images_without_labels(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_lightning_cli_trains_tests_and_repeats_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = ["--data.dataset", "shapes", "--data.count", str(IMAGES), "--data.image_size", "16"]
+    data = ["--data.dataset", "shapes", "--data.images.count", str(IMAGES), "--data.images.image_size", "16"]
     flags = [*data, "--trainer.accelerator", "cpu", "--model.net", "lenet"]
     LightningCLI(ImageClassifier, ImageData, args=["fit", "--trainer.max_epochs", "1", *flags])
     (run_folder,) = (tmp_path / "lightning_logs").iterdir()

@@ -41,8 +41,7 @@ def test_images_added_to_the_folder_change_nothing(settings: dict[str, Any], tmp
     """The net is built for the classes of the folder, before the checkpoint is read."""
 
     def fit(resume: Path | None = None, *callbacks: Any) -> dict[str, Any]:
-        places: dict[str, Any] = {"root": str(tmp_path / "noise"), "cache_dir": str(tmp_path / "cache")}
-        data = ImageData("folder", **places, batch_size=8)
+        data = ImageData("folder", str(tmp_path / "noise"), 8, loading={"cache_dir": str(tmp_path / "cache")})
         model = ImageClassifier("lenet", lr=0.05, schedule="cosine")
         fitted(model, data, *features(settings), *callbacks, resume=resume, max_epochs=3)
         return weights(model)

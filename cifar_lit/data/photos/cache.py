@@ -40,7 +40,7 @@ from cifar_lit.data.photos.decode import (
 )
 from cifar_lit.data.photos.duplicates import near_duplicates
 from cifar_lit.data.progress import progress
-from cifar_lit.data.source_settings import SourceSettings
+from cifar_lit.data.settings import DataSettings
 
 FORMAT = 5  # incremented when files of the cache or pixels of the decoder change
 OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
@@ -82,8 +82,7 @@ def decoded(
     root: Path,
     files: Sequence[File],
     arrange: Callable[[Duplicates], Sequence[File]],
-    size: tuple[int, int] | None,
-    settings: SourceSettings,
+    settings: DataSettings,
 ) -> tuple[np.ndarray, Index]:
     """Return the images of the readable files, uint8 (N, H, W, C), and their index.
 
@@ -94,32 +93,35 @@ def decoded(
         root: the folder that the files' paths are relative to, or a table in that folder.
         files: the files, in row order if there are no near-duplicates.
         arrange: function that returns the files in row order, given the near-duplicates.
-        size: (H, W) of the images. If None, a common size of up to 64 pixels is kept; else images become 32×32.
-        settings: settings of the source. Without `levels`, those of all 16-bit images are used.
+        settings: settings of the source. Without a size, a common size of up to 64 pixels is kept; else images become
+            32×32. Without `levels`, those of all 16-bit images are used.
 
     Raises:
         Failure: the cache cannot be written.
     """
-    real_root = root.resolve()
-    channels = settings.channels or 3
-    key = sha256(json.dumps([FORMAT, str(real_root), size, channels, settings.resize]).encode()).hexdigest()[:16]
-    cache = settings.cache_path / f"{real_root.name[:40]}-{key}"
+    real_root, wanted = root.resolve(), settings.images
+    channels = wanted.channels or 3
+    size, levels = wanted.size, None
+    if wanted.levels:
+        levels = (wanted.levels[0], wanted.levels[1])
+    key = sha256(json.dumps([FORMAT, str(real_root), size, channels, wanted.resize]).encode()).hexdigest()[:16]
+    cache = settings.loading.cache_path / f"{real_root.name[:40]}-{key}"
     folder = root.parent if root.is_file() else root
     try:
         with file_lock(cache / "lock", f"decodes {root}", patience=2):
             index = read_index(cache)
-            if index is None or not _is_current(index, folder, files, settings.levels):
-                levels = settings.levels or common_levels(sorted({f"{folder / file.path}" for file in files}))
+            if index is None or not _is_current(index, folder, files, levels):
+                levels = levels or common_levels(sorted({f"{folder / file.path}" for file in files}))
                 size = size or _own_size(folder, files)
-                index = _decode(cache, folder, files, Preparation(size, channels, settings.resize, levels))
+                index = _decode(cache, folder, files, Preparation(size, channels, wanted.resize, levels))
             ordered = arrange(index.duplicates)
             if index.files != ordered:
-                preparation = Preparation(index.shape[1:3], channels, settings.resize, index.levels)
+                preparation = Preparation(index.shape[1:3], channels, wanted.resize, index.levels)
                 index = _decode(cache, folder, ordered, preparation)
             return map_images(cache / index.data, index.shape), index
     except OSError as error:
         remedy = "set $CIFAR_LIT_CACHE to another folder"
-        fault = f"the decoded images could not be written to {settings.cache_path}: {error.strerror}"
+        fault = f"the decoded images could not be written to {settings.loading.cache_path}: {error.strerror}"
         raise Failure(f"{fault}; {remedy}") from error
 
 

@@ -18,13 +18,13 @@ from cifar_lit.data.photos.formats import TABLES
 from cifar_lit.data.photos.layout import Listing, Tree, scan
 from cifar_lit.data.photos.listed_files import list_table
 from cifar_lit.data.progress import note_once
-from cifar_lit.data.source_settings import SourceSettings, parse_image_size
+from cifar_lit.data.settings import DataSettings
 from cifar_lit.data.splits import draw_rows, group_files
 
 SUBFOLDER = "folder"  # names the folders below the class folders in `data.groups`
 
 
-def folder(settings: SourceSettings, train: bool) -> ImageSet:
+def folder(settings: DataSettings, train: bool) -> ImageSet:
     """Return the training or test images of a folder or a table, see `list_table`.
 
     Classes are the names of the class folders, see `sort_classes`. Their subfolders are searched too. Hidden and system
@@ -47,18 +47,17 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
     if settings.root is None:
         layout = "a table, or a folder with train/<class>/… and test/<class>/…"
         raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
-    root, split = settings.path, settings.split
-    size = parse_image_size(settings.image_size) if settings.image_size is not None else None
+    root, split, wanted = settings.path, settings.split, settings.images
     is_table = root.suffix.lower() in TABLES and root.is_file()
     if split.group is not None and not is_table:
         fault = f"data.split.group names a column of a table, but {root} is not a table"
         raise UsageError(f"{fault}: list the images in a table")
     where = f"of {root}" if is_table else f"below {root}"
     if is_table:
-        listing = list_table(root, split.group, settings.skip_bad, settings.groups)
+        listing = list_table(root, split.group, wanted.skip_bad, wanted.group_names)
     else:
         listing = scan(root)
-        if SUBFOLDER in settings.groups:
+        if SUBFOLDER in wanted.group_names:
             listing = replace(listing, columns={SUBFOLDER: subfolders(listing)})
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
@@ -72,9 +71,9 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
         return draw_test(listing.parts["all"], listing.groups, duplicates, split.test_size, split.seed, where)
 
     files = files_of(parts_by([]))
-    images, index = decoded(root, files, lambda duplicates: files_of(parts_by(duplicates)), size, settings)
+    images, index = decoded(root, files, lambda duplicates: files_of(parts_by(duplicates)), settings)
     bad, duplicates, levels = index.bad, index.duplicates, index.levels
-    if bad and not settings.skip_bad:
+    if bad and not wanted.skip_bad:
         faults = f"{len(bad):,} of {len(files):,} images {where} cannot be read: {_with_reasons(bad)}"
         raise Failure(f"{faults}; repair or remove them, or leave them out with --data.skip_bad true")
     parts = parts_by(duplicates)
@@ -86,7 +85,7 @@ def folder(settings: SourceSettings, train: bool) -> ImageSet:
             f"{root}: no test images except the validation images, which also select the best epoch. "
             "The test score may be too high; --folds 5 tests on separate images"
         )
-    if levels and not settings.levels:
+    if levels and not wanted.levels:
         low, high = levels
         note_once(f"{root}: 16-bit values from {low:,} to {high:,} become black to white (--data.levels)")
     used = [part for part in parts if part != "test"] if train else [*parts][-1:]

@@ -1,4 +1,4 @@
-"""Names of the formats of images and tables, and of the ways to resize images."""
+"""Suffixes of images and tables."""
 
 from importlib.util import find_spec
 
@@ -10,8 +10,3 @@ IMAGES = (
     *(HEIC_SUFFIXES if HAS_HEIF else ()),
 )  # fmt: skip
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
-RESIZES = {  # ways to resize an image of another aspect ratio
-    "crop": "scaled to cover the size, then cropped to its centre",
-    "letterbox": "scaled to fit into the size, with grey (128) borders",
-    "squash": "scaled to the size, ignoring the aspect ratio",
-}

@@ -101,10 +101,10 @@ def current_labels(data: ImageData) -> Labels:
         splits[row] = "val"
     extra = "" if has_folds else "split"
     if data.dataset != "folder":
-        if settings.labels == "coarse":
+        if settings.images.labels == "coarse":
             raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
         keys: Sequence[str] = [str(row) for row in range(len(images))]
-        if str(settings.labels).lower().endswith(TABLES):
+        if str(settings.images.labels).lower().endswith(TABLES):
             keys = images.names
         return Labels("image", keys, names, extra, splits, [None] * len(keys))
     test = load_images("folder", settings, train=False)

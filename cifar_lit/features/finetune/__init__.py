@@ -64,7 +64,7 @@ class Finetune(Callback):
     @staticmethod
     def adjust_settings(own: Any, settings: Any) -> None:
         """Set mean, std and image size of the data to those of the pretraining, where the settings leave them open."""
-        data, net = settings.data, settings.model.net
+        data, images, net = settings.data, settings.data.images, settings.model.net
         card = read_card(own.get("weights", IMAGENET))  # None unless a run wrote them
         pretraining = pretraining_of(net)
         if card:
@@ -72,13 +72,13 @@ class Finetune(Callback):
         if not pretraining:
             return
         source = SOURCES.get(data.dataset)
-        is_grey = 1 in (data.channels, source.fixed.get("channels") if source else None)
+        is_grey = 1 in (images.channels, source.fixed.get("channels") if source else None)
         for name in ("mean", "std"):
-            if getattr(data, name) is None:
+            if getattr(images, name) is None:
                 channels = getattr(pretraining, name)
-                setattr(data, name, [sum(channels) / len(channels)] if is_grey else channels)
-        if data.dataset == "folder" and data.image_size is None:
-            data.image_size = list(pretraining.image_size)
+                setattr(images, name, [sum(channels) / len(channels)] if is_grey else channels)
+        if data.dataset == "folder" and images.image_size is None:
+            images.image_size = list(pretraining.image_size)
 
     def prepare(self, model: ImageClassifier) -> None:
         """Load the weights, unless they are loaded; see `load_pretrained` for the errors."""

@@ -60,7 +60,7 @@ def batches_of_view(data: ImageData, rows: Tensor, view: int) -> Iterator[Tensor
     preprocessing = data.preprocessing
     images = loader.source
     make = loader.maker(view)
-    for part in move_data_to_device(rows, images.images.device).split(data.eval_batch_size):
+    for part in move_data_to_device(rows, images.images.device).split(data.loading.eval_batch_size):
         pixels = make([(part, 1.0)])[0].images if view else images.take(part)
         pixels, part = move_data_to_device((pixels, part), data.device)
         if view:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -95,8 +94,7 @@ def motifs(images: torch.Tensor) -> set[int]:
 
 def test_a_stratified_split_keeps_near_duplicates_together(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(4):
-        sizes: dict[str, Any] = {"val_size": 0.25, "cache_dir": str(twins.parent / "cache")}
-        data = ImageData("folder", str(twins), split=Split(test_size=0.3, seed=seed), **sizes)
+        data = ImageData("folder", str(twins), split=Split(test_size=0.3, seed=seed), val_size=0.25)
         images, (train, val) = data.train_images, data.split
         parts = images.images[train], images.images[val], data.test_images.images
         assert sum(map(len, parts)) == 40 and sum(len(motifs(part)) for part in parts) == 28

@@ -125,7 +125,7 @@ def test_val_is_the_validation_set_and_without_test_the_test_set_too(
     assert train.val_rows == range(5, 7) and tested.val_rows is None
     assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60])
     assert tested.labels.tolist() == [0, 1]
-    data = ImageData("folder", str(root), val_size=0, skip_bad=True, cache_dir=str(root.parent / "cache"))
+    data = ImageData("folder", str(root), val_size=0, images={"skip_bad": True})
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
     told = capsys.readouterr().err
     assert ": data.val_size 0 is ignored" in told
@@ -211,6 +211,6 @@ def test_the_folders_below_class_folders_are_groups_if_named(root: Path) -> None
 @pytest.mark.parametrize(("dataset", "groups"), [("shapes", "folder"), ("folder", "camera"), ("folder", "")])
 def test_groups_need_images_that_have_the_column(root: Path, dataset: str, groups: str) -> None:
     place = {"folder": str(root)}.get(dataset)
-    data = ImageData(dataset, place, groups=groups, cache_dir=str(root.parent / "cache"))
+    data = ImageData(dataset, place, images={"groups": groups})
     with pytest.raises(UsageError, match=rf"data\.groups: the images of {dataset} have no '{groups}': use a table"):
         _ = data.test_images

@@ -11,6 +11,7 @@ from PIL import Image
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.settings import Images
 from cifar_lit.data.splits import Split
 
 SIDE = 40
@@ -67,13 +68,12 @@ def test_dead_pixels_and_blank_images_do_not_change_the_levels(tmp_path: Path) -
 
 def test_levels_may_be_set_and_are_named_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = save_deep(tmp_path / "set", 1, 1000)
-    cache = str(tmp_path / "cache")
-    data = ImageData("folder", str(root), channels=1, cache_dir=cache)
+    data = ImageData("folder", str(root), images={"channels": 1})
     assert data.train_images.levels == (1000, 1255)
     assert f"{root}: 16-bit values from 1,000 to 1,255 become black to white (--data.levels)" in capsys.readouterr().err
-    data = ImageData("folder", str(root), channels=1, levels=[1000, 1510], cache_dir=cache)
+    data = ImageData("folder", str(root), images={"channels": 1, "levels": [1000, 1510]})
     assert data.train_images.levels == (1000, 1510) and 120 < data.train_images.images.max() < 130
     assert "16-bit values" not in capsys.readouterr().err
     for levels in ([5, 5], [9, 5]):
         with pytest.raises(UsageError, match=r"data.levels \[.*must be two values, of black and of white"):
-            ImageData("folder", levels=levels)
+            Images(levels=levels)

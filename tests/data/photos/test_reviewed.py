@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,17 @@ from PIL import Image
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 
-SETTINGS = {"dataset": "shapes", "image_size": 16, "num_classes": 4, "count": 12, "val_size": 0}
+SETTINGS: dict[str, Any] = {"dataset": "shapes", "val_size": 0}
+IMAGES = {"image_size": 16, "num_classes": 4, "count": 12}
 
 
 def test_labels_split_dropped_and_new_images_follow_the_table(tmp_path: Path) -> None:
-    plain = ImageData(**SETTINGS)
+    plain = ImageData(**SETTINGS, images=IMAGES)
     one, two, *_ = plain.classes
     Image.new("RGB", (40, 40), "red").save(tmp_path / "red.png")
     rows = [f"7,{one},val", f"3,{two},train", f"red.png,{two},train", f"0,{one},val", f"5,{one},"]
     (tmp_path / "table.csv").write_text("\n".join(["image,label,split", *rows]))
-    data = ImageData(**SETTINGS, labels=str(tmp_path / "table.csv"))
+    data = ImageData(**SETTINGS, images={**IMAGES, "labels": str(tmp_path / "table.csv")})
     images = data.train_images
     assert images.names == ["3", str(tmp_path / "red.png"), "5", "7", "0"]  # the next table lies elsewhere
     assert torch.equal(images.images[[0, 2, 3, 4]], plain.train_images.images[[3, 5, 7, 0]])
@@ -40,13 +42,13 @@ def test_labels_split_dropped_and_new_images_follow_the_table(tmp_path: Path) ->
     ],
 )
 def test_an_invalid_row_is_named(tmp_path: Path, row: str, text: str) -> None:
-    names = ImageData(**SETTINGS).classes
+    names = ImageData(**SETTINGS, images=IMAGES).classes
     (tmp_path / "table.csv").write_text(f"image,label,split\n0,{names[0]},train\n{row.replace('circle', names[0])}")
     with pytest.raises(UsageError) as error:
-        ImageData(**SETTINGS, labels=str(tmp_path / "table.csv")).train_images  # noqa: B018
+        ImageData(**SETTINGS, images={**IMAGES, "labels": str(tmp_path / "table.csv")}).train_images  # noqa: B018
     assert text.replace("circle", names[0]) in str(error.value)
 
 
 def test_own_images_take_no_table_of_labels(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"leave data\.labels out"):
-        ImageData("folder", root=str(tmp_path), labels="table.csv").train_images  # noqa: B018
+        ImageData("folder", root=str(tmp_path), images={"labels": "table.csv"}).train_images  # noqa: B018

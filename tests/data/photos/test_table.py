@@ -71,7 +71,7 @@ def test_without_test_rows_val_is_the_test_set_and_without_val_rows_it_is_drawn_
     rows = [f"{name},{name[:3]},{'held' if name in ('cat/2.png', 'dog/5.png') else 'train'}" for name in NAMES]
     for part, parts in (("val", ([0, 1, 2, 3], [4, 5])), ("test", ([1, 3], [0, 2]))):
         table = write(pets / f"{part}.csv", "path,label,split", *[row.replace("held", part) for row in rows])
-        data = ImageData("folder", str(table), val_size=2, cache_dir=str(pets / "cache"))
+        data = ImageData("folder", str(table), val_size=2)
         assert tuple(rows.tolist() for rows in data.split) == parts
         assert data.test_images.images[:, 0, 0, 0].tolist() == [2, 5]
 
@@ -136,7 +136,7 @@ def test_an_invalid_table_is_refused_in_one_line(pets: Path, name: str, rows: li
     table = write(pets / name, *rows)
     with pytest.raises(UsageError, match=text) as refusal:
         open_set(table)
-    assert str(table) in str(refusal.value) and "\n" not in str(refusal.value) and not (pets / "cache").exists()
+    assert str(table) in str(refusal.value) and "\n" not in str(refusal.value) and not (pets.parent / "cache").exists()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_group_is_in_only_one_of_train_validation_and_test(pets: Path) -> None
             path = save(pets / f"more/{patient}-{number}.png", 10 * patient + number).relative_to(pets)
             rows.append(f"{path},{'ab'[patient % 2]},{patient}")
     table = write(pets / "a.csv", "path,label,Patient", *rows)
-    data = ImageData("folder", str(table), val_size=0.25, split=Split(group="Patient"), cache_dir=str(pets / "cache"))
+    data = ImageData("folder", str(table), val_size=0.25, split=Split(group="Patient"))
     train, val = (data.train_images.images[part, 0, 0, 0].tolist() for part in data.split)
     test = data.test_images.images[:, 0, 0, 0].tolist()
     patients = [{value // 10 for value in part} for part in (train, val, test)]

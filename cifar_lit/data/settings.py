@@ -1,0 +1,163 @@
+"""Settings of images and of their loading, in groups; and `DataSettings`, what a data source reads of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jsonargparse.typing import NonNegativeInt
+
+from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.files import as_on_disk
+from cifar_lit.data.splits import Split
+
+RESIZES = {  # ways to resize an image of another aspect ratio
+    "crop": "scaled to cover the size, then cropped to its centre",
+    "letterbox": "scaled to fit into the size, with grey (128) borders",
+    "squash": "scaled to the size, ignoring the aspect ratio",
+}
+ImageSize = int | Sequence[int] | str  # 96 for squares, [96, 128] or "96x128" for height and width
+PLACEMENTS = ("auto", "device", "host")
+
+
+@dataclass(frozen=True)
+class Images:
+    """What the images are, and what a net gets of them.
+
+    Args:
+        image_size: pixels of your own images and of shapes: a number for squares, or height and width (96x128,
+            [96, 128]).
+        resize: how to resize your own images of another aspect ratio: crop (scale to cover, then crop the centre),
+            letterbox (scale to fit, with grey borders), or squash (change the aspect ratio).
+        channels: 1 or 3, for your own images and shapes.
+        levels: values of 16-bit grey images that become black and white, such as [7000, 7400]; by default the range of
+            your own images.
+        skip_bad: skip damaged and missing images instead of stopping.
+        labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
+            written by `cifar-lit review`, for data sets that are not your own images.
+        groups: columns of the table, such as camera,site, whose values get results of their own; or `folder`, the
+            folders below the class folders. They are only reported: `split.group` keeps groups on one side.
+        mean: mean of each channel, for pixels in [0, 1]; measured on the training images if not given.
+        std: standard deviation of each channel, for pixels in [0, 1]; measured if not given.
+        count: number of training images of shapes; the test set is a fifth of it.
+        num_classes: number of classes of shapes.
+
+    Raises:
+        UsageError: for invalid values.
+    """
+
+    image_size: NonNegativeInt | list[int] | str | None = None  # `int` would parse 0x10 as 16
+    resize: str = "crop"
+    channels: int | None = None
+    levels: list[int] | None = None
+    skip_bad: bool = False
+    labels: str | None = None
+    groups: list[str] | str | None = None
+    mean: list[float] | float | None = None
+    std: list[float] | float | None = None
+    count: int = 10_000
+    num_classes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("data.resize", self.resize, RESIZES)
+        if self.channels not in (None, 1, 3):
+            raise UsageError(f"data.channels must be 1 or 3, not {self.channels}")
+        if self.image_size is not None:
+            parse_image_size(self.image_size)
+        if self.levels is not None:
+            black, white = self.levels
+            if black >= white:
+                form = "two values, of black and of white, such as [0, 4095]"
+                raise UsageError(f"data.levels {list(self.levels)} must be {form}")
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width in pixels, if given."""
+        if self.image_size is None:
+            return None
+        return parse_image_size(self.image_size)
+
+    @property
+    def group_names(self) -> list[str]:
+        """The names in `groups`, each once."""
+        names = self.groups
+        if names is None:
+            return []
+        if isinstance(names, str):
+            names = names.split(",")
+        return list(dict.fromkeys(name.strip() for name in names))
+
+
+def parse_image_size(value: ImageSize) -> tuple[int, int]:
+    """Return height and width in pixels. Raise UsageError for an invalid size."""
+    sides: Sequence[int | str] | str = [value] if isinstance(value, int) else value
+    if isinstance(sides, str):
+        sides = re.split("[x×]", sides)
+    try:
+        sizes = [int(side) for side in sides]
+        height, width = sizes * 2 if len(sizes) == 1 else sizes
+    except ValueError:
+        form = "a number of pixels for squares, or height x width, such as 96x128"
+        raise UsageError(f"--data.image_size must be {form}, not {value!r}") from None
+    return height, width
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Where images come from and where they are held. It may change when a fit is resumed.
+
+    Args:
+        placement: device (all images in the memory of the training device), host (worker processes prefetch them), or
+            auto. auto means device if the images fit into half of its free memory.
+        workers: number of worker processes that prefetch; 0 for none.
+        eval_batch_size: images per step on each device in validation, test and prediction.
+        cache_dir: folder for decoded images; the user's cache folder if not given.
+        url: URL or path of the archive, instead of the built-in sources.
+
+    Raises:
+        UsageError: for an unknown placement.
+    """
+
+    placement: str = "auto"
+    workers: int = 2
+    eval_batch_size: int = 500
+    cache_dir: str | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("data.placement", self.placement, PLACEMENTS)
+
+    @property
+    def cache_path(self) -> Path:
+        """The folder of decoded images."""
+        folder = default_cache_dir()
+        if self.cache_dir:
+            folder = Path(self.cache_dir)
+        return folder.expanduser()
+
+
+def default_cache_dir() -> Path:
+    """Return $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit."""
+    if directory := os.environ.get("CIFAR_LIT_CACHE"):
+        return Path(directory)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cifar-lit"
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The settings of `ImageData` that a data source reads."""
+
+    root: str | None = None
+    images: Images = Images()
+    loading: Loading = Loading()
+    split: Split = field(default_factory=Split)
+    # NFC paths of the images that a resumed training began with. Later ones are left out.
+    only: frozenset[str] | None = None
+
+    @property
+    def path(self) -> Path:
+        """The root as a path; `data` if not given."""
+        return Path(as_on_disk(str(Path(self.root or "data").expanduser())))
