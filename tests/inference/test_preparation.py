@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 import cifar_lit
-from cifar_lit.data.photos.formats import RESIZES
+from cifar_lit.data.settings import RESIZES
 from cifar_lit.inference.classify import ImageFile, classify_files
 from cifar_lit.inference.model_file import load_model_file
 from cifar_lit.run.images import run_image_data
