@@ -15,11 +15,14 @@ from cifar_lit.training.checkpoint import read_checkpoint
 
 # Left by a kill, by the scheduler's job, or by a rank that hung.
 NOT_RESULTS = (".lock", ".job")
-# Times, clocks, and the digest of a model, which follows from its other fields.
-NEVER_EQUAL = ("train_seconds", "images_per_second", "test_seconds", "seconds", "validation", "sha256")
+# Times, clocks, the digest of a model, which follows from its other fields, and the last score that a ModelCheckpoint
+# saved, which Lightning does not restore.
+NEVER_EQUAL = (
+    "train_seconds", "images_per_second", "test_seconds", "seconds", "validation", "sha256", "current_score",
+)  # fmt: skip
 # Values that depend on the number of processes: random states, partial sums and batch counts of each process, and the
 # scores for --reject, which depend on features in half precision. The total sums and the features are compared.
-NOT_ROUNDED = ("random_state", "device_sums", "epoch_loop.val_loop.batch_progress", "devices", "reject")
+NOT_ROUNDED = ("random_state", "device_sums", "epoch_loop.val_loop.batch_progress", "devices", "changes", "reject")
 
 
 def run_in(folder: Path) -> Path | None:

@@ -10,7 +10,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -22,7 +21,6 @@ from pathlib import Path
 
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from stress.fault_hooks import PHASES, PIPE
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in linux/prctl.h
 LIMIT = 120.0  # seconds after which a command counts as frozen
@@ -75,8 +73,6 @@ class Forked:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = log.with_name(log.name.format(rank=0))
-        self._announced = b"s"
-        self._pipe, write = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pids: list[int] = []
@@ -84,32 +80,18 @@ class Forked:
         for rank, own in enumerate(_torchrun(processes) if isinstance(processes, int) else processes):
             pid = os.fork()
             if pid == 0:
-                pipe = {PIPE: str(write)} if rank == 0 else {}
                 group = self.pids[0] if self.pids else 0
                 path = log.with_name(log.name.format(rank=rank))
-                _become(argv, folder, path, clean_environment() | meet | own | (more or {}) | pipe, group)
+                _become(argv, folder, path, clean_environment() | meet | own | (more or {}), group)
             with suppress(OSError):  # the child does the same, to avoid a race
                 os.setpgid(pid, self.pids[0] if self.pids else pid)
             self.pids.append(pid)
-        os.close(write)
-        os.set_blocking(self._pipe, False)
         self.codes: dict[int, int] = {}
         self.started = time.monotonic()
 
     @property
-    def phase(self) -> str:
-        """Return the phase that rank 0 announced last."""
-        return PHASES[self._announced[-1:]]
-
-    def count(self, phase: str) -> int:
-        """Return the number of times that a phase began."""
-        return sum(PHASES[bytes([byte])] == phase for byte in self._announced)
-
-    def listen(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the next announcement, and return whether a process still runs."""
-        if select.select([self._pipe], [], [], seconds)[0]:
-            with suppress(BlockingIOError):
-                self._announced += os.read(self._pipe, 4096)
+    def running(self) -> bool:
+        """Whether a process still runs."""
         for pid in self.pids:
             if pid not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -129,7 +111,8 @@ class Forked:
         """Return the exit codes by rank. Raise AssertionError if a process does not end in time."""
         deadline = time.monotonic() + seconds
         try:
-            while self.listen(0.005):
+            while self.running:
+                time.sleep(0.005)
                 if time.monotonic() > deadline:
                     self.send(signal.SIGUSR1)  # prints the stack
                     time.sleep(0.5)
@@ -147,11 +130,8 @@ class Forked:
     def end(self) -> None:
         """Kill the processes and their children."""
         self.send(signal.SIGKILL)
-        while self.listen(0.001):
-            pass
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = os.open(os.devnull, os.O_RDONLY)
+        while self.running:
+            time.sleep(0.001)
 
 
 def _torchrun(processes: int) -> list[dict[str, str]]:

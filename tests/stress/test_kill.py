@@ -14,11 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from stress.compare_runs import differences, finished, run_in
-from stress.fault_hooks import PHASES
 from stress.forked import SMALL_TRAINING, Forked, size
 
-ANNOUNCE = "--trainer.callbacks=stress.fault_hooks.Announce"
-TRAINING = [*SMALL_TRAINING, ANNOUNCE]
 ROUNDING = 1e-5  # tolerance of floats; weights under SGD differ by 6e-8, and losses are written with six digits
 PATIENCE = 5.0  # seconds for the other of two processes to notice
 NINE, TERM, ONE_OF_TWO = "kill -9", "SIGTERM", "kill -9 of one of two"
@@ -36,82 +33,66 @@ class Kind(NamedTuple):
 SGD = ["--data.count", "118", "--model.optimizer", "sgd", "--lr", "0.05", "--model.optimizer_options.momentum", "0.9"]
 WORKERS = "--data.placement host --data.workers 1"
 SMALL_NET = {
-    "one process": Kind(TRAINING),
-    "one process, images from workers": Kind([*TRAINING, *WORKERS.split()]),
-    "two processes": Kind(TRAINING, processes=2),
-    "two processes, resumed in one": Kind([*TRAINING, *SGD], processes=2, resumed_in=1),
-    "one process, resumed in two": Kind([*TRAINING, *SGD], processes=1, resumed_in=2),
+    "one process": Kind(SMALL_TRAINING),
+    "one process, images from workers": Kind([*SMALL_TRAINING, *WORKERS.split()]),
+    "two processes": Kind(SMALL_TRAINING, processes=2),
+    "two processes, resumed in one": Kind([*SMALL_TRAINING, *SGD], processes=2, resumed_in=1),
+    "one process, resumed in two": Kind([*SMALL_TRAINING, *SGD], processes=1, resumed_in=2),
 }
 
 
 class Plan(NamedTuple):
-    """When to kill: `seconds` after the start, or after a phase has begun for the `times`-th time."""
+    """Kill all processes, or the one with the given rank, `seconds` after the start."""
 
     how: str
     rank: int | None
     seconds: float
-    phase: str | None = None
-    times: int = 1
 
 
 def draw_plan(draw: random.Random, seconds: float, processes: int) -> Plan:
-    """Draw a plan for a training that takes `seconds`: half by time, half by phase, because some phases are short."""
+    """Draw a plan for a training that takes `seconds`."""
     how = draw.choices((NINE, TERM, ONE_OF_TWO), (6, 3, 3 if processes > 1 else 0))[0]
     rank = draw.randrange(processes) if how == ONE_OF_TWO else None
-    if draw.random() < 0.5:
-        return Plan(how, rank, draw.uniform(0.0, seconds))
-    phase = draw.choice(list(PHASES.values()))
-    repeats = phase not in ("start", "after the training", "test", "writing results")
-    delay = draw.uniform(0.0, 0.003 if phase.startswith("checkpoint") or phase == "after the training" else 0.02)
-    return Plan(how, rank, delay, phase, draw.randint(1, 4) if repeats else 1)
+    return Plan(how, rank, draw.uniform(0.0, seconds))
 
 
-def carry_out(attempt: Forked, plan: Plan) -> str | None:
-    """Return the phase in which the kill hit, or None if the training had ended."""
-    phase = None
-    while attempt.listen(0.002):
-        if plan.phase is None:
-            wait = attempt.started + plan.seconds - time.monotonic()
-        else:
-            wait = plan.seconds if attempt.count(plan.phase) >= plan.times else 1.0
-        if wait <= (0 if plan.phase is None else 0.02):
-            time.sleep(max(0.0, wait))
-            attempt.send(signal.SIGTERM if plan.how == TERM else signal.SIGKILL, plan.rank)
-            phase = attempt.phase
-            break
-    if plan.how == ONE_OF_TWO and phase is not None:
+def carry_out(attempt: Forked, plan: Plan) -> bool:
+    """Return whether the kill hit before the training had ended."""
+    while attempt.running and time.monotonic() < attempt.started + plan.seconds:
+        time.sleep(0.002)
+    if not attempt.running:
+        return False
+    attempt.send(signal.SIGTERM if plan.how == TERM else signal.SIGKILL, plan.rank)
+    if plan.how == ONE_OF_TWO:
         deadline = time.monotonic() + PATIENCE
-        while attempt.listen(0.005) and time.monotonic() < deadline:
-            pass
+        while attempt.running and time.monotonic() < deadline:
+            time.sleep(0.005)
         attempt.end()  # like torchrun, because the other process may wait forever
     else:
         attempt.wait()
-    if phase is None or all(code == 0 for code in attempt.codes.values()):
-        return None
-    return phase if plan.how == TERM else attempt.phase  # a killed process announced its last phase
+    return any(attempt.codes.values())
 
 
-def kill_one(
-    kind: Kind, kills: int, seconds: float, draw: random.Random, folder: Path
-) -> tuple[list[tuple[str, str]], Path]:
-    """Kill a training up to `kills` times, then let it finish; return (how, phase) of each hit, and the run."""
-    hits: list[tuple[str, str]] = []
+def kill_one(kind: Kind, kills: int, seconds: float, draw: random.Random, folder: Path) -> tuple[list[Plan], Path]:
+    """Kill a training up to `kills` times, then let it finish; return the kills that hit, and the run."""
+    hits: list[Plan] = []
     for number in range(2 * kills + 1):
         run = run_in(folder / "lightning_logs")
         if run is not None and finished(run):
             return hits, run
         resumed = run is not None and any((run / "checkpoints").glob("*.ckpt"))
         processes = kind.resumed_in if resumed and kind.resumed_in else kind.processes
-        argv = ["train", "--resume", "--devices", str(processes)] if resumed else kind.argv
-        attempt = Forked(argv, folder, folder / "log.txt", processes)
+        argv = ["train", "--resume"] if resumed else kind.argv
+        attempt = Forked([*argv, "--devices", str(processes)], folder, folder / "log.txt", processes)
         plan = draw_plan(draw, seconds, processes) if len(hits) < kills and number < 2 * kills else None
-        phase = carry_out(attempt, plan) if plan else attempt.wait() and None
-        if plan and phase:
-            hits.append((plan.how, phase))
-        # Killed processes have the signal's code, stopped ones also 143; the other of two ends with 1.
-        expected = {NINE: {-9, 0}, TERM: {143, -15, 0, 1}, ONE_OF_TWO: {-9, 1, 0}}
-        codes = set(attempt.codes.values())
-        assert codes <= (expected[plan.how] if plan and phase else {0}), f"{codes}: {attempt.log.read_text()[-800:]}"
+        if plan is None:
+            attempt.finish()
+        elif carry_out(attempt, plan):
+            hits.append(plan)
+            # Killed processes have the signal's code, stopped ones also 143; the other of two ends with 1.
+            expected = {NINE: {-9, 0}, TERM: {143, -15, 0, 1}, ONE_OF_TWO: {-9, 1, 0}}[plan.how]
+            codes = set(attempt.codes.values())
+            assert codes <= expected, f"{codes}: {attempt.log.read_text()[-800:]}"
     run = run_in(folder / "lightning_logs")
     assert run is not None and finished(run), f"not finished: {attempt.log.read_text()[-500:]}"
     return hits, run
@@ -128,13 +109,13 @@ def undisturbed(kind: Kind, folder: Path) -> tuple[Path, float]:
 
 def kill_trainings(kills: int, seconds: int, seed: int, folder: str) -> int:
     """Kill trainings, each up to three times, until `kills` have hit or `seconds` have passed; return how many hit."""
-    draw, kinds, start = random.Random(seed), SMALL_NET, time.monotonic()
-    expected_run = cache(lambda name: undisturbed(kinds[name], Path(folder) / "undisturbed" / name))
-    hits: list[tuple[str, str]] = []
+    draw, start = random.Random(seed), time.monotonic()
+    expected_run = cache(lambda name: undisturbed(SMALL_NET[name], Path(folder) / "undisturbed" / name))
+    hits: list[Plan] = []
     survivors = 0
     while len(hits) < kills and time.monotonic() < start + seconds:
-        name = list(kinds)[(seed + survivors) % len(kinds)]
-        kind, place = kinds[name], Path(folder) / f"run-{survivors}"
+        name = list(SMALL_NET)[(seed + survivors) % len(SMALL_NET)]
+        kind, place = SMALL_NET[name], Path(folder) / f"run-{survivors}"
         expected, duration = expected_run(name)
         new, run = kill_one(kind, min(draw.randint(1, 3), kills - len(hits)), duration, draw, place)
         if places := differences(run, expected, ROUNDING if kind.resumed_in else 0.0):
