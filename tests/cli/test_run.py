@@ -8,16 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from contract.command_line import (
     ROOT,
     SMALL,
     Training,
-    config_of,
     draw_folder,
     files_of,
     metrics_of,
-    rows_of,
     run_command,
     run_process,
 )
@@ -25,9 +22,7 @@ from contract.command_line import (
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.inference.calibration import fit_temperature
-from cifar_lit.models.registry import build_net
 from cifar_lit.run.loggers import COLUMNS
-from cifar_lit.training.checkpoint import read_checkpoint
 
 NEW_RUN = Path("lightning_logs/small-1")  # the first run in the working folder
 ONE_EPOCH = (*SMALL, "--epochs", "1")
@@ -46,17 +41,6 @@ def test_the_console_shows_the_start_card_epochs_interval_and_how_to_load_the_ne
     assert "balanced accuracy" not in training.answer.out  # the classes have equal sizes
     program = "import cifar_lit; print(cifar_lit.load('lightning_logs/small-1'))"
     assert shlex.split(lines[-1]) == ["python", "-c", program]
-
-
-def test_model_monitor_selects_the_best_checkpoint() -> None:
-    flags = (*SMALL, "--model.monitor", "loss", "--epochs", "4")
-    assert run_command("fit", *flags).code == 0
-    rows = [row for row in rows_of(NEW_RUN / "metrics.csv") if row["val/loss"]]
-    best = min(rows, key=lambda row: float(row["val/loss"]))
-    checkpoint = read_checkpoint(NEW_RUN / "checkpoints/best.ckpt")
-    assert checkpoint["epoch"] == int(best["epoch"])
-    assert metrics_of(NEW_RUN)["val"]["loss"] == pytest.approx(float(best["val/loss"]), abs=1e-6)
-    assert config_of(NEW_RUN)["model"]["monitor"] == "loss"
 
 
 def test_the_start_card_counts_optimizer_steps_and_epochs() -> None:
@@ -88,17 +72,6 @@ def test_a_run_prints_no_warnings_or_tips_except_the_table_of_a_profiler(working
 
 
 # ---- the trained net
-
-
-def test_the_loaded_net_is_that_of_the_best_checkpoint(run_dir: Path, data: ImageData) -> None:
-    loaded = cifar_lit.load(run_dir)
-    images = data.test_images.images.permute(0, 3, 1, 2)
-    net = build_net("lenet", channels=3, image_size=16, num_classes=4).eval()
-    state = read_checkpoint(run_dir / "checkpoints/best.ckpt")["state_dict"]
-    net.load_state_dict({name[4:]: tensor for name, tensor in state.items() if name.startswith("net.")})
-    mean, std = (torch.tensor(config_of(run_dir)["data"]["images"][name]).view(-1, 1, 1) for name in ("mean", "std"))
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(images), net((images.float() / 255 - mean) / std))
 
 
 def test_temperature_and_prediction_sets_come_from_the_validation_images_and_are_measured_on_the_test_images(
@@ -145,13 +118,6 @@ def test_train_resumes_a_finished_fit_with_its_test(run_dir: Path) -> None:
     answer = run_command("train", "--resume", NEW_RUN)
     assert answer.code == 0, answer.err
     assert metrics_of(NEW_RUN)["test"] == metrics_of(run_dir)["test"]
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_training_works_in_other_precisions(precision: str) -> None:
-    answer = run_command(*ONE_EPOCH, "--precision", precision)
-    assert (answer.code, answer.err) == (0, "")
-    assert metrics_of(NEW_RUN)["precision"] == precision
 
 
 def test_custom_loggers_are_added_and_logger_false_disables_all() -> None:

@@ -118,11 +118,8 @@ def test_recipes_lists_every_packaged_recipe() -> None:
     assert [name for name in names if not re.search(rf"\b{name}\b", answer.out)] == []
 
 
-def test_devices_lists_devices_with_their_flags_and_counts_the_parameters_of_a_net(run_dir: Path) -> None:
+def test_devices_lists_devices_with_their_flags() -> None:
     answer = run_command("devices")
     assert answer.code == 0
     assert "--accelerator cpu" in answer.out
     assert "torch" in answer.out
-    answer = run_command("devices", "--net", "lenet", "--image_size=16", "--num_classes=4")
-    assert answer.code == 0
-    assert f"{metrics_of(run_dir)['parameters']:,}" in answer.out

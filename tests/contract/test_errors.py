@@ -53,6 +53,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --model.num_classes 3", ["model.num_classes is set from", "the data"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy", "use --trainer.strategy ddp"]),
     (f"{S} --nodes 2", ["--nodes 2", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"]),
+    (f"{S} --devices 2 --checkpoint-every 10m", ["needs one process: use a number of steps"]),
     # missing files, and words in the wrong place
     ("--recipe nowhere.yaml", ["no recipe file nowhere.yaml"]),
     (f"{S} --config nowhere.yaml", ["no configuration file nowhere.yaml"]),

@@ -73,16 +73,6 @@ def deviation(numbers, others=None):
     return float(((counts - expected).square().sum() / expected - freedom) / (2 * freedom) ** 0.5)
 
 
-def test_all_shifts_flips_and_cutout_centres_are_drawn_equally_often():
-    cropped = looks(0, 0, crop=2)
-    assert len(cropped[:, 4, 3].unique()) == 25 and abs(deviation(cropped[:, 4, 3])) < 4
-    flipped = looks(0, 0, flip="random")
-    assert len(flipped[:, 0, 0].unique()) == 2 and abs(deviation(flipped[:, 0, 0])) < 4
-    centres = (looks(0, 0, cutout=1) == 255).flatten(1).int().argmax(1)
-    assert len(centres.unique()) == 63 and abs(deviation(centres)) < 4
-    assert Augment().move_keys(9, 7, 0, 0) is None
-
-
 @pytest.mark.parametrize("seed", [0, 1, 12_345])
 def test_draws_of_rows_epochs_seeds_and_settings_are_independent(seed):
     settings = {"crop": 1, "flip": "random"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -184,43 +183,6 @@ def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on(review: Callabl
     data = reviewed(run)
     assert first in (data.train_images.names or ()) and last not in (data.train_images.names or ())
     assert list(data.classes) == ["cat", "dog", "great heron", "owl"]
-
-
-def test_report_and_review_have_the_order_of_the_list_with_all_images_on_one_scale(
-    review: Callable[..., Answer],
-) -> None:
-    draw_folder(Path("animals"), {f"{part}/{name}": 4 for part in ("train", "val", "test") for name in CLASSES})
-    run = write_run("runs/finetune-1", root="animals")
-    names = ImageData(**config_of(run)["data"]).train_images.names or ()
-    unseen = np.full((24, 3), 0.1, np.float32)
-    unseen[range(24), [CLASSES.index(Path(name).parent.name) for name in names]] = np.linspace(0.5, 0.9, 24)
-    for name, probabilities in (
-        ("val/dog/1.png", [0.8, 0.1, 0.1]),
-        ("train/cat/2.png", [0.01, 0.01, 0.98]),  # more suspicious, although the net was trained on it
-        ("val/owl/0.png", [0.1, 0.6, 0.3]),
-    ):
-        unseen[names.index(name)] = probabilities
-    np.save(run / "out_of_fold.npy", unseen)
-    answer = run_command("report", run)
-    assert answer.code == 0, answer.err
-    rows = rows_of(run / "label_errors.csv")
-    order = [names[int(row["index"])] for row in rows]
-    assert order == [row["path"] for row in rows] and sorted(order) == sorted(names)
-    assert order[:3] == ["train/cat/2.png", "val/dog/1.png", "val/owl/0.png"]
-    assert [row["part"] for row in rows] == [path.partition("/")[0] for path in order]
-    assert [row["suspected"] for row in rows] == ["yes"] * 3 + ["no"] * 21
-    captions = re.findall(r"((?:train|val)/[a-z]+/\d\.png(?: · held out)?)</", (run / "report.html").read_text())
-    assert captions[:3] == ["train/cat/2.png", "val/dog/1.png · held out", "val/owl/0.png · held out"]
-    (run / "label_errors.csv").unlink()
-
-    def visit(client: TestClient) -> None:
-        images = client.get("images").json()["images"]
-        assert [(image["name"], image["label"]) for image in images] == [
-            (Path(name).name, Path(name).parent.name) for name in order
-        ]
-
-    review(visit, run)
-    assert rows_of(run / "label_errors.csv") == rows
 
 
 def test_labels_of_a_built_in_set_are_reviewed_twice(run_dir: Path, review: Callable[..., Answer]) -> None:

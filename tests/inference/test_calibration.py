@@ -42,13 +42,6 @@ def test_the_calibration_error_equals_that_of_torchmetrics_with_fifteen_bins() -
     assert error_of(mixed.softmax(1), labels) == pytest.approx(errors[15], abs=1e-6)
 
 
-def test_errors_of_neighbouring_bins_do_not_cancel_out() -> None:
-    # 0.62 lies in (9/15, 10/15] and is always wrong, 0.68 in (10/15, 11/15] and always correct. Ten bins join them.
-    probability = torch.tensor([0.62, 0.62, 0.68, 0.68], dtype=torch.float64)
-    error = expected_calibration_error(reliability(probability, torch.tensor([False, False, True, True])))
-    assert error == pytest.approx((0.62 + 0.32) / 2)
-
-
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 def test_the_temperature_recovers_the_scale_of_the_logits_and_changes_no_prediction(scale: float) -> None:
     logits, labels = make_logits(20_000, scale)

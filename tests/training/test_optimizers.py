@@ -9,7 +9,6 @@ from small_runs import assert_close
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cifar_lit.base.errors import UsageError
 from cifar_lit.training.optimizers import OPTIMIZERS, align_restored_state, build_optimizer
 from cifar_lit.training.schedules import Schedule
 
@@ -116,19 +115,6 @@ def test_parameters_are_grouped_by_type_with_rates_per_group() -> None:
     assert [group["momentum"] for group in groups] == [0.6, 0.85, 0.85, 0.85]
     assert [group["orthogonal"] for group in groups] == [True, False, False, False]
     assert {group["lr"] for group in groups_of(Whitened(), "muon")} == {0.25}
-
-
-def test_an_optimizer_by_import_path_is_built_with_its_options() -> None:
-    optimizer = build_optimizer(Whitened(), "torch.optim.RMSprop", 0.1, {"momentum": 0.5, "weight_decay": 0.01})
-    weights, biases = optimizer.param_groups
-    assert [(group["lr"], group["momentum"]) for group in (weights, biases)] == [(0.1, 0.5)] * 2
-    assert (weights["weight_decay"], biases["weight_decay"]) == (0.01, 0.0)
-    for name, settings, line in (
-        ("Adagrad", {"options": {"momentum": 0.5}}, r"torch\.optim\.Adagrad takes no momentum"),
-        ("Optimiser", {}, r"torch\.optim has no 'Optimiser'\. Did you mean Optimizer\?"),
-    ):
-        with pytest.raises(UsageError, match=line):
-            build_optimizer(Whitened(), f"torch.optim.{name}", 0.1, **settings)
 
 
 @pytest.mark.parametrize(("input_lr", "rates"), [(0.1, [0.5, 0.5]), (0.02, [0.02, 0.1])])

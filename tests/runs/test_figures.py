@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable
 from io import BytesIO
 
-import matplotlib
 import pytest
 import torch
 from PIL import Image
 
-from cifar_lit.inference.calibration import Bin
-from cifar_lit.runs.figures import as_pixels, as_svg, confusion_matrix, data_uri, line_chart, reliability_diagram
+from cifar_lit.runs.figures import as_pixels, confusion_matrix, data_uri
 
 HOSTILE = ["$a_{", "<script>alert(1)</script>", "two\nlines", "x" * 80, "日本", "%s {}"]
 
@@ -32,22 +29,6 @@ def test_a_cell_of_the_matrix_is_darker_the_greater_its_share_of_the_row() -> No
     height, width = picture.shape
     values = [picture[int(y * height), int(x * width)].item() for y in (0.3, 0.6) for x in (0.35, 0.7)]
     assert values[3] < values[0] < values[1] < values[2]
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda: as_pixels(confusion_matrix(torch.eye(3, dtype=torch.int64), ["a", "b", "c"])).tolist(),
-        lambda: as_svg(line_chart({"train": [(1, 2.0), (2, 1.0)]}), "chart", "a chart"),
-        lambda: as_svg(reliability_diagram([Bin(0, 1, 5, 0.5, 0.6)]), "bins", "a diagram"),
-    ],
-)
-def test_a_matplotlibrc_does_not_change_figures(draw: Callable[[], object]) -> None:
-    with matplotlib.rc_context(rc=matplotlib.rcParamsDefault):
-        expected = draw()
-    settings = {"text.usetex": True, "savefig.dpi": 300, "figure.dpi": 300, "axes.grid": True, "font.size": 30}
-    with matplotlib.rc_context(rc=settings):
-        assert draw() == expected
 
 
 @pytest.mark.parametrize(("shape", "size"), [((32, 32, 3), (32, 32)), ((200, 100, 1), (48, 96))])
