@@ -26,7 +26,7 @@ BLOCK = re.compile(
 SCRIPTS = {"scripts/train.py": "train", "scripts/test.py": "test", "scripts/classify.py": "classify"}
 TRAINING = ("fit", "train")
 STAYS_OPEN = "tensorboard"  # not run, because it does not end
-FEWER = {"count=20_000": "count=400", "max_epochs=4": 'max_epochs=1, accelerator="cpu"'}  # in statements
+FEWER = {'"count": 20_000': '"count": 400', "max_epochs=4": 'max_epochs=1, accelerator="cpu"'}  # in statements
 
 
 class Block(NamedTuple):
