@@ -23,7 +23,7 @@ from cifar_lit.run.run import Run
 from cifar_lit.runs.figures import as_pixels, confusion_matrix
 from cifar_lit.runs.report import render
 from cifar_lit.training.checkpoint import load_weights, read_checkpoint
-from cifar_lit.training.classifier import ImageClassifier, check_features
+from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.metrics import Score
 
 
@@ -43,7 +43,6 @@ def fit(
 
     Returns None in a `fast_dev_run` and on every rank but 0.
     """
-    check_before_fit(trainer, model, data)
     trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
@@ -98,13 +97,6 @@ def write_results(
             write_text(folder / "report.html", page)
     write_metrics(folder, metrics)
     return Results(metrics, val, test)
-
-
-def check_before_fit(trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> None:
-    """Raise UsageError, before a run folder is created, if data, model and devices are incompatible."""
-    data.trainer = trainer  # The Trainer sets it later. Checks and loaders read its callbacks and devices.
-    check_features(model, trainer, data)
-    data.train_dataloader()  # Fail early if a batch cannot be split across the devices.
 
 
 def _score(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:

@@ -8,6 +8,7 @@ import re
 from cifar_lit.base.errors import Failure, UsageError, first_line
 from cifar_lit.base.files import DISK_FULL, find_os_error
 from cifar_lit.base.text import printable
+from cifar_lit.cli.ranks import is_child
 
 # Messages of torch's allocators, CUDA, cuBLAS and cuDNN. cuDNN finds no engine if none can allocate its workspace.
 NO_MEMORY = re.compile("allocate memory|out of memory|ALLOC(ATION)?_FAILED|unable to find an engine")
@@ -26,6 +27,8 @@ def explain_error(error: BaseException) -> tuple[str, int]:
     if rank == "0":
         return line, code
     if is_lost_peer(error) or code >= 128:  # the first process says it
+        return "", code
+    if isinstance(error, UsageError) and is_child():  # as does the process that started this one
         return "", code
     return f"[rank {rank}] {line}", code
 

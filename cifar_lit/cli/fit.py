@@ -262,24 +262,21 @@ class TrainingCLI(LightningCLI):
         """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
         configured = self.config_init[self.name].trainer
-        features = self._features()
-        callbacks = as_list(configured.callbacks)
+        self.child_ranks = ChildRanks()
+        callbacks = [self.child_ranks, *as_list(configured.callbacks)]
         validates = len(self.datamodule.split[1]) > 0
         self.settings.data.images.mean, self.settings.data.images.std = self.datamodule.statistics
         self.run = self._make_run()
         lines = not self.command.brief
-        callbacks += self.run.callbacks(validates, lines)
-        # Loggers may fail at the start, and the card is printed, before a feature works, such as finetune.
+        further: list[Callback] = []
         if self.run.trains and lines:
-            callbacks.append(StartCard(self.run))
+            further.append(StartCard(self.run))
         if self.run.trains:
-            callbacks.append(SlowdownWarning())
-        callbacks += features
-        self.child_ranks = ChildRanks()
-        callbacks.append(self.child_ranks)
+            further.append(SlowdownWarning())
+        callbacks += self.run.callbacks(validates, lines, [*further, *self._features()])
         loggers = [logger for logger in as_list(configured.logger) if isinstance(logger, Logger)]
         if configured.logger is not False:
-            loggers = self.run.loggers(self.step) + loggers
+            self.run.create_loggers(self.step)
         if not validates:
             kwargs["limit_val_batches"] = 0
         if self.ranks > 1 and configured.strategy in ("auto", "ddp"):
@@ -301,8 +298,6 @@ class TrainingCLI(LightningCLI):
             if feature is None:
                 continue
             features.append(feature)
-            if hasattr(feature, "prepare") and not self.checkpoint:
-                feature.prepare(self.model)  # a failure leaves no run folder
         return features
 
     def _make_run(self) -> Run:

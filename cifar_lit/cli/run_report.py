@@ -11,11 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from rich.table import Column, Table
 
 from cifar_lit.base.files import display_path
-from cifar_lit.base.hooks import methods
 from cifar_lit.base.text import counted, listed, say
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.run.loggers import feature_settings
 from cifar_lit.run.record import group_lines
 from cifar_lit.run.run import Run
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
@@ -63,8 +63,7 @@ def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: I
     if "resume" in run.notes:
         position = f"epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
         rows["resumes"] = f"{run.notes['resume']} at {position}"
-    for card in methods(trainer, "card"):
-        rows |= card()
+    rows["features"] = " · ".join(f"{name} {value}" for name, value in feature_settings(run.settings).items())
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         rows["run"] = display_path(run.folder.path)
     return {name: value for name, value in rows.items() if value}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.hooks import method
 from cifar_lit.base.plugins import NameOrObject, part_name
 from cifar_lit.base.settings import changed_settings, group_of, plain_settings, saved_settings
 from cifar_lit.base.text import listed
@@ -20,7 +19,7 @@ from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.image_set import ImageSet, spread_rows
-from cifar_lit.data.loaders import EvalLoader, FitLength, TrainLoader, count_batches, fit_length, in_order, shuffled
+from cifar_lit.data.loaders import EvalLoader, FitLength, TrainLoader, count_batches, fit_length, in_order
 from cifar_lit.data.preprocessing import Placed, Preprocessing, place_images
 from cifar_lit.data.progress import note_once
 from cifar_lit.data.settings import DataSettings, Images, Loading
@@ -28,11 +27,17 @@ from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault,
 from cifar_lit.data.splits import Split
 
 
+def full_size(epoch: int) -> None:
+    """Return None, the size of images in an epoch that does not scale them."""
+
+
 class ImageData(TrustedNames, pl.LightningDataModule):
     """Load one data set, split it, and yield batches that are augmented and normalised on the device.
 
     `parts` holds the images and their split. `preprocessing` works on whole batches. A batch unpacks as (images,
     labels), so any LightningModule can train on it.
+
+    Features set `make_train_loader` and `side` in their `setup("fit")`; before it, each fit resets them.
 
     Args:
         dataset: cifar10, cifar100, fashion_mnist, folder or shapes; or a function (see `data.sources`), or the import
@@ -47,6 +52,10 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         images: size, labels and statistics of the images: an `Images`, or its settings by name.
         loading: where images come from and are held: a `Loading`, or its settings by name.
         seed: seed of order and augmentation; --seed sets it.
+
+    Attributes:
+        make_train_loader: returns the training loader. It is called with the arguments of `TrainLoader`, the default.
+        side: returns the height in pixels to which the training images of an epoch are scaled; None for full size.
     """
 
     # Settings that may change when a fit is resumed.
@@ -85,6 +94,8 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         self.given |= plain_settings("data.loading", asdict(self.loading))
         self._build_parts()
         self._resumed: dict[str, object] | None = None
+        self.make_train_loader: Callable[..., TrainLoader] = TrainLoader
+        self.side: Callable[[int], int | None] = full_size
 
     def __str__(self) -> str:
         """Return the name of the data set. Lightning's text, also part of jsonargparse's errors, loads the images."""
@@ -173,6 +184,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             return
         self.parts.warn_of_few_images(self.batch_size)
         self._train_loader = self._resumed = None
+        self.make_train_loader, self.side = TrainLoader, full_size
 
     @property
     def train_loader(self) -> TrainLoader:
@@ -186,25 +198,19 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             fault = "data.augment mixup and cutmix need a model that reads batch.targets"
             raise UsageError(f"{fault}: use ImageClassifier, or remove mixup and cutmix")
         images = self.placed("train").images
-        order = in_order
-        if not self._overfits:
-            order = shuffled
-            if make_order := self._of_feature("order"):
-                order = make_order(self.train_images.labels)
         mean_colour = (torch.tensor(self.statistics[0]) * 255).round().to(torch.uint8)
         settings: dict[str, Any] = {
             "source": images, "indices": self.split[0], "batch_size": self.batch_size,
             "augment": self.augment, "fill": mean_colour.to(images.images.device),
-            "order": order, "seed": self.seed,
+            "seed": self.seed,
             "workers": self.loading.workers if self.reads_ahead else 0,
             "pin_memory": self.device.type != "cpu",
             **self._rank_settings,
         }  # fmt: skip
-        make_loader = self._of_feature("train_loader")
-        if make_loader and not self._overfits:
-            loader = make_loader(settings, self._length, self.device)
+        if self._overfits:
+            loader = TrainLoader(**settings, order=in_order)
         else:
-            loader = TrainLoader(**settings)
+            loader = self.make_train_loader(**settings)
         if self._resumed is not None:
             loader.load_state_dict(self._resumed)
         self._train_loader = loader
@@ -234,10 +240,6 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         weighted = getattr(module, "weighs_batches", module is None)
         return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": weighted}
 
-    def _of_feature(self, name: str) -> Any:
-        """Return the method of this name of one of the Trainer's callbacks, see `hooks`; None without one."""
-        return method(self.trainer, name) if self.trainer else None
-
     @property
     def _overfits(self) -> bool:
         """Whether the Trainer repeats the same batches in every epoch."""
@@ -256,20 +258,16 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             return self.preprocessing.train_batch(batch, self.side(trainer.current_epoch))
         return replace(batch, images=self.preprocessing.normalise(batch.images))
 
-    def side(self, epoch: int) -> int | None:
-        """Return the side of training images in an epoch, in pixels; None for full size."""
-        side = self._of_feature("side")
-        return side(epoch, self.epochs) if side else None
-
     # ---- length and position of a fit
 
     @property
     def epochs(self) -> int | None:
         """Number of epochs of the fit, from the Trainer's limits of epochs and steps; None without limits."""
-        return self._length.epochs
+        return self.fit_length.epochs
 
     @property
-    def _length(self) -> FitLength:
+    def fit_length(self) -> FitLength:
+        """Length of the fit in batches, from the Trainer's limits."""
         parts = 1 if self._rank_settings["weighted"] else self._rank_settings["world"]
         return fit_length(self.trainer, count_batches(len(self.split[0]), self.batch_size, parts))
 

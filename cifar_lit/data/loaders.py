@@ -25,7 +25,7 @@ from cifar_lit.data.image_set import ImageSet
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_ORDER = 1  # number of this random stream; `features.balanced` has 0
+_ORDER = 1  # number of this random stream; 0 is the stream of a feature
 
 Order = Callable[[Tensor, int, int], Tensor]  # from rows, seed and epoch to the rows in order
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
@@ -10,10 +11,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.base.text import counted
-from cifar_lit.data.loaders import Order, epoch_order
+from cifar_lit.base.errors import UsageError
+from cifar_lit.data.loaders import TrainLoader, epoch_order
 
 if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
 
 _CYCLES = 0  # number of this random stream; the order in `data.loaders` has 1
@@ -43,24 +45,20 @@ def balanced_order(labels: Tensor, seed: int, epoch: int) -> Tensor:
 class Balanced(Callback):
     """Show each class equally often in every epoch: images of rare classes are repeated, others take turns."""
 
-    def __init__(self) -> None:
-        self._counts = torch.empty(0)
-
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Count the training images of each class."""
-        if stage == "fit":
-            self._counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
+        """Set the order of the training images; raise UsageError if another feature sets it or balances the classes."""
+        if stage != "fit":
+            return
+        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
+        if pl_module.class_balance is not None:
+            raise UsageError("balanced would balance the classes twice, as another feature does: leave one of them out")
+        if data.make_train_loader is not TrainLoader:
+            raise UsageError("balanced sets the order of the images, as another feature does: leave one of them out")
+        labels = data.train_images.labels
 
-    def order(self, labels: Tensor) -> Order:
-        """Return an `Order` of balanced epochs. labels: int64 (N,) of the whole image set, on the CPU."""
-        return lambda rows, seed, epoch: rows[balanced_order(labels[rows], seed, epoch)]
+        def order(rows: Tensor, seed: int, epoch: int) -> Tensor:
+            return rows[balanced_order(labels[rows], seed, epoch)]
 
-    def class_weights(self) -> Tensor:
-        """Return weights that balance the classes in a loss over all images, float32 (classes,)."""
-        counts = self._counts.clamp_min(1).float()
-        return self._counts.sum() / (len(counts) * counts)
-
-    def card(self) -> dict[str, str]:
-        """Return the line of the start card."""
-        fewest, most = self._counts.aminmax()
-        return {"classes": f"{fewest:,} … {counted(int(most), 'training image')} each · shown equally often"}
+        data.make_train_loader = partial(TrainLoader, order=order)
+        counts = data.class_counts
+        pl_module.class_balance = counts.sum() / (len(counts) * counts.clamp_min(1).float())

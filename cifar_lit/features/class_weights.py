@@ -9,8 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.base.errors import check_choice
-from cifar_lit.base.text import counted
+from cifar_lit.base.errors import UsageError, check_choice
 
 if TYPE_CHECKING:
     from cifar_lit.data.batch import Batch
@@ -51,29 +50,23 @@ class ClassWeights(Callback):
     def __init__(self, kind: str = "balanced") -> None:
         check_choice("class_weights.kind", kind, KINDS)
         self._kind = kind
-        self._counts = torch.empty(0)
         self.weights = torch.empty(0)
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Count the training images of each class."""
-        if stage == "fit":
-            self._counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
-            weights = class_weights(self._counts, self._kind)
-            self.weights = torch.tensor(weights, device=trainer.strategy.root_device)
-            pl_module.loss.changes.append(self.weigh)
+        """Count the training images of each class; raise UsageError if another feature balances the classes."""
+        if stage != "fit":
+            return
+        if pl_module.class_balance is not None:
+            raise UsageError(
+                "class_weights would balance the classes twice, as another feature does: leave one of them out"
+            )
+        counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
+        pl_module.class_balance = torch.tensor(class_weights(counts, self._kind))
+        self.weights = pl_module.class_balance.to(trainer.strategy.root_device)
+        pl_module.loss.changes.append(self.weigh)
 
     def weigh(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Return the weighted losses (B,) of a batch."""
         if batch.targets is None:
             return losses * self.weights[batch.labels]
         return losses * (batch.targets @ self.weights)
-
-    def class_weights(self) -> Tensor:
-        """Return the weights of the loss, float32 (classes,) on the CPU."""
-        return self.weights.cpu()
-
-    def card(self) -> dict[str, str]:
-        """Return the line of the start card."""
-        fewest, most = self._counts.aminmax()
-        images = counted(int(most), "training image")
-        return {"classes": f"{fewest:,} … {images} each · class weights {self._kind}"}

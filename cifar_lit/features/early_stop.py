@@ -25,7 +25,6 @@ class EarlyStop(EarlyStopping):
 
     def __init__(self, patience: float) -> None:
         self._given = patience
-        self.depends_on_length = patience < 1
         super().__init__("val/accuracy")
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
@@ -34,6 +33,7 @@ class EarlyStop(EarlyStopping):
             return
         validations = math.ceil(self._given)
         if self._given < 1:
+            pl_module.needs_length = "early_stop"
             epochs = trainer.max_epochs or -1
             validations = math.ceil(self._given * epochs) if epochs > 0 else 2**31
         monitor, mode = pl_module.monitored

@@ -41,20 +41,18 @@ class Margins(Callback):
 
     def __init__(self) -> None:
         self.sums = torch.zeros(2, 0, dtype=torch.int64)
-
-    def check(self, model: ImageClassifier, data: ImageData) -> None:
-        """Raise UsageError if images are mixed."""
-        if data.augment.mixes:
-            raise UsageError("margins needs one label per image: remove mixup and cutmix, or use --margins false")
+        self._is_first = True
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Start without margins, and see the logits of each step."""
+        """Start without margins; raise UsageError if images are mixed."""
         if stage != "fit":
             return
+        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
+        if data.augment.mixes:
+            raise UsageError("margins needs one label per image: remove mixup and cutmix, or use --margins false")
+        self._is_first = trainer.is_global_zero
+        self.sums = torch.zeros(2, len(data.train_images), dtype=torch.int64, device=trainer.strategy.root_device)
         pl_module.loss.changes.append(self.add)
-        self._trainer = trainer
-        count = len(trainer.datamodule.train_images)  # type: ignore[attr-defined]
-        self.sums = torch.zeros(2, count, dtype=torch.int64, device=trainer.strategy.root_device)
 
     def add(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Add the margins of a training batch with logits (B, classes); return its losses (B,)."""
@@ -67,7 +65,10 @@ class Margins(Callback):
 
     def gather(self) -> Tensor:
         """Return `sums` over all devices, on the CPU. Collective: every rank must call this."""
-        return self._trainer.strategy.reduce(self.sums.clone(), reduce_op="sum").cpu()
+        sums = self.sums.clone()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums)
+        return sums.cpu()
 
     def state_dict(self) -> dict[str, object]:
         """Return the sums of all devices. Collective: every rank must call this."""
@@ -75,7 +76,7 @@ class Margins(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Restore the sums on the first device."""
-        if self._trainer.is_global_zero:
+        if self._is_first:
             self.sums.copy_(state_dict["sums"])
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:

@@ -7,6 +7,7 @@ Touvron et al., Fixing the train-test resolution discrepancy, 2019).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
@@ -43,17 +44,19 @@ class Resolutions(Callback):
         sides: share of the epochs by side in pixels, in the order of training, such as {24: 0.4, 28: 0.3}.
     """
 
-    depends_on_length = True
-
     def __init__(self, sides: dict[int, float]) -> None:
         self._sides = sides
-        self._full_side = 0
 
-    def check(self, model: ImageClassifier, data: ImageData) -> None:
-        """Raise UsageError for sizes that do not fit the images, or that the net refuses."""
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
+        """Set the size of the training images; raise UsageError for sizes that do not fit the images or the net."""
+        if stage != "fit":
+            return
+        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
         channels, height, width = data.input_shape
         check_resolutions(self._sides, height, width)
-        net, h = model.part("net"), model.hparams
+        data.side = partial(self.side, epochs=data.epochs)
+        pl_module.needs_length = "resolutions"
+        net, h = pl_module.part("net"), pl_module.hparams
         if isinstance(net, nn.Module):
             return
         any_size = net_spec(net).any_size
@@ -65,11 +68,6 @@ class Resolutions(Callback):
                 size = (side, round(side * width / height))
                 build_net(net, image_size=size, options=h["net_options"], **shape)
 
-    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Keep the full size, for the card."""
-        if stage == "fit":
-            self._full_side = trainer.datamodule.input_shape[1]  # type: ignore[attr-defined]
-
     def side(self, epoch: int, epochs: int | None) -> int | None:
         """Return the height in pixels of the images of an epoch, None for full size. epochs: number of all epochs."""
         if epochs is None:
@@ -80,8 +78,3 @@ class Resolutions(Callback):
             if epoch < round(end * epochs):  # whole epochs
                 return side
         return None
-
-    def card(self) -> dict[str, str]:
-        """Return the line of the start card."""
-        sizes = "".join(f"{side} px for {share:.0%} of the epochs, " for side, share in self._sides.items())
-        return {"sizes": f"{sizes}then {self._full_side} px"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
@@ -17,7 +18,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.hooks import methods
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.loaders import FitLength, Pass, TrainLoader, shuffled
 
@@ -34,15 +34,17 @@ def first_hard_batch(start: float, length: FitLength) -> tuple[int, int]:
 
 
 class LastLosses:
-    """The last training loss of each image, equal on all devices after `gather`.
+    """The last training loss of each image, equal on all devices after `gather`, and the images with the largest ones.
 
     Attributes:
         latest: float32 (N,) on the device of the net: losses since the last `merge`, -1 for other images.
+        hard: rows of the current round, int64.
     """
 
     def __init__(self, images: int, device: torch.device) -> None:
         self._merged = torch.full((images,), math.inf, device=device)  # untrained images count as the hardest
         self.latest = torch.full_like(self._merged, -1.0)
+        self.hard = torch.empty(0, dtype=torch.int64)
 
     def record(self, losses: Tensor, batch: Batch) -> None:
         """Record the losses (B,) of a training batch."""
@@ -61,9 +63,14 @@ class LastLosses:
         self.merge()
         return self._merged.cpu()
 
-    def restore(self, losses: Tensor) -> None:
-        """Restore losses returned by `gather` before a resume."""
-        self._merged.copy_(losses)
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the losses and the rows of the current round. Collective: every rank must call this."""
+        return {"losses": self.gather(), "hard": self.hard}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore the losses and the current round of a resumed fit."""
+        self._merged.copy_(state["losses"])
+        self.hard = state["hard"]
 
 
 @dataclass(eq=False)
@@ -83,10 +90,6 @@ class HardRoundsLoader(TrainLoader):
     skip_easy: float
     skip_from: tuple[int, int]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.hard = torch.empty(0, dtype=torch.int64)  # rows of the current round
-
     def __iter__(self) -> Iterator[Batch]:
         self.losses.merge()  # before images move to other devices
         yield from super().__iter__()
@@ -100,12 +103,12 @@ class HardRoundsLoader(TrainLoader):
         size = min(length * self.batch_size, len(self.indices))
         number, batches_done = divmod(self.position - begin, length)
         draw_epoch = self._draw_epoch(number, rounds_per_epoch=math.ceil(len(self) / length))
-        if batches_done == 0 or len(self.hard) != size:  # a new round, or a checkpoint with other images
+        if batches_done == 0 or len(self.losses.hard) != size:  # a new round, or a checkpoint with other images
             rows = shuffled(self.indices, self.seed, draw_epoch)  # random order of equal losses
             losses = self.losses.gather()[rows]
-            self.hard = rows[losses.argsort(descending=True, stable=True)[:size]]
+            self.losses.hard = rows[losses.argsort(descending=True, stable=True)[:size]]
         first = begin + number * length
-        rows, end = self.epoch_rows(draw_epoch, self.hard), min(first + length, len(self))
+        rows, end = self.epoch_rows(draw_epoch, self.losses.hard), min(first + length, len(self))
         return Pass(first, end, rows, self.maker(draw_epoch))
 
     def _draw_epoch(self, number: int, rounds_per_epoch: int) -> int:
@@ -133,56 +136,36 @@ class SkipEasy(Callback):
         start: share of the steps after which easy images are skipped.
     """
 
-    depends_on_length = True
-
     def __init__(self, share: float = 0.5, start: float = 0.6) -> None:
         if not 0 < share < 1:
             raise UsageError(f"skip_easy.share is a share of the images, above 0 and below 1, not {share:g}")
         self._share, self._start = share, start
-        self._losses: LastLosses | None = None  # None before the current fit has begun
-        self._loader: HardRoundsLoader | None = None
-        self._restored: dict[str, Tensor] = {}
-
-    def check(self, model: ImageClassifier, data: ImageData) -> None:
-        """Raise UsageError if the order of the images is set elsewhere."""
-        if methods(data.trainer, "order"):
-            raise UsageError("skip_easy sets the order of images: leave balanced out")
+        self._losses = LastLosses(0, torch.device("cpu"))
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Forget the state of an earlier fit, and see the losses of each step."""
+        """Set the training loader; raise UsageError without a length, or if another feature sets it."""
         if stage != "fit":
             return
-        pl_module.loss.changes.append(self.record)
-        self._losses = self._loader = None
-        self._restored = {}
+        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
+        if data.make_train_loader is not TrainLoader:
+            raise UsageError("skip_easy sets the order of the images, as another feature does: leave one of them out")
+        skip_from = first_hard_batch(self._start, data.fit_length)
+        pl_module.needs_length = "skip_easy"
+        pl_module.loss.changes.insert(0, self.record)  # before changes of the losses
+        self._losses = LastLosses(len(data.train_images), trainer.strategy.root_device)
+        data.make_train_loader = partial(
+            HardRoundsLoader, losses=self._losses, skip_easy=self._share, skip_from=skip_from
+        )
 
     def record(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
         """Record the losses (B,) of a training batch, and return them."""
-        if self._losses is not None:
-            self._losses.record(losses, batch)
+        self._losses.record(losses, batch)
         return losses
-
-    def train_loader(self, settings: dict[str, Any], length: FitLength, device: torch.device) -> TrainLoader:
-        """Return the training loader. settings: arguments of `TrainLoader`. device: that of the net."""
-        if self._losses is None:
-            self._losses = LastLosses(len(settings["source"]), device)
-        skip_from = first_hard_batch(self._start, length)
-        self._loader = HardRoundsLoader(**settings, losses=self._losses, skip_easy=self._share, skip_from=skip_from)
-        if self._restored:
-            self._losses.restore(self._restored["losses"])
-            self._loader.hard = self._restored["hard"]
-        return self._loader
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses and the rows of the current round. Collective: every rank must call this."""
-        if self._loader is None:
-            return {}
-        return {"losses": self._loader.losses.gather(), "hard": self._loader.hard}
+        return self._losses.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Keep the state for the loader, which is created later."""
-        self._restored = state_dict
-
-    def card(self) -> dict[str, str]:
-        """Return the line of the start card."""
-        return {"skips": f"the easiest {self._share:.0%} of the images after {self._start:.0%} of the steps"}
+        """Restore the losses and the current round of a resumed fit."""
+        self._losses.load_state_dict(state_dict)

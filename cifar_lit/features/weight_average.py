@@ -36,11 +36,13 @@ class WeightAverage(EMAWeightAveraging):
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, Any]) -> None:
         """Save average and current weights."""
+        self._follow_new_weights(pl_module)
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         checkpoint["state_dict"] = with_versions(pl_module, checkpoint["state_dict"])
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copy the average into the model."""
+        self._follow_new_weights(pl_module)
         super().on_train_end(trainer, pl_module)
         self._average_model = None
 
@@ -52,7 +54,7 @@ class WeightAverage(EMAWeightAveraging):
             self.on_fit_start(trainer, pl_module)
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
-    def start_from(self, pl_module: pl.LightningModule) -> None:
-        """Set the average to the current weights, before the first step."""
-        assert self._average_model is not None
-        self._average_model.module.load_state_dict(pl_module.state_dict())
+    def _follow_new_weights(self, pl_module: pl.LightningModule) -> None:
+        """Before the first step, set the average to the current weights: a feature may have replaced them."""
+        if self._average_model is not None and not self._average_model.n_averaged:
+            self._average_model.module.load_state_dict(pl_module.state_dict())

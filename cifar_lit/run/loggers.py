@@ -47,6 +47,12 @@ def logged_settings(settings: Mapping[str, Any]) -> dict[str, object]:
             else:
                 values[name] = value
     shown = {name: values[name] for name in COMPARED if values.get(name) is not None}
+    return shown | feature_settings(settings)
+
+
+def feature_settings(settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return the settings of all features by their full names; True for a feature without settings."""
+    shown: dict[str, object] = {}
     for feature, options in settings.items():
         if feature in GROUPS or not isinstance(options, dict):
             continue

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.loggers.logger import Logger
 from torchvision.utils import make_grid
 
@@ -62,12 +62,20 @@ class Run(Callback):
         self.best, self.last = best_checkpoint(*monitored), last_checkpoint()
         self.boards: list[TensorBoardCurves] = []  # loggers of pictures
         self.trackers: list[str] = []  # names of those that start with the training
+        self.loggers: list[Logger] = []  # those that the Trainer gets when the folder is claimed
 
-    def callbacks(self, validates: bool, lines: bool = True) -> list[Callback]:
-        """Return the Trainer's callbacks. validates: keep the best checkpoint. lines: print epochs."""
+    def callbacks(self, validates: bool, lines: bool = True, further: Sequence[Callback] = ()) -> list[Callback]:
+        """Return the Trainer's callbacks. The last one claims the folder, so that an earlier failure leaves none.
+
+        Args:
+            validates: keep the best checkpoint.
+            lines: print epochs.
+            further: called after those of the run.
+        """
         callbacks: list[Callback] = [NoSignalHandlers(), self, self.clock]
+        claim = LambdaCallback(setup=self.claim)
         if not self.trains:
-            return callbacks
+            return [*callbacks, *further, claim]
         if lines:
             callbacks.append(EpochLines(self.clock))
         callbacks.append(RandomState())
@@ -77,29 +85,32 @@ class Run(Callback):
         if interval := self.settings.get("checkpoint_every"):
             callbacks.append(regular_checkpoint(interval))
         callbacks.append(OrderlyStop(self.last))
-        return callbacks
+        return [*callbacks, *further, claim]
 
-    def loggers(self, resumed_step: int | None) -> list[Logger]:
-        """Return metrics.csv and those of the setting `logger` for a training, TensorBoard for `test`, else none."""
+    def create_loggers(self, resumed_step: int | None) -> None:
+        """Create metrics.csv and those of the setting `logger` for a training, TensorBoard for `test`, else none."""
         if self.command == "test":
             self.boards = [TensorBoardCurves(self.folder, None)]
+        self.loggers = [*self.boards]
         if not self.trains:
-            return [*self.boards]
+            return
         names = logger_names(self.settings["logger"])
         if "tensorboard" in names:
             self.boards = [TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)]
         self.trackers = [name for name in TRACKERS if name in names]
-        return [*self.boards, CurveFile(self.folder, resumed_step)]
+        self.loggers = [*self.boards, CurveFile(self.folder, resumed_step)]
 
     @property
     def checkpoint(self) -> str:
         """Path of the checkpoint to use after the fit: the best one, or the last one without validation."""
         return self.best.best_model_path or f"{self.last.dirpath}/last.ckpt"
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Claim the folder."""
+    def claim(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Claim the folder, after features and training loader have checked the settings."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        if stage == "fit":
+            trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]
         path = ""
         if trainer.is_global_zero:
             path = str(self.folder.path)
@@ -113,6 +124,8 @@ class Run(Callback):
                 (self.folder.path / "checkpoints").mkdir(exist_ok=True)
             if not self.folder.resumed:
                 write_text(self.folder.path / "config.yaml", self.config)
+        trainer.loggers = [*self.loggers, *trainer.loggers]
+        self.loggers = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make a resumed run the newest one after its checkpoint has been loaded."""

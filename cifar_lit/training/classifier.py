@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
 from cifar_lit.base.errors import UsageError, check_choice
-from cifar_lit.base.hooks import callbacks_with, methods
 from cifar_lit.base.memory import keep_freed_memory, return_freed_memory
 from cifar_lit.base.plugins import NameOrObject, is_import_path, part_name
 from cifar_lit.base.settings import changed_settings, plain_settings, saved_settings
@@ -28,7 +27,7 @@ from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
 from cifar_lit.training.loss import build_loss
 from cifar_lit.training.metrics import Evaluation, PredictionCollector, Score
-from cifar_lit.training.optimizers import Group, align_restored_state, build_optimizer, optimizer_settings
+from cifar_lit.training.optimizers import align_restored_state, as_given, build_optimizer, optimizer_settings
 from cifar_lit.training.rows import NotFiniteLoss, TrainingRows, check_finite, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
 from cifar_lit.training.worker_processes import build_before_workers
@@ -64,15 +63,6 @@ def training_settings(hparams: Mapping[str, object], trainer: pl.Trainer) -> dic
     return {**plain_settings("model", hparams), **plain_settings("trainer", limits)}
 
 
-def check_features(model: ImageClassifier, trainer: pl.Trainer, data: object) -> None:
-    """Raise UsageError if a callback does not fit the model or the data, or two callbacks balance the classes."""
-    for check in methods(trainer, "check"):
-        check(model, data)
-    balancing = [type(callback).__name__ for callback in callbacks_with(trainer, "class_weights")]
-    if len(balancing) > 1:
-        raise UsageError(f"{' and '.join(balancing)} would balance the classes twice: leave one of them out")
-
-
 class ImageClassifier(TrustedNames, pl.LightningModule):
     """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
 
@@ -105,6 +95,14 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             (B,). In Python also classes or import paths, called with `num_classes` if their signature has it.
         monitor: validation score that selects the best checkpoint: accuracy, balanced_accuracy, macro_f1, top5 (with
             more than five classes), loss (the lowest), or one of `metrics`.
+
+    Attributes:
+        regroup: changes the optimizer's parameter groups, see `optimizers.build_optimizer`.
+        class_balance: weights with which a loss over all images counts the classes equally, float32 (classes,), if a
+            feature balances the classes.
+        needs_length: name of what depends on the number of epochs, which then cannot grow on resume.
+
+    Features set these attributes in their `setup("fit")`; before it, each fit resets them.
     """
 
     net: nn.Module
@@ -148,6 +146,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
+        self._reset_features()
         if num_classes is not None:
             self._build(input_shape, num_classes)
 
@@ -225,15 +224,9 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         Raises UsageError for a schedule if the training has no limit.
         """
         h, trainer = self.hparams, self.trainer
-
-        def regroup(groups: list[Group]) -> list[Group]:
-            for change in methods(trainer, "parameter_groups"):
-                groups = change(groups)
-            return groups
-
         optimizer = build_optimizer(
             self.net, self.part("optimizer"), h["lr"], h["optimizer_options"],
-            precision=str(trainer.precision), regroup=regroup,
+            precision=str(trainer.precision), regroup=self.regroup,
         )  # fmt: skip
         schedule, options = self.part("schedule"), h["schedule_options"] or {}
         if schedule == "constant" and not options.get("warmup_epochs"):
@@ -250,15 +243,23 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": built, "interval": every, "monitor": "val/loss"}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """Build the net from the datamodule unless it is built, and start without changes of the loss."""
-        self.loss.changes.clear()
+        """Build the net from the datamodule unless it is built, and reset what features set."""
         self.build_for(self.trainer.datamodule)  # type: ignore[attr-defined]
+        self._reset_features()
         return []
+
+    def _reset_features(self) -> None:
+        """Reset what features set in their `setup`, which Lightning calls before that of the module."""
+        self.loss.changes.clear()
+        self.regroup = as_given
+        self.class_balance: Tensor | None = None
+        self.needs_length: str | None = None
+        if self.hparams["schedule"] != "constant":
+            self.needs_length = f"model.schedule {self.hparams['schedule']}"
 
     def setup(self, stage: str) -> None:
         """Reset the state of an earlier fit."""
         if stage == "fit":
-            check_features(self, self.trainer, self.trainer.datamodule)  # type: ignore[attr-defined]
             self.trained_with = training_settings(self.hparams, self.trainer)
             self.rows = TrainingRows(self, self.trainer.strategy.root_device)
 
@@ -395,15 +396,6 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         if averages != ("averaging_state" in checkpoint):
             raise UsageError("weight_average cannot be added or removed on resume: start a new run")
         state = checkpoint.get("cifar_lit", {})
-        changed_settings(saved_settings(state), self.trained_with, fixes_length=self._what_fixes_the_length())
+        changed_settings(saved_settings(state), self.trained_with, fixes_length=self.needs_length)
         self.rows.load_state_dict(state)
         self.score = Score.from_dict(state["score"])
-
-    def _what_fixes_the_length(self) -> str | None:
-        """Return what depends on the number of epochs: the schedule or a callback; None if nothing does."""
-        if self.hparams["schedule"] != "constant":
-            return f"model.schedule {self.hparams['schedule']}"
-        for callback in callbacks_with(self.trainer, "depends_on_length"):
-            if callback.depends_on_length:
-                return type(callback).__name__
-        return None

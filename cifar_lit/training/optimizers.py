@@ -159,6 +159,11 @@ def optimizer_settings(name: str, options: Mapping[str, object] | None) -> Optim
     return options_of(OPTIMIZERS[name], options, OPTIONS, f"{name} has")
 
 
+def as_given(groups: list[Group]) -> list[Group]:
+    """Return parameter groups unchanged."""
+    return groups
+
+
 def build_optimizer(
     net: nn.Module,
     optimizer: str | Callable[..., Optimizer] | Optimizer,
@@ -166,7 +171,7 @@ def build_optimizer(
     options: Mapping[str, object] | None = None,
     *,
     precision: str = "bf16-mixed",
-    regroup: Callable[[list[Group]], list[Group]] = lambda groups: groups,
+    regroup: Callable[[list[Group]], list[Group]] = as_given,
 ) -> Optimizer:
     """Return the optimizer of all trainable parameters of `net`.
 
@@ -201,7 +206,7 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
         if option not in accepted:
             raise UsageError(f"{part_name(optimizer)} takes no {option}: leave {OPTIONS}.{option} out")
     groups = regroup(pair_of_groups(net, lr, options.get("weight_decay", 0.0)))
-    has_own_rates = len({group["lr"] for group in groups}) > 1  # split by depth, see `Finetune.input_lr`
+    has_own_rates = len({group["lr"] for group in groups}) > 1  # set by `regroup`
     sets_rate = "lr" not in accepted and not has_own_rates
     for group in groups:
         # A value in a group would replace the one that the function sets itself.

@@ -32,10 +32,7 @@ def build_before_workers() -> None:
         model.build_for(data)
         if self._start_method == "fork":
             function = partial(_in_one_thread, function)
-        result = launch(self, function, *args, trainer=trainer, **kwargs)
-        if trainer.state.fn == "fit":
-            model.is_pretrained = True  # A second fit continues with the trained weights.
-        return result
+        return launch(self, function, *args, trainer=trainer, **kwargs)
 
     _MultiProcessingLauncher.launch = launch_with_net  # type: ignore[method-assign]
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import write_array
-from cifar_lit.base.hooks import callbacks_with, method
-from cifar_lit.base.text import counted, say
+from cifar_lit.base.text import say
 from cifar_lit.data.progress import progress
 from cifar_lit.data.sources import SOURCES
 from cifar_lit.features.finetune.head import batches_of_view, compute_features, fit_head, out_of_fold
@@ -59,7 +59,6 @@ class Finetune(Callback):
     ) -> None:
         self.weights, self.head_views, self.unfreeze = weights, head_views, unfreeze
         self.frozen, self.input_lr, self.fixed_norms = frozen, input_lr, fixed_norms
-        self._model: Any = None
 
     @staticmethod
     def adjust_settings(own: Any, settings: Any) -> None:
@@ -80,31 +79,17 @@ class Finetune(Callback):
         if data.dataset == "folder" and images.image_size is None:
             images.image_size = list(pretraining.image_size)
 
-    def prepare(self, model: ImageClassifier) -> None:
-        """Load the weights, unless they are loaded; see `load_pretrained` for the errors."""
-        if not getattr(model, "is_pretrained", False):
-            load_pretrained(model.net, model.hparams["net"], self.weights)
-            model.is_pretrained = True
-
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
         """Load the weights unless the fit is resumed, and freeze the first layers."""
         if stage != "fit":
             return
-        self._model = pl_module
         if not trainer.ckpt_path:
-            self.prepare(pl_module)
+            load_pretrained(pl_module.net, pl_module.hparams["net"], self.weights)
+        if self.input_lr is not None:
+            pl_module.regroup = partial(split_by_depth, pl_module.net, self.input_lr)
         parameters = list(pl_module.net.parameters())
         for parameter in parameters[: int(self.frozen * len(parameters))]:
             parameter.requires_grad_(False)
-
-    def parameter_groups(self, groups: list[Group]) -> list[Group]:
-        """Split each group by depth, with rates from `input_lr` to its own."""
-        if self.input_lr is None:
-            return groups
-        if any(group["role"] not in ("weights", "biases") for group in groups):
-            raise UsageError("model.optimizer muon does not support finetune.input_lr: use adamw or sgd")
-        trained = [parameter for parameter in self._model.net.parameters() if parameter.requires_grad]
-        return [part for group in groups for part in by_depth(group, trained, self.input_lr)]
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make batch norms use their running statistics without updating them. A validation resets this."""
@@ -122,19 +107,6 @@ class Finetune(Callback):
         if not self.unfreeze:
             trainer.should_stop = True
 
-    def card(self) -> dict[str, str]:
-        """Return the lines of the start card."""
-        trainer = self._model.trainer
-        lines = {"weights": self.weights}
-        if not trainer.ckpt_path:
-            lines["trains"] = self._training_plan()
-        if not self.unfreeze:
-            views = counted(self.head_views, "view")
-            lines["batch"] = ""
-            seed = trainer.datamodule.seed
-            lines["optimizer"] = f"L-BFGS on the features of {views} of each training image · seed {seed}"
-        return lines
-
     def _fit(self, trainer: pl.Trainer, model: ImageClassifier) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
         h, labels, (train, val) = model.hparams, data.train_images.labels, data.split
@@ -143,9 +115,7 @@ class Finetune(Callback):
         val_features = _features(trainer, model, val, 1) if len(val) else None
         head, started = net_head(model.net), time.perf_counter()
         if features is not None:
-            class_weights = method(trainer, "class_weights")
-            weights = class_weights() if class_weights else None
-            weight, bias = fit_head(features, labels[train], classes, self.head_views, weights)
+            weight, bias = fit_head(features, labels[train], classes, self.head_views, model.class_balance)
             with torch.no_grad():
                 head.weight.copy_(weight)
                 head.bias.copy_(bias)
@@ -162,28 +132,14 @@ class Finetune(Callback):
             model.score = model.evaluation.compute()
             scalars = model.score.logged("val")
             text += f" · validation accuracy {model.score.accuracy:.4f}"
-        for callback in callbacks_with(trainer, "start_from"):
-            callback.start_from(model)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RunCheckpoint):
-                callback.save_first(trainer, scalars)
-            elif isinstance(callback, EarlyStopping) and callback.monitor in scalars:
-                callback.best_score = torch.tensor(scalars[callback.monitor])
+        for checkpoint in trainer.checkpoint_callbacks:
+            if isinstance(checkpoint, RunCheckpoint):
+                checkpoint.save_first(trainer, scalars)
+        for stop in trainer.early_stopping_callbacks:
+            if stop.monitor in scalars:
+                stop.best_score = torch.tensor(scalars[stop.monitor])
         if trainer.is_global_zero:
             say(text)
-
-    def _training_plan(self) -> str:
-        """Return the stages of the training."""
-        stages = []
-        if self.head_views:
-            stages.append("last layer on features of the frozen net")
-        if self.unfreeze:
-            layers = "the later layers" if self.frozen else "all layers"
-            if self.input_lr:
-                lr = self._model.hparams["lr"]
-                layers += f", learning rates {self.input_lr:g} (first layers) to {lr:g}"
-            stages.append(layers)
-        return "; then ".join(stages)
 
 
 def _features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, views: int) -> Tensor | None:
@@ -241,15 +197,20 @@ def _write_out_of_fold(
 DEPTHS = 8  # groups of adjacent layers
 
 
-def by_depth(group: Group, trained: list[nn.Parameter], input_lr: float) -> list[Group]:
-    """Return a group split by depth, with rates from `input_lr`. trained: all trainable parameters in order."""
+def split_by_depth(net: nn.Module, input_lr: float, groups: list[Group]) -> list[Group]:
+    """Split parameter groups by depth, with rates that rise from `input_lr` to the rate of the group."""
+    if any(group["role"] not in ("weights", "biases") for group in groups):
+        raise UsageError("model.optimizer muon does not support finetune.input_lr: use adamw or sgd")
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     count = min(DEPTHS, len(trained))
     depths = {parameter: index * count // len(trained) for index, parameter in enumerate(trained)}
-    parts: dict[int, list[nn.Parameter]] = {}
-    for parameter in group["params"]:
-        parts.setdefault(depths[parameter], []).append(parameter)
-    ratio = group["lr"] / input_lr
-    return [
-        {**group, "params": params, "lr": input_lr * ratio ** (depth / (count - 1) if count > 1 else 1)}
-        for depth, params in parts.items()
-    ]
+    split: list[Group] = []
+    for group in groups:
+        parts: dict[int, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(depths[parameter], []).append(parameter)
+        ratio = group["lr"] / input_lr
+        for depth, params in parts.items():
+            height = depth / (count - 1) if count > 1 else 1
+            split.append({**group, "params": params, "lr": input_lr * ratio**height})
+    return split
