@@ -51,7 +51,7 @@ class Balanced(Callback):
             return
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
         if pl_module.class_balance is not None:
-            raise UsageError("balanced would balance the classes twice, as another feature does: leave one of them out")
+            raise UsageError("balanced balances the classes, as another feature does: leave one of them out")
         if data.make_train_loader is not TrainLoader:
             raise UsageError("balanced sets the order of the images, as another feature does: leave one of them out")
         labels = data.train_images.labels

@@ -57,9 +57,7 @@ class ClassWeights(Callback):
         if stage != "fit":
             return
         if pl_module.class_balance is not None:
-            raise UsageError(
-                "class_weights would balance the classes twice, as another feature does: leave one of them out"
-            )
+            raise UsageError("class_weights balances the classes, as another feature does: leave one of them out")
         counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
         pl_module.class_balance = torch.tensor(class_weights(counts, self._kind))
         self.weights = pl_module.class_balance.to(trainer.strategy.root_device)

@@ -68,8 +68,9 @@ class LastLosses:
         return {"losses": self.gather(), "hard": self.hard}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the losses and the current round of a resumed fit."""
-        self._merged.copy_(state["losses"])
+        """Restore the losses and the current round of a resumed fit, which leaves out images that were added."""
+        self._merged = state["losses"].to(self._merged.device)
+        self.latest = torch.full_like(self._merged, -1.0)
         self.hard = state["hard"]
 
 

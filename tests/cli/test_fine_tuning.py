@@ -21,14 +21,13 @@ def weights(working_folder: Path) -> None:
     torch.save(build_net("shapenet", channels=3, image_size=16, num_classes=10).state_dict(), "weights.pth")
 
 
-def test_the_start_card_lists_the_trained_layers_and_the_run_folder_is_complete() -> None:
+def test_the_start_card_lists_the_settings_of_a_feature_and_the_run_folder_is_complete() -> None:
     answer = run_command(*SMALL, *SHAPENET, "--finetune.frozen", "0.5", "--finetune.input_lr", "0.0001")
     assert answer.code == 0, answer.err
-    plan = next(line for line in answer.lines if line.startswith("trains "))
-    assert "last layer on features of the frozen net" in plan
-    assert "then the later layers, learning rates 0.0001 (first layers) to 0.001" in plan
+    card = next(line for line in answer.lines if line.startswith("features "))
+    assert "finetune.frozen 0.5 · finetune.input_lr 0.0001" in card
     fitted = next(line for line in answer.lines if line.startswith("last layer fitted in "))
-    assert answer.lines.index(plan) < answer.lines.index(fitted)
+    assert answer.lines.index(card) < answer.lines.index(fitted)
     assert " · validation accuracy 0." in fitted
     run = Path("lightning_logs/small-1")
     files = {"model.safetensors", "metrics.json", "predictions.csv", "report.html", "checkpoints/best.ckpt"}
@@ -39,8 +38,7 @@ def test_the_start_card_lists_the_trained_layers_and_the_run_folder_is_complete(
 def test_training_only_the_last_layer_makes_a_complete_run() -> None:
     answer = run_command(*SMALL, *SHAPENET, "--finetune.unfreeze", "false")
     assert answer.code == 0, answer.err
-    assert "L-BFGS on the features of 2 views of each training image · seed 3" in answer.out
-    assert not any(text in answer.out for text in ("adamw", "lr 0.001", "epoch 1/", "images/s"))
+    assert not any(text in answer.out for text in ("epoch 1/", "images/s"))
     run = Path("lightning_logs/small-1")
     assert read_checkpoint(run / "checkpoints/last.ckpt")["global_step"] == 0
     scored = run_command("test", "--ckpt_path", f"{run}/checkpoints/best.ckpt")

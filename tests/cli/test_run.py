@@ -48,7 +48,7 @@ def test_the_start_card_counts_optimizer_steps_and_epochs() -> None:
     answer = run_command("fit", *SMALL, *words, "--skip_easy.share", "0.5")
     assert answer.code == 0
     assert " · 3 steps per epoch" in answer.out and " · 3 epochs · " in answer.out
-    assert "the easiest 50% of the images after 60% of the steps" in answer.out
+    assert "skip_easy.share 0.5 · skip_easy.start 0.6" in answer.out
 
 
 def test_a_fast_dev_run_saves_nothing(run_dir: Path) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import BATCHES, Rows, classifier, features, fitted, shapes_data, trainer
+from small_runs import BATCHES, Rows, classifier, features, fitted, shapes_data
 from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.class_weights import ClassWeights, class_weights
 
 COUNTS = [5000, 50, 0, 500]
@@ -104,5 +105,6 @@ def test_a_fit_counts_its_training_images_and_validates_without_weights() -> Non
 
 
 def test_balancing_the_classes_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match="would balance the classes twice"):
-        trainer(ClassWeights(), ClassWeights("effective")).fit(classifier(), shapes_data())
+    for pair in ((ClassWeights(), Balanced()), (Balanced(), ClassWeights())):
+        with pytest.raises(UsageError, match="balances the classes, as another feature does"):
+            fitted(classifier(), shapes_data(), *pair)

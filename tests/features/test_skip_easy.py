@@ -114,8 +114,9 @@ def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(UsageError, match=r"skip_easy\.share is a share of the images, above 0 and below 1"):
         SkipEasy(1.0)
-    with pytest.raises(UsageError, match=r"leave balanced out"):
-        fitted(classifier(), shapes_data(), SkipEasy(), Balanced())
+    for pair in ((SkipEasy(), Balanced()), (Balanced(), SkipEasy())):
+        with pytest.raises(UsageError, match="sets the order of the images, as another feature does"):
+            fitted(classifier(), shapes_data(), *pair)
     with pytest.raises(UsageError, match=r"needs the length of the training: set --epochs or --trainer\.max_steps"):
         fitted(classifier(), shapes_data(), SkipEasy(), max_epochs=-1)
 

@@ -94,7 +94,7 @@ def test_a_longer_training_equals_one_that_was_as_long_from_the_start(tmp_path: 
 @pytest.mark.parametrize("feature", [EarlyStop(0.5), SkipEasy(0.2), Resolutions({8: 0.5})])
 def test_a_training_is_not_prolonged_if_a_feature_depends_on_its_length(feature: Any, tmp_path: Path) -> None:
     path = middle_of(tmp_path, shapes_data(), net="shapenet")
-    with pytest.raises(UsageError, match=f"{type(feature).__name__} depends on the length"):
+    with pytest.raises(UsageError, match=r"(early_stop|skip_easy|resolutions) depends on the length"):
         fitted(classifier(net="shapenet"), shapes_data(), feature, resume=path, max_epochs=5)
 
 

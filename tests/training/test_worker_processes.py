@@ -29,11 +29,6 @@ def test_trained_weights_come_back_from_the_workers(tmp_path: Path) -> None:
     assert scores["val/loss"] == pytest.approx(float(fit.callback_metrics["val/loss"]), abs=1e-5)
     assert same(weights(ImageClassifier.load_from_checkpoint(tmp_path / "last.ckpt")), trained)
 
-    model.hparams["lr"] = 1e-12
-    trainer(weights_only, **FORKED, max_epochs=1).fit(model, data)
-    for name, tensor in weights(model).items():  # the second fit does not start from the file again
-        torch.testing.assert_close(tensor, trained[name])
-
 
 def check_threads() -> None:
     assert torch.get_num_threads() == 1, "a fork has none of the OpenMP threads of its parent, and would wait for them"
