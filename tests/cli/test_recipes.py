@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from contract.command_line import metrics_of, run_command
@@ -23,14 +22,6 @@ SMALLER = {
     "resnet18": SMALL_IMAGES,
 }
 
-# Settings of the tutorials: net, optimizer, learning rate, momentum, batch size, epochs, mean, std.
-TUTORIALS = {
-    "tudui": ("tudui", "sgd", 0.01, None, 64, 10, 0.0, 1.0),
-    "sjnet": ("sjnet", "sgd", 0.01, None, 64, 10, 0.0, 1.0),
-    "lenet": ("lenet", "sgd", 0.001, 0.9, 4, 2, 0.5, 0.5),
-}
-
-
 # Nets that other recipes of the default tier train too.
 SLOW = ("finetune", "resnet18", "fast96", "cpu90", "cpu92", "cpu93", "laptop100", "sjnet")
 RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in recipe_names()]
@@ -49,14 +40,3 @@ def test_a_recipe_trains_tests_and_writes_a_complete_run_folder(name: str, monke
     assert (run / "model.safetensors").is_file()
     each_epoch = sorted(path.name for path in (run / "checkpoints").glob("epoch-*.ckpt"))
     assert each_epoch == (["epoch-00.ckpt", "epoch-01.ckpt"] if name == "sjnet" else [])
-
-
-@pytest.mark.parametrize("name", TUTORIALS)
-def test_a_tutorial_recipe_has_the_settings_of_the_tutorial(name: str) -> None:
-    settings: dict[str, Any] = plain_values(recipe_path(name))
-    model, data, trainer = settings["model"], settings["data"], settings["trainer"]
-    optimizer = model["optimizer"], model["lr"], model.get("optimizer_options", {}).get("momentum")
-    normalisation = data["images"]["mean"], data["images"]["std"]
-    found = (model["net"], *optimizer, data["batch_size"], trainer["max_epochs"], *normalisation)
-    assert found == TUTORIALS[name]
-    assert "schedule" not in model

@@ -55,20 +55,6 @@ def test_late_epochs_repeat_the_images_that_are_hardest_at_each_round() -> None:
         assert torch.equal(before, after.flip(1))
 
 
-def test_a_round_within_an_epoch_flips_the_images_already_shown() -> None:
-    loader = loader_of(100, torch.arange(100), skip_from=(0, 8))
-    before: dict[int, torch.Tensor] = {}
-    for number, batch in enumerate(loader):
-        loader.losses.latest[batch.indices] = 1.0
-        images = dict(zip(batch.indices.tolist(), batch.images, strict=True))
-        if number < 8:
-            before |= images
-            continue
-        shown_again = images.keys() & before.keys()
-        assert shown_again
-        assert all(torch.equal(images[row], before[row].flip(1)) for row in shown_again)
-
-
 def test_images_without_a_loss_count_as_hardest() -> None:
     losses = LastLosses(4, torch.device("cpu"))
     losses.latest[torch.tensor([0, 2])] = torch.tensor([3.0, 1.0])

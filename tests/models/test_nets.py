@@ -19,6 +19,8 @@ def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
 
 
 def build(name: Any, image_size: Any = 32, channels: int = 3, num_classes: int = 10, **settings: Any) -> Any:
+    if name == "wide_resnet":  # its own depth and width take seconds
+        settings = {"options": {"depth": 10, "widen": 2}, **settings}
     return build_net(name, channels=channels, image_size=image_size, num_classes=num_classes, **settings)
 
 
@@ -27,44 +29,22 @@ def on_meta_device(name: str, channels: int = 3, image_size: int = 32, **setting
         return build(name, image_size, channels, **settings)
 
 
-def with_biases(*shapes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [shape for weight in shapes for shape in (weight, weight[:1])]
-
-
-MLP = [nn.Flatten, *[nn.Linear, nn.ReLU] * 2, nn.Linear]
-LENET = [*[nn.Conv2d, nn.ReLU, nn.MaxPool2d] * 2, *MLP]
-TUDUI = [*[nn.Conv2d, nn.MaxPool2d] * 3, nn.Flatten, *[nn.Linear] * 2]
 DEPTH = {"options": {"depth": 3}}
-TUDUI_SHAPES = [(32, 3, 5, 5), (32, 32, 5, 5), (64, 32, 5, 5), (64, 1024), (10, 64)]
-
-
-@pytest.mark.parametrize(
-    ("name", "channels", "side", "layers", "shapes"),
-    [
-        ("tudui", 3, 32, TUDUI, TUDUI_SHAPES),
-        ("sjnet", 3, 32, TUDUI, TUDUI_SHAPES),
-        ("lenet", 3, 32, LENET, [(6, 3, 5, 5), (16, 6, 5, 5), (120, 400), (84, 120), (10, 84)]),
-        ("fashion_cnn", 1, 28, LENET, [(6, 1, 5, 5), (12, 6, 5, 5), (120, 192), (60, 120), (10, 60)]),
-        ("signs_mlp", 3, 64, MLP, [(25, 12288), (16, 25), (10, 16)]),
-    ],
-)
-def test_a_tutorial_net_has_exactly_its_layers(name: str, channels: int, side: int, layers: Any, shapes: Any) -> None:
-    net = build(name, side, channels)
-    assert [type(layer) for layer in net] == layers
-    assert [tuple(parameter.shape) for parameter in net.parameters()] == with_biases(*shapes)
-    assert not list(net.buffers())
 
 
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "products"),
     [
+        ("tudui", {}, 145_578, None),
+        ("sjnet", {}, 145_578, None),
+        ("lenet", {}, 62_006, None),
         ("wide_resnet", {}, 36_479_194, 5_243_328_768),  # Zagoruyko and Komodakis: 36.5 M, 5.2 G
         ("wide_resnet", {"depth": 40, "widen": 4}, 8_949_210, None),  # 8.9 M
         ("shapenet", {}, 98_970, None),
         ("resnet18", {}, 11_173_962, 555_422_720),
     ],
 )
-def test_a_research_net_has_the_parameters_and_products_of_its_paper(
+def test_a_net_has_the_parameters_and_products_of_its_tutorial_or_paper(
     name: str, options: dict[str, Any], parameters: int, products: int | None
 ) -> None:
     net = on_meta_device(name, options=options)
@@ -233,12 +213,6 @@ def test_a_custom_net_that_cannot_be_built_is_refused(name: Any, options: dict[s
     with pytest.raises((UsageError, Failure)) as refusal:
         build(name, 8, options=options)
     assert str(refusal.value).startswith(text) and "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["nets/a_net.py", "a_net.py:make"])
-def test_a_file_name_in_place_of_a_net_is_answered_with_its_import_path(name: str) -> None:
-    with pytest.raises(UsageError, match=r"as a_net\.NAME"):
-        build(name)
 
 
 class RandomNet(nn.Linear):

@@ -60,17 +60,6 @@ def test_without_train_and_test_the_split_depends_on_seed_and_relative_paths_onl
         assert [file.path for file in drawn(path, 0.2, 0)["test"]["cat"]] == ["cat/0.png", "cat/1.png"]
 
 
-def test_another_split_seed_reuses_the_cache(flat: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    open_set(flat)
-    assert decodings(capsys) == 16
-    for seed in range(3):
-        train, test = (values(flat, part, split=Split(seed=seed)) for part in (True, False))
-        assert sorted(train + test) == sorted([*range(10), *range(5), 0])
-        test_files = [file for files in drawn(flat, 0.2, seed)["test"].values() for file in files]
-        assert test == [int(Path(file.path).stem) for file in test_files]
-    assert decodings(capsys) == 0
-
-
 def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
