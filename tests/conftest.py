@@ -22,7 +22,7 @@ from browser import browser, open_page
 from contract.command_line import RECIPE, SMALL, Training, run_command
 
 from cifar_lit.base.signals import HANGUP
-from cifar_lit.data.progress import note_once
+from cifar_lit.base.text import note_once
 
 __all__ = ["browser", "open_page"]
 

@@ -19,9 +19,8 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path, writing
 from cifar_lit.base.hardware import limit_busy_waiting, resolve_device
 from cifar_lit.base.memory import keep_freed_memory
-from cifar_lit.base.text import note, printable, say
+from cifar_lit.base.text import note, printable, progress, say
 from cifar_lit.data.photos.decode import KINDS
-from cifar_lit.data.progress import progress
 
 if TYPE_CHECKING:
     from cifar_lit.inference.classify import CsvRows, ImageFile, JsonRows, Row

@@ -6,17 +6,17 @@ any order of batches, on any number of workers and devices, and after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError, check_choice
-from cifar_lit.data.draws import WORD, beta, integers, key_words, uniform
-from cifar_lit.data.moves import TRIES, crop_boxes, cut_out, cutmix_boxes, flip_and_shift, resized_crop, within
 
 # Classes of torchvision.transforms.v2 with their arguments, by the values of `transform`.
 TRANSFORMS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -197,3 +197,168 @@ def transformed(images: Tensor, name: str, rows: Tensor, seed: int, epoch: int) 
             torch.default_generator.manual_seed(image_seed)
             result[place] = policy(images[place].permute(2, 0, 1)).permute(1, 2, 0)
     return result
+
+
+# torchvision's defaults: random boxes to try until one fits, and their smallest and largest width / height.
+TRIES = 10
+RATIO = (3 / 4, 4 / 3)
+
+
+def flip_and_shift(
+    images: Tensor, rows: Tensor, flips: Tensor | None, down: Tensor | None, right: Tensor | None
+) -> Tensor:
+    """Return the images at `rows`, flipped, then cropped from their reflect-padded version: uint8 (B, H, W, C).
+
+    Args:
+        images: uint8 (N, H, W, C), contiguous.
+        rows: int64 (B,).
+        flips: int64 (B,), 1 for images to mirror; None for no flips.
+        down, right: int64 (B,), first row and column of the crop, may be negative; None for no crops.
+    """
+    _, height, width, channels = images.shape
+    if down is None:
+        batch = images.index_select(0, rows)
+    else:
+        lines = torch.add(_reflected(down, height), rows[:, None], alpha=height)
+        batch = images.view(-1, width * channels).index_select(0, lines.flatten())
+    if flips is not None:
+        # Reflection at column 0 turns x - (width - 1) into the mirrored column.
+        right = flips * (1 - width) if right is None else torch.add(right, flips, alpha=1 - width)
+    if right is not None:
+        columns = _reflected(right, width)[:, :, None]
+        values = torch.add(torch.arange(channels, device=images.device), columns, alpha=channels).flatten(1)
+        batch = batch.view(-1, height, width * channels)
+        batch = batch.gather(2, values[:, None, :].expand(-1, height, -1))
+    return batch.view(-1, height, width, channels)
+
+
+def cut_out(images: Tensor, rows: Tensor, columns: Tensor, side: int, fill: Tensor) -> Tensor:
+    """Paint squares of `side` pixels with centres `rows`, `columns`, int64 (B,), in the colour `fill`, uint8 (C,)."""
+    sides = torch.full_like(rows, side)
+    boxes = torch.stack((rows - side // 2, columns - side // 2, sides, sides), 1)
+    rows, columns = within(boxes, *images.shape[1:3])
+    return torch.where((rows[:, :, None] & columns[:, None, :])[..., None], fill, images)
+
+
+def within(boxes: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return which rows (B, height) and columns (B, width) are in boxes (B, 4) of top, left, height and width."""
+    top, left, rows, columns = boxes.split(1, dim=1)
+    ys, xs = torch.arange(height, device=boxes.device), torch.arange(width, device=boxes.device)
+    return (ys >= top) & (ys < top + rows), (xs >= left) & (xs < left + columns)
+
+
+def _reflected(start: Tensor, size: int) -> Tensor:
+    """Return `size` positions from each `start` (B,), mirrored at the border pixels: (B, size)."""
+    positions = (start[:, None] + torch.arange(size, device=start.device)).abs_()
+    return torch.minimum(positions, 2 * (size - 1) - positions)
+
+
+def crop_boxes(draws: Tensor, area: Sequence[float], height: int, width: int) -> Tensor:
+    """Return boxes of random crops: of `TRIES` random boxes the first that fits, else the largest central one.
+
+    Args:
+        draws: uniform, (B, 2 * TRIES + 2).
+        area: smallest and largest share of the image's area.
+    """
+    areas = height * width * (area[0] + (area[1] - area[0]) * draws[:, :TRIES])
+    ratios = (math.log(RATIO[0]) + math.log(RATIO[1] / RATIO[0]) * draws[:, TRIES : 2 * TRIES]).exp()
+    rows, columns = (areas / ratios).sqrt().round(), (areas * ratios).sqrt().round()
+    fits = (rows > 0) & (rows <= height) & (columns > 0) & (columns <= width)
+    first = fits.int().argmax(1, keepdim=True)
+    sizes = [lengths.gather(1, first)[:, 0] for lengths in (rows, columns)]
+    top = (draws[:, 2 * TRIES] * (height - sizes[0] + 1)).floor()
+    left = (draws[:, 2 * TRIES + 1] * (width - sizes[1] + 1)).floor()
+    shape = min(max(width / height, RATIO[0]), RATIO[1])
+    most_rows, most_columns = min(height, round(width / shape)), min(width, round(height * shape))
+    central = ((height - most_rows) // 2, (width - most_columns) // 2, most_rows, most_columns)
+    pairs = zip((top, left, *sizes), map(float, central), strict=True)
+    return torch.stack([torch.where(fits.any(1), *pair) for pair in pairs], 1)
+
+
+def resized_crop(images: Tensor, boxes: Tensor) -> Tensor:
+    """Crop boxes from uint8 (B, H, W, C), and scale them bilinearly to the images' own size: float32 (B, H, W, C).
+
+    Boxes are only enlarged, so no antialiasing is needed. Rows are blended first, then columns as rows of the
+    transposed images. On a CPU this takes half as long as `grid_sample`.
+    """
+    count, height, width, channels = images.shape
+    top, left, rows, columns = boxes.unbind(1)
+    blended = _scaled_rows(images.reshape(-1, width * channels), top, rows, height)
+    transposed = blended.view(count, height, width, channels).permute(0, 3, 2, 1).reshape(-1, height)
+    blended = _scaled_rows(transposed, left.repeat_interleave(channels), columns.repeat_interleave(channels), width)
+    return blended.view(count, channels, width, height).permute(0, 3, 2, 1).contiguous()
+
+
+def _scaled_rows(lines: Tensor, start: Tensor, length: Tensor, size: int) -> Tensor:
+    """Scale `length` rows of each image from `start` on, both (N,), to `size` rows. lines: (N·size, columns)."""
+    start, last = start[:, None], length[:, None] - 1
+    positions = (torch.arange(size, device=lines.device) + 0.5) * (length / size)[:, None] - 0.5
+    positions = positions.clamp_min(0).minimum(last)  # pixels outside the box do not count
+    before = positions.floor()
+    first = torch.arange(len(start), device=lines.device)[:, None] * size
+    lower, upper = (
+        lines.index_select(0, (first + (start + numbers).long()).flatten()).float()
+        for numbers in (before, (before + 1).minimum(last))
+    )
+    return lower.lerp_(upper, (positions - before).view(-1, 1))
+
+
+def cutmix_boxes(shares: Tensor, centres: Tensor, height: int, width: int) -> Tensor:
+    """Return boxes with `shares` (B,) of the area, clipped at the borders. centres: uniform draws (B, 2)."""
+    starts, lengths = [], []
+    for axis, size in enumerate((height, width)):
+        middle, half = (centres[:, axis] * size).floor(), (0.5 * shares.sqrt() * size).floor()
+        starts.append((middle - half).clamp_min(0))
+        lengths.append((middle + half).clamp_max(size) - starts[axis])
+    return torch.stack((*starts, *lengths), 1)
+
+
+WORD = 0xFFFFFFFF  # all bits of a word
+
+
+def uniform(rows: Tensor, count: int, stream: str, seed: int, epoch: int) -> Tensor:
+    """Draw numbers in [0, 1), float32 (B, count), each a function of the other arguments, its row and its column alone.
+
+    Args:
+        rows: int64 (B,), in 0 … 2³² - 1.
+        count: numbers per row.
+        stream: name of what is drawn. Streams are independent.
+    """
+    row_word, column_word = key_words(stream, seed, epoch)
+    columns = torch.arange(count, device=rows.device)
+    words = _mix(_mix(rows ^ row_word)[:, None] ^ _mix(columns ^ column_word))
+    return (words >> 8).float() * 2.0**-24  # a float32 holds 24 bits
+
+
+def integers(rows: Tensor, keys: Tensor) -> Tensor:
+    """Draw whole numbers, int64 (B, n), each a function of its row and its column of `keys`. CUDA graphs can replay it.
+
+    Args:
+        rows: int64 (B,), in 0 … 2³² - 1.
+        keys: int64 (4, n): for each number two words, the count of possible values, and the lowest value.
+    """
+    first, second, counts, lowest = keys.unbind()
+    words = _mix(rows[:, None] ^ first) ^ second
+    return (words * counts >> 32) + lowest
+
+
+def beta(draws: Tensor, angles: Tensor, alpha: float) -> Tensor:
+    """Transform two uniform draws to the Beta(alpha, alpha) distribution (Devroye, 1996).
+
+    With Student's t of 2·alpha degrees of freedom (Bailey, 1994), it is that of (1 + t / √(2·alpha + t²)) / 2.
+    """
+    t = torch.expm1(-draws.log() / alpha).sqrt() * (2 * math.pi * angles).cos()  # divided by √(2·alpha)
+    return (1 + t.atan().sin()) / 2
+
+
+@lru_cache
+def key_words(stream: str, seed: int, epoch: int) -> tuple[int, int]:
+    """Return two words of a key. Arguments: see `uniform`."""
+    first, second = np.random.SeedSequence((seed, epoch, int.from_bytes(stream.encode()))).generate_state(2)
+    return int(first), int(second)
+
+
+def _mix(words: Tensor) -> Tensor:
+    words = (words ^ (words >> 16)) * 0x85EBCA6B & WORD  # int64 overflow does not reach the low 32 bits
+    words = (words ^ (words >> 13)) * 0xC2B2AE35 & WORD
+    return words ^ (words >> 16)

@@ -14,17 +14,14 @@ from torch import Tensor
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.plugins import NameOrObject, part_name
 from cifar_lit.base.settings import changed_settings, group_of, plain_settings, saved_settings
-from cifar_lit.base.text import listed
+from cifar_lit.base.text import listed, note_once
 from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.augment import Augment
-from cifar_lit.data.batch import Batch
-from cifar_lit.data.image_set import ImageSet, spread_rows
+from cifar_lit.data.image_set import Batch, ImageSet, spread_rows
 from cifar_lit.data.loaders import EvalLoader, FitLength, TrainLoader, count_batches, fit_length, in_order
 from cifar_lit.data.preprocessing import Placed, Preprocessing, place_images
-from cifar_lit.data.progress import note_once
-from cifar_lit.data.settings import DataSettings, Images, Loading
-from cifar_lit.data.split_images import SplitImages, recorded_rows, split_fault, split_record
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import DataSettings, Images, Loading, Split
+from cifar_lit.data.split import SplitImages, recorded_rows, split_fault, split_record
 
 
 def full_size(epoch: int) -> None:

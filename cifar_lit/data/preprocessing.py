@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.memory import free_memory
 from cifar_lit.data.augment import Augment
-from cifar_lit.data.batch import Batch
-from cifar_lit.data.image_set import ImageSet, spread_rows
-from cifar_lit.data.split_images import SplitImages
+from cifar_lit.data.image_set import Batch, ImageSet, spread_rows
+from cifar_lit.data.split import SplitImages
 
 STATISTICS_BYTES = 2048 * 32 * 32 * 3  # uint8 images, measured at once
 

@@ -12,7 +12,6 @@ from jsonargparse.typing import NonNegativeInt
 
 from cifar_lit.base.errors import UsageError, check_choice
 from cifar_lit.base.files import as_on_disk
-from cifar_lit.data.splits import Split
 
 RESIZES = {  # ways to resize an image of another aspect ratio
     "crop": "scaled to cover the size, then cropped to its centre",
@@ -144,6 +143,42 @@ def default_cache_dir() -> Path:
     if directory := os.environ.get("CIFAR_LIT_CACHE"):
         return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cifar-lit"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the images are split into training, validation and test images, besides the size of the validation part.
+
+    Args:
+        test_size: fraction of your own images to test on, if the folder or table has no test set.
+        seed: seed of the split and of generated images. Runs that differ in their seed share the same test set.
+        group: table column, such as patient: images with equal values stay on the same side of every split. Default:
+            the column `group`, if the table has one.
+        folds: number of stratified folds for cross-validation; 0 for none. The training images are divided into folds,
+            or all of your own images if there is no test set. `--folds 5` tests on each fold in turn.
+        fold: index of the fold to test on, from 0.
+        share: share of the training images to train on, drawn by class.
+
+    Raises:
+        UsageError: for invalid values.
+    """
+
+    test_size: float = 0.2
+    seed: int = 0
+    group: str | None = None
+    folds: int = 0
+    fold: int = 0
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.test_size < 1:
+            raise UsageError(f"data.split.test_size must be between 0 and 1, not {self.test_size:g}")
+        if self.folds and self.fold not in range(self.folds):
+            fault = f"data.split.fold {self.fold} of data.split.folds {self.folds} is invalid"
+            raise UsageError(f"{fault}: folds are counted from 0")
+        if not 0 < self.share <= 1:
+            fault = f"data.split.share is a share of the training images, above 0 and at most 1, not {self.share:g}"
+            raise UsageError(fault)
 
 
 @dataclass(frozen=True)

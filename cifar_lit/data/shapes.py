@@ -17,9 +17,10 @@ import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from cifar_lit.base.text import progress
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.progress import progress
-from cifar_lit.data.settings import ImageSize, parse_image_size
+from cifar_lit.data.settings import DataSettings, ImageSize, parse_image_size
+from cifar_lit.data.sources import Source
 
 Array = NDArray[np.floating]  # always float32, but numpy's types do not infer that
 
@@ -96,6 +97,25 @@ def shapes(
             labels[start : start + len(block_labels)] = block_labels[: count - start]
             advance(min(len(block_labels), count - start))
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), CLASSES[:num_classes])
+
+
+def load_shapes(settings: DataSettings, train: bool) -> ImageSet:
+    """Return the shapes of these settings. There are a fifth as many test images as training images."""
+    images = settings.images
+    count = images.count
+    if not train:
+        count //= 5
+    return shapes(
+        train,
+        image_size=images.size or 32,
+        channels=images.channels or 3,
+        num_classes=images.num_classes or 10,
+        count=count,
+        seed=settings.split.seed,
+    )
+
+
+SHAPES = Source(load_shapes)
 
 
 def _draw(rng: Generator, labels: NDArray[np.int64], size: tuple[int, int], channels: int) -> NDArray[np.uint8]:

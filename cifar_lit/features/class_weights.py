@@ -12,7 +12,7 @@ from torch import Tensor
 from cifar_lit.base.errors import UsageError, check_choice
 
 if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.image_set import Batch
     from cifar_lit.training.classifier import ImageClassifier
 
 KINDS = ("balanced", "effective")

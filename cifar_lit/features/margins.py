@@ -20,8 +20,8 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import write_array
 
 if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
     from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.data.image_set import Batch
     from cifar_lit.training.classifier import ImageClassifier
 
 # A margin is rounded to this unit. Sums of integers do not depend on the order of steps and devices.

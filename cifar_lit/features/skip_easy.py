@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.data.batch import Batch
+from cifar_lit.data.image_set import Batch
 from cifar_lit.data.loaders import FitLength, Pass, TrainLoader, shuffled
 
 if TYPE_CHECKING:

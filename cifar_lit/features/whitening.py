@@ -17,7 +17,7 @@ from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
 from cifar_lit.training.schedules import Schedule
 
 if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.image_set import Batch
     from cifar_lit.training.classifier import ImageClassifier
 
 WHITENING_IMAGES = 5_000  # airbench's value (K. Jordan, 2024)

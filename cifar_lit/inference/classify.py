@@ -17,9 +17,8 @@ from torch import Tensor
 
 from cifar_lit.base.files import as_on_disk
 from cifar_lit.base.text import csv_text, natural_key, note
-from cifar_lit.data.photos.decode import KINDS, DecodeError, decode_all, remedy_for
-from cifar_lit.data.photos.formats import HEIC_SUFFIXES, IMAGES
-from cifar_lit.data.photos.walk import is_folder, is_skipped, skipped_text, walk
+from cifar_lit.data.photos.decode import HEIC_SUFFIXES, IMAGES, KINDS, DecodeError, decode_all, remedy_for
+from cifar_lit.data.photos.layout import is_folder, is_skipped, skipped_text, walk
 from cifar_lit.inference.load import Classifier
 
 # ---- From arguments to image files: files, folders, patterns, and a list on standard input.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cifar_lit.base.text import progress
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.progress import progress
 from cifar_lit.inference.model_file import LoadedNet, batch_size_of
 
 READ_AT_ONCE = 2048  # images of a set that may be mapped from a file

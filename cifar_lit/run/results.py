@@ -16,7 +16,7 @@ import cifar_lit
 from cifar_lit.base.hardware import processor
 from cifar_lit.base.stats import wilson_interval
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.split_images import TEST, hashes, image_hashes
+from cifar_lit.data.split import TEST, hashes, image_hashes
 from cifar_lit.inference.calibration import expected_calibration_error, reliability, tempered
 from cifar_lit.inference.model_file import ModelCard
 from cifar_lit.inference.sets import MIN_HELD_OUT, lac_sets, measured_coverage

@@ -15,7 +15,7 @@ from cifar_lit.base.files import write_text
 from cifar_lit.base.text import csv_text
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.duplicates import near_duplicates
-from cifar_lit.data.split_images import image_hashes
+from cifar_lit.data.split import image_hashes
 from cifar_lit.inference.logits import READ_AT_ONCE
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 

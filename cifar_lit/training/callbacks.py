@@ -20,7 +20,7 @@ from cifar_lit.base.text import counted, note, say
 from cifar_lit.training.loop import gather_rows, is_last_epoch
 
 if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.image_set import Batch
     from cifar_lit.training.classifier import ImageClassifier
 
 # ---- time

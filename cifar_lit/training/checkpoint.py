@@ -27,7 +27,7 @@ from cifar_lit.base.text import duration_seconds
 from cifar_lit.training.loop import is_last_epoch, validates_next, within_epoch
 
 if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.image_set import Batch
     from cifar_lit.training.classifier import ImageClassifier
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"

@@ -20,7 +20,7 @@ from cifar_lit.base.memory import keep_freed_memory, return_freed_memory
 from cifar_lit.base.plugins import NameOrObject, is_import_path, part_name
 from cifar_lit.base.settings import changed_settings, plain_settings, saved_settings
 from cifar_lit.base.trust import TrustedNames
-from cifar_lit.data.batch import Batch, Pair, as_batch
+from cifar_lit.data.image_set import Batch, Pair, as_batch
 from cifar_lit.models.fast_gradients import fast_gradients
 from cifar_lit.models.registry import build_net, check_net, check_shapes
 from cifar_lit.models.tta import VIEWS, view_logits

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.base.plugins import NameOrObject, build_part
-from cifar_lit.data.batch import Batch
+from cifar_lit.data.image_set import Batch
 
 Change = Callable[[Tensor, Tensor, Batch], Tensor]  # losses (B,), logits (B, classes), batch -> losses (B,)
 

@@ -17,7 +17,7 @@ from cifar_lit.training.checkpoint import LastCheckpoint
 from cifar_lit.training.loop import validates_next, within_epoch
 
 if TYPE_CHECKING:
-    from cifar_lit.data.batch import Batch
+    from cifar_lit.data.image_set import Batch
     from cifar_lit.training.classifier import ImageClassifier
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from cifar_lit.base.errors import first_line
 from cifar_lit.base.text import note
-from cifar_lit.data.batch import Batch
+from cifar_lit.data.image_set import Batch
 from cifar_lit.training.loop import gather_rows
 
 

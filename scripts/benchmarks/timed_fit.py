@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.cli import main
-from cifar_lit.data.batch import Batch
+from cifar_lit.data.image_set import Batch
 
 
 class Round(NamedTuple):

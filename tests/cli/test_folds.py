@@ -21,7 +21,7 @@ from contract.command_line import (
 
 from cifar_lit.base.stats import wilson_interval
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Split
 
 
 def test_each_image_of_a_folder_is_tested_once_by_a_net_not_trained_on_it() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from cifar_lit.base.command_line import SYNONYMS
 from cifar_lit.cli.flags import OWN, SHORT
-from cifar_lit.data import split_images
+from cifar_lit.data import split
 
 from .command_line import SMALL, assert_refused, checkpoint_of, contents_of, copy_run, run_command
 
@@ -94,7 +94,7 @@ def test_a_misspelt_name_is_refused_before_images_are_loaded(files: Path, monkey
     def fail(*arguments: object) -> None:
         raise AssertionError("the images were loaded")
 
-    monkeypatch.setattr(split_images, "load_images", fail)
+    monkeypatch.setattr(split, "load_images", fail)
     for flag, value, part in (
         ("--model.net_options", "{depth: 3}", "lenet has no 'depth'"),
         ("--model.tta", "yes", "'yes'"),

@@ -11,9 +11,8 @@ from small_data import shapes_data, trainer_at
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.data.augment import TRANSFORMS, Augment
+from cifar_lit.data.augment import TRANSFORMS, TRIES, Augment, crop_boxes, resized_crop
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.moves import TRIES, crop_boxes, resized_crop
 from cifar_lit.features.resolutions import Resolutions
 
 scaled_data = partial(shapes_data, mean=0.5, std=0.25)

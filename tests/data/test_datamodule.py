@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import shrink
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Split
 from cifar_lit.features.resolutions import Resolutions
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cifar_lit.data.draws import beta, uniform
+from cifar_lit.data.augment import beta, uniform
 
 COUNT = 1 << 16
 ROWS = torch.arange(COUNT)

@@ -16,10 +16,8 @@ from torch import Tensor
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.signals import STOP_SIGNALS
 from cifar_lit.data.augment import Augment
-from cifar_lit.data.batch import PADDING, Batch
-from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.loaders import EvalLoader, TrainLoader, epoch_order
-from cifar_lit.data.read_ahead import read_ahead
+from cifar_lit.data.image_set import PADDING, Batch, ImageSet
+from cifar_lit.data.loaders import EvalLoader, TrainLoader, epoch_order, read_ahead
 
 MOVES: dict[str, Any] = {"augment": Augment("alternating", crop=2, cutout=3), "fill": torch.zeros(3).byte(), "seed": 5}
 

@@ -8,8 +8,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.data.augment import Augment
-from cifar_lit.data.moves import cut_out, flip_and_shift
+from cifar_lit.data.augment import Augment, cut_out, flip_and_shift
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from local_mirrors import Mirror, serving
 from torchvision import datasets
 
 from cifar_lit.base.errors import Failure, UsageError
-from cifar_lit.data import torchvision_sets
+from cifar_lit.data import download
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.settings import DataSettings, Images, Loading
 from cifar_lit.data.shapes import shapes
@@ -138,8 +138,8 @@ def test_cifar100_has_fine_and_coarse_labels(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_without_a_url_the_default_mirrors_are_tried(cifar: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, reader in (("cifar10", datasets.CIFAR10), ("cifar100", datasets.CIFAR100)):
-        assert reader.url in [url.format(name=name, archive=reader.filename) for url in torchvision_sets.CIFAR_MIRRORS]
-    monkeypatch.setattr(torchvision_sets, "CIFAR_MIRRORS", (cifar.mirror.url + "gone", cifar.mirror.url + "{archive}"))
+        assert reader.url in [url.format(name=name, archive=reader.filename) for url in download.CIFAR_MIRRORS]
+    monkeypatch.setattr(download, "CIFAR_MIRRORS", (cifar.mirror.url + "gone", cifar.mirror.url + "{archive}"))
     assert len(load_images("cifar10", DataSettings(root=str(cifar.root)), train=False)) == PER_FILE
     assert [path for path, _ in cifar.mirror.requests] == ["gone", ARCHIVE]
 

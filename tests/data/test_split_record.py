@@ -15,8 +15,8 @@ from own_images import damage, save_photo
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.settings import Split
 from cifar_lit.data.sources import SOURCES, Source
-from cifar_lit.data.splits import Split
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.preprocessing import channel_statistics
-from cifar_lit.data.splits import fold_rows, split_validation
+from cifar_lit.data.split import fold_rows, split_validation
 
 BALANCED = torch.arange(1000) % 10
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.splits import Split, take_share
+from cifar_lit.data.settings import Split
+from cifar_lit.data.split import take_share
 
 SHARES = (0.01, 0.25, 0.5, 0.75, 1.0)
 

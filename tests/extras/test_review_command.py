@@ -17,7 +17,7 @@ from inference.small_nets import write_net
 from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Split
 
 pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 from starlette.testclient import TestClient

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import Batch
 from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.class_weights import ClassWeights, class_weights
 

@@ -17,7 +17,7 @@ from test_ranks import TWO, two_ranks
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.data.batch import Batch
+from cifar_lit.data.image_set import Batch
 from cifar_lit.features.margins import Margins
 
 

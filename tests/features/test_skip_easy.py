@@ -13,8 +13,7 @@ from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weigh
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.augment import Augment
-from cifar_lit.data.batch import Batch
-from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.image_set import Batch, ImageSet
 from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.skip_easy import HardRoundsLoader, LastLosses, SkipEasy
 

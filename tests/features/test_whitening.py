@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import normalise
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Split
 from cifar_lit.features import whitening
 from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.features.weight_average import WeightAverage

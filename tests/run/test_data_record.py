@@ -10,8 +10,8 @@ import pytest
 from contract.command_line import draw_folder
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.split_images import SplitImages
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Split
+from cifar_lit.data.split import SplitImages
 from cifar_lit.run.results import data_record
 from cifar_lit.runs.compare import data_differences, read_run
 

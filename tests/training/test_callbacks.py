@@ -21,7 +21,7 @@ from small_runs import (
     shapes_data,
 )
 
-from cifar_lit.data.batch import Batch
+from cifar_lit.data.image_set import Batch
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training import callbacks
 from cifar_lit.training.callbacks import Clock, EpochLines, RandomState

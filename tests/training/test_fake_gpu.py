@@ -18,10 +18,10 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.base.config_file import plain_values
 from cifar_lit.cli.flags import packaged_recipe
-from cifar_lit.data import draws, preprocessing
+from cifar_lit.data import augment, preprocessing
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
-from cifar_lit.data.sources import SOURCES
+from cifar_lit.data.sources import find_source
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.optimizers import build_optimizer
@@ -35,7 +35,7 @@ COUNT = 12
 @pytest.fixture(autouse=True)
 def uncached() -> Iterator[None]:
     """Keep fake tensors out of the caches of other tests, and those of other modes out of this one."""
-    cached = [value for module in (draws, preprocessing) for value in vars(module).values()]
+    cached = [value for module in (augment, preprocessing) for value in vars(module).values()]
     clears = [value.cache_clear for value in cached if hasattr(value, "cache_clear")]
     for clear in clears:
         clear()
@@ -46,7 +46,7 @@ def uncached() -> Iterator[None]:
 
 def shape_of(data: dict[str, Any]) -> tuple[int, int, int]:
     """Return classes, side and channels of the images of a recipe."""
-    fixed = SOURCES[data.get("dataset", "cifar10")].fixed
+    fixed = find_source(data.get("dataset", "cifar10")).fixed
     known = {"num_classes": 10, "image_size": 32, "channels": 3, **fixed, **data.get("images", {})}
     return known["num_classes"], known["image_size"] or 32, known["channels"] or 3
 

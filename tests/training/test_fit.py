@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.data.batch import Batch
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import Batch
 from cifar_lit.data.loaders import epoch_order
 from cifar_lit.models.registry import build_net
 

@@ -12,7 +12,7 @@ from small_runs import BATCHES, MOMENTUM, At, best_and_last, classifier, feature
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Split
 from cifar_lit.features.early_stop import EarlyStop
 from cifar_lit.features.resolutions import Resolutions
 from cifar_lit.features.skip_easy import SkipEasy

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import json
 import mmap
-import os
 import secrets
 import shutil
 import sys
@@ -29,17 +28,11 @@ import numpy as np
 
 from cifar_lit.base.errors import Failure
 from cifar_lit.base.files import atomic_write, write_text
+from cifar_lit.base.text import progress
 from cifar_lit.data.download import file_lock
-from cifar_lit.data.photos.decode import (
-    DecodeError,
-    Levels,
-    Preparation,
-    common_levels,
-    decode_all,
-    image_size,
-)
+from cifar_lit.data.photos.decode import DecodeError, Levels, Preparation, common_levels, decode_all, image_size
 from cifar_lit.data.photos.duplicates import near_duplicates
-from cifar_lit.data.progress import progress
+from cifar_lit.data.photos.layout import File
 from cifar_lit.data.settings import DataSettings
 
 FORMAT = 5  # incremented when files of the cache or pixels of the decoder change
@@ -48,23 +41,6 @@ COMMON_SIZE = (32, 32)  # (H, W) of all other images if no size is set
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on
 
 Duplicates = list[list[str]]  # paths of near-duplicates, by group
-
-
-class File(NamedTuple):
-    """A file: path below the root with "/" between its parts, size in bytes, and modification time."""
-
-    path: str
-    bytes: int
-    mtime_ns: int
-
-
-def file_at(place: str, path: str) -> File:
-    """Return the file at a place. A missing one has no bytes: decoding reports it."""
-    try:
-        status = os.stat(place)  # noqa: PTH116 (faster than Path for many files)
-    except OSError:
-        return File(path, 0, 0)
-    return File(path, status.st_size, status.st_mtime_ns)
 
 
 class Index(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -20,8 +21,14 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 from cifar_lit.base.errors import Failure
 from cifar_lit.base.hardware import core_count
 from cifar_lit.base.text import printable
-from cifar_lit.data.photos.formats import HAS_HEIF, HEIC_SUFFIXES
 
+HAS_HEIF = find_spec("pi_heif") is not None  # the extra `photos`
+HEIC_SUFFIXES = (".heic", ".heif", ".hif")
+# Images in folders. Files with other suffixes are ignored.
+IMAGES = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pnm", ".avif",
+    *(HEIC_SUFFIXES if HAS_HEIF else ()),
+)  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 KINDS = f"JPEG, PNG, WebP, BMP, GIF, TIFF, PPM{', AVIF or HEIC' if HAS_HEIF else ' or AVIF'}"
 HEIC_REMEDY = 'pip install "cifar-lit[photos]", or convert it: magick mogrify -format jpg *.heic'

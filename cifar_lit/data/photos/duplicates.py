@@ -8,12 +8,13 @@ not of pairs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from cifar_lit.data.progress import progress
-from cifar_lit.data.splits import connect
+from cifar_lit.base.text import progress
 
 SIDE = 9  # side of a thumbnail in pixels; it has 8×8 differences across and as many down, one bit each
 HASH_BITS = 2 * (SIDE - 1) ** 2
@@ -107,3 +108,40 @@ def _correlations(thumbnails: np.ndarray, left: np.ndarray, right: np.ndarray) -
         squares = np.square(first).sum((1, 2)) * np.square(second).sum((1, 2))
         result[part] = (first * second).sum((1, 2)) / np.sqrt(squares)
     return result
+
+
+def connect(firsts: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
+    """Join the groups of each pair of rows (left, right), int64 (pairs,), in place.
+
+    Args:
+        firsts: int64 (N,), the first row of each row's group.
+    """
+    while len(left):
+        left, right = np.minimum(firsts[left], firsts[right]), np.maximum(firsts[left], firsts[right])
+        left, right = left[left < right], right[left < right]
+        np.minimum.at(firsts, right, left)
+        while not np.array_equal(firsts, further := firsts[firsts]):
+            firsts[:] = further
+
+
+def group_files(
+    paths: Sequence[str], groups: Mapping[str, str], duplicates: Sequence[Sequence[str]]
+) -> np.ndarray | None:
+    """Return the first row of each file's group, int64 (N,), or None if every group is a single file.
+
+    groups: names of groups, by path. duplicates: paths of each set of near-duplicates.
+    """
+    copies: dict[str, int] = {}
+    for number, same in enumerate(duplicates):
+        copies |= dict.fromkeys(same, number)
+    pairs: list[tuple[int, int]] = []  # a row, and the first row of the same group or copy
+    for keys in (groups, copies):
+        first_rows: dict[str | int, int] = {}
+        for row, path in enumerate(paths):
+            if path in keys:
+                pairs.append((row, first_rows.setdefault(keys[path], row)))
+    firsts = np.arange(len(paths))
+    connect(firsts, *np.array(pairs, np.int64).reshape(-1, 2).T)
+    if (firsts == np.arange(len(paths))).all():
+        return None
+    return firsts

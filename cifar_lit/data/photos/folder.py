@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from cifar_lit.base.errors import Failure, UsageError
-from cifar_lit.base.text import counted, listed, nfc
+from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.photos.cache import Duplicates, File, decoded
-from cifar_lit.data.photos.formats import TABLES
-from cifar_lit.data.photos.layout import Listing, Tree, scan
-from cifar_lit.data.photos.listed_files import list_table
-from cifar_lit.data.progress import note_once
+from cifar_lit.data.photos.cache import Duplicates, decoded
+from cifar_lit.data.photos.duplicates import group_files
+from cifar_lit.data.photos.layout import TABLES, File, Listing, Tree, scan
+from cifar_lit.data.photos.table import list_table
 from cifar_lit.data.settings import DataSettings
-from cifar_lit.data.splits import draw_rows, group_files
+from cifar_lit.data.sources import Source
+from cifar_lit.data.split import draw_rows
 
 SUBFOLDER = "folder"  # names the folders below the class folders in `data.groups`
 
@@ -120,6 +120,9 @@ def folder(settings: DataSettings, train: bool) -> ImageSet:
         skipped=[*bad],
         columns=columns,
     )
+
+
+FOLDER = Source(folder, at_hand=lambda settings: settings.root is not None and settings.path.exists())
 
 
 def subfolders(listing: Listing) -> dict[str, str]:

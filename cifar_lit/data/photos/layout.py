@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from cifar_lit.base.errors import UsageError, nearest
-from cifar_lit.base.text import counted, listed, nfc
+from cifar_lit.base.text import counted, listed, natural_key, nfc, note_once
 from cifar_lit.data.image_set import check_class_names
-from cifar_lit.data.photos.cache import File, file_at
-from cifar_lit.data.photos.decode import KINDS, remedy_for
-from cifar_lit.data.photos.formats import IMAGES, TABLES
-from cifar_lit.data.photos.walk import is_folder, skipped_text, visible_entries, walk
-from cifar_lit.data.progress import note_once
+from cifar_lit.data.photos.decode import IMAGES, KINDS, remedy_for
 
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
 LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
 SAME_FOLDERS = 0.7  # share of common names from which the folders in some folders are the same classes
 # Parts by the names of folders, and by the words of a table's split column.
@@ -24,6 +22,24 @@ PARTS = {
     "train": "train", "training": "train", "trainset": "train", "val": "val", "valid": "val", "validation": "val",
     "dev": "val", "test": "test", "testing": "test", "testset": "test",
 }  # fmt: skip
+
+
+class File(NamedTuple):
+    """A file: path below the root with "/" between its parts, size in bytes, and modification time."""
+
+    path: str
+    bytes: int
+    mtime_ns: int
+
+
+def file_at(place: str, path: str) -> File:
+    """Return the file at a place. A missing one has no bytes: decoding reports it."""
+    try:
+        status = os.stat(place)  # noqa: PTH116 (faster than Path for many files)
+    except OSError:
+        return File(path, 0, 0)
+    return File(path, status.st_size, status.st_mtime_ns)
+
 
 Tree = dict[str, list[File]]  # the sorted files of each class, in label order
 
@@ -251,3 +267,83 @@ class _Reader:
         if self.ignored:
             what = f"{len(self.ignored):,} files are not {KINDS} and are ignored: {listed(self.ignored)}."
             note_once(f"{self.root}: {what}{remedy_for(self.ignored)}")
+
+
+OnError = Callable[[OSError], object]
+# Thumbnails, bins and snapshots of Synology, QNAP, Windows, Linux and macOS, in lower case. They repeat photos in
+# another size, or keep deleted ones.
+SYSTEM_FOLDERS = {
+    "@eadir", "@tmp", "@sharebin", "@recycle", "@recently-snapshot", "@__thumb", "#recycle", "#snapshot", "recycler",
+    "recycled", "$recycle.bin", "system volume information", "lost+found", "found.000", "__macosx", "__pycache__",
+    "thumbs.db", "network trash folder", "temporary items",
+}  # fmt: skip
+
+
+def is_skipped(name: str) -> bool:
+    """Return whether a file or folder is hidden, or created by a system."""
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+
+
+def visible_entries(
+    folder: str, on_error: OnError | None = None, skipped: list[str] | None = None
+) -> Iterator[os.DirEntry[str]]:
+    """Yield the visible entries of a folder in natural order.
+
+    Args:
+        folder: its path.
+        on_error: callback with the error of a folder that cannot be read. Without it, the error is raised.
+        skipped: list to which the paths of hidden and system folders are added.
+    """
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: natural_key(entry.name))
+    except OSError as error:
+        if on_error is None:
+            raise
+        on_error(error)
+        return
+    for entry in entries:
+        if not is_skipped(entry.name):
+            yield entry
+        elif skipped is not None and is_folder(entry):
+            skipped.append(entry.path)
+
+
+def walk(
+    folder: str,
+    on_error: OnError | None = None,
+    skipped: list[str] | None = None,
+    entered: set[str] | None = None,
+) -> Iterator[os.DirEntry[str]]:
+    """Yield the visible entries of a folder and of all folders below it, depth first, in natural order.
+
+    Links to folders are followed, but each folder is entered only once: a link to a parent folder would never end. For
+    the other arguments, see `visible_entries`.
+
+    entered: real paths of the folders that were entered.
+    """
+    entered = {os.path.realpath(folder)} if entered is None else entered
+    for entry in visible_entries(folder, on_error, skipped):
+        if not is_folder(entry):
+            yield entry
+            continue
+        place = os.path.realpath(entry.path)
+        if place not in entered:
+            entered.add(place)
+            yield entry
+            yield from walk(entry.path, on_error, skipped, entered)
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is a folder or a link to one; False for a link to itself."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def skipped_text(skipped: Iterable[str]) -> str:
+    """Return a line about hidden and system folders that were skipped, by their paths."""
+    folders = set(skipped)
+    names = sorted({os.path.basename(path) for path in folders})  # noqa: PTH119
+    return f"{counted(len(folders), 'hidden or system folder')} skipped ({listed(names)})"

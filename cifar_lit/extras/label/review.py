@@ -20,11 +20,10 @@ from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import Failure, UsageError, check_packages
 from cifar_lit.base.files import display_path, read_json
 from cifar_lit.base.hardware import resolve_device
-from cifar_lit.base.text import counted, listed, note, say
+from cifar_lit.base.text import counted, listed, note, progress, say
 from cifar_lit.data.photos.decode import DecodeError, decode
-from cifar_lit.data.photos.formats import TABLES
+from cifar_lit.data.photos.layout import TABLES
 from cifar_lit.data.photos.table import read_table
-from cifar_lit.data.progress import progress
 from cifar_lit.extras.label.journal import JOURNAL, Journal
 from cifar_lit.extras.label.queue import Queue
 from cifar_lit.extras.label.table import TABLE, Labels, current_labels, is_cell

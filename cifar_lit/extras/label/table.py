@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import writing
 from cifar_lit.base.text import csv_cell, csv_text
-from cifar_lit.data.photos.formats import TABLES
+from cifar_lit.data.photos.layout import TABLES
 from cifar_lit.data.sources import load_images
 from cifar_lit.extras.label.journal import Decision
 

@@ -17,9 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import write_array
-from cifar_lit.base.text import say
-from cifar_lit.data.progress import progress
-from cifar_lit.data.sources import SOURCES
+from cifar_lit.base.text import progress, say
+from cifar_lit.data.sources import find_source
 from cifar_lit.features.finetune.head import batches_of_view, compute_features, fit_head, out_of_fold
 from cifar_lit.features.finetune.pretrained import IMAGENET, load_pretrained, net_head
 from cifar_lit.inference.model_file import read_card
@@ -70,8 +69,7 @@ class Finetune(Callback):
             pretraining = Pretraining(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
         if not pretraining:
             return
-        source = SOURCES.get(data.dataset)
-        is_grey = 1 in (images.channels, source.fixed.get("channels") if source else None)
+        is_grey = 1 in (images.channels, find_source(data.dataset).fixed.get("channels"))
         for name in ("mean", "std"):
             if getattr(images, name) is None:
                 channels = getattr(pretraining, name)

@@ -16,14 +16,7 @@ from inference.odd_files import encoded
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 
-from cifar_lit.data.photos.decode import (
-    DecodeError,
-    Preparation,
-    decode,
-    decode_all,
-    image_size,
-    pixels_of,
-)
+from cifar_lit.data.photos.decode import DecodeError, Preparation, decode, decode_all, image_size, pixels_of
 
 # A HEIC of 48 × 48 pixels: red and green above blue and white.
 HEIC = base64.b64decode(

@@ -16,7 +16,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.photos import cache, duplicates
 from cifar_lit.data.photos.decode import Preparation, pixels_of
 from cifar_lit.data.photos.duplicates import near_duplicates
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Split
 
 
 def stack(pictures: list[Image.Image], side: int = 32, channels: int = 3) -> np.ndarray:

@@ -15,7 +15,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.photos.decode import KINDS, remedy_for
 from cifar_lit.data.photos.folder import draw_test
 from cifar_lit.data.photos.layout import Tree, scan
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Split
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from PIL import Image
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.settings import Images
-from cifar_lit.data.splits import Split
+from cifar_lit.data.settings import Images, Split
 
 SIDE = 40
 

@@ -12,8 +12,8 @@ from own_images import damage, open_set, save, values
 
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.photos.listed_files import list_table
-from cifar_lit.data.splits import Split
+from cifar_lit.data.photos.table import list_table
+from cifar_lit.data.settings import Split
 
 NAMES = ("cat/0.png", "cat/1.png", "cat/2.png", "dog/3.png", "dog/4.png", "dog/5.png")
 
