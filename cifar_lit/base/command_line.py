@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Action
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace
@@ -25,6 +25,10 @@ SYNONYMS = {
     "ema": "weight_average.decay",
     "output-dir": "logs",
 }
+# Settings of classes that the program sets.
+DERIVED = {}
+for name in ("data.seed", "model.input_shape", "model.num_classes"):
+    DERIVED[name] = f"{name} is set from --seed or the data: leave it out"
 
 
 class HelpFormatter(DefaultHelpFormatter):
@@ -57,47 +61,90 @@ def add_coverage(parser: ArgumentParser) -> None:
     add("--by-class", action="store_true", help="reach the coverage for the images of each class")
 
 
+class ShortFlag(Action):
+    """A short flag, which sets a setting as its long flag does.
+
+    jsonargparse would also accept an alias among the `option_strings` of an action as a key of configuration files.
+    """
+
+    def __init__(self, flag: str, setting: str, long: Action) -> None:
+        super().__init__([f"--{flag}"], long.dest)
+        self.flag, self.setting, self.long = flag, setting, long
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Give the value to the long flag."""
+        self.long(parser, namespace, values, f"--{self.setting}")
+
+
+def add_short_flags(parser: ArgumentParser, short: Mapping[str, str]) -> None:
+    """Add short flags for settings, and name them in the help. short: settings by flag, without dashes."""
+    options = parser._option_string_actions
+    for flag, setting in short.items():
+        # A feature is one option, whose settings the parser finds by the name before the first dot.
+        long = options.get(f"--{setting}") or options[f"--{setting.partition('.')[0]}"]
+        options[f"--{flag}"] = ShortFlag(flag, setting, long)
+        long.help = f"short: --{flag}; {long.help}"
+
+
 def parsed(
-    parser: ArgumentParser, argv: list[str], further: Iterable[str] = (), short: Mapping[str, str] | None = None
+    parser: ArgumentParser,
+    argv: list[str],
+    further: Iterable[str] = (),
+    files: Iterable[Mapping[str, Any]] = (),
 ) -> Namespace:
     """Parse a command line; raise UsageError with one line.
 
-    further: valid flags that the parser does not have. short: short flags with the settings that they stand for.
+    Args:
+        further: valid flags that the parser does not have.
+        files: settings of configuration files. Later ones take precedence, and flags over all.
     """
+    settings = None
     try:
-        return parser.parse_args(argv)
+        for values in files:
+            settings = parser.parse_object(dict(values), settings)
+        return parser.parse_args(argv, settings)
     except ArgumentError as error:
-        raise UsageError(_explain(str(error), {*long_flags(parser), *further}, short or {})) from error
+        raise UsageError(_explain(str(error), parser, list(further))) from error
+
+
+def instantiated(parser: ArgumentParser, settings: Namespace) -> Namespace:
+    """Return settings with objects in place of classes and their arguments. Raise the UsageError of a class."""
+    try:
+        return parser.instantiate_classes(settings)
+    except ValueError as error:
+        if isinstance(error.__cause__, UsageError):
+            raise error.__cause__ from None
+        raise
 
 
 def long_flags(parser: ArgumentParser) -> list[str]:
     """Return every long flag of a parser, without dashes."""
-    flags = []
-    for action in parser._actions:
-        for option in action.option_strings:
-            if option.startswith("--"):
-                flags.append(option.removeprefix("--"))
-    return flags
+    options = parser._option_string_actions
+    return [option.removeprefix("--") for option in options if option.startswith("--")]
 
 
-def _explain(message: str, flags: Collection[str], short: Mapping[str, str]) -> str:
-    """Return one line for a message of the parser, which may have several. flags: all valid flags, without dashes."""
-    if match := re.match(r"unrecognized arguments: -+([^\s=]+)", message):
-        return f"there is no flag --{match[1]}.{_flag_hint(match[1], flags)}"
+def _explain(message: str, parser: ArgumentParser, further: Sequence[str]) -> str:
+    """Return one line for a message of the parser, which may have several."""
+    flags = {*long_flags(parser), *further}
+    short = {}
+    for action in parser._option_string_actions.values():
+        if isinstance(action, ShortFlag):
+            short[action.flag] = action.setting
     key = ".".join(re.findall(r'Parser key "(.+?)":', message))
-    if match := re.search(r"ption '(.+?)' is not accepted", message):
-        return f"no setting is called {key}.{match[1]}.{nearest(f'{key}.{match[1]}', flags)}"
-    if match := re.search(r"does not accept (?:option|nested key) '(.+?)'", message):
-        settings = [flag for flag in flags if flag not in short]
-        return f"no setting is called {match[1]}.{nearest(short.get(match[1], match[1]), settings)}"
+    if match := re.match(r"argument (\S+): expected one argument", message):
+        return f"{match[1]} needs a value"
+    if match := re.match(r"unrecognized arguments: -+([^\s=]+)", message):
+        return DERIVED.get(match[1]) or f"there is no flag --{match[1]}.{_flag_hint(match[1], flags)}"
+    if match := re.search(r"(?:Group '(.+)' does not accept o|O)ption '(.+?)'", message):
+        name = f"{match[1] or key}.{match[2]}".removeprefix(".")
+        hint = nearest(short.get(name, name), flags.difference(short))
+        return DERIVED.get(name) or f"no setting is called {name}.{hint}"
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
         return REFUSED.format(match[1])
-    if match := re.match(r"Linked \"(.+?)\" must be|argument \S+ --> (\S+):", message):
-        return f"{match[1] or match[2]} is set from --seed or the data: leave it out"
-    for flag, long in short.items():
-        if long == key:
+    for flag, setting in short.items():
+        if setting == key:
             message = f"--{flag}: {message}"
-    parts = [flag for flag in flags if flag.startswith(f"{key}.")]
+    parts = [flag for flag in further if flag.rpartition(".")[0] == key]
     if parts:
         message += f", settings: {', '.join(parts)}"
     return _one_line(message)

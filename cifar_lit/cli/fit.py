@@ -1,4 +1,4 @@
-"""fit, train, validate, test and predict: LightningCLI builds data, model and Trainer from the settings."""
+"""fit, train, validate, test and predict, from top to bottom: parse, settle, build, train, print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,27 +17,27 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from jsonargparse import Namespace
-from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from cifar_lit.base import hardware
-from cifar_lit.base.command_line import PARSER_SETTINGS, SYNONYMS, long_flags, parsed
+from cifar_lit.base.command_line import instantiated
 from cifar_lit.base.config_file import plain_values
-from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import changed_settings
 from cifar_lit.base.text import counted, note, say
 from cifar_lit.base.threads import choose_threads
-from cifar_lit.base.trust import check_found, limit_parser, untrusted_parts
-from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, arguments, machine_kind, recipe_path
+from cifar_lit.base.trust import untrusted_parts
+from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import by_slurm, is_first_process, logs_of
 from cifar_lit.cli.ranks import ChildRanks
 from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
+from cifar_lit.cli.settings_parser import parse_settings
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.features import FEATURES, feature_class, feature_settings
+from cifar_lit.features import FEATURES, feature_class
 from cifar_lit.models.registry import check_net
 from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.resume import check_unfinished, find_resumable, run_of
@@ -54,314 +56,212 @@ from cifar_lit.training.orderly_stop import Interrupted
 
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
 
-TRAINER_DEFAULTS: dict[str, object] = {
-    "max_epochs": 10,
-    "num_sanity_val_steps": 0,  # a fit validates after its first epoch anyway
-    "enable_model_summary": False,  # replaced by the start card
-    "enable_progress_bar": False,  # a line is printed after each epoch
-    "use_distributed_sampler": False,  # it would repeat images; our loaders split batches exactly
-    "precision": None,
-}
 
+@dataclass(frozen=True)
+class Training:
+    """The objects of a command that has run."""
 
-OWN_SETTINGS: tuple[tuple[str, Any, object, str], ...] = (
-    ("recipe", str | None, None, "name of the recipe, used to name the run folder"),
-    ("logs", str, LOGS, "folder for run folders"),
-    ("checkpoint_every", int | str | None, None, "also write checkpoints every 500 (steps) or 10m within epochs"),
-    ("logger", str, "tensorboard", "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb, mlflow"),
-    ("threads", PositiveInt | None, None, "CPU threads of each process; by default those that are free at the start"),
-    ("rank_timeout", PositiveFloat, 600.0, "end the run if a process keeps the others waiting for so many seconds"),
-)
-
-
-class TrainingCLI(LightningCLI):
-    """LightningCLI with one subcommand, our flags and a run folder. Creating an instance runs the command."""
-
+    run: Run
     model: ImageClassifier
-    datamodule: ImageData
+    data: ImageData
 
-    def __init__(self, command: Command) -> None:
-        self.command = command
-        self.name = command.name.replace("train", "fit")
-        self.first = is_first_process(os.environ)
-        self.checkpoint = self._resumed_checkpoint()
-        base = self._base_settings()
-        self.found = base if command.recipe is None else None  # settings of a run, perhaps of somebody else's
-        if self.found:
-            limit_parser()
-        self.folder: RunFolder | None = None
-        try:
-            super().__init__(
-                ImageClassifier,
-                ImageData,
-                save_config_callback=None,
-                trainer_defaults=TRAINER_DEFAULTS,
-                seed_everything_default=0,
-                auto_configure_optimizers=False,
-                load_from_checkpoint_support=False,
-                parser_kwargs={**PARSER_SETTINGS, "prog": "cifar-lit", self.name: dict(PARSER_SETTINGS)},
-                args=arguments(command, base, self.name),
-            )
-        except BaseException as error:
-            if self.folder:
-                self.folder.release()
-            if isinstance(error.__cause__, UsageError | Failure):  # raised while the parser linked model and data
-                raise error.__cause__ from None
+
+def run_command(command: Command) -> Training:
+    """Run fit, train, validate, test or predict, and print its results."""
+    first = is_first_process(os.environ)
+    resumed = resumed_checkpoint(command, first)
+    parser, settings = parse_settings(command, resumed)
+    seed_everything(settings)
+    ranks, notes = settle(command, settings)
+    with ExitStack() as at_end:
+        at_end.callback(leave_process_group)
+        logs, name = Path(settings.logs).expanduser(), settings.recipe or "custom"
+        folder = RunFolder(logs, name, run_of(resumed) if resumed else None, first, command.job)
+        at_end.callback(folder.release)
+        at_end.enter_context(naming_the_command_to_resume(command, settings, folder))
+        start, contents = starting_checkpoint(command, settings, resumed, first)
+        changes: dict[str, object] = {}
+        if resumed and start:
+            changes = changes_of_settings(parser, settings, start)
+            notes |= {"resume": display_path(start), "step": str(contents["global_step"])}
+
+        parts = instantiated(parser, settings)
+        data = ImageData(**parts.data, seed=int(settings.seed_everything))
+        if resumed:
+            data.load_state_dict(contents["ImageData"])
+        else:
+            data.evaluate_split_of(contents.get("ImageData", {}))
+        model = ImageClassifier(**parts.model)
+        model.build_for(data)
+        settings.data.images.mean, settings.data.images.std = data.statistics
+        config = parser.dump(settings, skip_none=False)
+        run = Run(folder, yaml.safe_load(config), config, notes, command.name, model.monitored, changes)
+        children = ChildRanks()
+        callbacks = [children, *as_list(parts.trainer.callbacks), *run_callbacks(command, run, data, parts)]
+        trainer = build_trainer(parts, run, data, callbacks, ranks)
+        at_end.callback(children.end, trainer)
+
+        result: Results | int | None
+        if command.trains:
+            result = fit(run, trainer, model, data, start or settings.ckpt_path)
+        else:
+            load_weights(model, settings.ckpt_path, contents)
+            work = predict if command.name == "predict" else evaluate
+            result = work(run, trainer, model, data)
+        if trainer.is_global_zero and not command.brief:
+            print_result(result, run, data)
+    return Training(run, model, data)
+
+
+# ---- resume
+
+
+def resumed_checkpoint(command: Command, first: bool) -> Path | None:
+    """Return the checkpoint to resume, the same in every process of the run. It is not read yet."""
+    if command.resume is None:
+        return None
+    if not command.trains:
+        raise UsageError(f"--resume is for trainings; `{command.name}` takes --ckpt_path PATH")
+    if not first and RESUMED_CHECKPOINT in os.environ:
+        checkpoint = Path(os.environ[RESUMED_CHECKPOINT])
+    else:
+        needs_test = command.name == "train"
+        checkpoint = find_resumable(logs_of(command), command.resume, needs_test, first)
+    if run_of(checkpoint) is None:
+        raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
+    return checkpoint
+
+
+def starting_checkpoint(
+    command: Command, settings: Namespace, resumed: Path | None, first: bool
+) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint to resume or to score with its contents; None and {} for a new training.
+
+    If the checkpoint to resume is damaged and was not typed, return an older one. Call this while holding the run's
+    lock: before that, another process may write checkpoints or finish the run.
+    """
+    if not command.trains:
+        scored = Path(settings.ckpt_path).expanduser()
+        return scored, read_checkpoint(scored)
+    if resumed is None:
+        return None, {}
+    check_unfinished(resumed.resolve().parent.parent, needs_test=command.name == "train")
+    is_typed = Path(str(command.resume)).expanduser().is_file()
+    if is_typed or (not first and RESUMED_CHECKPOINT in os.environ):
+        checkpoint, contents, damaged = resumed, read_checkpoint(resumed), None
+    else:
+        checkpoint, contents, damaged = latest_valid_checkpoint(resumed)
+    if damaged and first:
+        note(f"{damaged}: resuming {display_path(checkpoint)} of step {contents['global_step']}")
+    os.environ[RESUMED_CHECKPOINT] = str(checkpoint)
+    return checkpoint, contents
+
+
+def changes_of_settings(parser: LightningArgumentParser, settings: Namespace, checkpoint: Path) -> dict[str, object]:
+    """Return the settings that differ from those of the run; raise UsageError if one must not change."""
+    trained = plain_values(checkpoint.resolve().parent.parent / "config.yaml")
+    given = yaml.safe_load(parser.dump(settings, skip_none=False))
+    given["logs"] = trained.get("logs")  # a resumed run stays in its folder
+    may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
+    may_change += [f"data.{name}" for name in ImageData.may_change]
+    return changed_settings(by_name(trained), by_name(given), may_change)
+
+
+def by_name(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of a config.yaml by dotted name. A feature is one setting, whatever it holds."""
+    named: dict[str, object] = {}
+    for name, value in settings.items():
+        if re.fullmatch("trainer|model|data|data.(augment|split|images|loading)", name) and isinstance(value, dict):
+            named |= by_name({f"{name}.{key}": each for key, each in value.items()})
+        else:
+            named[name] = value
+    return named
+
+
+@contextmanager
+def naming_the_command_to_resume(command: Command, settings: Namespace, folder: RunFolder) -> Iterator[None]:
+    """Add the command that resumes the run to an error, as its attribute `resume`."""
+    Interrupted.latest = None
+    try:
+        yield
+    except BaseException as error:
+        cause: Any = Interrupted.latest or error
+        if folder.resumable:
+            cause.resume = f"{program(command.name)} --resume {shlex.quote(display_path(folder.path))}"
+            if untrusted_parts(settings.as_dict(), folder.path.parent):
+                cause.resume += " --trust"
+        if cause is error:
             raise
-
-    # ---- where settings come from
-
-    def _resumed_checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume, the same in every process of the run. It is not read yet."""
-        command = self.command
-        if command.resume is None:
-            return None
-        if self.name != "fit":
-            raise UsageError(f"--resume is for trainings; `{self.name}` takes --ckpt_path PATH")
-        if not self.first and RESUMED_CHECKPOINT in os.environ:
-            checkpoint = Path(os.environ[RESUMED_CHECKPOINT])
-        else:
-            needs_test = command.name == "train"
-            checkpoint = find_resumable(logs_of(command), command.resume, needs_test, self.first)
-        run = run_of(checkpoint)
-        if run is None:
-            raise UsageError(f"{checkpoint} is not in a run folder: give --resume a run, or a checkpoint of one")
-        if command.recipe:  # a command repeated from the shell history may name the run's recipe
-            command.flags.append(f"--recipe={recipe_path(command.recipe).stem}")
-            command.recipe = None
-        return checkpoint
-
-    def _base_settings(self) -> Path | None:
-        """Return the file of the settings with the lowest precedence: of the run to resume or score, or of a recipe."""
-        command = self.command
-        if self.checkpoint:
-            return self.checkpoint.resolve().parent.parent / "config.yaml"
-        if command.recipe:
-            return recipe_path(command.recipe)
-        if command.configs:
-            return None
-        scored = command.value("ckpt_path")
-        if scored and (run := run_of(Path(scored).expanduser())):
-            return run / "config.yaml"
-        if command.asks_only:
-            return None
-        command.recipe = DEFAULT_RECIPES[machine_kind(command.value("trainer.accelerator"))]
-        return recipe_path(command.recipe)
-
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return only the subcommand that runs: building a parser is slow."""
-        return {self.name: super().subcommands()[self.name]}
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add our own settings, and link the model's shape to the data."""
-        for name in FEATURES:
-            feature = feature_class(name)
-            settings = ", ".join(f"--{setting}" for setting in feature_settings(name))
-            text = f"{feature.__doc__.partition(chr(10))[0]} Settings: {settings or 'none'}."
-            parser.add_argument(f"--{name}", type=feature | None, default=None, help=text)
-        for name, kind, default, text in OWN_SETTINGS:
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
-        once_loaded = {"apply_on": "instantiate"}
-        parser.link_arguments("data", "model.input_shape", lambda data: self._input_shape(data), **once_loaded)
-        parser.link_arguments("data", "model.num_classes", lambda data: data.class_count, **once_loaded)
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: list[str]) -> None:  # type: ignore[override]
-        """Parse our command line, without argparse's usage text on errors."""
-        flags = {*long_flags(self._subcommand_parsers[self.name]), *SHORT, *OWN, *SYNONYMS.values()}
-        for name in FEATURES:
-            flags.update(feature_settings(name))
-        self.config = parsed(parser, args, flags, SHORT)
-        if self.found:
-            check_found(self.settings.as_dict(), self.found.parent.parent, self.command.flags)
-
-    def _parse_ckpt_path(self) -> None:
-        """Do nothing: settings of a checkpoint must not override flags."""
-
-    @property
-    def settings(self) -> Namespace:
-        """Return the settings of the subcommand."""
-        return self.config[self.name]
-
-    # ---- building
-
-    def before_instantiate_classes(self) -> None:
-        """Check the checkpoint, the machine and the settings before data are loaded."""
-        if self.name != "fit" and self.settings.ckpt_path is None:
-            path = "lightning_logs/NAME/checkpoints/best.ckpt"
-            raise UsageError(f"{self.name} needs a checkpoint, such as --ckpt_path {path}")
-        trainer = self.settings.trainer
-        self.machine = hardware.detect_machine()
-        accelerator = trainer.accelerator
-        trainer.devices = hardware.choose_devices(self.machine, accelerator, trainer.devices)
-        if self.name == "predict" and trainer.devices == "auto":
-            trainer.devices = 1
-        devices = hardware.count_devices(self.machine, accelerator, trainer.devices)
-        if self.name == "predict" and devices > 1:
-            raise UsageError("predict runs on one device: leave --devices out, or give one")
-        self.ranks = devices * trainer.num_nodes
-        if sys.platform == "win32" and self.ranks > 1 and self.machine.kind(accelerator) == "gpu":
-            raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
-        if trainer.num_nodes > 1 and "MASTER_ADDR" not in os.environ and not by_slurm(os.environ):
-            names = "MASTER_ADDR, MASTER_PORT and NODE_RANK"
-            raise UsageError(f"--nodes {trainer.num_nodes} needs {names} on each machine, or torchrun or SLURM")
-        self.notes: dict[str, str] = {}
-        typed = self.command.value("threads") is not None
-        if self.name == "fit" or typed:
-            processes = devices
-            if hardware.core_count() <= int(os.environ.get("SLURM_CPUS_PER_TASK", "0")):
-                processes = 1  # SLURM gives each process cores of its own
-            choice = choose_threads(self.settings.threads, typed, processes)
-            self.settings.threads, self.notes["threads"] = choice
-        if trainer.precision is None:
-            trainer.precision, self.notes["precision"] = hardware.choose_precision(self.machine, accelerator)
-        check_settings(self.settings, self.ranks)
-        for name in FEATURES:
-            if self.settings[name] is None:
-                continue
-            if adjust := getattr(feature_class(name), "adjust_settings", None):
-                adjust(self.settings[name], self.settings)
-        self._select_checkpoint()
-
-    def _select_checkpoint(self) -> None:
-        """Hold the folder of a resumed run, and read the data state of its checkpoint, or of the one to evaluate."""
-        self.step: int | None = None
-        self.changes: dict[str, object] = {}
-        self.data_state: dict[str, object] = {}
-        if self.name != "fit":
-            self.evaluated = read_checkpoint(Path(self.settings.ckpt_path).expanduser())
-            self.data_state = self.evaluated.get("ImageData", {})
-        run = None
-        if self.checkpoint:
-            run = run_of(self.checkpoint)
-        logs, recipe = Path(self.settings.logs).expanduser(), self.settings.recipe or "custom"
-        self.folder = RunFolder(logs, recipe, run, self.first, self.command.job)
-        if self.checkpoint:
-            self.checkpoint, contents = validate_resume(self.checkpoint, self.command, self.first)
-            trained = plain_values(self.checkpoint.resolve().parent.parent / "config.yaml")
-            given = yaml.safe_load(self._config_text())
-            given["logs"] = trained.get("logs")  # a resumed run stays in its folder
-            may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
-            may_change += [f"data.{name}" for name in ImageData.may_change]
-            self.changes = changed_settings(by_name(trained), by_name(given), may_change)
-            self.step, self.data_state = contents["global_step"], contents.get("ImageData", {})
-            self.notes |= {"resume": display_path(self.checkpoint), "step": str(self.step)}
-
-    def _config_text(self) -> str:
-        return self._subcommand_parsers[self.name].dump(self.settings, skip_none=False, skip_link_targets=True)
-
-    def _input_shape(self, data: ImageData) -> list[int]:
-        """Return the shape of an image, after the data have got the split of the checkpoint."""
-        if self.checkpoint:
-            data.load_state_dict(self.data_state)
-        else:
-            data.evaluate_split_of(self.data_state)
-        return data.input_shape
-
-    def instantiate_trainer(self, **kwargs: object) -> pl.Trainer:
-        """Return the Trainer with our callbacks and loggers in addition to the configured ones."""
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-        configured = self.config_init[self.name].trainer
-        self.child_ranks = ChildRanks()
-        callbacks = [self.child_ranks, *as_list(configured.callbacks)]
-        validates = len(self.datamodule.split[1]) > 0
-        self.settings.data.images.mean, self.settings.data.images.std = self.datamodule.statistics
-        self.run = self._make_run()
-        lines = not self.command.brief
-        further: list[Callback] = []
-        if self.run.trains and lines:
-            further.append(StartCard(self.run))
-        if self.run.trains:
-            further.append(SlowdownWarning())
-        callbacks += self.run.callbacks(validates, lines, [*further, *self._features()])
-        loggers = [logger for logger in as_list(configured.logger) if isinstance(logger, Logger)]
-        if configured.logger is not False:
-            self.run.create_loggers(self.step)
-        if not validates:
-            kwargs["limit_val_batches"] = 0
-        if self.ranks > 1 and configured.strategy in ("auto", "ddp"):
-            kwargs["strategy"] = DDPStrategy(timeout=timedelta(seconds=self.settings.rank_timeout))
-        return super().instantiate_trainer(
-            callbacks=callbacks,
-            logger=loggers,
-            plugins=[*as_list(configured.plugins), AtomicCheckpointIO()],
-            profiler=configured.profiler or NoProfiler(),
-            **kwargs,
-        )
-
-    def _features(self) -> list[Callback]:
-        features: list[Callback] = []
-        if self.name != "fit":
-            return features
-        for name in FEATURES:
-            feature = self.config_init[self.name][name]
-            if feature is None:
-                continue
-            features.append(feature)
-        return features
-
-    def _make_run(self) -> Run:
-        folder, text = self.folder, self._config_text()
-        assert folder
-        settings = yaml.safe_load(text)
-        return Run(folder, settings, text, self.notes, self.command.name, self.model.monitored, self.changes)
-
-    # ---- running
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run the subcommand and release the folder. Add the command that resumes the run to an error."""
-        Interrupted.latest = None
-        try:
-            parts = (self.run, self.trainer, self.model, self.datamodule)
-            result: Results | int | None
-            if subcommand == "fit":
-                result = fit(*parts, self.checkpoint or self.settings.ckpt_path)
-            else:
-                load_weights(self.model, self.settings.ckpt_path, self.evaluated)
-                if subcommand == "predict":
-                    result = predict(*parts)
-                else:
-                    result = evaluate(*parts)
-            if self.trainer.is_global_zero and not self.command.brief:
-                self._print(result)
-        except BaseException as error:
-            interruption = Interrupted.latest
-            if interruption is None:
-                error.resume = self._resume_line()  # type: ignore[attr-defined]
-                raise
-            interruption.resume = self._resume_line()
-            raise interruption from None
-        finally:
-            self.run.folder.release()
-            self.child_ranks.end(self.trainer)
-            if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-                torch.distributed.destroy_process_group()  # its threads can abort the interpreter at exit
-
-    def _print(self, result: Results | int | None) -> None:
-        if isinstance(result, Results):
-            print_results(self.run, result, self.datamodule)
-        elif result:
-            say(f"{counted(result, 'prediction')} in {display_path(self.run.folder.path)}/predictions.csv")
-        else:
-            print_dev_run()
-
-    def _resume_line(self) -> str | None:
-        """Return the command that resumes this run, None before its first checkpoint."""
-        if not self.run.folder.resumable:
-            return None
-        line = f"{program(self.command.name)} --resume {shlex.quote(display_path(self.run.folder.path))}"
-        if untrusted_parts(self.run.settings, self.run.folder.path.parent):
-            line += " --trust"
-        return line
+        raise cause from None
 
 
-def as_list(value: object) -> list[Any]:
-    """Return a setting that may be one value, several or none as a new list."""
-    if value is None:
-        return []
-    if isinstance(value, list):
-        return list(value)
-    return [value]
+def program(command: str) -> str:
+    """Return the start of a command line that runs `command` like this process: a script, cifar-lit or `python -m`."""
+    path = Path(sys.argv[0])
+    if path.suffix == ".py" and path.name != "__main__.py":
+        return f"python {shlex.quote(sys.argv[0])}"
+    if path.suffix:
+        return f"python -m cifar_lit {command}"
+    return f"{path.name} {command}"
+
+
+# ---- settle
+
+
+def seed_everything(settings: Namespace) -> None:
+    """Seed all random numbers, as LightningCLI does, and record the seed."""
+    seed = settings.seed_everything
+    if seed is not False:
+        settings.seed_everything = pl.seed_everything(None if seed is True else seed, workers=True, verbose=False)
+
+
+def settle(command: Command, settings: Namespace) -> tuple[int, dict[str, str]]:
+    """Choose devices, threads and precision, and check the settings, before images are loaded.
+
+    Returns:
+        Number of processes on all nodes, and the reasons for the choices by row of the start card.
+    """
+    if not command.trains and settings.ckpt_path is None:
+        path = "lightning_logs/NAME/checkpoints/best.ckpt"
+        raise UsageError(f"{command.name} needs a checkpoint, such as --ckpt_path {path}")
+    machine = hardware.detect_machine()
+    trainer = settings.trainer
+    notes: dict[str, str] = {}
+    devices = choose_devices(command, trainer, machine)
+    ranks = devices * trainer.num_nodes
+    typed = command.value("threads") is not None
+    if command.trains or typed:
+        processes = devices
+        if hardware.core_count() <= int(os.environ.get("SLURM_CPUS_PER_TASK", "0")):
+            processes = 1  # SLURM gives each process cores of its own
+        settings.threads, notes["threads"] = choose_threads(settings.threads, typed, processes)
+    if trainer.precision is None:
+        trainer.precision, notes["precision"] = hardware.choose_precision(machine, trainer.accelerator)
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
+    check_settings(settings, ranks)
+    for name in FEATURES:
+        if settings[name] is None:
+            continue
+        if adjust := getattr(feature_class(name), "adjust_settings", None):
+            adjust(settings[name], settings)
+    return ranks, notes
+
+
+def choose_devices(command: Command, trainer: Namespace, machine: hardware.Machine) -> int:
+    """Choose the devices, and return their number on this machine. Raise UsageError if there are no such devices."""
+    trainer.devices = hardware.choose_devices(machine, trainer.accelerator, trainer.devices)
+    if command.name == "predict" and trainer.devices == "auto":
+        trainer.devices = 1
+    devices = hardware.count_devices(machine, trainer.accelerator, trainer.devices)
+    if command.name == "predict" and devices > 1:
+        raise UsageError("predict runs on one device: leave --devices out, or give one")
+    ranks = devices * trainer.num_nodes
+    if sys.platform == "win32" and ranks > 1 and machine.kind(trainer.accelerator) == "gpu":
+        raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
+    if trainer.num_nodes > 1 and "MASTER_ADDR" not in os.environ and not by_slurm(os.environ):
+        names = "MASTER_ADDR, MASTER_PORT and NODE_RANK"
+        raise UsageError(f"--nodes {trainer.num_nodes} needs {names} on each machine, or torchrun or SLURM")
+    return devices
 
 
 def check_settings(settings: Namespace, ranks: int) -> None:
@@ -381,39 +281,66 @@ def check_settings(settings: Namespace, ranks: int) -> None:
     check_net(settings.model.net, settings.model.net_options or {})
 
 
-def program(command: str) -> str:
-    """Return the start of a command line that runs `command` like this process: a script, cifar-lit or `python -m`."""
-    path = Path(sys.argv[0])
-    if path.suffix == ".py" and path.name != "__main__.py":
-        return f"python {shlex.quote(sys.argv[0])}"
-    if path.suffix:
-        return f"python -m cifar_lit {command}"
-    return f"{path.name} {command}"
+# ---- build
 
 
-def by_name(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a config.yaml by dotted name. A feature is one setting, whatever it holds."""
-    named: dict[str, object] = {}
-    for name, value in settings.items():
-        if re.fullmatch("trainer|model|data|data.(augment|split|images|loading)", name) and isinstance(value, dict):
-            named |= by_name({f"{name}.{key}": each for key, each in value.items()})
-        else:
-            named[name] = value
-    return named
+def run_callbacks(command: Command, run: Run, data: ImageData, parts: Namespace) -> list[Callback]:
+    """Return the callbacks of the run, with the start card and the features."""
+    lines = not command.brief
+    further: list[Callback] = []
+    if run.trains:
+        if lines:
+            further.append(StartCard(run))
+        further.append(SlowdownWarning())
+        for name in FEATURES:
+            if parts[name] is not None:
+                further.append(parts[name])
+    return run.callbacks(len(data.split[1]) > 0, lines, further)
 
 
-def validate_resume(checkpoint: Path, command: Command, first: bool) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint to resume and its contents. If it was not typed and is damaged, use an older one.
+def build_trainer(parts: Namespace, run: Run, data: ImageData, callbacks: list[Callback], ranks: int) -> pl.Trainer:
+    """Return the Trainer of the configured settings, with these callbacks and the loggers of the run."""
+    given = parts.trainer
+    loggers = [logger for logger in as_list(given.logger) if isinstance(logger, Logger)]
+    if given.logger is not False:
+        run.create_loggers()
+    arguments = {
+        **given,
+        "callbacks": callbacks,
+        "logger": loggers,
+        "plugins": [*as_list(given.plugins), AtomicCheckpointIO()],
+        "profiler": given.profiler or NoProfiler(),
+    }
+    if not len(data.split[1]):
+        arguments["limit_val_batches"] = 0
+    if ranks > 1 and given.strategy in ("auto", "ddp"):
+        arguments["strategy"] = DDPStrategy(timeout=timedelta(seconds=parts.rank_timeout))
+    return pl.Trainer(**arguments)
 
-    Call this while holding the run's lock: before that, another process may write checkpoints or finish the run.
-    """
-    check_unfinished(checkpoint.resolve().parent.parent, needs_test=command.name == "train")
-    is_typed = Path(str(command.resume)).expanduser().is_file()
-    if is_typed or (not first and RESUMED_CHECKPOINT in os.environ):
-        contents, damaged = read_checkpoint(checkpoint), None
+
+def as_list(value: object) -> list[Any]:
+    """Return a setting that may be one value, several or none as a new list."""
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return list(value)
+    return [value]
+
+
+def leave_process_group() -> None:
+    """Leave the process group of gloo, whose threads can abort the interpreter at exit."""
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+        torch.distributed.destroy_process_group()
+
+
+# ---- print
+
+
+def print_result(result: Results | int | None, run: Run, data: ImageData) -> None:
+    """Print the results, the number of predictions, or that a `fast_dev_run` has ended."""
+    if isinstance(result, Results):
+        print_results(run, result, data)
+    elif result:
+        say(f"{counted(result, 'prediction')} in {display_path(run.folder.path)}/predictions.csv")
     else:
-        checkpoint, contents, damaged = latest_valid_checkpoint(checkpoint)
-    if damaged and first:
-        note(f"{damaged}: resuming {display_path(checkpoint)} of step {contents['global_step']}")
-    os.environ[RESUMED_CHECKPOINT] = str(checkpoint)
-    return checkpoint, contents
+        print_dev_run()

@@ -1,25 +1,18 @@
-"""Translate the typed command line for LightningCLI: recipe first, then --config files, then flags.
+"""Read from a command line what must be known before its parser: recipe, files, folder and launcher.
 
 This module does not import torch, so that an invalid command line fails at once.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.features import FEATURES
 
-# Short flags, and LightningCLI's long flags.
+# Short flags and the settings that they set.
 SHORT = {
     "devices": "trainer.devices",
     "accelerator": "trainer.accelerator",
@@ -54,14 +47,14 @@ SHORT = {
 }
 # Flags for several trainings by one command, with the function for each.
 SEVERAL = {"folds": "cifar_lit.cli.folds:train_folds", "seeds": "cifar_lit.cli.seeds:train_seeds"}
-# Not for LightningCLI.
+# Read here. The parser of the settings does not know them.
+SWITCHES = ("trust", "debug")  # handled by `main`
 OWN = ("recipe", "config", "logs", "resume", "trust", *SEVERAL, "json", "debug")
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
 DEFAULT_RECIPES = {"gpu": "fast94", "bf16": "cpu91", "cpu": "cpu91"}  # bf16: CPUs with bfloat16 instructions
 RECIPES = Path(__file__).parent.parent / "recipes"
-NO_PATH = "#" * 256  # longer than a file name: the parser would read a file that is called like a configuration
 
 
 @dataclass
@@ -73,7 +66,7 @@ class Command:
     configs: list[str] = field(default_factory=list)  # further YAML files; later ones take precedence
     logs: str | None = None
     resume: str | None = None  # "" for the newest run, a path, or None to start a new run
-    flags: list[str] = field(default_factory=list)  # all others in LightningCLI's form, such as `--model.lr=0.1`
+    flags: list[str] = field(default_factory=list)  # all others, each with its value, such as `--lr=0.1`
     # Flags for several trainings with their values as typed.
     several: dict[str, str] = field(default_factory=dict)
     json: str | None = None  # file for the results, times and memory of several seeds
@@ -83,15 +76,26 @@ class Command:
     words: list[str] = field(default_factory=list, compare=False)
 
     @property
+    def trains(self) -> bool:
+        """Return whether the command trains a net."""
+        return self.name in ("fit", "train")
+
+    @property
+    def stage(self) -> str:
+        """Return the method of the Trainer: fit, validate, test or predict."""
+        return "fit" if self.trains else self.name
+
+    @property
     def asks_only(self) -> bool:
         """Return whether the command only prints help or a configuration."""
         return any(word.startswith(("-h", "--help", "--print_")) for word in self.flags)
 
-    def value(self, flag: str) -> str | None:
-        """Return the last value of a long flag; None if it is not given."""
+    def value(self, setting: str) -> str | None:
+        """Return the last value of a setting among the flags; None if it is not given."""
         for word in reversed(self.flags):
-            if word.startswith(f"--{flag}="):
-                return word.partition("=")[2]
+            flag, _, value = word.removeprefix("--").partition("=")
+            if SHORT.get(flag, flag) == setting:
+                return value
         return None
 
 
@@ -131,51 +135,49 @@ def packaged_recipe(name: str) -> Path:
 def parse(name: str, argv: list[str]) -> Command:
     """Parse the arguments of the training command `name`. Of a repeated flag except --config, the last value counts.
 
-    Raise UsageError if a flag lacks its value, an argument is unexpected, or a --config file does not exist.
+    Raise UsageError if an argument is unexpected, or a --config file does not exist.
     """
     command = Command(name)
-    remaining = deque(argv)
-    while remaining:
-        begin = len(argv) - len(remaining)
-        word = remaining.popleft()
-        if not _is_flag(word):
-            raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(word, argv[:begin])}")
-        if word in ("--trust", "--debug"):  # handled by `main`
-            command.words.append(word)
-            continue
+    for word in with_values(argv):
         flag, equals, value = word.partition("=")
         key = flag.removeprefix("--")
         if flag == "-c":
             key = "config"
-        has_value = bool(equals)
-        if not equals and remaining and not _is_flag(remaining[0]):
-            value = remaining.popleft()
-            has_value = True
-        if not has_value and key in (*SHORT, *SEVERAL, "recipe", "config", "logs", "json"):
-            raise UsageError(f"{flag} needs a value")
-        if key == "ckpt_path" and name in ("fit", "train"):
+        if key == "ckpt_path" and command.trains:
             key = "resume"
-        if key == "resume":
-            command.resume = value
-        elif key in SHORT:
-            command.flags.append(f"--{SHORT[key]}={value}")
-        elif key in SEVERAL:
-            command.several[key] = value
+        if not equals and key in (*SEVERAL, "recipe", "config", "logs", "json"):
+            raise UsageError(f"{flag} needs a value")
+        if key in ("recipe", "logs", "resume", "json"):
+            setattr(command, key, value)
         elif key == "config":
             command.configs.append(_config_file(value))
-        elif key in ("recipe", "logs", "json"):
-            setattr(command, key, value)
+        elif key in SEVERAL:
+            command.several[key] = value
         elif key in FEATURES:
             command.flags.append(f"{flag}={SWITCH.get(value.lower(), value)}")
-        elif has_value:
-            command.flags.append(f"{flag}={value}")
-        else:
+        elif key not in SWITCHES:
             command.flags.append(word)
         if key not in (*SEVERAL, "json"):
-            command.words += argv[begin : len(argv) - len(remaining)]
+            command.words.append(word)
     if command.json is not None and "seeds" not in command.several:
         raise UsageError("--json records several seeds: add --seeds 0-4. The run folder of one has a metrics.json")
     return command
+
+
+def with_values(argv: Sequence[str]) -> list[str]:
+    """Return the flags of a command line, each with its value: `--lr 1` becomes `--lr=1`."""
+    words: list[str] = []
+    is_open = False  # whether the latest flag may take a value
+    for number, word in enumerate(argv):
+        if _is_flag(word):
+            words.append(word)
+            is_open = "=" not in word and word.removeprefix("--") not in SWITCHES
+        elif is_open:
+            words[-1] += f"={word}"
+            is_open = False
+        else:
+            raise UsageError(f"unexpected argument {word!r}.{_stray_word_hint(word, argv[:number])}")
+    return words
 
 
 def _config_file(name: str) -> str:
@@ -202,77 +204,3 @@ def _is_flag(word: str) -> bool:
     except ValueError:
         return word.startswith("-")
     return False
-
-
-def arguments(command: Command, base: Path | None, subcommand: str) -> list[str]:
-    """Return LightningCLI's command line: subcommand, base, --config files, flags.
-
-    base: YAML file of the settings with the lowest precedence (of a recipe or a run), or None.
-    """
-    line = [subcommand]
-    files = [recipe_settings(Path(config).expanduser()) for config in command.configs]
-    if base:
-        files.insert(0, recipe_settings(base))
-    drop_replaced_options(files, {part: command.value(f"model.{part}") for part in PARTS})
-    if base:
-        line.append(_as_text(files.pop(0)))
-        if not command.recipe:
-            line.append(f"--logs={LOGS}")  # overrides the folder recorded in the run's configuration
-    line += map(_as_text, files)
-    if command.recipe:
-        line.append(f"--recipe={recipe_path(command.recipe).stem}")
-    for word in command.flags:
-        if word == "--data.augment=null":  # the parser has no null for a group
-            word = f"--data.augment={json.dumps(_all_off())}"
-        line.append(word)
-    if command.logs:
-        line.append(f"--logs={command.logs}")
-    return line
-
-
-# Parts of a model that have options of their own, with their defaults.
-PARTS = {"net": "resnet18", "optimizer": "sgd", "schedule": "constant"}
-
-
-def drop_replaced_options(files: Sequence[dict[str, Any]], typed: Mapping[str, str | None]) -> None:
-    """Remove the options of a net, optimizer or schedule that a later file, or a flag, replaces by another.
-
-    files: settings, later ones take precedence; changed in place. typed: names of the parts that flags name.
-    """
-    for part, named in PARTS.items():
-        models = []  # the model of each file, and the name of the part that its options are for
-        for settings in files:
-            model = settings.get("model") or {}
-            named = model.get(part, named)
-            models.append((model, named))
-        last = typed.get(part) or named
-        for model, name in models:
-            if name != last:
-                model.pop(f"{part}_options", None)
-
-
-def _as_text(settings: Mapping[str, object]) -> str:
-    """Return --config with settings, so that the parser does not read the file with another reader."""
-    values = yaml.safe_dump(dict(settings), default_flow_style=True, width=sys.maxsize)
-    return f"--config={NO_PATH}\n{values}"
-
-
-def recipe_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a file as nested plain values.
-
-    `data.augment: null` becomes settings that are off, a feature that is true {}, and one that is false null.
-    """
-    settings: dict[str, object] = plain_values(path)
-    for name in FEATURES:
-        if isinstance(settings.get(name), bool):
-            settings[name] = {} if settings[name] else None
-    data = settings.get("data")
-    if isinstance(data, dict) and data.get("augment", {}) is None:
-        data["augment"] = _all_off()
-    return settings
-
-
-def _all_off() -> dict[str, object]:
-    from cifar_lit.data.augment import Augment  # imports torch
-
-    return asdict(Augment())

@@ -15,7 +15,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path, write_text
 from cifar_lit.base.stats import mean_interval, wilson_interval
 from cifar_lit.base.text import say
-from cifar_lit.cli.fit import TrainingCLI
+from cifar_lit.cli.fit import Training
 from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.several import check_several, mean_text, train_each
@@ -36,13 +36,13 @@ def train_folds(command: Command) -> None:
     parts: list[Mapping[str, Tensor]] = []
     last: dict[str, Any] = {}
 
-    def collect(cli: TrainingCLI) -> None:
+    def collect(training: Training) -> None:
         """Keep the predictions for the fold, and the images, equal in all trainings."""
-        data = cli.datamodule
-        predictions = cli.model.predictions
+        data = training.data
+        predictions = training.model.predictions
         assert predictions is not None
         parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
-        last.update(images=data.train_images, recipe=cli.run.folder.name)
+        last.update(images=data.train_images, recipe=training.run.folder.name)
 
     trainings = {}
     for fold in range(folds):

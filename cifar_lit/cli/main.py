@@ -165,9 +165,9 @@ def _train(command: flags.Command, argv: list[str]) -> None:
         module, _, function = flags.SEVERAL[next(iter(command.several))].partition(":")
         getattr(import_module(module), function)(command)
     else:
-        from cifar_lit.cli.fit import TrainingCLI
+        from cifar_lit.cli.fit import run_command
 
-        TrainingCLI(command)
+        run_command(command)
 
 
 def _report(error: BaseException, debug: bool) -> int:

@@ -17,7 +17,7 @@ from cifar_lit.base.files import display_path, read_json, write_text
 from cifar_lit.base.hardware import detect_machine
 from cifar_lit.base.stats import ANY, SHARE, limits_text, mean_interval
 from cifar_lit.base.text import say
-from cifar_lit.cli.fit import TrainingCLI, program
+from cifar_lit.cli.fit import Training, program
 from cifar_lit.cli.flags import Command, recipe_path
 from cifar_lit.cli.launch import logs_of
 from cifar_lit.cli.several import check_several, mean_text, train_each
@@ -51,9 +51,9 @@ def train_seeds(command: Command) -> None:
     folder = RunFolder(logs, name, _earlier_group(logs, record))
     trained: list[str] = []  # by this process without an interruption
 
-    def note_trained(cli: TrainingCLI) -> None:
-        if cli.checkpoint is None:
-            trained.append(cli.run.folder.path.name)
+    def note_trained(training: Training) -> None:
+        if not training.run.folder.resumed:
+            trained.append(training.run.folder.path.name)
 
     trainings = {}
     for number, seed in enumerate(seeds, 1):

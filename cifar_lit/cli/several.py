@@ -13,7 +13,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.hardware import is_one_device
 from cifar_lit.base.text import say
-from cifar_lit.cli.fit import TrainingCLI
+from cifar_lit.cli.fit import Training, run_command
 from cifar_lit.cli.flags import Command
 from cifar_lit.run.record import read_metrics
 from cifar_lit.run.resume import is_finished, newest_checkpoint
@@ -41,7 +41,7 @@ def train_each(
     command: Command,
     trainings: Mapping[str, Mapping[str, object]],
     logs: Path | None = None,
-    after: Callable[[TrainingCLI], None] = lambda cli: None,
+    after: Callable[[Training], None] = lambda training: None,
 ) -> list[Path]:
     """Train and test once with the settings of each training, with a line of output each. Return the run folders.
 
@@ -72,13 +72,13 @@ def train_each(
     return runs
 
 
-def _train(command: Command, after: Callable[[TrainingCLI], None]) -> Path:
-    cli = TrainingCLI(command)
-    if cli.model.predictions is None:
+def _train(command: Command, after: Callable[[Training], None]) -> Path:
+    training = run_command(command)
+    if training.model.predictions is None:
         raise UsageError("each of these trainings has to end with a test: leave out flags that shorten the training")
-    after(cli)
-    run = cli.run.folder.path
-    del cli
+    after(training)
+    run = training.run.folder.path
+    del training
     gc.collect()  # net and Trainer refer to each other and would keep device memory
     return run
 

@@ -87,13 +87,16 @@ class Run(Callback):
         callbacks.append(OrderlyStop(self.last))
         return [*callbacks, *further, claim]
 
-    def create_loggers(self, resumed_step: int | None) -> None:
+    def create_loggers(self) -> None:
         """Create metrics.csv and those of the setting `logger` for a training, TensorBoard for `test`, else none."""
         if self.command == "test":
             self.boards = [TensorBoardCurves(self.folder, None)]
         self.loggers = [*self.boards]
         if not self.trains:
             return
+        resumed_step = None
+        if "step" in self.notes:
+            resumed_step = int(self.notes["step"])
         names = logger_names(self.settings["logger"])
         if "tensorboard" in names:
             self.boards = [TensorBoardCurves(self.folder, logged_settings(self.settings), resumed_step)]

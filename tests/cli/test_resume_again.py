@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from contract.command_line import assert_refused, copy_run, metrics_of, run_command
 from filelock import FileLock
+from jsonargparse import Namespace
 
 from cifar_lit.base.files import PART
-from cifar_lit.cli.fit import RESUMED_CHECKPOINT, validate_resume
+from cifar_lit.cli.fit import RESUMED_CHECKPOINT, starting_checkpoint
 from cifar_lit.cli.flags import parse
 from cifar_lit.training.checkpoint import read_checkpoint
 
@@ -46,11 +47,12 @@ def test_other_processes_resume_from_the_same_checkpoint(unfinished: Path, monke
     monkeypatch.setenv(RESUMED_CHECKPOINT, "")
     checkpoints, command = unfinished / "checkpoints", parse("train", ["--resume", str(unfinished)])
     cut_short(checkpoints / "last.ckpt")
-    path, _ = validate_resume(checkpoints / "last.ckpt", command, first=True)
+    path, _ = starting_checkpoint(command, Namespace(), checkpoints / "last.ckpt", first=True)
     assert path == checkpoints / "best.ckpt"
     shutil.copy(path, checkpoints / "last.ckpt")  # intact again, as on a file system with delayed visibility
-    assert Path(os.environ[RESUMED_CHECKPOINT]) == path
-    assert validate_resume(Path(os.environ[RESUMED_CHECKPOINT]), command, first=False)[0] == path
+    selected = Path(os.environ[RESUMED_CHECKPOINT])
+    assert selected == path
+    assert starting_checkpoint(command, Namespace(), selected, first=False)[0] == path
 
 
 def test_a_damaged_checkpoint_without_an_alternative_is_an_error(unfinished: Path) -> None:
