@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -105,36 +103,36 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
 
 
 def _run(argv: list[str], default: str) -> int:
-    if default == "fit" and not argv:
-        argv = ["--help"]
-    if argv[:1] in (["--help"], ["-h"], ["help"]):
+    name, arguments = _split(argv, default)
+    if name in ("help", "--help", "-h"):
         say(*OVERVIEW.splitlines())
-        return 0
-    if argv[:1] == ["--version"]:
+    elif name == "--version":
         from cifar_lit import __version__
 
         say(f"cifar-lit {__version__}")
-        return 0
-    name, arguments = default, argv
-    if _begins_with_word(argv):
-        name, arguments = argv[0], argv[1:]
-    if name == "export" and ("--to=hub" in arguments or ("--to", "hub") in pairwise(arguments)):
-        name = "export --to hub"
-    if name == "test" and _begins_with_word(arguments):
-        name = "test RUN"
-    if name in flags.TRAINING:
+    elif name in flags.TRAINING:
         _train(flags.parse(name, arguments), arguments)
-        return 0
-    if name not in OWN:
+    elif name in OWN:
+        code: int | None = resolve_name(OWN[name])([word for word in arguments if word != "--debug"])
+        return code or 0
+    else:
         names = [*flags.TRAINING, *(each for each in OWN if " " not in each)]
         raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
-    run = resolve_name(OWN[name])
-    code: int | None = run([word for word in arguments if word != "--debug"])
-    return code or 0
+    return 0
 
 
-def _begins_with_word(argv: list[str]) -> bool:
-    return bool(argv) and not argv[0].startswith("-")
+def _split(argv: list[str], default: str) -> tuple[str, list[str]]:
+    """Return the command of a command line and its arguments."""
+    if not argv:
+        return ("help" if default == "fit" else default), argv
+    name, *arguments = argv
+    if name.startswith("-") and name not in ("--help", "-h", "--version"):
+        return default, argv
+    if name == "export" and "--to hub" in " ".join(arguments).replace("=", " "):
+        name = "export --to hub"
+    elif name == "test" and arguments and not arguments[0].startswith("-"):
+        name = "test RUN"
+    return name, arguments
 
 
 def _command_hint(name: str, commands: list[str]) -> str:
@@ -162,8 +160,7 @@ def _train(command: flags.Command, argv: list[str]) -> None:
     continue_job(command, argv, os.environ)
     catch_signals()
     if command.several and not command.asks_only:
-        module, _, function = flags.SEVERAL[next(iter(command.several))].partition(":")
-        getattr(import_module(module), function)(command)
+        resolve_name(flags.SEVERAL[next(iter(command.several))])(command)
     else:
         from cifar_lit.cli.fit import run_command
 

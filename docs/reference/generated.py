@@ -65,7 +65,7 @@ def settings(path: str, prefix: str) -> str:
 
 def settings_of(target: type, prefix: str) -> str:
     """Return a table of a class's arguments, as `settings` does."""
-    from cifar_lit.cli.fit import TRAINER_DEFAULTS
+    from cifar_lit.cli.settings_parser import TRAINER_DEFAULTS
 
     meanings = {each.arg_name: each.description for each in parse(documentation(target)).params}
     ours = TRAINER_DEFAULTS if prefix == "trainer" else {}
@@ -117,24 +117,11 @@ def description(kind: type, before: str = "") -> str:
 
 def program() -> str:
     """Return a table of the settings that belong to the program rather than to Trainer, model, data or features."""
-    from cifar_lit.cli.fit import TrainingCLI
-    from cifar_lit.features import FEATURES
+    from cifar_lit.cli.settings_parser import OWN_SETTINGS
 
     rows = []
-
-    class Recorder:
-        """Collect the arguments that the command line adds to LightningCLI's."""
-
-        _actions: tuple[()] = ()
-
-        def add_argument(self, flag: str, *, type: Any, default: Any, help: str) -> None:
-            if flag.removeprefix("--") not in FEATURES:
-                rows.append([code(flag), code(type_name(type)), code(shown(default)), help])
-
-        def link_arguments(self, *args: Any, **kwargs: Any) -> None:
-            """Links are no settings."""
-
-    TrainingCLI.add_arguments_to_parser(None, Recorder())  # type: ignore[arg-type]
+    for name, kind, default, meaning in OWN_SETTINGS:
+        rows.append([code(f"--{name}"), code(type_name(kind)), code(shown(default)), meaning])
     return table(["flag", "type", "default", "meaning"], rows)
 
 

@@ -75,7 +75,7 @@ def test_an_interruption_prints_the_whole_command(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("cifar_lit.cli.seeds.train_each", interrupt)
     answer = run_command("train", *SHORT, "--seeds", "0-1", "--json", "new/seeds.json")
-    assert answer.code == 130 and answer.err.endswith("--epochs 1 --seeds=0-1 --json=new/seeds.json\n")
+    assert answer.code == 130 and answer.err.endswith("--epochs=1 --seeds=0-1 --json=new/seeds.json\n")
 
 
 def test_seeds_of_an_edited_recipe_are_not_continued() -> None:
