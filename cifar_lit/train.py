@@ -24,7 +24,7 @@ from cifar_lit.runs.figures import as_pixels, confusion_matrix
 from cifar_lit.runs.report import render
 from cifar_lit.training.checkpoint import load_weights, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.metrics import Score
+from cifar_lit.training.score import Score
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from cifar_lit.runs.compare import (
     read_run,
 )
 from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
+from cifar_lit.training.score import METRICS
 
 DESCRIPTION = (
     "Compare runs: settings that differ, accuracy with its 95 % interval (Wilson), time, size. Runs on the same test "
@@ -36,8 +37,9 @@ DESCRIPTION = (
 )
 # Columns of the console: name, title, format. Other scores on the test images follow with four digits.
 COLUMNS = {
-    "accuracy": ("accuracy", ".2%"), "interval": ("95 % interval", ""), "balanced_accuracy": ("balanced", ".2%"),
-    "macro_f1": ("F1", ".2%"), "top5": ("top 5", ".2%"), "loss": ("loss", ".4f"), "val_accuracy": ("val", ".2%"),
+    "accuracy": ("accuracy", ".2%"), "interval": ("95 % interval", ""),
+    **{name: (metric.column, ".2%") for name, metric in METRICS.items()},
+    "loss": ("loss", ".4f"), "val_accuracy": ("val", ".2%"),
     "train_seconds": ("train s", ",.1f"), "parameters": ("params", ","),
 }  # fmt: skip
 HIDDEN = ("low", "high", "images_per_second", "epochs")  # only in --csv and --json: the table has to fit 100 columns

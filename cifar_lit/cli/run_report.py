@@ -21,7 +21,7 @@ from cifar_lit.run.run import Run
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.train import Results
 from cifar_lit.training.loop import steps_per_epoch
-from cifar_lit.training.metrics import Score
+from cifar_lit.training.score import METRICS, Score
 
 
 class StartCard(Callback):
@@ -102,10 +102,6 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
     return table
 
 
-# Values of metrics.json besides accuracy and loss, and their names on the console.
-FIGURES = {"balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
-
-
 def score_lines(scores: Mapping[str, Any]) -> list[str]:
     """Return lines with the values besides accuracy and loss. scores: the `test` or `val` part of metrics.json.
 
@@ -113,9 +109,9 @@ def score_lines(scores: Mapping[str, Any]) -> list[str]:
     """
     accuracy = f"{scores['accuracy']:.4f}"
     values = []
-    for name, text in FIGURES.items():
+    for name, metric in METRICS.items():
         if name in scores:
-            values.append(f"{text} {scores[name]:.4f}")
+            values.append(f"{metric.text} {scores[name]:.4f}")
     values = [value for value in values if value != f"balanced accuracy {accuracy}"]
     lines = [" · ".join(values)]
     if scores["interval"]:
@@ -130,7 +126,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
         _print_test(results.test, metrics["test"], data)
     elif val:
         for name, value in val.items():
-            if name not in ("accuracy", "loss", "interval", *FIGURES):
+            if name not in ("accuracy", "loss", "interval", *METRICS):
                 say(f"validation {name} {value:.4f}")
         say(*score_lines(val), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:

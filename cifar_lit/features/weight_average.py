@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
+from cifar_lit.base.errors import UsageError
 from cifar_lit.models.registry import with_versions
 
 if TYPE_CHECKING:
@@ -50,9 +51,12 @@ class WeightAverage(EMAWeightAveraging):
         self, trainer: pl.Trainer, pl_module: ImageClassifier, checkpoint: dict[str, object]
     ) -> None:
         """Restore average and current weights when a fit is resumed."""
-        if trainer.state.fn == "fit" and "averaging_state" in checkpoint:
-            self.on_fit_start(trainer, pl_module)
-            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if trainer.state.fn != "fit":
+            return
+        if "averaging_state" not in checkpoint:
+            raise UsageError("weight_average cannot be added on resume: start a new run")
+        self.on_fit_start(trainer, pl_module)
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def _follow_new_weights(self, pl_module: pl.LightningModule) -> None:
         """Before the first step, set the average to the current weights: a feature may have replaced them."""

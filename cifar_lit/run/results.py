@@ -22,7 +22,7 @@ from cifar_lit.inference.model_file import ModelCard
 from cifar_lit.inference.sets import MIN_HELD_OUT, lac_sets, measured_coverage
 from cifar_lit.run.run import Run
 from cifar_lit.training.classifier import ImageClassifier
-from cifar_lit.training.metrics import Score
+from cifar_lit.training.score import Score
 
 COVERED = 0.95  # coverage of the prediction sets of groups
 Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`

@@ -40,6 +40,7 @@ from cifar_lit.runs.label_errors import (
     suspect_labels,
     write_ranking,
 )
+from cifar_lit.training.score import METRICS
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 PARTS = ("train", "val", "test")  # `train/loss`, `val/loss` and `test/loss` share a chart
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # others follow in the order of their columns
-TITLES = {"lr": "learning rate", "macro_f1": "macro F1", "top5": "top-5 accuracy"}
+TITLES = {"lr": "learning rate", **{name: metric.text for name, metric in METRICS.items()}}
 # Facts of metrics.json: label and format.
 FACTS = {
     "recipe": ("recipe", "{}"), "net": ("net", "{}"), "parameters": ("parameters", "{:,}"),

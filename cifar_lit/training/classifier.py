@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
@@ -26,11 +26,11 @@ from cifar_lit.models.registry import build_net, check_net, check_shapes
 from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
 from cifar_lit.training.loss import build_loss
-from cifar_lit.training.metrics import Evaluation, PredictionCollector, Score
+from cifar_lit.training.metrics import Evaluation, PredictionCollector
 from cifar_lit.training.optimizers import align_restored_state, as_given, build_optimizer, optimizer_settings
 from cifar_lit.training.rows import NotFiniteLoss, TrainingRows, check_finite, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
-from cifar_lit.training.worker_processes import build_before_workers
+from cifar_lit.training.score import Score
 
 DEFAULT_SHAPE = (3, 32, 32)
 # Settings of the Trainer that change what is computed.
@@ -38,7 +38,6 @@ TRAINER_SETTINGS = (
     "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
     "limit_train_batches", "overfit_batches",
 )  # fmt: skip
-build_before_workers()  # patches Lightning's launcher of worker processes
 
 
 def check_model(h: Mapping[str, Any]) -> None:
@@ -136,7 +135,6 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         self._metrics = metrics
         if isinstance(net, nn.Module):
             self.hparams["net"] = type(net).__name__
-            self.net = net
         elif not isinstance(net, str) or is_import_path(net):
             check_net(net, net_options or {})
         self.loss = build_loss(loss, label_smoothing)
@@ -155,10 +153,12 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         h = self.hparams
         input_shape = list(given_shape or DEFAULT_SHAPE)
         h.update(input_shape=input_shape, num_classes=num_classes)
-        if not hasattr(self, "net"):
+        net = self.part("net")
+        if not isinstance(net, nn.Module):
             channels, height, width = input_shape
             shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": num_classes}
-            self.net = build_net(self.part("net"), **shape, width=h["width"], options=h["net_options"])
+            net = build_net(net, **shape, width=h["width"], options=h["net_options"])
+        self.net = net
         for parameter in self.net.parameters():
             if parameter.ndim == 4:  # faster on CPUs and tensor cores
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -244,6 +244,12 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Build the net from the datamodule unless it is built, and reset what features set."""
+        launcher = self.trainer.strategy.launcher
+        if launcher is not None and launcher.is_interactive_compatible:  # Lightning forked this process in a notebook
+            torch.set_num_threads(1)  # it would wait for OpenMP threads that only its parent has
+            if self.hparams["num_classes"] is None:
+                remedy = "use ImageClassifier(num_classes=data.class_count, input_shape=data.input_shape)"
+                raise UsageError(f"forked processes train only a net that is built before they start: {remedy}")
         self.build_for(self.trainer.datamodule)  # type: ignore[attr-defined]
         self._reset_features()
         return []
@@ -298,10 +304,11 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     def monitored(self) -> tuple[str, str]:
         """Name of the score that selects the best checkpoint, such as `val/accuracy`, and its mode, `max` or `min`."""
         name = self.hparams["monitor"]
-        further = self.evaluation.further.items()
-        if name in ("loss", *(key for key, metric in further if metric.higher_is_better is False)):
-            return f"val/{name}", "min"
-        return f"val/{name}", "max"
+        further = self.evaluation.further
+        is_loss = name == "loss"
+        if name in further:
+            is_loss = further[name].higher_is_better is False
+        return f"val/{name}", "min" if is_loss else "max"
 
     def on_validation_epoch_start(self) -> None:
         """Reset the metrics, and broadcast the running statistics of norms from the first device."""
@@ -391,10 +398,6 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             return
         if self.trainer.precision == "64-true":
             self.double()  # Lightning converts the weights after it has loaded them, which would round them
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        averages = any(isinstance(callback, WeightAveraging) for callback in callbacks)
-        if averages != ("averaging_state" in checkpoint):
-            raise UsageError("weight_average cannot be added or removed on resume: start a new run")
         state = checkpoint.get("cifar_lit", {})
         changed_settings(saved_settings(state), self.trained_with, fixes_length=self.needs_length)
         self.rows.load_state_dict(state)

@@ -1,14 +1,11 @@
 """Metrics that are exact on any number of devices and cheap enough for every training step.
 
-`Evaluation` accumulates one pass over a set and computes a `Score`. The *values* of a score are its numbers by name:
-built-in ones and those of `model.metrics`. All of them appear on the console and in the CSV file, TensorBoard,
-metrics.json and the report.
+`Evaluation` accumulates one pass over a set and computes a `Score`; see `training.score`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +16,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.plugins import build_part
+from cifar_lit.training.score import RESERVED, TOP, Score, value_names
 
 
 class MeanLoss(Metric):
@@ -49,9 +47,6 @@ class MeanLoss(Metric):
         return torch.where(unusable > 0, torch.nan, total.float() * self.UNIT / count)
 
 
-TOP = 5  # k of the top-k accuracy, which is scored if there are more than k classes
-
-
 def top_hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the number of images whose class is among the TOP most likely classes; -1 in `labels` is padding.
 
@@ -60,63 +55,6 @@ def top_hits(logits: Tensor, labels: Tensor) -> Tensor:
     """
     label_logits = logits.gather(1, labels.clamp_min(0)[:, None])
     return (((logits <= label_logits).sum(1) > logits.shape[1] - TOP) & (labels >= 0)).sum()
-
-
-class Score(NamedTuple):
-    """Result of one evaluation. Accuracies are fractions; the loss is a mean over images.
-
-    Args:
-        per_class: accuracy of each class, NaN for a class without images.
-        confusion: number of images by class (rows) and predicted class (columns).
-        further: values of `model.metrics`.
-        top5: fraction of images whose class is among the TOP likeliest; None with TOP classes or fewer.
-    """
-
-    accuracy: float
-    loss: float
-    images: int
-    per_class: list[float]
-    confusion: list[list[int]]
-    further: Mapping[str, float] = {}
-    top5: float | None = None
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any] | None) -> Score | None:
-        """Return the score saved in a checkpoint, None if it has none."""
-        return cls(**{**saved, "confusion": saved["confusion"].tolist()}) if saved else None
-
-    @property
-    def balanced_accuracy(self) -> float:
-        """Mean accuracy of the classes that have images."""
-        return round(float(torch.tensor(self.per_class, dtype=torch.float64).nanmean()), 6)
-
-    @property
-    def macro_f1(self) -> float:
-        """Mean F1 (harmonic mean of precision and recall) of the classes that have images or were predicted."""
-        matrix = torch.tensor(self.confusion, dtype=torch.float64).view(2 * [len(self.confusion)])
-        return round(float((2 * matrix.diag() / (matrix.sum(0) + matrix.sum(1))).nanmean()), 6)
-
-    @property
-    def values(self) -> dict[str, float]:
-        """All numbers of the score by name. A metric of `model.metrics` replaces a built-in one of the same name."""
-        names = value_names(self.top5 is not None)
-        return {name: getattr(self, name) for name in names} | dict(self.further)
-
-    def logged(self, stage: str) -> dict[str, float]:
-        """Return the values under the names used by loggers and callbacks, such as `val/accuracy`."""
-        return {f"{stage}/{name}": value for name, value in self.values.items()}
-
-
-# Names in metrics.json that are not available to `model.metrics`.
-RESERVED = ("accuracy", "loss", "images", "interval", "per_class", "tta", "calibration", "fingerprint")
-
-
-def value_names(has_top5: bool, further: Iterable[str] = ()) -> list[str]:
-    """Return the names of the values in a score; `further` are the names of `model.metrics`."""
-    names = ["accuracy", "loss", "balanced_accuracy", "macro_f1"]
-    if has_top5:
-        names.append("top5")
-    return names + [name for name in further if name not in names]
 
 
 class Evaluation(nn.Module):
@@ -133,6 +71,7 @@ class Evaluation(nn.Module):
                 raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json: rename it")
             further[name] = build_part(metric, Metric, num_classes=num_classes).clone()
         self.further = MetricCollection(further, compute_groups=False)
+        self.names = value_names(num_classes, further)  # of the values in a score
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add logits (B, classes) and labels, int64 (B,); -1 is padding."""
@@ -166,11 +105,6 @@ class Evaluation(nn.Module):
             further={name: float(value) for name, value in self.further.compute().items()},
             top5=None if self.top5 is None else float(self.top5.compute().cpu().double() / counts.sum()),
         )
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the values in a score."""
-        return value_names(self.top5 is not None, map(str, self.further))
 
     def reset(self) -> None:
         """Reset all metrics."""

@@ -26,8 +26,8 @@ from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.training import callbacks
 from cifar_lit.training.callbacks import Clock, EpochLines, RandomState
 from cifar_lit.training.checkpoint import read_checkpoint
-from cifar_lit.training.metrics import Score
 from cifar_lit.training.rows import NotFiniteLoss
+from cifar_lit.training.score import Score
 
 CPU = torch.device("cpu")
 

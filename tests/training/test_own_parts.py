@@ -83,7 +83,9 @@ def test_names_and_classes_are_accepted_alike(as_name: bool, tmp_path: Path) -> 
     assert type(model.loss) is Doubled and model.loss.label_smoothing == 0.2
     assert type(model.net) is Net and type(done.optimizers[0]) is Momentum
     assert done.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0) and groups(done) == [(0.01, 0.1), (0.01, 0.0)]
-    assert model.score is not None and model.score.further["f1"] == pytest.approx(model.score.macro_f1, abs=1e-5)
+    assert model.score is not None and model.score.further["f1"] == pytest.approx(
+        model.score.values["macro_f1"], abs=1e-5
+    )
 
     done.save_checkpoint(tmp_path / "own.ckpt")
     hparams = read_checkpoint(tmp_path / "own.ckpt")["hyper_parameters"]
