@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,28 +15,20 @@ from small_runs import At, Rows, best_and_last, classifier, fitted, same, shapes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.features.finetune import Finetune, head
-from cifar_lit.features.finetune.head import fit_head, out_of_fold
-from cifar_lit.features.finetune.pretrained import load_pretrained
+from cifar_lit.features import finetune
+from cifar_lit.features.finetune import Finetune, fit_head, out_of_fold
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.label_errors import OUT_OF_FOLD, rank_labels
 from cifar_lit.training.classifier import ImageClassifier
 
-SHAPE: dict[str, Any] = {"channels": 3, "image_size": 16, "num_classes": 10}
-
-
-def shapenet(**settings: Any) -> nn.Module:
-    return build_net("shapenet", **{**SHAPE, **settings})
-
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     """Return a file of weights of a net for ten classes of colour images."""
-    torch.manual_seed(1)
-    save_file(shapenet().state_dict(), tmp_path / "weights.safetensors")
+    net = build_net("shapenet", channels=3, image_size=16, num_classes=10)
+    save_file(net.state_dict(), tmp_path / "weights.safetensors")
     return str(tmp_path / "weights.safetensors")
 
 
@@ -54,84 +44,6 @@ def model(lr: float = 1e-3, **settings: Any) -> ImageClassifier:
 def net_part(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state of the net in the state of its module."""
     return {name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")}
-
-
-# ---- weights
-
-
-def test_pretrained_weights_are_loaded_except_a_head_for_other_classes(file: str, tmp_path: Path) -> None:
-    pretrained, fresh = shapenet(), shapenet(num_classes=4)
-    load_pretrained(pretrained, "shapenet", file)
-    head = weights(fresh[-1])
-    load_pretrained(fresh, "shapenet", file)
-    assert same(weights(fresh[:-1]), weights(pretrained[:-1])) and same(weights(fresh[-1]), head)
-
-
-@pytest.mark.parametrize(
-    ("containers", "prefix"),
-    [
-        ([], "_orig_mod."),
-        (["model", "state_dict"], "module._orig_mod."),
-        (["model_state_dict"], ""),
-    ],
-)
-def test_weights_are_found_in_containers_and_under_prefixes(containers: list[str], prefix: str, tmp_path: Path) -> None:
-    first, other = shapenet(), shapenet()
-    contents: dict[str, Any] = {f"old.{name}": torch.zeros(3) for name in list(first.state_dict())[:2]}
-    contents |= {f"{prefix}{name}": value for name, value in first.state_dict().items()}
-    contents["queue"] = torch.zeros(3)
-    for name in reversed(containers):
-        average = {f"{prefix}{key}": torch.zeros_like(value) for key, value in first.state_dict().items()}
-        contents = {"epoch": 3, "args": Namespace(lr=0.1, layers=[1, {"a": None}]), "ema": average, name: contents}
-    torch.save(contents, tmp_path / "a.pth")
-    load_pretrained(other, "shapenet", str(tmp_path / "a.pth"))
-    assert same(weights(other), weights(first))
-
-
-def test_a_namespace_of_other_objects_is_not_loaded(tmp_path: Path) -> None:
-    torch.save({"state_dict": shapenet().state_dict(), "args": Namespace(path=Path("a"))}, tmp_path / "a.pth")
-    with pytest.raises(
-        Failure, match=r"would execute code\. Use .* as torch\.save\(net\.state_dict\(\), FILE\) writes"
-    ):
-        load_pretrained(shapenet(), "shapenet", str(tmp_path / "a.pth"))
-
-
-def test_first_layers_for_another_image_size_are_named_with_the_remedy(tmp_path: Path) -> None:
-    small, large = (build_net("resnet18", channels=3, image_size=side, num_classes=2) for side in (32, 128))
-    for net, other, line in (
-        (small, large, "for images of at most 64 pixels resnet18 has other first layers; use such images"),
-        (large, small, r"has other first layers; use timm/resnet18, or larger images \(--data\.image_size\)"),
-    ):
-        torch.save(net.state_dict(), tmp_path / "a.pth")
-        with pytest.raises(UsageError, match=line):
-            load_pretrained(other, "resnet18", str(tmp_path / "a.pth"))
-
-
-def test_grey_images_give_the_logits_of_the_same_images_in_colour(file: str) -> None:
-    colour, grey, images = shapenet(), shapenet(channels=1), torch.rand(2, 1, 16, 16)
-    load_pretrained(colour, "shapenet", file)
-    load_pretrained(grey, "shapenet", file)
-    with torch.no_grad():
-        torch.testing.assert_close(grey.eval()(images), colour.eval()(images.expand(-1, 3, -1, -1)))
-
-
-def test_invalid_weights_are_refused(file: str, tmp_path: Path) -> None:
-    damaged, code, notes = tmp_path / "cut.safetensors", tmp_path / "code.pth", tmp_path / "notes.pth"
-    damaged.write_bytes(Path(file).read_bytes()[:-9])
-    code.write_bytes(pickle.dumps(print))
-    torch.save({"notes": "none"}, notes)
-    for path, error, line in (
-        ("absent.pth", UsageError, "there are no weights absent.pth"),
-        (str(damaged), Failure, "is damaged"),
-        (str(code), Failure, "would execute code|damaged"),
-        (str(notes), Failure, "holds no weights"),
-    ):
-        with pytest.raises(error, match=line):
-            load_pretrained(shapenet(), "shapenet", path)
-    with pytest.raises(UsageError, match=r"does not hold weights of shapenet: .* name their net with --net"):
-        load_pretrained(shapenet(width=2.0), "shapenet", file)
-    with pytest.raises(Failure, match="the weights of shapenet cannot be loaded"):
-        load_pretrained(shapenet(), "shapenet", "imagenet")
 
 
 # ---- the head
@@ -151,7 +63,7 @@ def test_the_head_minimises_its_loss() -> None:
     torch.testing.assert_close(shifted.grad, torch.zeros(3), atol=1e-4, rtol=0)
     # At the minimum, the gradient of the penalty (strength · weight) cancels the gradient of the loss.
     strength = -(scaled.grad * scaled.detach()).sum() / scaled.detach().square().sum()
-    assert any(abs(float(strength) - candidate) < 0.05 * candidate for candidate in head.STRENGTHS)
+    assert any(abs(float(strength) - candidate) < 0.05 * candidate for candidate in finetune.STRENGTHS)
     torch.testing.assert_close(-scaled.grad, strength * scaled.detach(), atol=1e-3, rtol=0)
 
 
@@ -196,7 +108,7 @@ def test_wrong_labels_that_a_head_memorises_rank_first_out_of_fold() -> None:
 def test_the_label_of_an_image_has_no_influence_on_its_own_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     features, labels, _ = planted()
     folds = torch.arange(90) // 3 % 5
-    monkeypatch.setattr(head, "_draw_folds", lambda *_: folds)
+    monkeypatch.setattr(finetune, "draw_folds", lambda *_: folds)
     before = out_of_fold(features, labels, 3)
     mates = folds == 2
     labels[mates] = 0

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cifar_lit.base.errors import Failure, UsageError
-from cifar_lit.features.finetune.pretrained import PACKAGES, load_pretrained
 from cifar_lit.models.pretrained import pretraining_of
 from cifar_lit.models.registry import build_net, net_spec, with_versions
+from cifar_lit.training.pretrained_weights import PACKAGES, load_pretrained
 
 pytest.importorskip("timm")
 LITE0, LITE2 = "timm/tf_efficientnet_lite0", "timm/tf_efficientnet_lite2"

@@ -31,8 +31,8 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
 
     Args:
         net: the net, as built by `build_net`.
-        weights: "imagenet" for the default weights of timm or torchvision, downloaded unless a package of the extra
-            `finetune` has them; or a file (safetensors or torch.save), or the folder of a finished run.
+        weights: "imagenet" for the default weights of timm or torchvision, downloaded unless one of PACKAGES has them;
+            or a file (safetensors or torch.save), or the folder of a finished run.
 
     Raises:
         UsageError: for a missing file, or weights of another net.
@@ -40,26 +40,32 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
     """
     initial = net.state_dict()
     loaded = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), initial)
-    loaded = {path: _for_channels(tensor, initial[path]) for path, tensor in loaded.items() if path in initial}
-    usable = {path: tensor for path, tensor in loaded.items() if tensor.shape == initial[path].shape}
-    head: set[str] = set()
-    if len(usable) < len(initial):
-        head = {path for path in initial if path.startswith(f"{head_path(net)}.")}
-    if head - usable.keys():
-        usable = {path: tensor for path, tensor in usable.items() if path not in head}
-    missing = [path for path in initial if path not in usable.keys() | head and "num_batches_tracked" not in path]
+    usable = {}
+    for path in initial.keys() & loaded.keys():
+        tensor = _for_channels(loaded[path], initial[path])
+        if tensor.shape == initial[path].shape:
+            usable[path] = tensor
+    missing = [path for path in initial if path not in usable and "num_batches_tracked" not in path]
     if missing:
-        remedy = "name their net with --net"
-        if name in SMALL_STEM and missing == ["conv1.weight"]:
-            limit = f"for images of at most {MAX_SMALL} pixels {name} has other first layers"
-            is_small = initial["conv1.weight"].shape[-1] == 3
-            choice = f"use timm/{name}, or larger images" if is_small else "use such images, as the weights did"
-            remedy = f"{limit}; {choice} (--data.image_size)"
-        raise UsageError(
-            f"{weights} does not hold weights of {name}: {len(missing)} of {len(initial)} tensors, such as "
-            f"{missing[0]}, are missing or have another shape; {remedy}"
-        )
+        head = f"{head_path(net)}."
+        if any(path.startswith(head) for path in missing):
+            usable = {path: tensor for path, tensor in usable.items() if not path.startswith(head)}
+            missing = [path for path in missing if not path.startswith(head)]
+    if missing:
+        fault = f"{weights} does not hold weights of {name}: {len(missing)} of {len(initial)} tensors"
+        remedy = _remedy(name, missing, initial)
+        raise UsageError(f"{fault}, such as {missing[0]}, are missing or have another shape; {remedy}")
     net.load_state_dict(with_versions(net, {**initial, **usable}))
+
+
+def _remedy(name: str, missing: list[str], initial: Mapping[str, Tensor]) -> str:
+    """Return what to do about weights of another net, or of the same net for another image size."""
+    if name not in SMALL_STEM or missing != ["conv1.weight"]:
+        return "name their net with --net"
+    choice = "use such images, as the weights did"
+    if initial["conv1.weight"].shape[-1] == 3:
+        choice = f"use timm/{name}, or larger images"
+    return f"for images of at most {MAX_SMALL} pixels {name} has other first layers; {choice} (--data.image_size)"
 
 
 def net_head(net: nn.Module) -> nn.Linear:
@@ -90,7 +96,7 @@ def _from_file(path: Path, names: Container[str]) -> Mapping[str, Tensor]:
         path = path / "model.safetensors"
     if not path.exists():
         kinds = f"{IMAGENET}, a file (.safetensors, .pth) or the folder of a finished run"
-        raise UsageError(f"there are no weights {path}: finetune.weights is {kinds}")
+        raise UsageError(f"there are no weights {path}: --weights is {kinds}")
     if path.suffix == ".safetensors":
         try:
             tensors = load_file(path)

@@ -1,0 +1,375 @@
+"""Fine-tuning: load pretrained weights, fit the last layer on features of the frozen net, then train the net.
+
+The last layer (the head) is a multinomial logistic regression (Kornblith et al., Do Better ImageNet Models Transfer
+Better?, CVPR 2019). A fitted head avoids the large gradients of a random one (Kumar et al., Fine-Tuning can Distort
+Pretrained Features, ICLR 2022).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from cifar_lit.base.errors import UsageError
+from cifar_lit.base.files import write_array
+from cifar_lit.base.text import progress, say
+from cifar_lit.data.sources import find_source
+from cifar_lit.inference.model_file import read_card
+from cifar_lit.models.pretrained import Pretraining, pretraining_of
+from cifar_lit.training.checkpoint import RunCheckpoint
+from cifar_lit.training.loop import broadcast_from_first
+from cifar_lit.training.optimizers import Group
+from cifar_lit.training.pretrained_weights import IMAGENET, load_pretrained, net_head
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
+    from cifar_lit.training.classifier import ImageClassifier
+
+OUT_OF_FOLD = "out_of_fold.npy"  # `runs.label_errors` reads it
+
+
+@final
+class Finetune(Callback):
+    """Start from pretrained weights: fit the last layer on features of the frozen net, then train the net.
+
+    Args:
+        weights: imagenet, or a file (.safetensors, .pth), or the folder of a finished run.
+        head_views: number of views of each training image on which the last layer is first fitted. The first view is
+            plain, the others are augmented. 0 skips this fit.
+        unfreeze: train the net after its last layer is fitted. With false, only the last layer is fitted.
+        frozen: share of the net's parameter tensors, starting at the input, that stay fixed.
+        input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers (Howard
+            and Ruder, ULMFiT, 2018, 3.2). Default: lr.
+        fixed_norms: keep the running statistics of batch norms fixed, and normalise with them during training.
+    """
+
+    def __init__(
+        self,
+        weights: str = IMAGENET,
+        head_views: int = 2,
+        unfreeze: bool = True,
+        frozen: float = 0.0,
+        input_lr: float | None = None,
+        fixed_norms: bool = False,
+    ) -> None:
+        self.weights, self.head_views, self.unfreeze = weights, head_views, unfreeze
+        self.frozen, self.input_lr, self.fixed_norms = frozen, input_lr, fixed_norms
+
+    @staticmethod
+    def adjust_settings(own: Any, settings: Any) -> None:
+        """Set mean, std and image size of the data to those of the pretraining, where the settings leave them open."""
+        data, images, net = settings.data, settings.data.images, settings.model.net
+        card = read_card(own.get("weights", IMAGENET))  # None unless a run wrote them
+        pretraining = pretraining_of(net)
+        if card:
+            pretraining = Pretraining(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
+        if not pretraining:
+            return
+        is_grey = 1 in (images.channels, find_source(data.dataset).fixed.get("channels"))
+        for name in ("mean", "std"):
+            if getattr(images, name) is None:
+                channels = getattr(pretraining, name)
+                setattr(images, name, [sum(channels) / len(channels)] if is_grey else channels)
+        if data.dataset == "folder" and images.image_size is None:
+            images.image_size = list(pretraining.image_size)
+
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
+        """Load the weights unless the fit is resumed, and freeze the first layers."""
+        if stage != "fit":
+            return
+        if not trainer.ckpt_path:
+            load_pretrained(pl_module.net, pl_module.hparams["net"], self.weights)
+        if self.input_lr is not None:
+            pl_module.regroup = partial(split_by_depth, pl_module.net, self.input_lr)
+        parameters = list(pl_module.net.parameters())
+        for parameter in parameters[: int(self.frozen * len(parameters))]:
+            parameter.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make batch norms use their running statistics without updating them. A validation resets this."""
+        if self.fixed_norms:
+            for module in pl_module.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+
+    on_fit_start = on_train_epoch_start  # a fit that is resumed within an epoch does not start this epoch
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
+        """Fit the last layer, and save it as the first checkpoint, unless the training is resumed."""
+        if self.head_views and not trainer.ckpt_path:
+            self._fit_head(trainer, pl_module)
+        if not self.unfreeze:
+            trainer.should_stop = True
+
+    def _fit_head(self, trainer: pl.Trainer, model: ImageClassifier) -> None:
+        data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
+        labels, (train, val), classes = data.train_images.labels, data.split, model.hparams["num_classes"]
+        features = gather_features(trainer, model, train, self.head_views)
+        val_features = gather_features(trainer, model, val, 1)
+        head, started = net_head(model.net), time.perf_counter()
+        if trainer.is_global_zero:
+            weight, bias = fit_head(features, labels[train], classes, self.head_views, model.class_balance)
+            with torch.no_grad():
+                head.weight.copy_(weight)
+                head.bias.copy_(bias)
+        text = f"last layer fitted in {time.perf_counter() - started:.1f} s"
+        if trainer.is_global_zero:
+            rows, plain = torch.cat((train, val)), torch.cat((features[: len(train)], val_features))
+            write_out_of_fold(trainer, rows, out_of_fold(plain, labels[rows], classes))
+        broadcast_from_first(trainer, head.weight, head.bias)
+        scores: dict[str, float] = {}
+        if len(val):
+            logits = F.linear(val_features.float(), head.weight.float().cpu(), head.bias.float().cpu())
+            model.evaluation.reset()
+            model.evaluation.update(logits.to(model.device), labels[val][: len(logits)].to(model.device))
+            model.score = model.evaluation.compute()
+            scores = model.score.logged("val")
+            text += f" · validation accuracy {model.score.accuracy:.4f}"
+        for checkpoint in trainer.checkpoint_callbacks:
+            if isinstance(checkpoint, RunCheckpoint):
+                checkpoint.save_first(trainer, scores)
+        for stop in trainer.early_stopping_callbacks:
+            if stop.monitor in scores:
+                stop.best_score = torch.tensor(scores[stop.monitor])
+        if trainer.is_global_zero:
+            say(text)
+
+
+def write_out_of_fold(trainer: pl.Trainer, rows: Tensor, probabilities: Tensor) -> None:
+    """Write `OUT_OF_FOLD` to the run folder, if any: predictions of unseen heads, to find wrong labels.
+
+    rows: int64 (N,), rows of the images. probabilities: float32 (N, classes).
+    """
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+    if not folder or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    count = len(trainer.datamodule.train_images)  # type: ignore[attr-defined]
+    table = torch.full((count, probabilities.shape[1]), torch.nan)
+    table[rows] = probabilities
+    write_array(Path(folder).parent / OUT_OF_FOLD, table.numpy())
+
+
+# ---- learning rates
+
+DEPTHS = 8  # groups of adjacent layers
+
+
+def split_by_depth(net: nn.Module, input_lr: float, groups: list[Group]) -> list[Group]:
+    """Split parameter groups by depth, with rates that rise from `input_lr` to the rate of the group."""
+    if any(group["role"] not in ("weights", "biases") for group in groups):
+        raise UsageError("model.optimizer muon does not support finetune.input_lr: use adamw or sgd")
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    count = min(DEPTHS, len(trained))
+    depths = {parameter: index * count // len(trained) for index, parameter in enumerate(trained)}
+    split: list[Group] = []
+    for group in groups:
+        parts: dict[int, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(depths[parameter], []).append(parameter)
+        ratio = group["lr"] / input_lr
+        for depth, params in parts.items():
+            height = depth / (count - 1) if count > 1 else 1
+            split.append({**group, "params": params, "lr": input_lr * ratio**height})
+    return split
+
+
+# ---- features
+
+
+def gather_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, views: int) -> Tensor:
+    """Return the inputs of the head for views of training images, computed on all devices.
+
+    Collective: every rank must call this. rows: int64 (N,), rows of the training images.
+
+    Returns:
+        float16 (views · N, features) on the CPU, view by view, for the first device; (0, features) for the others.
+    """
+    none = torch.zeros(0, net_head(model.net).in_features, dtype=torch.float16)
+    if not len(rows):
+        return none
+    rank, world = trainer.global_rank, trainer.world_size
+    rank_rows = rows[rank::world]
+    parts: list[Tensor] = []
+    model.eval()
+    for view in range(views):
+        if len(rank_rows):
+            features = compute_features(trainer, model, rank_rows, view)
+        else:  # there are fewer images than devices
+            features = none
+        if world > 1:
+            gathered = torch.zeros(len(rows), features.shape[1], device=model.device)
+            gathered[rank::world] = features.to(gathered)
+            features = trainer.strategy.reduce(gathered, reduce_op="sum").half().cpu()
+        parts.append(features)
+    model.train()
+    return torch.cat(parts) if trainer.is_global_zero else none
+
+
+@torch.no_grad()
+def compute_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, view: int) -> Tensor:
+    """Return the input of the head for each image of a view: float16 (N, features) on the CPU."""
+    inputs: list[Tensor] = []
+    head = net_head(model.net)
+    hook = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0].half().cpu()))
+    title = f"features of view {view + 1}" if view else "features"
+    with hook, progress(title, len(rows)) as advance:
+        for images in batches_of_view(trainer.datamodule, rows, view):  # type: ignore[attr-defined]
+            with trainer.precision_plugin.forward_context():
+                model.net(images.type(head.weight.dtype))
+            advance(len(images))
+    return torch.cat(inputs)
+
+
+def batches_of_view(data: ImageData, rows: Tensor, view: int) -> Iterator[Tensor]:
+    """Yield normalised batches of training images on the training device.
+
+    Args:
+        rows: int64 (N,), rows of its training images.
+        view: 0 for plain images. Other views are augmented like the epoch of this number with seed 0, for all seeds.
+    """
+    loader = replace(data.train_loader, seed=0)
+    source, make = loader.source, loader.maker(view)
+    for part in rows.to(source.images.device).split(data.loading.eval_batch_size):
+        if view:
+            (batch,) = make([(part, 1.0)])
+            images = data.augment.change(batch.images.to(data.device), part.to(data.device), 0, view)
+        else:
+            images = source.take(part).to(data.device)
+        yield data.preprocessing.normalise(images)
+
+
+# ---- the head
+
+STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # L2 penalties, for standardised features
+ITERATIONS = 60  # L-BFGS iterations for each strength, starting from the previous solution
+FOLDS = 5
+FOLDED_ROWS = 2000  # of features; with more, only one fold is held out
+FITTED_ROWS = 100_000  # of features; more cost memory and hardly improve the accuracy
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Multinomial logistic regression with an L2 penalty.
+
+    Args:
+        rows: standardised features, float32 (N, features).
+        labels: int64 (N,).
+        num_classes: number of classes.
+        class_weights: weights of the loss, float32 (classes,).
+    """
+
+    rows: Tensor
+    labels: Tensor
+    num_classes: int
+    class_weights: Tensor | None = None
+
+    def part(self, chosen: Tensor) -> Regression:
+        """Return the regression of some rows."""
+        return replace(self, rows=self.rows[chosen], labels=self.labels[chosen])
+
+    def loss(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the cross-entropy of weight (classes, features) and bias (classes,)."""
+        return F.cross_entropy(self.rows @ weight.T + bias, self.labels, self.class_weights)
+
+    def solve(self, strengths: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
+        """Return weight and bias for each strength of the penalty, each found from the previous ones."""
+        weight = torch.zeros(self.num_classes, self.rows.shape[1], requires_grad=True)
+        bias = torch.zeros(self.num_classes, requires_grad=True)
+        solutions = []
+        for strength in strengths:
+            solver = torch.optim.LBFGS([weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
+
+            def loss(strength: float = strength) -> Tensor:
+                weight.grad = bias.grad = None
+                value = self.loss(weight, bias) + strength / 2 * weight.square().sum()
+                value.backward()
+                return value
+
+            with torch.enable_grad():
+                solver.step(loss)
+            solutions.append((weight.detach().clone(), bias.detach().clone()))
+        return solutions
+
+
+def fit_head(
+    features: Tensor, labels: Tensor, num_classes: int, views: int, class_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a logistic regression with an L2 penalty of the strength that cross-validation selects.
+
+    Args:
+        features: (views · N, features), view by view.
+        labels: int64 (N,).
+        class_weights: float32 (classes,), weights of the loss.
+
+    Returns:
+        Weight (classes, features) and bias (classes,), float32.
+    """
+    generator = torch.Generator().manual_seed(0)
+    folds = draw_folds(labels, num_classes, generator).repeat(views)
+    labels = labels.repeat(views)
+    if len(labels) > FITTED_ROWS:
+        subset = torch.randperm(len(labels), generator=generator)[:FITTED_ROWS].sort().values
+        features, labels, folds = features[subset], labels[subset], folds[subset]
+    rows, mean, std = standardise(features)
+    regression = Regression(rows, labels, num_classes, class_weights)
+    fold_count = 1
+    if len(rows) <= FOLDED_ROWS:
+        fold_count = min(FOLDS, int(folds.max()) + 1)
+    losses = torch.zeros(len(STRENGTHS))
+    for fold in range(fold_count):
+        held_out = folds == fold
+        unseen = regression.part(held_out)
+        for index, solution in enumerate(regression.part(~held_out).solve(STRENGTHS)):
+            losses[index] += unseen.loss(*solution)
+    best = int(losses.argmin())
+    weight, bias = regression.solve(STRENGTHS[: best + 1])[-1]
+    weight = weight / std
+    return weight, bias - weight @ mean
+
+
+def out_of_fold(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Return the probabilities of heads that were not fitted on the image, float32 (N, classes).
+
+    The penalty is the strongest one, so that a few wrong labels change little. A class with all of its images in one
+    fold is unknown to the head that predicts them.
+
+    features: (N, features). labels: int64 (N,).
+    """
+    generator = torch.Generator().manual_seed(0)
+    folds = draw_folds(labels, num_classes, generator)
+    logits = torch.zeros(len(labels), num_classes)
+    for fold in folds.unique().tolist():
+        held_out = folds == fold
+        others = (~held_out).nonzero().flatten()
+        others = others[torch.randperm(len(others), generator=generator)[:FITTED_ROWS]]
+        rows, mean, std = standardise(features[others])
+        ((weight, bias),) = Regression(rows, labels[others], num_classes).solve(STRENGTHS[:1])
+        logits[held_out] = (features[held_out].float() - mean) / std @ weight.T + bias
+    return logits.softmax(1)
+
+
+def standardise(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return features (N, features) with mean 0 and deviation 1, and the means and deviations (features,)."""
+    features = features.float()
+    mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
+    return (features - mean) / std, mean, std
+
+
+def draw_folds(labels: Tensor, num_classes: int, generator: torch.Generator) -> Tensor:
+    """Return a fold of `FOLDS` for each label, int64 (N,), with equal shares of each class."""
+    folds = torch.empty_like(labels)
+    for label in range(num_classes):
+        rows = (labels == label).nonzero().flatten()
+        folds[rows[torch.randperm(len(rows), generator=generator)]] = torch.arange(len(rows)) % FOLDS
+    return folds
