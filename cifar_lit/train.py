@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import write_text
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.inference.model_file import save_weights
-from cifar_lit.run.card import describe_model, model_card
+from cifar_lit.inference.sets import MIN_HELD_OUT
+from cifar_lit.run.card import fitted_card, model_card
 from cifar_lit.run.predictions import prediction_table, write_predictions
-from cifar_lit.run.record import write_metrics
-from cifar_lit.run.results import run_metrics
+from cifar_lit.run.record import Metrics, write_metrics
+from cifar_lit.run.results import Tested, run_metrics, test_scores, val_scores
 from cifar_lit.run.resume import PREVIOUS
 from cifar_lit.run.run import Run
 from cifar_lit.runs.figures import as_pixels, confusion_matrix
@@ -29,11 +31,11 @@ from cifar_lit.training.score import Score
 
 @dataclass(frozen=True)
 class Results:
-    """Results of one run. A score is None if those images were not evaluated."""
+    """Results of one run. `val` and `test` are None if those images were not evaluated."""
 
-    metrics: dict[str, Any]  # contents of metrics.json
+    metrics: Metrics
     val: Score | None
-    test: Score | None
+    test: Tested | None
 
 
 def fit(
@@ -52,8 +54,8 @@ def fit(
     if run.best.best_model_path:
         val = Score.from_dict(final["cifar_lit"]["score"])
     if run.command == "train":  # `fit` does not test
-        test = _score("test", trainer, model, data)
-    return write_results(run, model, data, val, test)
+        test = _tested("test", trainer, model, data)
+    return write_results(run, trainer, model, data, val=val, test=test)
 
 
 def evaluate(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Results | None:
@@ -61,10 +63,12 @@ def evaluate(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageD
     is_validation = run.command == "validate"
     if is_validation and not len(data.split[1]):
         raise UsageError("there is nothing to validate on: data.val_size is 0. Use test, or set data.val_size")
-    score = _score(run.command, trainer, model, data)
+    tested = _tested(run.command, trainer, model, data)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
-    return write_results(run, model, data, score if is_validation else None, None if is_validation else score)
+    if tested and is_validation:
+        return write_results(run, trainer, model, data, val=tested.score, test=None)
+    return write_results(run, trainer, model, data, val=None, test=tested)
 
 
 def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> int:
@@ -76,41 +80,57 @@ def predict(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageDa
 
 
 def write_results(
-    run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None
+    run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData, *, val: Score | None, test: Tested | None
 ) -> Results | None:
     """Write weights, predictions, figures, report and metrics.json. A run with metrics.json counts as finished."""
-    trainer, folder = model.trainer, run.folder.path
+    folder = run.folder.path
     if not trainer.is_global_zero:
         return None
-    card = describe_model(model, data) if run.trains else model_card(model, data)
-    metrics = run_metrics(run, model, data, val, test, card)
-    if run.boards:
-        _log_pictures(run, val, test, data, trainer.global_step)
+    confusions = {}
+    if val:
+        confusions["val"] = val.confusion
+    if test:
+        confusions["test"] = test.score.confusion
+    _log_pictures(run, confusions, data.classes, trainer.global_step)
+    card = model_card(model, data)
     if run.trains:
+        card = fitted_card(card, model.net, data, test.predictions if test else None)
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
         with suppress(OSError):  # a leftover checkpoint is harmless
             (folder / PREVIOUS).unlink()
-    if test and model.predictions is not None:
-        write_predictions(folder / "predictions.csv", [model.predictions], data.test_images)
+    metrics = run_metrics(run, trainer, model, data)
+    if val:
+        metrics["val"] = val_scores(val)
+    if test:
+        held_out = None
+        if len(data.split[1]) >= MIN_HELD_OUT:  # else the card's scores are those of these test images
+            held_out = card.coverage
+        metrics["test"] = test_scores(test, data.test_images, card.temperature, held_out)
+    if test and test.predictions is not None:
+        write_predictions(folder / "predictions.csv", [test.predictions], data.test_images)
         if run.trains:
-            page = render(folder, metrics, data, prediction_table(model.predictions))
+            page = render(folder, metrics, data, prediction_table(test.predictions))
             write_text(folder / "report.html", page)
     write_metrics(folder, metrics)
     return Results(metrics, val, test)
 
 
-def _score(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Score | None:
-    """Run `validate` or `test` and return the score."""
+def _tested(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> Tested | None:
+    """Run `validate` or `test` and return the results; None if the Trainer is limited to no batch."""
     model.score = model.predictions = None
     getattr(trainer, stage)(model, datamodule=data, verbose=False)
-    return model.score
+    if model.score is None:
+        return None
+    tta = None
+    if views := model.views_score:
+        tta = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
+    return Tested(model.score, tta, model.predictions)
 
 
-def _log_pictures(run: Run, val: Score | None, test: Score | None, data: ImageData, step: int) -> None:
-    """Log the confusion matrices of the scores."""
+def _log_pictures(run: Run, confusions: Mapping[str, list[list[int]]], classes: Sequence[str], step: int) -> None:
+    """Log confusion matrices, by `val` and `test`."""
     for board in run.boards:
-        for part, score in (("val", val), ("test", test)):
-            if score:
-                picture = as_pixels(confusion_matrix(torch.tensor(score.confusion), data.classes))
-                board.log_images(f"{part}/confusion_matrix", picture, step)
+        for part, confusion in confusions.items():
+            picture = as_pixels(confusion_matrix(torch.tensor(confusion), classes))
+            board.log_images(f"{part}/confusion_matrix", picture, step)
         board.save()

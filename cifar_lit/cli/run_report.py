@@ -16,7 +16,7 @@ from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.run.loggers import feature_settings
-from cifar_lit.run.record import group_lines
+from cifar_lit.run.record import Metrics, group_lines
 from cifar_lit.run.run import Run
 from cifar_lit.runs.label_errors import OUT_OF_FOLD
 from cifar_lit.train import Results
@@ -123,7 +123,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
     """Print the results and the next commands."""
     metrics, val = results.metrics, results.metrics["val"]
     if results.test:
-        _print_test(results.test, metrics["test"], data)
+        _print_test(results.test.score, metrics["test"], data)
     elif val:
         for name, value in val.items():
             if name not in ("accuracy", "loss", "interval", *METRICS):
@@ -137,7 +137,7 @@ def print_results(run: Run, results: Results, data: ImageData) -> None:
         say("", "next:", *_next_lines(run, is_tested=results.test is not None, is_folder=data.dataset == "folder"))
 
 
-def _print_test(test: Score, scores: Mapping[str, Any], data: ImageData) -> None:
+def _print_test(test: Score, scores: Metrics, data: ImageData) -> None:
     for_tables().print(accuracy_table(test, data))
     say(*group_lines(scores))
     if "tta" in scores:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
 
 from cifar_lit.data.image_set import spread_rows
 from cifar_lit.inference.calibration import fit_temperature, tempered
 from cifar_lit.inference.logits import set_logits
-from cifar_lit.inference.model_file import ModelCard, build_loaded_net
+from cifar_lit.inference.model_file import LoadedNet, ModelCard
 from cifar_lit.inference.rejection import novelty, reject_scores
 from cifar_lit.inference.sets import MIN_HELD_OUT, held_out_scores
 
@@ -39,22 +43,25 @@ def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
     return card
 
 
-def describe_model(model: ImageClassifier, data: ImageData) -> ModelCard:
-    """Return the card of a trained net, with temperature, rejection and coverage fitted on its validation images.
+def fitted_card(card: ModelCard, net: nn.Module, data: ImageData, tested: Mapping[str, Tensor] | None) -> ModelCard:
+    """Return the card with temperature, rejection and coverage, fitted on validation images.
 
-    With fewer than `MIN_HELD_OUT`, the temperature is `model.temperature`. The other two then come from the test
-    images, if they were tested. This changes no accuracy, but the report cannot measure them on the same images.
+    With fewer than `MIN_HELD_OUT`, the temperature stays that of the model. The other two then come from the test
+    images. This changes no accuracy, but the report cannot measure them on the same images.
+
+    tested: `ImageClassifier.predictions` for the test images, if they were tested.
     """
-    card, images = model_card(model, data), data.train_images
-    if len(data.split[1]) < MIN_HELD_OUT:
-        if tested := model.predictions:
-            scores = held_out_scores(tempered(tested["probabilities"], card.temperature), tested["labels"])
-            card = replace(card, reject=reject_scores(tested["novelty"]), coverage=scores)
+    if len(data.split[1]) >= MIN_HELD_OUT:
+        rows = spread_rows(data.split[1], MAX_DESCRIBED)
+        labels = data.train_images.labels[rows]
+        # Fitted in float32, the precision in which the net will be used.
+        loaded = LoadedNet(deepcopy(net).float(), card).on(data.device)
+        logits = set_logits(loaded, data.train_images, rows, "fitting the temperature")
+        card = replace(card, temperature=fit_temperature(logits, labels))
+        scores, probabilities = novelty(logits), (logits.double() / (card.temperature or 1)).softmax(1)
+    elif tested:
+        labels, scores = tested["labels"], tested["novelty"]
+        probabilities = tempered(tested["probabilities"], card.temperature)
+    else:
         return card
-    val = spread_rows(data.split[1], MAX_DESCRIBED)
-    # Fitted in float32, the precision in which the net will be used.
-    net = build_loaded_net(card, model.net.state_dict()).on(data.device)
-    logits = set_logits(net, images, val, "fitting the temperature")
-    card = replace(card, temperature=fit_temperature(logits, images.labels[val]), reject=reject_scores(novelty(logits)))
-    probabilities = (logits.double() / (card.temperature or 1)).softmax(1)
-    return replace(card, coverage=held_out_scores(probabilities, images.labels[val]))
+    return replace(card, reject=reject_scores(scores), coverage=held_out_scores(probabilities, labels))

@@ -7,24 +7,35 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from cifar_lit.base.files import read_json, write_text
 
 GROUP = "group_"  # begins the columns of groups in predictions.csv
+Metrics = dict[str, Any]  # contents of metrics.json, or its `test` or `val` part; see docs/schema/metrics.schema.json
 
 
-def read_metrics(run: Path) -> dict[str, Any]:
+class GroupResult(TypedDict):
+    """Results for the test images with one value of a column, in `test.groups`."""
+
+    value: str
+    images: int
+    accuracy: float
+    interval: list[float]  # 95 % interval of the accuracy (Wilson)
+    coverage: NotRequired[float]  # share of images whose 95 % prediction set contains the true class
+
+
+def read_metrics(run: Path) -> Metrics:
     """Return the contents of a run's metrics.json, empty before the run is finished."""
     return read_json(run / "metrics.json")
 
 
-def scores_of(metrics: Mapping[str, Any], part: str = "test") -> dict[str, Any]:
+def scores_of(metrics: Metrics, part: str = "test") -> Metrics:
     """Return the scores of a part in metrics.json, empty if it was not scored."""
     return metrics.get(part) or {}
 
 
-def changes_text(metrics: Mapping[str, Any]) -> str:
+def changes_text(metrics: Metrics) -> str:
     """Return the settings that changed when a run was resumed, such as `from step 60: trainer.devices 2`, or ''."""
     lines = []
     for change in metrics.get("changes", []):
@@ -35,7 +46,7 @@ def changes_text(metrics: Mapping[str, Any]) -> str:
     return "; ".join(lines)
 
 
-def group_lines(test: Mapping[str, Any]) -> list[str]:
+def group_lines(test: Metrics) -> list[str]:
     """Return a line about the worst group of each column of the `test` part of metrics.json."""
     lines = []
     for name, groups in test.get("groups", {}).items():

@@ -1,13 +1,14 @@
-"""Results of a run: metrics.json, pictures, and report.html."""
+"""The contents of metrics.json: how the run was made, its data, and what its predictions are worth."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
-from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,23 +17,36 @@ import cifar_lit
 from cifar_lit.base.hardware import processor
 from cifar_lit.base.stats import wilson_interval
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.split import TEST, hashes, image_hashes
 from cifar_lit.inference.calibration import expected_calibration_error, reliability, tempered
-from cifar_lit.inference.model_file import ModelCard
-from cifar_lit.inference.sets import MIN_HELD_OUT, lac_sets, measured_coverage
+from cifar_lit.inference.sets import Scores, lac_sets, measured_coverage
+from cifar_lit.run.record import GroupResult
 from cifar_lit.run.run import Run
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.score import Score
 
 COVERED = 0.95  # coverage of the prediction sets of groups
-Predictions = Mapping[str, Tensor]  # `ImageClassifier.predictions`
 
 
-def run_metrics(
-    run: Run, model: ImageClassifier, data: ImageData, val: Score | None, test: Score | None, card: ModelCard
-) -> dict[str, object]:
-    """Return the contents of metrics.json."""
-    trainer, settings = model.trainer, run.settings
+@dataclass(frozen=True)
+class Tested:
+    """Results of a pass over the validation or test images.
+
+    Args:
+        score: scores without test-time augmentation.
+        views: `views`, `accuracy` and `loss` with test-time augmentation; None without it.
+        predictions: `ImageClassifier.predictions` of this pass.
+    """
+
+    score: Score
+    views: Mapping[str, object] | None = None
+    predictions: Mapping[str, Tensor] | None = None
+
+
+def run_metrics(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: ImageData) -> dict[str, object]:
+    """Return the contents of metrics.json, without scores."""
+    settings, clock = run.settings, run.clock
     accelerator = trainer.strategy.root_device.type
     if accelerator == "cuda":
         accelerator = "gpu"
@@ -58,7 +72,6 @@ def run_metrics(
         "changes": run.changes,
         "versions": versions(),
     }
-    clock = run.clock
     if run.trains:
         metrics["epochs"] = trainer.current_epoch
         metrics["data"] = data_record(data)
@@ -67,39 +80,41 @@ def run_metrics(
             metrics["images_per_second"] = round(clock.images / clock.training_seconds, 1)
     if clock.test_seconds is not None:
         metrics["test_seconds"] = round(clock.test_seconds, 3)
-    if val:
-        metrics["val"] = {**val.values, "interval": accuracy_interval(val)}
-    if test:
-        metrics["test"] = _test_scores(model, data, test, card)
     return metrics
 
 
-def _test_scores(model: ImageClassifier, data: ImageData, test: Score, card: ModelCard) -> dict[str, object]:
-    per_class = {name: round(accuracy, 6) for name, accuracy in zip(data.classes, test.per_class, strict=True)}
-    scores: dict[str, object] = {**test.values, "images": test.images}
-    scores |= {"interval": accuracy_interval(test), "per_class": per_class}
-    if views := model.views_score:
-        scores["tta"] = {"views": model.hparams["tta"], "accuracy": views.accuracy, "loss": views.loss}
-    if model.predictions is not None:
-        scores |= _probability_scores(model.predictions, data, card)
-    scores["fingerprint"] = fingerprint(data.test_images.images, data.test_images.labels)
+def val_scores(val: Score) -> dict[str, object]:
+    """Return the `val` part of metrics.json."""
+    return {**val.values, "interval": accuracy_interval(val)}
+
+
+def test_scores(
+    test: Tested, images: ImageSet, temperature: float | None, held_out: Scores | None
+) -> dict[str, object]:
+    """Return the `test` part of metrics.json.
+
+    Args:
+        images: test images.
+        temperature: temperature of the model.
+        held_out: scores of other images for prediction sets, see `held_out_scores`.
+    """
+    score = test.score
+    per_class = {name: round(accuracy, 6) for name, accuracy in zip(images.classes, score.per_class, strict=True)}
+    scores: dict[str, object] = {**score.values, "images": score.images}
+    scores |= {"interval": accuracy_interval(score), "per_class": per_class}
+    if test.views:
+        scores["tta"] = test.views
+    if test.predictions is not None:
+        probabilities, labels = test.predictions["probabilities"], test.predictions["labels"]
+        scores["calibration"] = calibration_of(probabilities, labels, temperature)
+        probabilities = tempered(probabilities, temperature)
+        covered, sets = None, lac_sets(probabilities, held_out, COVERED)
+        if sets is not None:
+            covered = sets.gather(1, labels[:, None])[:, 0]
+        scores["coverage"] = measured_coverage(probabilities, labels, held_out)
+        scores["groups"] = group_results(images.columns, probabilities.argmax(1) == labels, covered)
+    scores["fingerprint"] = fingerprint(images.images, images.labels)
     return scores
-
-
-def _probability_scores(predictions: Predictions, data: ImageData, card: ModelCard) -> dict[str, object]:
-    """Return the calibration, the coverage of prediction sets, and the results of the groups of test images."""
-    probabilities, labels = tempered(predictions["probabilities"], card.temperature), predictions["labels"]
-    held_out = None
-    if len(data.split[1]) >= MIN_HELD_OUT:  # else the card's scores are those of these test images
-        held_out = card.coverage
-    covered, sets = None, lac_sets(probabilities, held_out, COVERED)
-    if sets is not None:
-        covered = sets.gather(1, labels[:, None])[:, 0]
-    return {
-        "calibration": calibration_of(predictions, card.temperature),
-        "coverage": measured_coverage(probabilities, labels, held_out),
-        "groups": group_results(data.test_images.columns, probabilities.argmax(1) == labels, covered),
-    }
 
 
 def accuracy_interval(score: Score) -> list[float] | None:
@@ -112,9 +127,11 @@ def accuracy_interval(score: Score) -> list[float] | None:
     return [round(low, 6), round(high, 6)]
 
 
-def calibration_of(predictions: Predictions, temperature: float | None) -> dict[str, float | None]:
-    """Return the expected calibration error without (`error`) and with a temperature (`tempered_error`)."""
-    probabilities, labels = predictions["probabilities"], predictions["labels"]
+def calibration_of(probabilities: Tensor, labels: Tensor, temperature: float | None) -> dict[str, float | None]:
+    """Return the expected calibration error without (`error`) and with a temperature (`tempered_error`).
+
+    probabilities: (N, classes), without temperature. labels: int64 (N,).
+    """
     tempered_error = None
     if temperature is not None:
         tempered_error = _calibration_error(tempered(probabilities, temperature), labels)
@@ -135,7 +152,7 @@ def versions() -> dict[str, str]:
 
 def group_results(
     columns: Mapping[str, Sequence[str]], hits: Tensor, covered: Tensor | None
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, list[GroupResult]]:
     """Return the results of each value of each column, the worst first.
 
     The worst has the lowest upper limit of the 95 % interval of its accuracy (Wilson), so that a few unlucky images are
@@ -151,12 +168,12 @@ def group_results(
         rows_of: dict[str, list[int]] = {}
         for row, value in enumerate(values):
             rows_of.setdefault(value, []).append(row)
-        groups: list[dict[str, Any]] = []
+        groups = []
         for value, rows in rows_of.items():
             count, correct = len(rows), int(hits[rows].sum())
             low, high = wilson_interval(correct, count)
-            group = {"value": value, "images": count, "accuracy": round(correct / count, 6)}
-            group["interval"] = [round(low, 6), round(high, 6)]
+            interval = [round(low, 6), round(high, 6)]
+            group = GroupResult(value=value, images=count, accuracy=round(correct / count, 6), interval=interval)
             if covered is not None:
                 group["coverage"] = round(float(covered[rows].double().mean()), 6)
             groups.append(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.inference.calibration import expected_calibration_error, reliability
 from cifar_lit.inference.logits import set_logits
 from cifar_lit.run.predictions import PredictionTable, prediction_table, read_predictions
-from cifar_lit.run.record import changes_text, group_lines, read_curves, read_metrics, scores_of
+from cifar_lit.run.record import Metrics, changes_text, group_lines, read_curves, read_metrics, scores_of
 from cifar_lit.run.results import fingerprint
 from cifar_lit.runs.figures import (
     GALLERY_SIZE,
@@ -110,7 +110,7 @@ def _without_test(data: ImageData) -> ImageSet:
 
 def render(
     run: Path,
-    metrics: Mapping[str, Any],
+    metrics: Metrics,
     data: ImageData,
     predictions: PredictionTable,
     findings: Findings | None = None,
@@ -161,7 +161,7 @@ def _title(name: str) -> str:
     return TITLES.get(name, name.replace("_", " "))
 
 
-def summary(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary(metrics: Metrics) -> list[tuple[str, str]]:
     """Return (label, text) of the facts in metrics.json, and of the scores on the test and validation images."""
     facts = []
     for name, (label, form) in FACTS.items():
