@@ -6,10 +6,11 @@ This module does not import torch, so that an invalid command line fails at once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from cifar_lit.base.errors import UsageError, nearest
+from cifar_lit.data.settings import Images, Loading
 from cifar_lit.features import FEATURES
 
 # Short flags and the settings that they set.
@@ -22,22 +23,6 @@ SHORT = {
     "dataset": "data.dataset",
     "data-dir": "data.root",
     "batch-size": "data.batch_size",
-    "data.image_size": "data.images.image_size",
-    "data.resize": "data.images.resize",
-    "data.channels": "data.images.channels",
-    "data.levels": "data.images.levels",
-    "data.skip_bad": "data.images.skip_bad",
-    "data.labels": "data.images.labels",
-    "data.groups": "data.images.groups",
-    "data.mean": "data.images.mean",
-    "data.std": "data.images.std",
-    "data.count": "data.images.count",
-    "data.num_classes": "data.images.num_classes",
-    "data.placement": "data.loading.placement",
-    "data.workers": "data.loading.workers",
-    "data.eval_batch_size": "data.loading.eval_batch_size",
-    "data.cache_dir": "data.loading.cache_dir",
-    "data.url": "data.loading.url",
     "net": "model.net",
     "weights": "finetune.weights",
     "lr": "model.lr",
@@ -45,6 +30,9 @@ SHORT = {
     "checkpoint-every": "checkpoint_every",
     "rank-timeout": "rank_timeout",
 }
+for group, kind in (("images", Images), ("loading", Loading)):
+    for setting in fields(kind):
+        SHORT[f"data.{setting.name}"] = f"data.{group}.{setting.name}"
 # Flags for several trainings by one command, with the function for each.
 SEVERAL = {"folds": "cifar_lit.cli.folds:train_folds", "seeds": "cifar_lit.cli.seeds:train_seeds"}
 # Read here. The parser of the settings does not know them.

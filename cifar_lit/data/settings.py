@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jsonargparse.typing import NonNegativeInt
-
 from cifar_lit.base.errors import UsageError, check_choice
 from cifar_lit.base.files import as_on_disk
 
@@ -48,7 +46,7 @@ class Images:
         UsageError: for invalid values.
     """
 
-    image_size: NonNegativeInt | list[int] | str | None = None  # `int` would parse 0x10 as 16
+    image_size: int | list[int] | str | None = None
     resize: str = "crop"
     channels: int | None = None
     levels: list[int] | None = None

@@ -210,13 +210,13 @@ def classify_files(
         The rows of each chunk, and its readable images, uint8 (B, C, H, W). The row of an unreadable file has the
         reason as `error`.
     """
-    size, channels, *_ = classifier.preparation
+    channels, height, width = classifier.card.input_shape
     decoded = decode_all((file.path for file in files if file.error is None), classifier.preparation)
     for start in range(0, len(files), CHUNK):
         chunk = files[start : start + CHUNK]
         results = [None if file.error else next(decoded) for file in chunk]
         pixels = [result for result in results if isinstance(result, np.ndarray)]
-        array = np.array(pixels, np.uint8).reshape(-1, *size, channels)
+        array = np.array(pixels, np.uint8).reshape(-1, height, width, channels)
         images = torch.from_numpy(array).permute(0, 3, 1, 2)
         predictions = iter(classifier.predict_batch(images, top))
         rows = []

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from cifar_lit.base.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.base.files import writing
-from cifar_lit.data.settings import RESIZES
 from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
 from cifar_lit.inference.rejection import novelty, threshold
@@ -300,11 +299,7 @@ def first(outputs: Tensor | Sequence[Tensor]) -> Tensor:
 def metadata(net: LoadedNet, options: Options = Options()) -> dict[str, str]:  # noqa: B008, immutable
     """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
     channels, height, width = net.card.input_shape
-    levels = net.card.levels
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
-    preparation = f"upright by EXIF, transparent parts white, {RESIZES[net.card.resize]} (bicubic, antialiased)"
-    if levels:
-        preparation += f", 16-bit values from {levels[0]} to {levels[1]} scaled to 0 … 255"
     entries = {
         "format": FORMAT,
         "net": net.card.net,
@@ -312,7 +307,7 @@ def metadata(net: LoadedNet, options: Options = Options()) -> dict[str, str]:  #
         "image_size": json.dumps([height, width]),
         "channels": str(channels),
         "resize": net.card.resize,
-        "preparation": preparation,
+        "preparation": net.card.preparation.describe(),
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
         "card": json.dumps(asdict(replace(net.card, coverage=None)), ensure_ascii=False),

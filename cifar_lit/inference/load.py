@@ -16,7 +16,7 @@ from torch import Tensor
 from cifar_lit.base.files import read_json
 from cifar_lit.base.text import printable
 from cifar_lit.base.trust import trusting
-from cifar_lit.data.photos.decode import Preparation, decode, pixels_of
+from cifar_lit.data.photos.decode import decode, pixels_of
 from cifar_lit.inference.model_file import LoadedNet, load_model_file
 from cifar_lit.inference.rejection import FALSE_ALARMS, check_rate, novelty, threshold
 from cifar_lit.inference.sets import Coverage, prediction_sets, set_limits
@@ -53,14 +53,10 @@ class Classifier:
         self.accuracy = accuracy
         self.net = net.on(device)
         self.card, self.classes = net.card, net.classes
-        channels, height, width = net.card.input_shape
         self.reject: float | None = FALSE_ALARMS  # default rate of `predict`; None marks no image
         self.coverage: Coverage | None = None  # default sets of `predict`; None returns none
         self._limits = cache(partial(set_limits, net.card.coverage))  # sorting 10,000 scores takes 2 ms
-        levels = None
-        if net.card.levels is not None:
-            levels = (net.card.levels[0], net.card.levels[1])
-        self.preparation = Preparation((height, width), channels, net.card.resize, levels)
+        self.preparation = net.card.preparation
 
     def __repr__(self) -> str:
         """Return net, classes, image size and test accuracy in one line."""
@@ -148,15 +144,15 @@ class Classifier:
             each = images
         else:
             each = [images]
-        size, channels, *_ = self.preparation
-        array = np.zeros((len(each), *size, channels), np.uint8)
+        channels, height, width = self.card.input_shape
+        array = np.zeros((len(each), height, width, channels), np.uint8)
         for index, image in enumerate(each):
             array[index] = self._prepare_one(image)
         return torch.from_numpy(array).permute(0, 3, 1, 2)
 
     def _prepare_one(self, image: Picture) -> np.ndarray:
         if isinstance(image, str | Path):
-            return decode(image, *self.preparation)
+            return decode(image, self.preparation)
         if not isinstance(image, Image.Image):
             image = _to_pil(image)
         return pixels_of(image, self.preparation)

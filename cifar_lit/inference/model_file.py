@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import atomic_write, display_path
 from cifar_lit.base.trust import check_name
+from cifar_lit.data.photos.decode import Preparation
 from cifar_lit.models.registry import build_net, with_versions
 
 MODEL = "model.safetensors"
@@ -40,10 +41,19 @@ class ModelCard:
     # Scores that 2 % and 20 % of new images should exceed (see `run.card`); None without held-out images.
     reject: list[float] | None = None
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
-    resize: str = "crop"  # how images with another aspect ratio are resized, one of `decode.RESIZES`
+    resize: str = "crop"  # how images with another aspect ratio are resized, one of `RESIZES`
     levels: list[int] | None = None  # values of 16-bit images that become black and white; None for 0 and 65535
     # Scores of the true classes of held-out images by kind of prediction set, a list for each class (see `run.card`).
     coverage: dict[str, list[list[float]]] | None = None
+
+    @property
+    def preparation(self) -> Preparation:
+        """The format of the net's images."""
+        channels, height, width = self.input_shape
+        levels = None
+        if self.levels is not None:
+            levels = (self.levels[0], self.levels[1])
+        return Preparation((height, width), channels, self.resize, levels)
 
     @property
     def net_settings(self) -> dict[str, Any]:

@@ -46,11 +46,8 @@ def data_settings(run: Path, card: ModelCard, dataset: str | None, data_dir: str
 
 def _settings_for(dataset: str, card: ModelCard) -> dict[str, Any]:
     images: dict[str, object] = {}
-    channels, height, width = card.input_shape
     if dataset in ("shapes", "folder"):
-        images = {"image_size": [height, width], "channels": channels}
-    if dataset == "folder":
-        images["resize"] = card.resize
+        images = card.preparation.settings()
     if dataset == "shapes":
         images["num_classes"] = len(card.classes)
     return {"dataset": dataset, "val_size": 0, "images": images}  # the split is unknown

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from odd_files import odd_files, picture
 
-from cifar_lit.data.photos.decode import decode
+from cifar_lit.data.photos.decode import Preparation, decode
 from cifar_lit.data.photos.folder import folder
 from cifar_lit.data.settings import DataSettings, Images, Loading
 from cifar_lit.inference.classify import ImageFile, classify_files
@@ -31,6 +31,6 @@ def test_unusual_files_are_decoded_or_refused(run: Path, tmp_path: Path) -> None
             assert row.error and "\n" not in row.error and count == 1, (file.what, row.error)
             continue
         assert (row.error, count) == (None, 2), file.what
-        pixels = decode(path, (32, 32)).astype(int)
+        pixels = decode(path, Preparation((32, 32))).astype(int)
         means = [pixels[y : y + 4, x : x + 4].mean((0, 1)) for y, x in ((6, 6), (6, 22), (22, 6), (22, 22))]
         assert np.abs(np.array(means) - np.array(file.expected)).max() < 25, file.what

@@ -75,25 +75,20 @@ def decoded(
     Raises:
         Failure: the cache cannot be written.
     """
-    real_root, wanted = root.resolve(), settings.images
-    channels = wanted.channels or 3
-    size, levels = wanted.size, None
-    if wanted.levels:
-        levels = (wanted.levels[0], wanted.levels[1])
-    key = sha256(json.dumps([FORMAT, str(real_root), size, channels, wanted.resize]).encode()).hexdigest()[:16]
+    real_root, wanted = root.resolve(), Preparation.of(settings.images)
+    key = sha256(json.dumps([FORMAT, str(real_root), *wanted[:3]]).encode()).hexdigest()[:16]
     cache = settings.loading.cache_path / f"{real_root.name[:40]}-{key}"
     folder = root.parent if root.is_file() else root
     try:
         with file_lock(cache / "lock", f"decodes {root}", patience=2):
             index = read_index(cache)
-            if index is None or not _is_current(index, folder, files, levels):
-                levels = levels or common_levels(sorted({f"{folder / file.path}" for file in files}))
-                size = size or _own_size(folder, files)
-                index = _decode(cache, folder, files, Preparation(size, channels, wanted.resize, levels))
+            if index is None or not _is_current(index, folder, files, wanted.levels):
+                levels = wanted.levels or common_levels(sorted({f"{folder / file.path}" for file in files}))
+                size = wanted.size or _own_size(folder, files)
+                index = _decode(cache, folder, files, wanted._replace(size=size, levels=levels))
             ordered = arrange(index.duplicates)
             if index.files != ordered:
-                preparation = Preparation(index.shape[1:3], channels, wanted.resize, index.levels)
-                index = _decode(cache, folder, ordered, preparation)
+                index = _decode(cache, folder, ordered, wanted._replace(size=index.shape[1:3], levels=index.levels))
             return map_images(cache / index.data, index.shape), index
     except OSError as error:
         remedy = "set $CIFAR_LIT_CACHE to another folder"
@@ -160,7 +155,8 @@ def _own_size(folder: Path, files: Sequence[File]) -> tuple[int, int]:
 
 def _decode(cache: Path, folder: Path, files: Sequence[File], preparation: Preparation) -> Index:
     """Replace the cache by one of `files`. Unchanged images are copied; new and changed ones are decoded."""
-    shape = (*preparation.size, preparation.channels)
+    height, width = preparation.size or COMMON_SIZE
+    shape = (height, width, preparation.channels)
     old = read_index(cache)
     rows: dict[File, np.ndarray] = {}  # pixels of unchanged files
     if old and (old.shape[1:], old.levels) == (shape, preparation.levels):

@@ -21,6 +21,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 from cifar_lit.base.errors import Failure
 from cifar_lit.base.hardware import core_count
 from cifar_lit.base.text import printable
+from cifar_lit.data.settings import RESIZES, Images
 
 HAS_HEIF = find_spec("pi_heif") is not None  # the extra `photos`
 HEIC_SUFFIXES = (".heic", ".heif", ".hif")
@@ -47,11 +48,30 @@ Levels = tuple[int, int]  # grey values that become black and white
 class Preparation(NamedTuple):
     """Format of decoded images."""
 
-    size: tuple[int, int]  # (H, W)
+    size: tuple[int, int] | None = None  # (H, W), to which images are scaled (bicubic, antialiased); None for their own
     channels: int = 3  # 3 for RGB, 1 for grey
     resize: str = "crop"  # one of `RESIZES`
     # Values of 16-bit grey images that become black and white; None for 0 and 65535.
     levels: Levels | None = None
+
+    @classmethod
+    def of(cls, images: Images) -> Preparation:
+        """Return the format that settings ask for."""
+        levels = None
+        if images.levels is not None:
+            levels = (images.levels[0], images.levels[1])
+        return cls(images.size, images.channels or 3, images.resize, levels)
+
+    def settings(self) -> dict[str, object]:
+        """Return the settings that ask for this format, by name."""
+        return {"image_size": self.size, "channels": self.channels, "resize": self.resize, "levels": self.levels}
+
+    def describe(self) -> str:
+        """Return what is done to an image, for people who do it with other programs."""
+        text = f"upright by EXIF, transparent parts white, {RESIZES[self.resize]} (bicubic, antialiased)"
+        if self.levels:
+            text += f", 16-bit values from {self.levels[0]} to {self.levels[1]} scaled to 0 … 255"
+        return text
 
 
 class DecodeError(Failure):
@@ -65,21 +85,12 @@ class DecodeError(Failure):
         return printable(f"{self.name} cannot be read as an image: {self.reason}")
 
 
-def decode(
-    source: str | Path | BinaryIO,
-    size: tuple[int, int] | None = None,
-    channels: int = 3,
-    resize: str = "crop",
-    levels: Levels | None = None,
-) -> np.ndarray:
+def decode(source: str | Path | BinaryIO, preparation: Preparation = Preparation()) -> np.ndarray:  # noqa: B008, immutable
     """Decode an image of one of `FORMATS` (its first frame), upright according to its EXIF orientation.
 
     Transparent parts become white; 16-bit grey is scaled to 8 bits.
 
-    Args:
-        source: path or open file.
-        size: (H, W) to scale to (bicubic, antialiased); None for the image's own size.
-        channels, resize, levels: see `Preparation`.
+    source: path or open file.
 
     Returns:
         uint8 (H, W, channels).
@@ -91,14 +102,14 @@ def decode(
         data = Path(source).read_bytes() if isinstance(source, str | Path) else source.read()
         image = _open(data)
         _check_complete(data, image.format)
-        if size is not None:
-            side = 2 * max(size)
+        if preparation.size is not None:
+            side = 2 * max(preparation.size)
             image.draft(None, (side, side))  # a JPEG is decoded at a smaller scale, at least twice the final size
         is_deep_colour = ";16" in str(image.tile[:1]) and not image.mode.startswith("I")
         image.load()
         if is_deep_colour and np.asarray(image.convert("RGB")).max() < 16:  # Pillow keeps the upper 8 of 16 bits
             raise OSError("16-bit colours that use 12 bits or fewer: magick mogrify -evaluate multiply 16 FILES")
-        return _upright(image, size, channels, resize, levels)
+        return _upright(image, preparation)
 
 
 def pixels_of(image: Image.Image, preparation: Preparation) -> np.ndarray:
@@ -108,7 +119,7 @@ def pixels_of(image: Image.Image, preparation: Preparation) -> np.ndarray:
     """
     with _decode_errors(getattr(image, "filename", "") or "the picture"):
         image.load()
-        return _upright(image, *preparation)
+        return _upright(image, preparation)
 
 
 def image_size(source: str | Path) -> tuple[int, int]:
@@ -154,7 +165,7 @@ def decode_all(paths: Iterable[str], preparation: Preparation) -> Iterator[np.nd
 
     def work(path: str) -> np.ndarray | DecodeError:
         try:
-            return decode(path, *preparation)
+            return decode(path, preparation)
         except DecodeError as error:
             return error
 
@@ -213,10 +224,9 @@ def _check_complete(data: bytes, file_format: str | None) -> None:
         raise OSError("cut short")
 
 
-def _upright(
-    image: Image.Image, size: tuple[int, int] | None, channels: int, resize: str, levels: Levels | None
-) -> np.ndarray:
+def _upright(image: Image.Image, preparation: Preparation) -> np.ndarray:
     """Return a loaded image as uint8 (H, W, channels), upright and resized by one of `RESIZES`."""
+    size, channels, resize, levels = preparation
     with suppress(Exception):  # the EXIF is damaged; the pixels may be intact
         image = ImageOps.exif_transpose(image)
     image = _as_mode(image, "RGB" if channels == 3 else "L", levels)

@@ -18,7 +18,7 @@ from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.base.files import as_on_disk
 from cifar_lit.base.text import listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet, check_class_names
-from cifar_lit.data.photos.decode import IMAGES, decode
+from cifar_lit.data.photos.decode import IMAGES, Preparation, decode
 from cifar_lit.data.photos.layout import PARTS, Listing, Tree, file_at, sort_classes, walk
 
 COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
@@ -317,7 +317,7 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
         place = int(image) if is_row else len(images) + len(files)
         if not is_row:
             file = as_on_disk(key, str(table.parent))
-            files.append(torch.from_numpy(decode(file, (height, width), channels)))
+            files.append(torch.from_numpy(decode(file, Preparation((height, width), channels))))
         parts[split or "train"][key] = place, images.classes.index(label)
     rows = {**parts["train"], **parts["val"]}
     places, labels = torch.tensor([*rows.values()]).T.contiguous()

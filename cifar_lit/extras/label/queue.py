@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.photos.decode import DecodeError, decode, image_size
+from cifar_lit.data.photos.decode import DecodeError, Preparation, decode, image_size
 from cifar_lit.runs.figures import data_uri
 
 SIDE, SMALL_SIDE = 768, 160  # pixels of the image and of its neighbours on the page
@@ -87,6 +87,6 @@ class Queue:
             height, width = image_size(key)
             scale = min(1.0, side / max(height, width))
             size = max(1, round(height * scale)), max(1, round(width * scale))
-            return data_uri(torch.from_numpy(decode(key, size, 3, "squash", self.train.levels)), side)
+            return data_uri(torch.from_numpy(decode(key, Preparation(size, 3, "squash", self.train.levels))), side)
         except DecodeError:
             return ""

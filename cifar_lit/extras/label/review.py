@@ -165,7 +165,7 @@ def _pool(settings: Namespace, classifier: Classifier) -> tuple[list[str], Tenso
             bad.append(f"{path} has a name that a table cannot hold")
             continue
         try:
-            pixels.append(torch.from_numpy(decode(path, *classifier.preparation)))
+            pixels.append(torch.from_numpy(decode(path, classifier.preparation)))
             names.append(path)
         except DecodeError as error:
             bad.append(str(error))

@@ -74,7 +74,7 @@ class Service:
         pixels = []
         for name, data in files:
             try:
-                pixels.append(decode(io.BytesIO(data), *self.classifier.preparation))
+                pixels.append(decode(io.BytesIO(data), self.classifier.preparation))
             except DecodeError as error:
                 raise HTTPException(422, f"{name} cannot be read: {error.reason}") from None
         images = torch.from_numpy(np.stack(pixels))

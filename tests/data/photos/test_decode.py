@@ -73,7 +73,7 @@ def test_transparency_is_blended_with_white(mode: str) -> None:
     ids=["16 bits", "CMYK", "to grey"],
 )
 def test_16_bit_cmyk_and_grey_images_keep_their_colours(data: bytes, channels: int, expected: list[list[int]]) -> None:
-    pixels = decode(io.BytesIO(data), channels=channels)
+    pixels = decode(io.BytesIO(data), Preparation(channels=channels))
     assert pixels.shape[2] == channels
     assert np.abs(pixels[0, : len(expected)].astype(int) - expected).max() <= (1 if channels == 3 else 0)
 
@@ -89,7 +89,7 @@ def test_each_resize_mode_equals_pillows_for_all_proportions(resize: str) -> Non
         data = encoded(image, "PNG")
         for size in ((24, 24), (24, 40), (33, 20), (64, 64)):
             expected = np.asarray(PILLOWS[resize](image, size[::-1], Image.Resampling.BICUBIC))
-            assert np.array_equal(decode(io.BytesIO(data), size, resize=resize), expected), size
+            assert np.array_equal(decode(io.BytesIO(data), Preparation(size, resize=resize)), expected), size
             assert np.array_equal(pixels_of(image, Preparation(size, resize=resize)), expected)
 
 
@@ -105,7 +105,7 @@ def test_a_large_jpeg_is_decoded_at_a_reduced_size_of_at_least_twice_the_target(
     monkeypatch.setattr(JpegImageFile, "load", load_and_note)
     exif[0x0112] = 6  # a landscape file with a portrait image
     jpeg = encoded(blocks(400, 1600), "JPEG", exif=exif)
-    assert decode(io.BytesIO(jpeg), (100, 90)).shape[:2] == (100, 90) and sizes[0] == (800, 200)
+    assert decode(io.BytesIO(jpeg), Preparation((100, 90))).shape[:2] == (100, 90) and sizes[0] == (800, 200)
 
 
 ENCODINGS = [
@@ -210,4 +210,4 @@ def test_dark_16_bit_colours_are_refused_with_a_remedy(tmp_path: Path) -> None:
     ]
     (tmp_path / "dark.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
     with pytest.raises(DecodeError, match="12 bits or fewer: magick mogrify"):
-        decode(tmp_path / "dark.png", (8, 8))
+        decode(tmp_path / "dark.png", Preparation((8, 8)))
