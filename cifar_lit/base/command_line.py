@@ -52,6 +52,17 @@ def command_parser(name: str, description: str) -> ArgumentParser:
     return parser
 
 
+def add_device(parser: ArgumentParser) -> None:
+    """Add the flag of the device."""
+    parser.add_argument("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+
+
+def add_data_dir(parser: ArgumentParser) -> None:
+    """Add the flag of the folder of a run's images."""
+    what = "folder of the images, if they were moved"
+    parser.add_argument("--data-dir", type=str | None, default=None, help=what)
+
+
 def add_coverage(parser: ArgumentParser) -> None:
     """Add the flags of prediction sets."""
     add = parser.add_argument

@@ -63,11 +63,14 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def _free_in_cgroups() -> Iterator[int]:
     """Yield the free bytes, including the file cache, below each memory limit of this container or job."""
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            folder = CGROUPS / line.rpartition(":")[2].strip("/")
-            for group in (folder, *folder.parents):
-                with suppress(OSError, ValueError):  # no limit
-                    limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-                    cached = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-                    yield limit - used + sum(map(int, cached))
+    own = Path("/proc/self/cgroup")
+    if not own.exists():
+        return
+    for line in own.read_text(encoding="utf-8").splitlines():
+        folder = CGROUPS / line.rpartition(":")[2].strip("/")
+        for group in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # no limit
+                limit = int((group / "memory.max").read_text())
+                used = int((group / "memory.current").read_text())
+                cached = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+                yield limit - used + sum(map(int, cached))

@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 from rich.cells import cell_len, set_cell_size
 
-from cifar_lit.base.command_line import add_coverage, command_parser, parsed
+from cifar_lit.base.command_line import add_coverage, add_device, command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path, writing
 from cifar_lit.base.hardware import limit_busy_waiting, resolve_device
@@ -44,8 +44,9 @@ def classify(argv: list[str]) -> int:
     from cifar_lit.inference.sets import requested_sets
 
     classifier = load(settings.run, device=resolve_device(settings.accelerator))
+    check_rate(settings.reject, classifier.card.reject)
     if settings.reject is not None:
-        classifier.reject = check_rate(settings.reject, classifier.card.reject)
+        classifier.reject = settings.reject
     classifier.coverage = requested_sets(settings, classifier.card.coverage)
     keep_freed_memory()
     files = list(find_images(settings.paths, sys.stdin.buffer))
@@ -80,7 +81,7 @@ def _settings(argv: list[str]) -> Namespace:
     reject = "mark images as unknown at this false-alarm rate, up to 0.5 (default: 0.05)"
     add("--reject", type=float | None, default=None, metavar="RATE", help=reject)
     add_coverage(parser)
-    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add_device(parser)
     settings = parsed(parser, _sorted_argv(argv))
     if not settings.paths:
         raise UsageError("classify needs a run and images: cifar-lit classify lightning_logs/NAME IMAGES")
@@ -110,10 +111,7 @@ def _sorted_argv(argv: list[str]) -> list[str]:
             flags.append(arg)
         else:
             paths.append(arg)
-    paths += remaining
-    if any(path.startswith("-") for path in paths):
-        flags.append("--")
-    return flags + paths
+    return [*flags, "--", *paths, *remaining]
 
 
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
@@ -124,10 +122,9 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
     failed = 0
     with ExitStack() as stack:
         writers: list[Write] = []
-        if settings.csv is not None:
-            writers.append(stack.enter_context(_row_file(settings.csv, CsvRows, top, len(files))))
-        if settings.jsonl is not None:
-            writers.append(stack.enter_context(_row_file(settings.jsonl, JsonRows, top, len(files))))
+        for target, kind in ((settings.csv, CsvRows), (settings.jsonl, JsonRows)):
+            if target is not None:
+                writers.append(stack.enter_context(_row_file(target, kind, top, len(files))))
         on_stdout = "-" in (settings.csv, settings.jsonl)
         if not writers:
             on_stdout = True

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat
 from rich.table import Table
 
@@ -48,19 +50,15 @@ Pairs = list[tuple[str, str, McNemar]]
 
 def compare(words: list[str]) -> None:
     """Compare runs; raise UsageError if there are none."""
-    parser = command_parser("compare", DESCRIPTION)
-    add = parser.add_argument
-    add("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/cpu91-*', or a folder of runs")
-    add("--csv", type=str | None, default=None, help="write a row for each run to this file (- for standard output)")
-    add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")
-    text = "a difference in accuracy, in points; for groups of seeds, print how many seeds would find it"
-    add("--difference", type=PositiveFloat, default=0.2, help=text)
-    settings = parsed(parser, words)
+    settings = _settings(words)
     runs = [read_run(path) for path in find_runs(settings.runs)]
     if not any(run.metrics or run.settings for run in runs):
         raise UsageError(f"no run in {' '.join(settings.runs)}: give run folders, a pattern, or a folder of runs")
-    differences, grouped, hits = differing(runs), groups(runs), hits_by_run(runs)
-    (tests, reasons), over_seeds = pairs(runs, hits), seed_pairs(grouped, hits)
+    differences = differing(runs)
+    grouped = groups(runs)
+    hits = hits_by_run(runs)
+    tests, reasons = pairs(runs, hits)
+    over_seeds = seed_pairs(grouped, hits)
     if settings.csv:
         write_or_say("--csv", settings.csv, _as_csv(runs, differences))
     if settings.json:
@@ -71,9 +69,7 @@ def compare(words: list[str]) -> None:
         _show_differences(runs, differences)
     _show_figures(runs)
     say(*data_differences(runs))
-    if any(group["accuracy"]["n"] > 1 for group in grouped):
-        _show_groups(grouped)
-    say(*filter(None, map(repeat_line, grouped)))
+    _show_groups(grouped)
     if over_seeds:
         _show_seed_pairs(grouped, over_seeds, settings.difference / 100)
     else:  # a test of single nets says less
@@ -81,6 +77,17 @@ def compare(words: list[str]) -> None:
         say(*reasons)
     for file in filter(None, (settings.csv, settings.json)):
         say(f"wrote {display_path(Path(file).expanduser())}")
+
+
+def _settings(words: list[str]) -> Namespace:
+    parser = command_parser("compare", DESCRIPTION)
+    add = parser.add_argument
+    add("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/cpu91-*', or a folder of runs")
+    add("--csv", type=str | None, default=None, help="write a row for each run to this file (- for standard output)")
+    add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")
+    text = "a difference in accuracy, in points; for groups of seeds, print how many seeds would find it"
+    add("--difference", type=PositiveFloat, default=0.2, help=text)
+    return parsed(parser, words)
 
 
 # ---- console
@@ -127,20 +134,25 @@ def _show_figures(runs: Sequence[RunRecord]) -> None:
 
 
 def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
-    names = list(grouped[0]["settings"])
+    """Print a table if a group has several seeds, and which groups repeat a seed."""
     rows = []
+    has_seeds = False
     for group in sorted(grouped, key=lambda group: -group["accuracy"]["mean"]):
         accuracy, seconds = group["accuracy"], group["train_seconds"]
         mean, time = f"{100 * accuracy['mean']:.2f}%", ""
         if accuracy["std"] is not None:
             mean += f" ± {100 * accuracy['std']:.2f}"
+            has_seeds = True
         if seconds:
             time = f"{seconds['mean']:,.1f}"
         figures = [str(accuracy["n"]), mean, limits_text(accuracy, ".2f", 0.01), time]
         rows.append([group["recipe"], *group["settings"].values(), *figures])
-    columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
-    title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
-    _table(title, columns, rows, 1 + len(names))
+    if has_seeds:
+        names = list(grouped[0]["settings"])
+        columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
+        title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
+        _table(title, columns, rows, 1 + len(names))
+    say(*filter(None, map(repeat_line, grouped)))
 
 
 def repeat_line(group: dict[str, Any]) -> str:
@@ -187,14 +199,19 @@ def _show_pairs(tests: Pairs, hits: Mapping[str, Hits]) -> None:
 
 def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
     """Return the result of McNemar's test of two runs in words."""
-    p = f"p = {test.mid:.2g}"
-    better, worse = first, second
-    if test.second > test.first:
-        better, worse = second, first
+    better, worse = _ranked(first, second, test)
     counts = f"  {max(test[:2])} images are correct only in {better}, {min(test[:2])} only in {worse}."
+    result = f"{better} and {worse} do not differ significantly"
     if test.mid < 0.05:
-        return f"{better} is significantly better than {worse} ({p}):", counts
-    return f"{better} and {worse} do not differ significantly ({p}):", counts
+        result = f"{better} is significantly better than {worse}"
+    return f"{result} (p = {test.mid:.2g}):", counts
+
+
+def _ranked(first: str, second: str, test: McNemar) -> tuple[str, str]:
+    """Return the better run, then the other."""
+    if test.second > test.first:
+        return second, first
+    return first, second
 
 
 def group_differences(first: str, second: str, hits: Mapping[str, Hits]) -> list[str]:
@@ -203,9 +220,7 @@ def group_differences(first: str, second: str, hits: Mapping[str, Hits]) -> list
     lines = []
     for name, test in tests.items():
         if test.mid < 0.05:
-            worse = second
-            if test.second > test.first:
-                worse = first
+            _, worse = _ranked(first, second, test)
             counts = f"{test.first} images are correct only in {first}, {test.second} only in {second}"
             lines.append(f"  {name}: {worse} is worse (p = {test.mid:.2g}): {counts}.")
     if lines:
@@ -229,11 +244,9 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
     for index, run in enumerate(runs):
         settings = {name: values[index] for name, values in differences.items()}
         rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures, "note": run.note})
-    names: dict[str, None] = {}
-    for row in rows:
-        names |= dict.fromkeys(row)
-    del names["note"]
-    columns = [*names, "note"]
+    columns = list(dict.fromkeys(chain(*rows)))
+    columns.remove("note")
+    columns.append("note")
     return csv_text([columns, *([row.get(name) for name in columns] for row in rows)])
 
 

@@ -6,9 +6,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Column, Table
@@ -115,7 +116,7 @@ def check(accelerator: str, net: str, width: float, batch_size: int) -> None:
     machine = detect_machine()
     prefix = "" if accelerator == "auto" else resolve_device(accelerator, machine)
     table = Table("device", "precision", Column("images/s", justify="right"), Column("× cpu", justify="right"))
-    baseline: dict[str, float] = {}
+    fastest_on_cpu = None
     failed = []
     for device in machine.devices:
         if not device.startswith(prefix):
@@ -127,9 +128,9 @@ def check(accelerator: str, net: str, width: float, batch_size: int) -> None:
             failed.append(device)
             continue
         if device == "cpu":
-            baseline = speeds
+            fastest_on_cpu = max(speeds.values())
         for precision, speed in speeds.items():
-            ratio = f"{speed / max(baseline.values()):.2f}" if baseline else ""
+            ratio = f"{speed / fastest_on_cpu:.2f}" if fastest_on_cpu else ""
             table.add_row(device, precision, f"{speed:,.0f}", ratio)
     console = for_tables()
     console.print(f"training steps of {net}, width {width:g}, batches of {batch_size} images of 32 × 32 pixels")
@@ -139,7 +140,7 @@ def check(accelerator: str, net: str, width: float, batch_size: int) -> None:
         raise Failure(f"{', '.join(failed)} cannot train. {remedy}")
 
 
-def run_probe(device: str, settings: dict[str, Any]) -> dict[str, float]:
+def run_probe(device: str, settings: Mapping[str, object]) -> dict[str, float]:
     """Call `try_device` in a new process and return its speeds; raise Failure if it fails or hangs."""
     command = [sys.executable, "-m", "cifar_lit.cli.devices", device, json.dumps(settings)]
     try:
@@ -157,24 +158,20 @@ def try_device(device: str, net: str, width: float, batch_size: int) -> dict[str
     """Return images/s by dtype; raise Failure if the losses differ from those of the CPU in float64."""
     import torch
 
-    settings: dict[str, Any] = {"net": net, "width": width, "batch_size": batch_size}
-    expected, _ = train("cpu", torch.float64, **settings)
-    kind = device.partition(":")[0]
-    precision = choose_precision(detect_machine(), kind)[0]
+    expected = list(islice(train("cpu", torch.float64, net, width, batch_size), CHECKED))
+    precision, _ = choose_precision(detect_machine(), device.partition(":")[0])
     speeds = {}
     for name in ("float32", *HALF.get(precision, ())):
-        losses, step = train(device, getattr(torch, name), **settings)
-        error = max(abs(loss / exact - 1) for loss, exact in zip(losses, expected, strict=True))
+        losses = train(device, getattr(torch, name), net, width, batch_size)
+        error = max(abs(float(next(losses) / exact) - 1) for exact in expected)
         if not error <= TOLERANCE[name]:  # also for nan
             raise Failure(f"wrong losses in {name}: off by {error:.1e}, where {TOLERANCE[name]:.0e} is allowed")
-        speeds[name] = batch_size * steps_per_second(step)
+        speeds[name] = batch_size * steps_per_second(losses)
     return speeds
 
 
-def train(
-    device: str, dtype: torch.dtype, net: str, width: float, batch_size: int
-) -> tuple[list[float], Callable[[], torch.Tensor]]:
-    """Train a net on drawn numbers; return the loss of the first steps, and a function that trains a further one."""
+def train(device: str, dtype: torch.dtype, net: str, width: float, batch_size: int) -> Iterator[torch.Tensor]:
+    """Train a net on drawn numbers without end; yield the loss of each step."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -188,27 +185,23 @@ def train(
     labels = torch.randint(10, (batch_size,)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(images.device.type, enabled=dtype == torch.float16)
-
-    def step() -> torch.Tensor:
+    while True:
         with torch.autocast(images.device.type, dtype, enabled=dtype.itemsize == 2):
             loss = cross_entropy(model(images), labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        return loss
-
-    return [step().item() for _ in range(CHECKED)], step
+        yield loss.detach()
 
 
-def steps_per_second(step: Callable[[], torch.Tensor]) -> float:
-    """Return the speed of a function that trains a step."""
+def steps_per_second(losses: Iterator[torch.Tensor]) -> float:
+    """Return the number of further steps per second of `train`."""
     started = time.perf_counter()
-    steps = 0
-    while steps < TIMED and time.perf_counter() < started + SECONDS:
-        last = step()
-        steps += 1
-    last.item()  # waits for the device
+    for steps, loss in enumerate(losses, 1):  # noqa: B007, used below
+        if steps == TIMED or time.perf_counter() > started + SECONDS:
+            break
+    loss.item()  # waits for the device
     return steps / (time.perf_counter() - started)
 
 

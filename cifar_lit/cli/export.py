@@ -5,13 +5,19 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
 
-from cifar_lit.base.command_line import add_coverage, command_parser, parsed
+from cifar_lit.base.command_line import add_coverage, add_data_dir, command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.text import say
-from cifar_lit.inference.model_file import weights_file
+from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Check, Options, check_request, default_path
+from cifar_lit.inference.export import export as export_net
+from cifar_lit.inference.model_file import load_model_file, weights_file
+from cifar_lit.inference.rejection import check_rate
+from cifar_lit.inference.sets import requested_sets
+from cifar_lit.run.images import run_images, run_or_drawn_images
 
 DESCRIPTION = (
     "Export the net of a run as ONNX, torch-export or safetensors. Input: uint8 images, normalised inside. Output: "
@@ -22,6 +28,31 @@ DESCRIPTION = (
 
 def export(argv: list[str]) -> None:
     """Export a net, and print the differences in predictions and size."""
+    settings = _settings(argv)
+    check_request(settings.to, settings.quantize, settings.reject, covers=settings.coverage is not None)
+    net = load_model_file(settings.run)
+    check_rate(settings.reject, net.card.reject)
+    options = Options(reject=settings.reject, coverage=requested_sets(settings, net.card.coverage))
+    model = weights_file(settings.run)
+    path = default_path(model, settings.to, settings.quantize)
+    if settings.out:
+        path = Path(settings.out).expanduser()
+    if path.exists() and path.samefile(model):
+        raise UsageError(f"{path} is the model to export: name another file with --out FILE")
+    if settings.quantize:
+        calibration = run_images(model.parent, net.card, settings.data_dir, train=True, count=CALIBRATION_IMAGES)
+        say(f"calibrating on {calibration.what}")
+        options = options._replace(calibration=calibration)
+    sample = run_or_drawn_images(model.parent, net.card, settings.data_dir, settings.images)
+    say(f"checking on {sample.what}")
+    _print_check(export_net(net, settings.to, path, sample, options))
+    file = display_path(path)
+    say(f"wrote {file} · {path.stat().st_size / 1e6:.2f} MB", "", "use it:")
+    for line in FORMATS[settings.to].usage:
+        say(line.replace("FILE", repr(file)).replace("PATH", shlex.quote(file)))
+
+
+def _settings(argv: list[str]) -> Namespace:
     parser = command_parser("export", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="run folder, or its model.safetensors")
@@ -32,41 +63,14 @@ def export(argv: list[str]) -> None:
     reject = "add an output `unknown` for this false-alarm rate, up to 0.5"
     add("--reject", type=float | None, default=None, help=reject)
     add_coverage(parser)
-    add("--data-dir", type=str | None, default=None, help="folder of the run's images, if they were moved")
+    add_data_dir(parser)
     add("--images", type=NonNegativeInt, default=1000, help="number of test images for the check; 0 for all")
-    settings = parsed(parser, argv)
+    return parsed(parser, argv)
 
-    from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Options, check_request, default_path
-    from cifar_lit.inference.export import export as export_net
-    from cifar_lit.inference.model_file import load_model_file
-    from cifar_lit.inference.rejection import check_rate
-    from cifar_lit.inference.sets import requested_sets
-    from cifar_lit.run.images import run_images, run_or_drawn_images
 
-    check_request(settings.to, settings.quantize, settings.reject, covers=settings.coverage is not None)
-    net = load_model_file(settings.run)
-    if settings.reject is not None:
-        check_rate(settings.reject, net.card.reject)
-    coverage = requested_sets(settings, net.card.coverage)
-    model = weights_file(settings.run)
-    path = default_path(model, settings.to, settings.quantize)
-    if settings.out:
-        path = Path(settings.out).expanduser()
-    if path.exists() and path.samefile(model):
-        raise UsageError(f"{path} is the model to export: name another file with --out FILE")
-    calibration = None
-    if settings.quantize:
-        calibration = run_images(model.parent, net.card, settings.data_dir, train=True, count=CALIBRATION_IMAGES)
-        say(f"calibrating on {calibration.what}")
-    sample = run_or_drawn_images(model.parent, net.card, settings.data_dir, settings.images)
-    say(f"checking on {sample.what}")
-    result = export_net(net, settings.to, path, sample, Options(calibration, settings.reject, coverage))
+def _print_check(result: Check) -> None:
     agree = f"predicted classes agree on {result.agreeing:,} of {result.images:,} images"
     say(f"{agree} · largest difference of a probability {result.difference:.1e}")
     if result.accuracy:
         before, after = result.accuracy
         say(f"accuracy {before:.2%} of the net, {after:.2%} of the file")
-    file = display_path(path)
-    say(f"wrote {file} · {path.stat().st_size / 1e6:.2f} MB", "", "use it:")
-    for line in FORMATS[settings.to].usage:
-        say(line.replace("FILE", repr(file)).replace("PATH", shlex.quote(file)))

@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,34 +33,33 @@ def train_folds(command: Command) -> None:
     check_several(command)
     folds = int(text)
     parts: list[Mapping[str, Tensor]] = []
-    last: dict[str, Any] = {}
+    images: list[ImageSet] = []  # equal in all trainings
+    names: list[str] = []
 
     def collect(training: Training) -> None:
-        """Keep the predictions for the fold, and the images, equal in all trainings."""
+        """Keep the predictions for the fold, and the images."""
         data = training.data
         predictions = training.model.predictions
         assert predictions is not None
         parts.append({**predictions, "indices": data.parts.fold_rows[predictions["indices"]]})
-        last.update(images=data.train_images, recipe=training.run.folder.name)
+        images[:] = [data.train_images]
+        names[:] = [training.run.folder.name]
 
     trainings = {}
     for fold in range(folds):
         trainings[f"fold {fold + 1} of {folds}"] = {"data.split.folds": folds, "data.split.fold": fold}
-    paths = train_each(command, trainings, after=collect)
-    runs = [(display_path(path), read_metrics(path)["test"]) for path in paths]
-    folder = RunFolder(logs_of(command), f"{last['recipe']}-folds")
+    runs = train_each(command, trainings, after=collect)
+    folder = RunFolder(logs_of(command), f"{names[0]}-folds")
     try:
-        finish(folder.path, runs, parts, last["images"])
+        finish(folder.path, runs, parts, images[0])
     finally:
         folder.release()
 
 
-def finish(
-    folder: Path, runs: Sequence[tuple[str, dict[str, Any]]], parts: Sequence[Mapping[str, Tensor]], images: ImageSet
-) -> None:
+def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tensor]], images: ImageSet) -> None:
     """Write folds.json, predictions.csv and label_errors.csv, and print the results.
 
-    runs: run folder and test metrics of each fold.
+    runs: run folder of each fold.
     parts: `indices` (rows of `images`), `labels` and `probabilities` of the test images of each fold.
     """
     count = write_predictions(folder / "predictions.csv", parts, images)
@@ -69,15 +67,16 @@ def finish(
     probabilities = torch.cat([part["probabilities"] for part in parts])[order].float()
     correct = int((probabilities.argmax(1) == images.labels).sum())
     interval = wilson_interval(correct, count)
+    tests = [read_metrics(run)["test"] for run in runs]
     means = {}
     for name in ("accuracy", "balanced_accuracy", "macro_f1"):
-        spread = mean_interval([test[name] for _, test in runs])
+        spread = mean_interval([test[name] for test in tests])
         means[name] = {part: spread[part] for part in ("n", "mean", "std")}  # folds share images: no interval
     ranking = rank_labels(images.labels, probabilities)
     write_ranking(folder / LIST, images, ranking, ["test"] * len(images))
     accuracy, suspects = correct / count, ranking.suspects
     combined = {"accuracy": accuracy, "interval": interval, "images": count, "suspected_labels": suspects}
-    metrics = {"folds": [path for path, _ in runs], "test": combined, **means}
+    metrics = {"folds": list(map(display_path, runs)), "test": combined, **means}
     write_text(folder / "folds.json", json.dumps(metrics, indent=2) + "\n")
 
     say(

@@ -71,8 +71,6 @@ def measured(header: list[str]) -> tuple[str, str, dict[str, float]]:
     score, _, details = fields["Score"].partition("; ")
     if score.startswith("not measured"):
         return "–", "–", {}
-    if score.startswith("as "):
-        return score, score, {}
     accuracy = score.partition(" (")[0]
     data = fields.get("Data", details).partition(",")[0]
     times = {}

@@ -6,13 +6,13 @@ import os
 import webbrowser
 from pathlib import Path
 
-from cifar_lit.base.command_line import command_parser, parsed
+from cifar_lit.base.command_line import add_data_dir, add_device, command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path, writing
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.memory import keep_freed_memory
 from cifar_lit.base.text import say
-from cifar_lit.inference.model_file import load_model_file
+from cifar_lit.inference.model_file import load_model_file, weights_file
 from cifar_lit.run.images import run_image_data
 from cifar_lit.runs.report import inspected_page
 
@@ -30,15 +30,13 @@ def report(words: list[str]) -> None:
     add("--open", action="store_true", help="open the report in the browser")
     add("--out", type=str | None, default=None, help="file to write (default: report.html in the run's folder)")
     add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
-    add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
-    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add_data_dir(parser)
+    add_device(parser)
     settings = parsed(parser, words)
     device = resolve_device(settings.accelerator)
     net = load_model_file(settings.run).on(device)
     keep_freed_memory()
-    run = Path(settings.run).expanduser()
-    if not run.is_dir():
-        run = run.parent
+    run = weights_file(settings.run).parent
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
         raise UsageError(f"{out} cannot be written: name a file in another folder with --out")

@@ -11,7 +11,7 @@ import torch
 from rich.table import Column, Table
 from torch import Tensor
 
-from cifar_lit.base.command_line import command_parser, parsed
+from cifar_lit.base.command_line import add_data_dir, add_device, command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.hardware import resolve_device
@@ -40,8 +40,8 @@ def test_again(words: list[str]) -> int:
     parser = command_parser("test RUN", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, metavar="RUN", help="folder of a run with test results")
-    add("--data-dir", type=str | None, default=None, help="folder of the images, if they were moved")
-    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add_data_dir(parser)
+    add_device(parser)
     settings = parsed(parser, words)
     run = Path(settings.run).expanduser()
     net = load_model_file(run).on(resolve_device(settings.accelerator))

@@ -107,27 +107,24 @@ def _earlier_group(logs: Path, record: Mapping[str, Any]) -> Path | None:
 
 def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
     """Write seeds.json and print the results."""
-    rows = []
+    values: dict[str, list[float]] = {name: [] for name in RESULTS}
     data = set()
     for run in runs:
         metrics = read_metrics(run)
         test = metrics["test"]
         data.add(str([metrics.get("data"), test.get("fingerprint")]))
-        row: dict[str, Any] = {
-            "accuracy": test["accuracy"],
-            "loss": test["loss"],
-            "train seconds": metrics["train_seconds"],
-        }
+        values["accuracy"].append(test["accuracy"])
+        values["train seconds"].append(metrics["train_seconds"])
+        if test["loss"] is not None:  # a diverged net has none
+            values["loss"].append(test["loss"])
         if "tta" in test:
-            row["accuracy with TTA"] = test["tta"]["accuracy"]
-        rows.append(row)
+            values["accuracy with TTA"].append(test["tta"]["accuracy"])
     if len(data) > 1:
         raise Failure(f"the images have changed between the trainings in {display_path(path)}: remove it, start again")
     spreads = {}
     for name, possible in RESULTS.items():
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if len(values) == len(rows):  # a diverged net has no loss
-            spreads[name] = mean_interval(values, possible)
+        if len(values[name]) == len(runs):
+            spreads[name] = mean_interval(values[name], possible)
             line = f"{name} {mean_text(spreads[name])}"
             if limits := limits_text(spreads[name]):
                 line += f" · 95 % interval of the mean {limits}"

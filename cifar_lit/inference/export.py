@@ -95,13 +95,7 @@ class Options(NamedTuple):
         return names
 
 
-def export(
-    net: LoadedNet,
-    to: str,
-    path: Path,
-    sample: NetImages,
-    options: Options = Options(),  # noqa: B008, immutable
-) -> Check:
+def export(net: LoadedNet, to: str, path: Path, sample: NetImages, options: Options) -> Check:
     """Write a net to a file and compare the file with the net. If they disagree, leave `path` unchanged.
 
     Args:
@@ -181,7 +175,7 @@ class Probabilities(nn.Module):
 
     limits: Tensor
 
-    def __init__(self, net: LoadedNet, options: Options = Options()) -> None:  # noqa: B008, immutable
+    def __init__(self, net: LoadedNet, options: Options) -> None:
         super().__init__()
         self.net, self.options = net, options
         self.highest: float | None = None
@@ -192,10 +186,7 @@ class Probabilities(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the outputs for images."""
-        return self.outputs(self.net(images))
-
-    def outputs(self, logits: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the outputs for logits (B, classes)."""
+        logits = self.net(images)
         probabilities = self.net.probabilities(logits)
         outputs = [probabilities]
         if self.highest is not None:
@@ -209,7 +200,7 @@ class Probabilities(nn.Module):
 
 def runner_of(net: LoadedNet) -> Runner:
     """Return the net itself as a runner."""
-    return torch.no_grad()(Probabilities(net).eval())
+    return torch.no_grad()(Probabilities(net, Options()).eval())
 
 
 class Format(NamedTuple):
@@ -296,21 +287,22 @@ def first(outputs: Tensor | Sequence[Tensor]) -> Tensor:
     return outputs[0]
 
 
-def metadata(net: LoadedNet, options: Options = Options()) -> dict[str, str]:  # noqa: B008, immutable
+def metadata(net: LoadedNet, options: Options) -> dict[str, str]:
     """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
-    channels, height, width = net.card.input_shape
+    card = net.card
+    channels, height, width = card.input_shape
     colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
     entries = {
         "format": FORMAT,
-        "net": net.card.net,
-        "classes": json.dumps(net.card.classes, ensure_ascii=False),
+        "net": card.net,
+        "classes": json.dumps(card.classes, ensure_ascii=False),
         "image_size": json.dumps([height, width]),
         "channels": str(channels),
-        "resize": net.card.resize,
-        "preparation": net.card.preparation.describe(),
+        "resize": card.resize,
+        "preparation": card.preparation.describe(),
         "input": f"images: uint8 (batch, {channels}, {height}, {width}), {colours}, 0 to 255, not normalised",
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
-        "card": json.dumps(asdict(replace(net.card, coverage=None)), ensure_ascii=False),
+        "card": json.dumps(asdict(replace(card, coverage=None)), ensure_ascii=False),
     }
     if options.reject is not None:
         entries |= {"reject": f"{options.reject:g}", "output 2": "unknown: bool (batch,)"}

@@ -103,7 +103,8 @@ class Classifier:
         """Return the result of `predict` for uint8 images (B, C, H, W) of the net's size."""
         rate = self.reject
         if reject is not None:
-            rate = check_rate(reject)
+            check_rate(reject)
+            rate = reject
         wanted = self.coverage
         if isinstance(coverage, Coverage):
             wanted = coverage

@@ -47,13 +47,14 @@ def reject_scores(held_out: Tensor) -> list[float] | None:
     return [round(threshold(scores, rate, rates), 6) for rate in STORED_RATES]
 
 
-def check_rate(rate: float, scores: Sequence[float] | None = ()) -> float:
-    """Return a valid rate. Raise UsageError for an invalid one, and for a model without scores."""
+def check_rate(rate: float | None, scores: Sequence[float] | None = ()) -> None:
+    """Raise UsageError for an invalid rate, and for a model without scores. None, for no rejection, is valid."""
+    if rate is None:
+        return
     if not 0 < rate <= MAX_RATE:
         raise UsageError(f"reject is a false-alarm rate above 0 and up to {MAX_RATE:g}, not {rate:g}: use 0.05")
     if scores is None:
         raise UsageError(f"this model cannot reject images: train it with at least {MIN_HELD_OUT} validation images")
-    return rate
 
 
 def threshold(scores: Sequence[float], rate: float, rates: Sequence[float] = STORED_RATES) -> float:

@@ -75,9 +75,9 @@ def test_a_gpu_without_bfloat16_is_listed_with_its_precision_and_the_reason(monk
 def test_a_gpu_is_checked_in_its_default_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     train, trained = devices.train, list[torch.dtype]()
 
-    def train_on_the_cpu(device: str, dtype: torch.dtype, **settings: Any) -> Any:
+    def train_on_the_cpu(device: str, dtype: torch.dtype, *settings: Any) -> Any:
         trained.append(dtype)
-        return train("cpu", dtype, **settings)
+        return train("cpu", dtype, *settings)
 
     monkeypatch.setattr(devices, "train", train_on_the_cpu)
     monkeypatch.setattr(devices, "detect_machine", lambda: Machine("", 1, False, (("T4", 1),), gpu_fp16=True))

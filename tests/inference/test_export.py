@@ -75,7 +75,7 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
 ) -> None:
     net = fresh(name, side, channels, SMALL_WHITENED if name == "whitened" else None)
     sample, path = noise(20, channels, side), tmp_path / "net"
-    result = export(net, to, path, sample)
+    result = export(net, to, path, sample, Options())
     assert (result.images, result.agreeing, result.accuracy) == (20, 20, None) and result.difference < 1e-5
     expected = (net(sample.images) / 0.25).softmax(1)
     torch.testing.assert_close(FORMATS[to].open(path)(sample.images), expected, rtol=1e-4, atol=1e-5)
@@ -102,7 +102,7 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
 
 def test_the_metadata_has_height_before_width_and_the_levels_of_16_bits() -> None:
     card = ModelCard("lenet", 1.0, [3, 16, 24], CLASSES, [0.5] * 3, [0.25] * 3, levels=[7000, 7366])
-    metadata = module.metadata(LoadedNet(torch.nn.Identity(), card))
+    metadata = module.metadata(LoadedNet(torch.nn.Identity(), card), Options())
     assert json.loads(metadata["image_size"]) == [16, 24] and "uint8 (batch, 3, 16, 24)" in metadata["input"]
     assert metadata["preparation"].endswith(", 16-bit values from 7000 to 7366 scaled to 0 … 255")
     assert json.loads(metadata["card"])["levels"] == [7000, 7366]
@@ -118,7 +118,7 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
     model = module.onnx_model(net, Options())  # takes seconds: made once
     monkeypatch.setattr(module, "onnx_model", lambda net, options: model)
     int8 = export(net, "onnx", tmp_path / "int8.onnx", sample, Options(drawn(True, 200)))
-    plain = export(net, "onnx", tmp_path / "float.onnx", sample)
+    plain = export(net, "onnx", tmp_path / "float.onnx", sample, Options())
     assert int8.agreeing >= 190 and int8.difference > plain.difference
     assert int8.accuracy and plain.accuracy
     assert int8.accuracy[0] == plain.accuracy[0] == plain.accuracy[1] > 0.3
@@ -144,11 +144,11 @@ def test_a_wrong_file_is_removed_and_the_old_one_stays(tmp_path: Path, monkeypat
     other, right = fresh("tudui"), FORMATS["safetensors"]
     other.net.load_state_dict({name: 2 * tensor for name, tensor in other.net.state_dict().items()})
     with pytest.raises(Failure, match=r"cannot write .*nowhere.*"):
-        export(other, "torch-export", tmp_path / "nowhere" / "a.pt2", noise(1))
+        export(other, "torch-export", tmp_path / "nowhere" / "a.pt2", noise(1), Options())
     wrong = right._replace(write=lambda net, *args: right.write(other, *args))
     monkeypatch.setitem(FORMATS, "safetensors", wrong)
     with pytest.raises(Failure, match="the file differs from the net: a probability differs by 0"):
-        export(fresh("tudui"), "safetensors", tmp_path / "a", noise(9))
+        export(fresh("tudui"), "safetensors", tmp_path / "a", noise(9), Options())
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 

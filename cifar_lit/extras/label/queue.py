@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.text import counted, listed, note, progress
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.decode import DecodeError, Preparation, decode, image_size
+from cifar_lit.data.photos.layout import TABLES
+from cifar_lit.data.photos.table import read_table
+from cifar_lit.extras.label.table import Labels, is_cell
+from cifar_lit.inference.classify import find_images
+from cifar_lit.inference.load import Classifier
+from cifar_lit.inference.logits import logits_and_embeddings
+from cifar_lit.inference.model_file import LoadedNet
 from cifar_lit.runs.figures import data_uri
+from cifar_lit.runs.label_errors import LIST, evidence, rank_labels, read_array, write_ranking
+
+if TYPE_CHECKING:
+    from cifar_lit.data.datamodule import ImageData
 
 SIDE, SMALL_SIDE = 768, 160  # pixels of the image and of its neighbours on the page
 NEIGHBOURS = 5
@@ -90,3 +105,75 @@ class Queue:
             return data_uri(torch.from_numpy(decode(key, Preparation(size, 3, "squash", self.train.levels))), side)
         except DecodeError:
             return ""
+
+
+# ---- the images to review
+
+
+def make_queue(
+    run: Path, classifier: Classifier, data: ImageData, labels: Labels, pool: str | None, limit: int | None
+) -> Queue:
+    """Return the images to review, after a pass of the net over them and over the training images.
+
+    They are the training images, the most suspicious first. With a pool, a folder or a table with a column path, they
+    are its images, which have no label.
+    """
+    images, keys = data.train_images, labels.keys
+    if pool:
+        files, pixels = _read_pool(Path(pool).expanduser(), classifier, limit)
+    probabilities, embeddings = _embed(classifier.net, images.take, len(images), "training images")
+    train = (images, keys[: len(images)], embeddings)
+    if pool:
+        probabilities, embeddings = _embed(classifier.net, pixels.__getitem__, len(files), "images to label")
+        return Queue(files, [None] * len(files), probabilities, embeddings, *train)
+    if data.parts.folds and (run / "folds.json").is_file():
+        probabilities = _held_out(run, tuple(probabilities.shape))
+        ranking = rank_labels(images.labels, probabilities)
+    else:
+        probabilities, margins = evidence(run, probabilities)
+        ranking = rank_labels(images.labels, probabilities, margins)
+        write_ranking(run / LIST, images, ranking, data.parts.part_names())
+    order = ranking.rows[:limit]
+    rows = order.tolist()
+    names = [labels.labels[row] for row in rows]
+    return Queue([keys[row] for row in rows], names, probabilities[order], embeddings[order], *train)
+
+
+def _embed(net: LoadedNet, take: Callable[[Tensor], Tensor], count: int, what: str) -> tuple[Tensor, Tensor]:
+    """Return probabilities (N, classes) and embeddings (N, features) of images."""
+    with progress(f"computing embeddings of the {what}", count) as advance:
+        logits, embeddings = logits_and_embeddings(net, take, torch.arange(count), advance)
+    return net.probabilities(logits.to(net.mean.device)).cpu(), embeddings
+
+
+def _held_out(run: Path, shape: tuple[int, ...]) -> Tensor:
+    """Return the predictions of a cross-validation, by nets that were not trained on the image."""
+    probabilities = read_array(run / "probabilities.npy", shape)
+    if probabilities is None:
+        fault = f"{run / 'probabilities.npy'} has not {shape[0]} rows, as the data of this run"
+        raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir")
+    return probabilities
+
+
+def _read_pool(place: Path, classifier: Classifier, limit: int | None) -> tuple[list[str], Tensor]:
+    """Return the readable images of a folder or table: files, and pixels, uint8 (M, H, W, C)."""
+    if place.name.lower().endswith(TABLES):
+        files = [str(place.parent / row.path) for row in read_table(place, labelled=False)]
+    else:
+        files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
+    paths = list(dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files))
+    names, pixels, bad = [], [], []
+    for path in paths[:limit]:
+        if not is_cell(path):
+            bad.append(f"{path} has a name that a table cannot hold")
+            continue
+        try:
+            pixels.append(torch.from_numpy(decode(path, classifier.preparation)))
+            names.append(path)
+        except DecodeError as error:
+            bad.append(str(error))
+    if bad:
+        note(f"left out {counted(len(bad), 'image')}: {listed(bad)}")
+    if not names:
+        raise UsageError(f"there are no readable images in {place}: name a folder of images, or a table of them")
+    return names, torch.stack(pixels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,11 +30,11 @@ class Labels(NamedTuple):
     """The labels of a run's data, training and validation images first."""
 
     column: str  # `path`, or `image` for a data set without files
-    keys: Sequence[str]  # see `Decision.image`
-    labels: Sequence[str]
+    keys: list[str]  # see `Decision.image`
+    labels: list[str]
     extra: str  # a further column: `split` to keep train, val and test, or `group`; empty for none
-    values: Sequence[str]  # cells of the further column
-    groups: Sequence[object]  # images with equal values belong on one side of a split; None for no group
+    values: list[str]  # cells of the further column
+    groups: list[object]  # images with equal values belong on one side of a split; None for no group
 
     def check(self) -> None:
         """Raise Failure for names that a spreadsheet would change or run."""
@@ -93,35 +93,61 @@ def current_labels(data: ImageData) -> Labels:
 
     A cross-validation has no split, unless the data set has its own test images.
     """
-    images, settings, has_folds = data.train_images, data.settings, data.parts.folds > 0
-    names = [images.classes[label] for label in images.labels.tolist()]
-    splits = ["train"] * len(images)
-    val_rows = (images.val_rows or ()) if has_folds else data.split[1].tolist()
-    for row in val_rows:
-        splits[row] = "val"
-    extra = "" if has_folds else "split"
-    if data.dataset != "folder":
-        if settings.images.labels == "coarse":
-            raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
-        keys: Sequence[str] = [str(row) for row in range(len(images))]
-        if str(settings.images.labels).lower().endswith(TABLES):
-            keys = images.names
-        return Labels("image", keys, names, extra, splits, [None] * len(keys))
-    test = load_images("folder", settings, train=False)
+    if data.dataset == "folder":
+        return _labels_of_files(data)
+    images, labels = data.train_images, data.settings.images.labels
+    if labels == "coarse":
+        raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
+    keys = [str(row) for row in range(len(images))]
+    if str(labels).lower().endswith(TABLES):
+        keys = list(images.names)
+    extra = "split"
+    if data.parts.folds:
+        extra = ""
+    return Labels("image", keys, _class_names(images), extra, _sides(data), _groups(images))
+
+
+def _labels_of_files(data: ImageData) -> Labels:
+    images, test = data.train_images, load_images("folder", data.settings, train=False)
     trained = {*images.names}  # without test images, the validation images are the test set
     test_rows = [row for row, name in enumerate(test.names) if name not in trained]
-    folder = settings.path.absolute()
+    folder = data.settings.path.absolute()
     if not folder.is_dir():  # the table of the images
         folder = folder.parent
-    paths = [*images.names, *(test.names[row] for row in test_rows)]
-    keys = [os.path.normpath(folder / name) for name in paths]
-    if has_folds and not test_rows:
+    keys = [os.path.normpath(folder / name) for name in images.names]
+    names = _class_names(images)
+    values = _sides(data)
+    groups = _groups(images)
+    test_names, test_groups = _class_names(test), _groups(test)
+    for row in test_rows:
+        keys.append(os.path.normpath(folder / test.names[row]))
+        names.append(test_names[row])
+        values.append("test")
+        groups.append(test_groups[row])
+    extra = "split"
+    if data.parts.folds and not test_rows:
+        extra = ""
         if images.groups is not None:
-            return Labels("path", keys, names, "group", [*map(str, images.groups.tolist())], [None] * len(keys))
-        return Labels("path", keys, names, "", splits, [None] * len(keys))
-    names += [test.classes[label] for label in test.labels[test_rows].tolist()]
-    groups = _groups(images) + [_groups(test)[row] for row in test_rows]
-    return Labels("path", keys, names, "split", [*splits, *["test"] * len(test_rows)], groups)
+            extra = "group"
+            values = [*map(str, images.groups.tolist())]
+    return Labels("path", keys, names, extra, values, groups)
+
+
+def _class_names(images: ImageSet) -> list[str]:
+    return [images.classes[label] for label in images.labels.tolist()]
+
+
+def _sides(data: ImageData) -> list[str]:
+    """Return `train` or `val` for each training image, of a cross-validation those of the data set itself."""
+    rows: Iterable[int]
+    if data.parts.folds:
+        rows = data.train_images.val_rows or ()
+    else:
+        rows = data.split[1].tolist()
+    sides = ["train"] * len(data.train_images)
+    for row in rows:
+        sides[row] = "val"
+    return sides
 
 
 def _groups(images: ImageSet) -> list[object]:

@@ -6,9 +6,10 @@ import ipaddress
 import socket
 
 import torch
+from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
 
-from cifar_lit.base.command_line import add_coverage, command_parser, parsed
+from cifar_lit.base.command_line import add_coverage, add_device, command_parser, parsed
 from cifar_lit.base.errors import check_packages
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.text import say
@@ -30,6 +31,30 @@ Example: curl -F image=@cat.jpg http://127.0.0.1:8000/predict"""
 
 def serve(argv: list[str]) -> None:
     """Run the service until Ctrl-C or SIGTERM."""
+    settings = _settings(argv)
+    file = weights_file(settings.run)
+    check_packages("serve", ("starlette", "uvicorn", "python_multipart"), "serve")
+    from cifar_lit.extras.serve.app import PAGE, Service
+    from cifar_lit.extras.web import Server, application, listen
+
+    with listen(settings.host, settings.port) as sock:
+        device = resolve_device(settings.accelerator)
+        classifier = load(file, device)
+        check_rate(settings.reject, classifier.card.reject)
+        classifier.reject = settings.reject
+        classifier.coverage = requested_sets(settings, classifier.card.coverage)
+        # Leave one core to the connections: torch's threads spin while they wait.
+        torch.set_num_threads(max(1, choose_threads()[0] - 1))
+        size = "×".join(map(str, classifier.card.input_shape))
+        say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
+        _print_address(*sock.getsockname()[:2])
+        own = socket.gethostname().lower()
+        names = {"localhost", settings.host.lower(), own, f"{own}.local"}
+        Server(application(Service(classifier, settings.max_mb * 1_000_000).routes, PAGE, names)).run([sock])
+    say("stopped")
+
+
+def _settings(argv: list[str]) -> Namespace:
     parser = command_parser("serve", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="folder of a finished run, or its model.safetensors")
@@ -37,31 +62,14 @@ def serve(argv: list[str]) -> None:
     add("--port", type=int, default=8000, help="port to listen on; 0 for a free one")
     add("--reject", type=float | None, default=None, help="mark images as unknown at this false-alarm rate, up to 0.5")
     add_coverage(parser)
-    add("--accelerator", type=str, default="auto", help="device: auto, cpu, gpu, cuda:1 or mps")
+    add_device(parser)
     add("--max-mb", type=PositiveInt, default=10, help="largest request body in MB")
-    settings = parsed(parser, argv)
-    file = weights_file(settings.run)
-    check_packages("serve", ("starlette", "uvicorn", "python_multipart"), "serve")
-    from cifar_lit.extras.serve.app import PAGE, Service
-    from cifar_lit.extras.web import Server, application, listen
+    return parsed(parser, argv)
 
-    with listen(settings.host, settings.port) as sock:
-        host, port = sock.getsockname()[:2]
-        device = resolve_device(settings.accelerator)
-        classifier = load(file, device)
-        classifier.reject = None
-        if settings.reject is not None:
-            classifier.reject = check_rate(settings.reject, classifier.card.reject)
-        classifier.coverage = requested_sets(settings, classifier.card.coverage)
-        # Leave one core to the connections: torch's threads spin while they wait.
-        torch.set_num_threads(max(1, choose_threads()[0] - 1))
-        size = "×".join(map(str, classifier.card.input_shape))
-        say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
-        if not ipaddress.ip_address(host).is_loopback:
-            say(f"any machine on the network can connect to {host}: there is no password and no encryption")
-        address = f"[{host}]" if ":" in host else host
-        say(f"web page and POST /predict at http://{address}:{port} · stop with Ctrl-C")
-        own = socket.gethostname().lower()
-        names = {"localhost", settings.host.lower(), own, f"{own}.local"}
-        Server(application(Service(classifier, settings.max_mb * 1_000_000).routes, PAGE, names)).run([sock])
-    say("stopped")
+
+def _print_address(host: str, port: int) -> None:
+    if not ipaddress.ip_address(host).is_loopback:
+        say(f"any machine on the network can connect to {host}: there is no password and no encryption")
+    if ":" in host:
+        host = f"[{host}]"
+    say(f"web page and POST /predict at http://{host}:{port} · stop with Ctrl-C")
