@@ -8,7 +8,7 @@ import re
 from cifar_lit.base.errors import Failure, UsageError, first_line
 from cifar_lit.base.files import DISK_FULL, find_os_error
 from cifar_lit.base.text import printable
-from cifar_lit.cli.ranks import is_child
+from cifar_lit.cli.launch import is_child
 
 # Messages of torch's allocators, CUDA, cuBLAS and cuDNN. cuDNN finds no engine if none can allocate its workspace.
 NO_MEMORY = re.compile("allocate memory|out of memory|ALLOC(ATION)?_FAILED|unable to find an engine")

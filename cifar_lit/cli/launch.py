@@ -21,7 +21,13 @@ from cifar_lit.cli.flags import LOGS, SHORT, Command, recipe_path
 from cifar_lit.run.resume import is_finished, newest_run_of_job
 
 JOB_NAME = "CIFAR_LIT_JOB"  # set by the user or the scheduler; unique among the jobs that share --logs
+PARENT = "CIFAR_LIT_PARENT"  # environment variable: the process that starts ranks
 REQUEUE_SECONDS = 5.0  # time for SLURM to end a requeued job
+
+
+def is_child() -> bool:
+    """Return whether the parent of this process has started it as a rank."""
+    return "LOCAL_RANK" in os.environ and os.environ.get(PARENT) == str(os.getppid())
 
 
 def is_first_process(environment: Mapping[str, str]) -> bool:

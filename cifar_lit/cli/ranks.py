@@ -18,8 +18,8 @@ import psutil
 from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.base.text import note
+from cifar_lit.cli.launch import PARENT, is_child
 
-PARENT = "CIFAR_LIT_PARENT"  # environment variable: the process that starts ranks
 EXIT_SECONDS = 5.0  # time for a process to end by itself
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
@@ -69,11 +69,6 @@ def end_with_parent() -> None:
         os.environ[PARENT] = str(os.getpid())
     elif sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
-def is_child() -> bool:
-    """Return whether the parent of this process has started it as a rank."""
-    return "LOCAL_RANK" in os.environ and os.environ.get(PARENT) == str(os.getppid())
 
 
 def end_frozen_parent() -> None:

@@ -6,8 +6,10 @@ from itertools import product
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from small_runs import classifier, fitted, shapes_data
 
-from cifar_lit.features.balanced import balanced_order
+from cifar_lit.features.balanced import Balanced, balanced_order
 
 
 @pytest.mark.parametrize("counts", [[50, 7, 1], [3, 0, 4, 10], [9, 9], [4], [1, 40, 1, 1]])
@@ -33,3 +35,18 @@ def test_a_balanced_order_depends_on_seed_and_epoch_and_mixes_the_classes() -> N
     rare = torch.tensor([0] * 90 + [1] * 10)
     shown = torch.cat([balanced_order(rare, 0, epoch) for epoch in (0, 1)])
     assert set(shown.tolist()) == set(range(100))  # all images of the common class, over two epochs
+
+
+def test_a_fit_shows_the_classes_of_its_training_images_equally_often_and_in_another_order_each_epoch() -> None:
+    shown: dict[int, list[int]] = {}
+    note = LambdaCallback(
+        on_train_batch_start=lambda trainer, _, batch, __: shown.setdefault(trainer.current_epoch, []).extend(
+            batch.indices.tolist()
+        )
+    )
+    data = shapes_data(num_classes=3)
+    fitted(classifier(num_classes=3), data, Balanced(), note)
+    for rows in shown.values():
+        assert torch.bincount(data.train_images.labels[rows]).tolist() in ([33, 33, 34], [33, 34, 33], [34, 33, 33])
+        assert set(rows) <= set(data.split[0].tolist())
+    assert shown[0] != shown[1]

@@ -84,7 +84,7 @@ def test_skip_easy_uses_losses_without_class_weights() -> None:
     losses = []
     for settings in ({"skip_easy": {}}, {"class_weights": {}, "skip_easy": {}}):
         added: list[Any] = features(settings)
-        fitted(classifier(lr=1e-12), unequal_data(), *added, max_epochs=1)
+        fitted(classifier(lr=1e-12), unequal_data(), *reversed(added), max_epochs=1)  # in any order
         losses.append(added[0].state_dict()["losses"])
     torch.testing.assert_close(*losses)
 
@@ -102,6 +102,8 @@ def test_a_fit_counts_its_training_images_and_validates_without_weights() -> Non
     images, labels = (values[data.split[1]] for values in (data.train_images.images, data.train_images.labels))
     logits = model.eval()((images.permute(0, 3, 1, 2) / 255 - 0.5) / 0.25)
     assert rows.curve("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)
+    fitted(model, unequal_data(), max_epochs=1)
+    assert not model.loss.changes  # a fit does not inherit the weights of another
 
 
 def test_balancing_the_classes_twice_is_refused() -> None:

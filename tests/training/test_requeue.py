@@ -29,7 +29,7 @@ def test_a_stop_counts_if_a_library_replaces_its_exception(tmp_path: Path, monke
             time.sleep(5)
         raise ValueError("Invalid bounding box")
 
-    monkeypatch.setattr("cifar_lit.train.write_report", draw)
+    monkeypatch.setattr("cifar_lit.train.render", draw)
     answer = run_here([*WORDS, "--epochs", "1"], tmp_path)
     assert answer.code == 143 and "cifar-lit: stopped. Resume with:" in answer.err and "Invalid" not in answer.err
     monkeypatch.undo()
