@@ -87,9 +87,9 @@ def plain_settings(group: str, settings: Mapping[str, object]) -> dict[str, obje
     return plain
 
 
-def saved_settings(state: Mapping[str, Any]) -> dict[str, object]:
+def saved_settings(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in the state of a checkpoint."""
-    settings: dict[str, object] = json.loads(state["settings"])
+    settings: dict[str, Any] = json.loads(state["settings"])
     return settings
 
 
@@ -107,7 +107,9 @@ def changed_settings(
         fixes_length: what depends on the number of epochs, which then must not grow; None if nothing does.
     """
     free = MAY_CHANGE.union(may_change)
-    changed = {name: given[name] for name in saved if name in given and not _are_equal(saved[name], given[name])}
+    changed = {
+        name: given[name] for name in sorted(saved) if name in given and not _are_equal(saved[name], given[name])
+    }
     for name, value in changed.items():
         is_longer = name == END and _is_later(saved[name], value)
         if name in free or (is_longer and not fixes_length):

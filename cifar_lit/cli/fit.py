@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,16 +19,14 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from cifar_lit.base import hardware
 from cifar_lit.base.command_line import instantiated
-from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
-from cifar_lit.base.settings import changed_settings
+from cifar_lit.base.plugins import part_name
 from cifar_lit.base.text import counted, note, say
 from cifar_lit.base.threads import choose_threads
 from cifar_lit.base.trust import untrusted_parts
@@ -51,7 +50,7 @@ from cifar_lit.training.checkpoint import (
     read_checkpoint,
     regular_checkpoint,
 )
-from cifar_lit.training.classifier import ImageClassifier, check_model
+from cifar_lit.training.classifier import TRAINER_SETTINGS, ImageClassifier, check_model
 from cifar_lit.training.orderly_stop import Interrupted
 
 RESUMED_CHECKPOINT = "CIFAR_LIT_RESUME"  # environment variable: the checkpoint that the first process has selected
@@ -80,22 +79,22 @@ def run_command(command: Command) -> Training:
         at_end.callback(folder.release)
         at_end.enter_context(naming_the_command_to_resume(command, settings, folder))
         start, contents = starting_checkpoint(command, settings, resumed, first)
-        changes: dict[str, object] = {}
-        if resumed and start:
-            changes = changes_of_settings(parser, settings, start)
-            notes |= {"resume": display_path(start), "step": str(contents["global_step"])}
 
         parts = instantiated(parser, settings)
         data = ImageData(**parts.data, seed=int(settings.seed_everything))
-        if resumed:
+        model = ImageClassifier(**parts.model)
+        model.program = program_settings(settings)
+        model.may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
+        if resumed and start:
+            model.changes_since(contents, data)  # an error comes before images are loaded
+            notes |= {"resume": display_path(start), "step": str(contents["global_step"])}
             data.load_state_dict(contents["ImageData"])
         else:
             data.evaluate_split_of(contents.get("ImageData", {}))
-        model = ImageClassifier(**parts.model)
         model.build_for(data)
         settings.data.images.mean, settings.data.images.std = data.statistics
         config = parser.dump(settings, skip_none=False)
-        run = Run(folder, yaml.safe_load(config), config, notes, command.name, model.monitored, changes)
+        run = Run(folder, yaml.safe_load(config), config, notes, command.name, model.monitored)
         children = ChildRanks()
         callbacks = [children, *as_list(parts.trainer.callbacks), *run_callbacks(command, run, data, parts)]
         trainer = build_trainer(parts, run, data, callbacks, ranks)
@@ -157,25 +156,21 @@ def starting_checkpoint(
     return checkpoint, contents
 
 
-def changes_of_settings(parser: LightningArgumentParser, settings: Namespace, checkpoint: Path) -> dict[str, object]:
-    """Return the settings that differ from those of the run; raise UsageError if one must not change."""
-    trained = plain_values(checkpoint.resolve().parent.parent / "config.yaml")
-    given = yaml.safe_load(parser.dump(settings, skip_none=False))
-    given["logs"] = trained.get("logs")  # a resumed run stays in its folder
-    may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
-    may_change += [f"data.{name}" for name in ImageData.may_change]
-    return changed_settings(by_name(trained), by_name(given), may_change)
+def program_settings(settings: Namespace) -> dict[str, object]:
+    """Return the settings that model and data do not record themselves, by dotted name, as plain values.
 
-
-def by_name(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a config.yaml by dotted name. A feature is one setting, whatever it holds."""
-    named: dict[str, object] = {}
-    for name, value in settings.items():
-        if re.fullmatch("trainer|model|data|data.(augment|split|images|loading)", name) and isinstance(value, dict):
-            named |= by_name({f"{name}.{key}": each for key, each in value.items()})
-        else:
+    A feature is one setting, whatever it holds. A resumed run stays in its folder, whatever `logs` is.
+    """
+    values = settings.as_dict()
+    named = {"model.metrics": values["model"]["metrics"]}
+    for name, value in values.items():
+        if name not in ("model", "data", "trainer", "logs", "config"):
             named[name] = value
-    return named
+    for name, value in values["trainer"].items():
+        if name not in TRAINER_SETTINGS:
+            named[f"trainer.{name}"] = value
+    plain: dict[str, object] = json.loads(json.dumps(named, default=part_name))
+    return plain
 
 
 @contextmanager

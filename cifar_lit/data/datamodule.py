@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.plugins import NameOrObject, part_name
-from cifar_lit.base.settings import changed_settings, group_of, plain_settings, saved_settings
+from cifar_lit.base.settings import group_of, plain_settings, saved_settings
 from cifar_lit.base.text import listed, note_once
 from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.augment import Augment
@@ -56,7 +56,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
     """
 
     # Settings that may change when a fit is resumed.
-    may_change = ("root", "images.groups", *(f"loading.{field.name}" for field in fields(Loading)))
+    may_change = ("data.root", "data.images.groups", *(f"data.loading.{field.name}" for field in fields(Loading)))
 
     def __init__(
         self,
@@ -80,14 +80,15 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         self.seed = seed
         self.settings = DataSettings(root, self.images, self.loading, split)
         self._val_size = val_size
-        # Settings by name, for checkpoints. Statistics are compared as measured, see `_all_settings`.
+        # Settings by name, for checkpoints. Statistics only if given: else a resumed fit uses those of the checkpoint.
         plain = {"dataset": dataset, "root": root, "batch_size": batch_size, "val_size": val_size, "seed": seed}
         self.given = plain_settings("data", plain)
         self.given |= plain_settings("data.split", asdict(split))
         self.given |= plain_settings("data.augment", asdict(self.augment))
-        compared = asdict(self.images)
-        del compared["mean"], compared["std"]
-        self.given |= plain_settings("data.images", compared)
+        self.given |= plain_settings("data.images", asdict(self.images))
+        for name in ("data.images.mean", "data.images.std"):
+            if self.given[name] is None:
+                del self.given[name]
         self.given |= plain_settings("data.loading", asdict(self.loading))
         self._build_parts()
         self._resumed: dict[str, object] | None = None
@@ -102,10 +103,12 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         self._train_loader: TrainLoader | None = None
         self.parts = SplitImages(self.dataset, self.settings, self._val_size)
         self._placed: dict[tuple[str, torch.device], Placed] = {}
-        self.preprocessing = Preprocessing(
-            self.parts, mean=self.images.mean, std=self.images.std, augment=self.augment, seed=self.seed
-        )
+        self.preprocessing = self._preprocessing()
         self._record: dict[str, object] = {}
+
+    def _preprocessing(self) -> Preprocessing:
+        mean, std = self.images.mean, self.images.std
+        return Preprocessing(self.parts, mean=mean, std=std, augment=self.augment, seed=self.seed)
 
     # ---- images
 
@@ -280,9 +283,10 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         If a schedule needs the length of the fit, Lightning sets up the loaders before it reads the checkpoint, and
         does not restore them.
         """
+        mean, std = self.statistics
         state: dict[str, object] = {
             "split": self.keep_record(),
-            "settings": json.dumps(self._all_settings | {"epochs": self.epochs}),
+            "settings": json.dumps({**self.given, "data.images.mean": mean, "data.images.std": std}),
             "classes": [*self.classes],
         }
         if self._train_loader is not None:
@@ -290,19 +294,17 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Resume a fit with the split of a checkpoint, at its position. Evaluate with the split of a checkpoint.
+        """Resume a fit with the split and the statistics of a checkpoint, at its position. Evaluate with its split.
 
-        Raises:
-            UsageError: images or settings have changed so that the fit cannot be resumed.
+        The module compares the settings, see `ImageClassifier.changes_since`. Raise UsageError for other images.
         """
         if self.trainer is not None and self.trainer.state.fn != "fit":
             self.evaluate_split_of(state_dict)
             return
         saved = saved_settings(state_dict)
-        may_change = [f"data.{name}" for name in self.may_change]
-        changed_settings(saved, self.given, may_change)  # before images are loaded
+        self.images = replace(self.images, mean=saved["data.images.mean"], std=saved["data.images.std"])
         self._keep_split(state_dict)
-        changed_settings(saved, self._all_settings, may_change)  # with the statistics of the kept split
+        self.preprocessing = self._preprocessing()
         if "position" in state_dict:
             self._resumed = state_dict
 
@@ -344,9 +346,3 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             self._build_parts()
         if self.keep_record()["digest"] != record["digest"]:
             raise UsageError(split_fault(self.parts, rows))
-
-    @property
-    def _all_settings(self) -> dict[str, object]:
-        """The settings that checkpoints hold, with measured statistics."""
-        mean, std = self.statistics
-        return {**self.given, "data.images.mean": mean, "data.images.std": std}

@@ -40,8 +40,6 @@ def changes_text(metrics: Metrics) -> str:
     lines = []
     for change in metrics.get("changes", []):
         text = ", ".join(f"{name} {value}" for name, value in change["settings"].items())
-        if not text:
-            text = "as at the start"
         lines.append(f"from step {change['step']}: {text}")
     return "; ".join(lines)
 

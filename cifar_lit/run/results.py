@@ -69,7 +69,7 @@ def run_metrics(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: Ima
         "test_seconds": None,
         "val": None,
         "test": None,
-        "changes": run.changes,
+        "changes": model.changes,
         "versions": versions(),
     }
     if run.trains:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,11 +36,6 @@ class Run(Callback):
         notes: additional lines of the start card by name. `resume` and `step` identify the checkpoint that is resumed.
         command: fit, train (fit and test), validate, test or predict.
         monitored: score that selects the best checkpoint, as in `best_checkpoint`.
-        changed: settings of a resumed run that differ from its config.yaml, which stays as it is.
-
-    Attributes:
-        changes: for each resume with other settings than before: `step`, and the `settings` that differ from
-            config.yaml from there on. Stored in checkpoints, so that a change is forgotten if its steps are lost.
     """
 
     def __init__(
@@ -52,10 +46,7 @@ class Run(Callback):
         notes: dict[str, str],
         command: str,
         monitored: tuple[str, str] = ("val/accuracy", "max"),
-        changed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.changed = dict(changed)
-        self.changes: list[dict[str, Any]] = []
         self.folder, self.settings, self.config, self.notes = folder, settings, config, notes
         self.command, self.trains = command, command in ("fit", "train")
         self.clock = Clock()
@@ -134,19 +125,6 @@ class Run(Callback):
         """Make a resumed run the newest one after its checkpoint has been loaded."""
         if self.folder.resumed and trainer.is_global_zero:
             (self.folder.path / "config.yaml").touch()
-
-    def state_dict(self) -> dict[str, object]:
-        """Return what a resumed run needs to record its changes."""
-        return {"changes": self.changes}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Record the settings that differ from config.yaml, unless they did before."""
-        self.changes = list(state_dict["changes"])
-        before = {}
-        if self.changes:
-            before = self.changes[-1]["settings"]
-        if self.changed != before:
-            self.changes.append({"step": int(self.notes["step"]), "settings": self.changed})
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Create metrics.csv, start the trackers and log augmented training images, before the clock starts."""

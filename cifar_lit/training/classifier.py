@@ -56,12 +56,6 @@ def check_model(h: Mapping[str, Any]) -> None:
         raise UsageError(f"model.temperature must be above 0, or null, not {temperature:g}")
 
 
-def training_settings(hparams: Mapping[str, object], trainer: pl.Trainer) -> dict[str, object]:
-    """Return the settings of an ImageClassifier and its Trainer by dotted name, as `changed_settings` compares them."""
-    limits = {name: getattr(trainer, name) for name in TRAINER_SETTINGS}
-    return {**plain_settings("model", hparams), **plain_settings("trainer", limits)}
-
-
 class ImageClassifier(TrustedNames, pl.LightningModule):
     """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
 
@@ -102,6 +96,12 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         needs_length: name of what depends on the number of epochs, which then cannot grow on resume.
 
     Features set these attributes in their `setup("fit")`; before it, each fit resets them.
+
+    Attributes:
+        program: further settings by dotted name, which a program records in checkpoints and compares on resume.
+        may_change: names among them that may change on resume.
+        changes: for each resume with other settings than before: `step`, and the changed `settings` by name. They are
+            stored in checkpoints, so that a change is forgotten if its steps are lost.
     """
 
     net: nn.Module
@@ -140,7 +140,9 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         self.loss = build_loss(loss, label_smoothing)
         self.rows = TrainingRows(self, self.device)
         self._collector = PredictionCollector()
-        self.trained_with: dict[str, object] = {}  # settings of the current fit
+        self.program: dict[str, object] = {}
+        self.may_change: list[str] = []
+        self.changes: list[dict[str, object]] = []
         self.score: Score | None = None  # last validation or test
         self.views_score: Score | None = None  # last test, with test-time augmentation
         self.predictions: dict[str, Tensor] | None = None  # last test, or validation outside of a fit
@@ -266,7 +268,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     def setup(self, stage: str) -> None:
         """Reset the state of an earlier fit."""
         if stage == "fit":
-            self.trained_with = training_settings(self.hparams, self.trainer)
+            self.changes = []
             self.rows = TrainingRows(self, self.trainer.strategy.root_device)
 
     def on_fit_start(self) -> None:
@@ -388,7 +390,8 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             score = {**self.score._asdict(), "confusion": torch.tensor(self.score.confusion)}
         checkpoint["cifar_lit"] = {
             **self.rows.state_dict(),
-            "settings": json.dumps(self.trained_with),
+            "settings": json.dumps(self._settings()),
+            "changes": self.changes,
             "score": score,
         }
 
@@ -398,7 +401,33 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
             return
         if self.trainer.precision == "64-true":
             self.double()  # Lightning converts the weights after it has loaded them, which would round them
-        state = checkpoint.get("cifar_lit", {})
-        changed_settings(saved_settings(state), self.trained_with, fixes_length=self.needs_length)
+        state = checkpoint["cifar_lit"]
+        self.changes = list(state["changes"])
+        changed = self.changes_since(checkpoint, self.trainer.datamodule)  # type: ignore[attr-defined]
+        if changed:
+            self.changes.append({"step": checkpoint["global_step"], "settings": changed})
         self.rows.load_state_dict(state)
         self.score = Score.from_dict(state["score"])
+
+    def changes_since(self, checkpoint: Mapping[str, Any], data: object) -> dict[str, object]:
+        """Return the settings of model, data, Trainer and program that differ from those of a checkpoint.
+
+        Raises:
+            UsageError: if one must not change.
+        """
+        saved = saved_settings(checkpoint["cifar_lit"])
+        if "ImageData" in checkpoint:
+            saved |= saved_settings(checkpoint["ImageData"])
+        given = {**self._settings(), **getattr(data, "given", {})}
+        may_change = [*self.may_change, *getattr(data, "may_change", ())]
+        return changed_settings(saved, given, may_change, self.needs_length)
+
+    def _settings(self) -> dict[str, object]:
+        """Return the settings of program and model, and of the Trainer in a fit, by dotted name."""
+        settings = {**self.program, **plain_settings("model", self.hparams)}
+        if self.hparams["num_classes"] is None:  # the shape comes from the data
+            del settings["model.num_classes"], settings["model.input_shape"]
+        if self._trainer is not None:
+            limits = {name: getattr(self.trainer, name) for name in TRAINER_SETTINGS}
+            settings |= plain_settings("trainer", limits)
+        return settings

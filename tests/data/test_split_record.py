@@ -17,6 +17,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.settings import Split
 from cifar_lit.data.sources import SOURCES, Source
+from cifar_lit.training.classifier import ImageClassifier
 
 
 @pytest.fixture
@@ -166,11 +167,16 @@ REFUSED = {
 }  # fmt: skip
 
 
+def changes_since(state: dict[str, Any], data: ImageData) -> dict[str, object]:
+    """Return the settings of data that differ from those in a state."""
+    return ImageClassifier().changes_since({"cifar_lit": {"settings": "{}"}, "ImageData": state}, data)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_must_not_change_are_refused_by_name(name: str, photos: Path) -> None:
     state = own_data(photos).state_dict()
     with pytest.raises(UsageError, match=rf"data\.[.\w]*{name}[.\w]* was .* in this run, not .*: leave it out"):
-        own_data(photos, **{name: REFUSED[name]}).load_state_dict(state)
+        changes_since(state, own_data(photos, **{name: REFUSED[name]}))
 
 
 def test_the_place_of_the_images_and_their_loading_may_change(photos: Path) -> None:
@@ -179,6 +185,7 @@ def test_the_place_of_the_images_and_their_loading_may_change(photos: Path) -> N
     moved = photos.rename(photos.with_name("moved"))
     mean, std = data.statistics
     other = own_data(moved, workers=1, placement="host", eval_batch_size=3, mean=mean, std=std)
+    assert changes_since(state, other)
     other.load_state_dict(state)
     assert sides(other) == before
 

@@ -98,7 +98,15 @@ def test_a_training_is_not_prolonged_if_a_feature_depends_on_its_length(feature:
         fitted(classifier(net="shapenet"), shapes_data(), feature, resume=path, max_epochs=5)
 
 
-def test_what_does_not_change_the_training_may_change(tmp_path: Path) -> None:
-    path = middle_of(tmp_path, shapes_data())
-    data = shapes_data(workers=1, placement="host")
-    fitted(classifier(), data, EarlyStop(3), resume=path, max_epochs=3, log_every_n_steps=1)
+def test_what_does_not_change_the_training_may_change_and_is_recorded_once(tmp_path: Path) -> None:
+    path, later = middle_of(tmp_path, shapes_data()), tmp_path / "later.ckpt"
+    save = At(2 * BATCHES + 1, lambda trainer, _: trainer.save_checkpoint(later), after=True)
+    settings: dict[str, Any] = {"max_epochs": 3, "log_every_n_steps": 1}
+    fitted(classifier(), shapes_data(workers=1), EarlyStop(3), save, resume=path, **settings)
+    model = classifier()
+    fitted(model, shapes_data(workers=1, placement="host"), resume=later, **settings)
+    assert [list(change["settings"].items()) for change in model.changes] == [
+        [("data.loading.workers", 1)],
+        [("data.loading.placement", "host")],
+    ]
+    assert [change["step"] for change in model.changes] == [BATCHES + 2, 2 * BATCHES + 1]
