@@ -42,7 +42,7 @@ from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.resume import check_unfinished, find_resumable, run_of
 from cifar_lit.run.run import Run
 from cifar_lit.train import Results, evaluate, fit, predict
-from cifar_lit.training.callbacks import NoProfiler, SlowdownWarning
+from cifar_lit.training.callbacks import SlowdownWarning
 from cifar_lit.training.checkpoint import (
     AtomicCheckpointIO,
     latest_valid_checkpoint,
@@ -304,7 +304,6 @@ def build_trainer(parts: Namespace, run: Run, data: ImageData, callbacks: list[C
         "callbacks": callbacks,
         "logger": loggers,
         "plugins": [*as_list(given.plugins), AtomicCheckpointIO()],
-        "profiler": given.profiler or NoProfiler(),
     }
     if not len(data.split[1]):
         arguments["limit_val_batches"] = 0

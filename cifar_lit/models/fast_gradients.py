@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.overrides import TorchFunctionMode
 
-from cifar_lit.base.hardware import has_amx
-
 LENGTH = 10  # images in a strip; from 5 to 50, the time hardly differs
 MAX_WIDTH = 8  # pixels; on wider images, joining them takes as long as it saves
 MIN_CHANNELS = 128  # with fewer, joining takes longer than it saves
@@ -75,6 +73,8 @@ def convolve(
 
 def _is_slow(maps: Tensor, weight: Tensor, shape: Mapping[str, Any]) -> bool:
     """Return whether a convolution is depthwise, or has 3×3 weights and a padding of 1 pixel and gains by strips."""
+    from cifar_lit.base.hardware import has_amx  # only bfloat16 on a CPU needs it
+
     if shape["groups"] == maps.shape[1] > 1:
         return True
     plain = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}

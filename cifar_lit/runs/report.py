@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 PARTS = ("train", "val", "test")  # `train/loss`, `val/loss` and `test/loss` share a chart
 FIRST_CHARTS = ("loss", "accuracy", "lr", "weight_norm")  # others follow in the order of their columns
-TITLES = {"lr": "learning rate", **{name: metric.text for name, metric in METRICS.items()}}
 # Facts of metrics.json: label and format.
 FACTS = {
     "recipe": ("recipe", "{}"), "net": ("net", "{}"), "parameters": ("parameters", "{:,}"),
@@ -158,7 +157,9 @@ def render(
 
 
 def _title(name: str) -> str:
-    return TITLES.get(name, name.replace("_", " "))
+    if name in METRICS:
+        return METRICS[name].text
+    return "learning rate" if name == "lr" else name.replace("_", " ")
 
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -13,7 +12,6 @@ import psutil
 import rich
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 
 from cifar_lit.base.text import counted, note, say
@@ -110,19 +108,6 @@ class Clock(Callback):
 def wait_for_device(pl_module: pl.LightningModule) -> None:
     """Wait until the device of a module has finished its work."""
     torch.get_device_module(pl_module.device).synchronize()
-
-
-class NoProfiler(PassThroughProfiler):
-    """A profiler that returns the same context manager for all of about fifty calls per step.
-
-    Lightning's default creates a generator for each call, which is a tenth of the Trainer's overhead per step.
-    """
-
-    _CONTEXT: AbstractContextManager[None] = nullcontext()
-
-    def profile(self, action_name: str) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing."""
-        return self._CONTEXT
 
 
 # ---- random state

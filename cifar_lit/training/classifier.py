@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,10 +22,9 @@ from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.image_set import Batch, Pair, as_batch
 from cifar_lit.models.fast_gradients import fast_gradients
 from cifar_lit.models.registry import build_net, check_net, check_shapes
-from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
 from cifar_lit.training.loss import build_loss
-from cifar_lit.training.metrics import Evaluation, PredictionCollector
+from cifar_lit.training.metrics import VIEWS, Evaluation, PredictionCollector, view_logits
 from cifar_lit.training.optimizers import align_restored_state, as_given, build_optimizer, optimizer_settings
 from cifar_lit.training.rows import NotFiniteLoss, TrainingRows, check_finite, log_values
 from cifar_lit.training.schedules import schedule_from, schedule_settings
@@ -208,17 +206,6 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         value = loss.item()
         if not math.isfinite(value):
             raise NotFiniteLoss(f"the loss is {value} at step {self.global_step} of epoch {self.current_epoch}")
-
-    # Lightning inspects this signature at every step. Cached, and with `callbacks.NoProfiler`, `lenet` trains in 0.81
-    # times the time (n = 7).
-    training_step.__signature__ = signature(training_step)  # type: ignore[attr-defined]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Skip nn.Module's checks for an attribute that Lightning sets about forty times a step."""
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
 
     def configure_optimizers(self) -> object:
         """Return the optimizer and its schedule, which spans the whole training.

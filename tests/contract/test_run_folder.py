@@ -12,6 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cifar_lit
+from cifar_lit.training.score import METRICS, RESERVED, BuiltIn
 
 from .command_line import SMALL, checkpoint_of, config_of, files_of, metrics_of, rows_of, run_command
 
@@ -188,3 +189,20 @@ def test_without_validation_images_the_last_checkpoint_is_tested_and_there_is_no
     assert checkpoint_of(run_dir / "checkpoints/last.ckpt")["global_step"] == 7  # batches of 32 from all 200 images
     assert run_command("test", "--ckpt_path", run_dir / "checkpoints/last.ckpt").code == 0
     assert metrics_of(Path("lightning_logs/small-2"))["test"]["loss"] == metrics_of(run_dir)["test"]["loss"]
+
+
+def test_a_metric_is_one_line_of_a_table_and_reaches_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    error_rate = BuiltIn("error rate", "errors", lambda score: 1 - score.accuracy)
+    monkeypatch.setitem(METRICS, "error_rate", error_rate)
+    answer = run_command("--recipe", "small.yaml", "--epochs", "1", "--model.monitor", "error_rate")
+    run = Path("lightning_logs/small-1")
+    test = metrics_of(run)["test"]
+    assert test["error_rate"] == 1 - test["accuracy"]
+    assert f"error rate {test['error_rate']:.4f}" in answer.out
+    assert "val/error_rate" in rows_of(run / "metrics.csv")[0]
+    assert "test error rate" in (run / "report.html").read_text()
+    tags = EventAccumulator(str(run)).Reload().Tags()["scalars"]
+    assert {"val/error_rate", "test/error_rate"} <= {*tags}
+    compared = run_command("compare", "lightning_logs").out
+    assert "error" in compared
+    assert {*test} - {*METRICS} <= {*RESERVED}

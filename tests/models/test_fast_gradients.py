@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.models import fast_gradients as module
 from cifar_lit.models.fast_gradients import LENGTH, MAX_WIDTH, MIN_CHANNELS, FastConvolution, fast_gradients
 from cifar_lit.training.classifier import ImageClassifier
 
 
 @pytest.fixture
 def _amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_amx", lambda: True)
+    monkeypatch.setattr("cifar_lit.base.hardware.has_amx", lambda: True)
 
 
 @pytest.mark.parametrize("shape", [(2 * LENGTH, 3, 5, 5), (LENGTH + 3, 3, 4, 7), (1, 2, 1, 1)])
@@ -100,7 +99,7 @@ def test_each_convolution_gets_the_gradient_that_is_fast_for_it(options: dict[st
 
 
 def test_strips_are_used_on_cpus_with_amx_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_amx", lambda: False)
+    monkeypatch.setattr("cifar_lit.base.hardware.has_amx", lambda: False)
     assert kind_of_gradient() == PLAIN
     assert kind_of_gradient(groups=MIN_CHANNELS) == DEPTHWISE
 

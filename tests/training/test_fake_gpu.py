@@ -22,8 +22,8 @@ from cifar_lit.data import augment, preprocessing
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
 from cifar_lit.data.sources import find_source
-from cifar_lit.models.tta import VIEWS, view_logits
 from cifar_lit.models.whitened import WhitenedNet
+from cifar_lit.training.metrics import VIEWS, view_logits
 from cifar_lit.training.optimizers import build_optimizer
 from cifar_lit.training.rows import TrainingRows
 from cifar_lit.training.schedules import schedule_from

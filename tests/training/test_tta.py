@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cifar_lit.models.tta import VIEWS, view_logits
+from cifar_lit.training.metrics import VIEWS, view_logits
 
 
 def moved(image: Tensor, down: int, right: int) -> Tensor:
