@@ -50,8 +50,9 @@ def train_folds(command: Command) -> None:
         trainings[f"fold {fold + 1} of {folds}"] = {"data.split.folds": folds, "data.split.fold": fold}
     runs = train_each(command, trainings, after=collect)
     folder = RunFolder(logs_of(command), f"{names[0]}-folds")
+    path = folder.claim()
     try:
-        finish(folder.path, runs, parts, images[0])
+        finish(path, runs, parts, images[0])
     finally:
         folder.release()
 

@@ -58,10 +58,11 @@ def train_seeds(command: Command) -> None:
     trainings = {}
     for number, seed in enumerate(seeds, 1):
         trainings[f"seed {seed} ({number} of {len(seeds)})"] = {"seed_everything": seed}
+    path = folder.claim()
     try:
-        write_text(folder.path / FILE, json.dumps(record) + "\n")
-        runs = train_each(command, trainings, folder.path, note_trained)
-        finish(folder.path, record, runs)
+        write_text(path / FILE, json.dumps(record) + "\n")
+        runs = train_each(command, trainings, path, note_trained)
+        finish(path, record, runs)
         if command.json:
             write_seeds_file(command, runs, warm=trained[1:])
     except Interrupted as interruption:
@@ -72,9 +73,9 @@ def train_seeds(command: Command) -> None:
         raise
     finally:
         folder.release()
-        if [entry.name for entry in folder.path.iterdir()] == [FILE]:  # the first training failed at its start
-            (folder.path / FILE).unlink()
-            folder.path.rmdir()
+        if [entry.name for entry in path.iterdir()] == [FILE]:  # the first training failed at its start
+            (path / FILE).unlink()
+            path.rmdir()
 
 
 def read_seeds(text: str) -> list[int]:

@@ -16,7 +16,7 @@ LOCK = ".lock"
 
 
 class RunFolder:
-    """A run's folder, created and locked when `path` is first read, so that an earlier failure leaves no folder.
+    """A run's folder: a new one, or an existing one that is locked and resumed.
 
     The operating system releases the lock when the process ends.
 
@@ -25,7 +25,11 @@ class RunFolder:
         first: whether this is the first process of the run. Other processes do not create a folder, see `follow`.
         job: record of the scheduler job, written to a new folder so that a restarted job finds its run.
 
-    Raise Failure if the folder cannot be written, or another process is writing it.
+    Attributes:
+        path: the folder; `logs` before it is claimed.
+
+    Raises:
+        Failure: another process is writing the folder.
     """
 
     def __init__(
@@ -33,35 +37,34 @@ class RunFolder:
     ) -> None:
         self.logs, self.name, self.resumed = logs, name, path is not None
         self._first, self._job = first, job
-        self._path: Path | None = None
+        self.path = logs
         self._lock: FileLock | None = None
         if path is not None and first:
             self._hold(path)
 
-    @property
-    def path(self) -> Path:
-        """The folder. The first process creates it on first access. In other processes it is `logs` before `follow`."""
-        if self._path is not None:
-            return self._path
-        if not self._first:
-            return self.logs
-        path = self._claim()
-        self._hold(path)
-        if self._job:
-            write_text(path / JOB, self._job)
-        return path
+    def claim(self) -> Path:
+        """Create and lock a new folder, unless it has been claimed. Return the folder.
+
+        Raises:
+            Failure: the folder cannot be written.
+        """
+        if self.path == self.logs:
+            self._hold(self._create())
+            if self._job:
+                write_text(self.path / JOB, self._job)
+        return self.path
 
     @property
     def resumable(self) -> bool:
         """Whether there is a checkpoint to resume from."""
-        return self._path is not None and newest_checkpoint(self._path).is_file()
+        return self.path != self.logs and newest_checkpoint(self.path).is_file()
 
     def follow(self, path: Path) -> None:
         """Use the folder that the first process has created."""
         if not self._first:
-            self._path = path
+            self.path = path
 
-    def _claim(self) -> Path:
+    def _create(self) -> Path:
         pattern = re.compile(re.escape(self.name) + r"-(\d+)")
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -88,7 +91,7 @@ class RunFolder:
             lock.acquire(timeout=0)
         except Timeout:
             raise Failure(f"another process is writing {path}: wait until it ends, or use another run") from None
-        self._lock, self._path = lock, path
+        self._lock, self.path = lock, path
         for partial in path.rglob(f"*{PART}"):
             partial.unlink()
 
@@ -101,9 +104,3 @@ class RunFolder:
             with suppress(OSError):
                 Path(lock.lock_file).unlink()
             lock.release()
-
-
-# ---- Find the run to resume.
-
-
-# ---- Read the files of a run.

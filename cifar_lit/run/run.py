@@ -31,7 +31,7 @@ class Run(Callback):
     """Claim a run folder, write its config.yaml, and create the callbacks and loggers that write to it.
 
     Args:
-        folder: the folder, created on first use unless it is resumed.
+        folder: the folder, claimed in the `setup` of the last callback.
         settings: the parsed configuration as nested plain values.
         notes: additional lines of the start card by name. `resume` and `step` identify the checkpoint that is resumed.
         command: fit, train (fit and test), validate, test or predict.
@@ -107,7 +107,7 @@ class Run(Callback):
             trainer.datamodule.train_dataloader()  # type: ignore[attr-defined]
         path = ""
         if trainer.is_global_zero:
-            path = str(self.folder.path)
+            path = str(self.folder.claim())
         path = trainer.strategy.broadcast(path)
         self.folder.follow(Path(path))
         for checkpoint in trainer.checkpoint_callbacks:

@@ -25,6 +25,7 @@ from cifar_lit.training.rows import log_values
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunFolder]:
     folder = RunFolder(tmp_path / "logs", "fast")
+    folder.claim()
     yield folder
     folder.release()
 
@@ -35,7 +36,7 @@ def header(run: RunFolder) -> list[str]:
 
 def test_each_logging_step_is_a_row_and_each_metric_a_column(run: RunFolder) -> None:
     curves = CurveFile(run)
-    assert not run.logs.exists()  # nothing is created before the first row
+    assert not (run.path / "metrics.csv").exists()  # nothing is created before the first row
     curves.log_metrics({"train/loss": 2.5, "lr": 0.1, "epoch": 0}, 50)
     assert header(run) == list(COLUMNS)
     curves.log_metrics({"val/loss": 2.25, "val/top5": 0.75, "epoch": 0, "a, b": 1.0}, 60)

@@ -22,18 +22,19 @@ from cifar_lit.run.resume import check_unfinished, find_resumable, run_of
 def test_each_run_gets_the_next_number_of_its_recipe_and_a_folder_of_its_own(tmp_path: Path) -> None:
     for name in ("a+b-7", "a+b-old", "a+bc-9", "a+b-8-copy", "aab-20", "a+b", "a+b-"):
         (tmp_path / "logs" / name).mkdir(parents=True)
-    assert [RunFolder(tmp_path / "logs", name).path.name for name in ("a+b", "c", "a+b")] == ["a+b-8", "c-1", "a+b-9"]
+    names = [RunFolder(tmp_path / "logs", name).claim().name for name in ("a+b", "c", "a+b")]
+    assert names == ["a+b-8", "c-1", "a+b-9"]
     with ThreadPoolExecutor(50) as pool:
-        paths = list(pool.map(lambda _: RunFolder(tmp_path, "fast").path, range(50)))
+        paths = list(pool.map(lambda _: RunFolder(tmp_path, "fast").claim(), range(50)))
     assert sorted(path.name for path in paths) == sorted(f"fast-{number}" for number in range(1, 51))
 
 
-def test_the_first_process_creates_the_folder_on_first_access_and_the_others_follow(tmp_path: Path) -> None:
+def test_the_first_process_claims_the_folder_once_and_the_others_follow(tmp_path: Path) -> None:
     first, other = RunFolder(tmp_path / "logs", "fast"), RunFolder(tmp_path / "logs", "fast", first=False)
     first.release()
     assert other.path == tmp_path / "logs"
     assert not (tmp_path / "logs").exists()
-    assert first.path == first.path == tmp_path / "logs" / "fast-1"
+    assert first.claim() == first.claim() == tmp_path / "logs" / "fast-1"
     for folder in (first, other):
         folder.follow(tmp_path / "logs" / "fast-7")
     assert (first.path.name, other.path.name) == ("fast-1", "fast-7")
@@ -41,7 +42,7 @@ def test_the_first_process_creates_the_folder_on_first_access_and_the_others_fol
 
 def test_a_locked_folder_is_refused_and_after_its_release_exactly_one_process_gets_it(tmp_path: Path) -> None:
     first = RunFolder(tmp_path, "fast")
-    path = first.path
+    path = first.claim()
     with pytest.raises(Failure, match=f"another process is writing {path}: wait until it"):
         RunFolder(tmp_path, "fast", path)
     first.release()
@@ -66,7 +67,7 @@ import sys, time
 from pathlib import Path
 from cifar_lit.run.folder import RunFolder
 run = RunFolder(Path(sys.argv[1]), "fast")
-(run.path / sys.argv[2]).touch()
+(run.claim() / sys.argv[2]).touch()
 print(run.path, flush=True)
 time.sleep(60)
 """
