@@ -198,9 +198,10 @@ def train(device: str, dtype: torch.dtype, net: str, width: float, batch_size: i
 def steps_per_second(losses: Iterator[torch.Tensor]) -> float:
     """Return the number of further steps per second of `train`."""
     started = time.perf_counter()
-    for steps, loss in enumerate(losses, 1):  # noqa: B007, used below
-        if steps == TIMED or time.perf_counter() > started + SECONDS:
-            break
+    steps = 0
+    while steps < TIMED and time.perf_counter() < started + SECONDS:
+        loss = next(losses)
+        steps += 1
     loss.item()  # waits for the device
     return steps / (time.perf_counter() - started)
 

@@ -124,6 +124,13 @@ def test_a_training_takes_the_table_with_the_split_of_the_run(layout: str, revie
     assert sorted(path.read_bytes() for path in Path("animals").rglob("*.png")) == before
 
 
+def test_a_cross_validation_keeps_the_test_images_of_its_data_set_apart() -> None:
+    for part in ("train", "test"):
+        draw_folder(Path("animals", part), {"cat": 4, "dog": 4, "owl": 4})
+    sides = [row["split"] for row in exported(write_run("runs/small-1", root="animals", split={"folds": 2}))]
+    assert (sides.count("train"), sides.count("test")) == (12, 12)
+
+
 def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions(review: Callable[..., Answer]) -> None:
     draw_folder(Path("animals"), {"cat": 6, "dog": 6, "owl": 6})
     lines = [f"{name}/{number}.png,{name},{number // 2}" for name in CLASSES for number in range(6)]
