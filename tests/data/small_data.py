@@ -20,7 +20,7 @@ def shapes_data(**settings: Any) -> ImageData:
 def trainer_at(epoch: int, epochs: int | None, training: bool = True, **settings: Any) -> Any:
     """Return a fake Trainer for rank 0 of two devices, in the given epoch."""
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    rank = {"global_rank": 0, "world_size": 2, "strategy": strategy, "lightning_module": None, "callbacks": []}
+    rank = {"global_rank": 0, "world_size": 2, "strategy": strategy, "lightning_module": None}
     length = {"max_epochs": epochs, "max_steps": -1, "accumulate_grad_batches": 1}
     limits = {"limit_train_batches": 1.0, "overfit_batches": 0.0}
     return SimpleNamespace(current_epoch=epoch, training=training, **{**rank, **length, **limits, **settings})

@@ -13,7 +13,6 @@ from torch import Tensor
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.augment import TRANSFORMS, TRIES, Augment, crop_boxes, resized_crop
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.features.resolutions import Resolutions
 
 scaled_data = partial(shapes_data, mean=0.5, std=0.25)
 
@@ -107,7 +106,8 @@ def test_invalid_settings_are_refused_by_name(settings: Any, line: str) -> None:
 
 
 def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
-    data.trainer = trainer_at(epoch, 4, training, world_size=1, callbacks=[Resolutions({6: 0.5})])
+    data.trainer = trainer_at(epoch, 4, training, world_size=1)
+    data.side = {0: 6, 2: None}.get  # as the feature resolutions sets it
     return data
 
 

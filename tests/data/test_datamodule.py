@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.preprocessing import shrink
 from cifar_lit.data.settings import Split
-from cifar_lit.features.resolutions import Resolutions
 
 
 def rows_of(loader: Any) -> list[int]:
@@ -101,17 +100,17 @@ def test_shrink_equals_area_interpolation(height: int, width: int, side: int, ac
 
 
 def test_only_training_images_are_shrunk() -> None:
-    data, callbacks = shapes_data(mean=0.5, std=0.25), [Resolutions({8: 0.5})]
+    data = shapes_data(mean=0.5, std=0.25)
     batch = next(iter(data.train_dataloader()))
+    data.side = {0: 8, 1: None}.get  # by epoch, as the feature resolutions sets it
 
-    def prepared(*epoch_epochs_training: Any) -> Tensor:
-        data.trainer = trainer_at(*epoch_epochs_training, callbacks=callbacks)
+    def prepared(epoch: int, training: bool = True) -> Tensor:
+        data.trainer = trainer_at(epoch, 2, training)
         images: Tensor = data.on_after_batch_transfer(batch, 0).images
         return images
 
-    small = prepared(0, 2)
+    small = prepared(0)
     expected = F.interpolate(batch.images.permute(0, 3, 1, 2).float(), (8, 8), mode="area")
     torch.testing.assert_close(small, (expected / 255 - 0.5) / 0.25, rtol=1e-5, atol=1e-5)
     assert small.is_contiguous(memory_format=torch.channels_last)
-    for epoch, epochs, training in ((1, 2, True), (0, -1, True), (0, None, True), (0, 2, False)):
-        assert prepared(epoch, epochs, training).shape[2:] == (12, 12)
+    assert prepared(1).shape[2:] == prepared(0, training=False).shape[2:] == (12, 12)
