@@ -27,13 +27,13 @@ from cifar_lit.base.command_line import instantiated
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.plugins import part_name
-from cifar_lit.base.text import counted, note, say
+from cifar_lit.base.text import note
 from cifar_lit.base.threads import choose_threads
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import by_slurm, is_first_process, logs_of
 from cifar_lit.cli.ranks import ChildRanks
-from cifar_lit.cli.run_report import StartCard, print_dev_run, print_results
+from cifar_lit.cli.run_report import StartCard, print_result
 from cifar_lit.cli.settings_parser import parse_settings
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features import FEATURES, feature_class
@@ -80,18 +80,11 @@ def run_command(command: Command) -> Training:
         at_end.enter_context(naming_the_command_to_resume(command, settings, folder))
         start, contents = starting_checkpoint(command, settings, resumed, first)
 
-        parts = instantiated(parser, settings)
-        data = ImageData(**parts.data, seed=int(settings.seed_everything))
-        model = ImageClassifier(**parts.model)
-        model.program = program_settings(settings)
-        model.may_change = [name for name in FEATURES if getattr(feature_class(name), "may_change", False)]
         if resumed and start:
-            model.changes_since(contents, data)  # an error comes before images are loaded
             notes |= {"resume": display_path(start), "step": str(contents["global_step"])}
-            data.load_state_dict(contents["ImageData"])
-        else:
-            data.evaluate_split_of(contents.get("ImageData", {}))
-        model.build_for(data)
+
+        parts = instantiated(parser, settings)
+        data, model = build_data_and_model(parts, settings, contents, resumes=resumed is not None)
         settings.data.images.mean, settings.data.images.std = data.statistics
         config = parser.dump(settings, skip_none=False)
         run = Run(folder, yaml.safe_load(config), config, notes, command.name, model.monitored)
@@ -279,6 +272,28 @@ def check_settings(settings: Namespace, ranks: int) -> None:
 # ---- build
 
 
+def build_data_and_model(
+    parts: Namespace, settings: Namespace, checkpoint: dict[str, Any], resumes: bool
+) -> tuple[ImageData, ImageClassifier]:
+    """Return data and model, with the split of the checkpoint to resume or to score.
+
+    Raise UsageError, before images are loaded, for settings that must not change on resume.
+    """
+    data = ImageData(**parts.data, seed=int(settings.seed_everything))
+    model = ImageClassifier(**parts.model)
+    model.program = program_settings(settings)
+    for name in FEATURES:
+        if getattr(feature_class(name), "may_change", False):
+            model.may_change.append(name)
+    if resumes:
+        model.changes_since(checkpoint, data)
+        data.load_state_dict(checkpoint["ImageData"])
+    else:
+        data.evaluate_split_of(checkpoint.get("ImageData", {}))
+    model.build_for(data)
+    return data, model
+
+
 def run_callbacks(command: Command, run: Run, data: ImageData, parts: Namespace) -> list[Callback]:
     """Return the callbacks of the run, with the start card and the features."""
     lines = not command.brief
@@ -325,16 +340,3 @@ def leave_process_group() -> None:
     """Leave the process group of gloo, whose threads can abort the interpreter at exit."""
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()
-
-
-# ---- print
-
-
-def print_result(result: Results | int | None, run: Run, data: ImageData) -> None:
-    """Print the results, the number of predictions, or that a `fast_dev_run` has ended."""
-    if isinstance(result, Results):
-        print_results(run, result, data)
-    elif result:
-        say(f"{counted(result, 'prediction')} in {display_path(run.folder.path)}/predictions.csv")
-    else:
-        print_dev_run()

@@ -119,7 +119,17 @@ def score_lines(scores: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def print_results(run: Run, results: Results, data: ImageData) -> None:
+def print_result(result: Results | int | None, run: Run, data: ImageData) -> None:
+    """Print the results, the number of predictions, or that a `fast_dev_run` has ended."""
+    if isinstance(result, Results):
+        _print_results(run, result, data)
+    elif result:
+        say(f"{counted(result, 'prediction')} in {display_path(run.folder.path)}/predictions.csv")
+    else:
+        say("fast_dev_run: all batches without a failure; nothing was saved")
+
+
+def _print_results(run: Run, results: Results, data: ImageData) -> None:
     """Print the results and the next commands."""
     metrics, val = results.metrics, results.metrics["val"]
     if results.test:
@@ -172,8 +182,3 @@ def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
     if shlex.quote(folder) == folder:
         lines.append(f'  python -c "import cifar_lit; print(cifar_lit.load({folder!r}{argument}))"')
     return lines
-
-
-def print_dev_run() -> None:
-    """Print that a `fast_dev_run` has ended."""
-    say("fast_dev_run: all batches without a failure; nothing was saved")
