@@ -13,9 +13,9 @@ from collections.abc import Mapping, MutableMapping
 from hashlib import sha256
 from pathlib import Path
 
-from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
+from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import note
 from cifar_lit.cli.flags import LOGS, SHORT, Command, recipe_path
 from cifar_lit.run.resume import is_finished, newest_run_of_job

@@ -14,7 +14,7 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
 
 from cifar_lit.base.command_line import PARSER_SETTINGS, SYNONYMS, add_short_flags, parsed
-from cifar_lit.base.config_file import plain_values
+from cifar_lit.base.settings import plain_values
 from cifar_lit.base.trust import check_found, limit_parser
 from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, machine_kind, recipe_path
 from cifar_lit.data.augment import Augment

@@ -13,9 +13,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from cifar_lit.base.command_line import command_parser, parsed
-from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import Failure, UsageError, check_packages, first_line
 from cifar_lit.base.files import display_path, write_text, writing
+from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import note, printable, say
 from cifar_lit.inference.load import HUB
 from cifar_lit.inference.model_file import MODEL, load_model_file, save_weights

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import Failure, UsageError, first_line
 from cifar_lit.base.files import display_path
+from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import listed, nfc
 from cifar_lit.base.trust import check_name
 from cifar_lit.data.image_set import spread_rows

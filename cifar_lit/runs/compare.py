@@ -12,9 +12,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
+from cifar_lit.base.settings import plain_values
 from cifar_lit.base.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
 from cifar_lit.base.text import natural_key
 from cifar_lit.run.folder import LOCK

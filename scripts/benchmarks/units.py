@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision.transforms import ToTensor
 
-from cifar_lit.base.config_file import plain_values
 from cifar_lit.base.hardware import choose_precision, detect_machine
+from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import note
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.datamodule import ImageData

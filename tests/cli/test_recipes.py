@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from contract.command_line import metrics_of, run_command
 
-from cifar_lit.base.config_file import plain_values
+from cifar_lit.base.settings import plain_values
 from cifar_lit.cli.flags import recipe_names, recipe_path
 
 SHORT = ["--dataset", "shapes", "--data.count", "120", "--data.val_size", "20", "--epochs", "2", "--accelerator", "cpu"]

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from cifar_lit import ImageClassifier, ImageData
-from cifar_lit.base.config_file import plain_values
+from cifar_lit.base.settings import plain_values
 from cifar_lit.cli.flags import packaged_recipe
 from cifar_lit.data import augment, preprocessing
 from cifar_lit.data.image_set import ImageSet
