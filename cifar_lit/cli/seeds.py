@@ -137,7 +137,7 @@ def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
 
 # ---- the file of --json
 
-PLACES = re.compile(r"--(data-dir|data\.root|data\.loading\.cache_dir)=")  # paths, left out of the recorded flags
+PLACES = re.compile(r"--(data-dir|data\.root|data\.(loading\.)?cache_dir)=")  # paths, left out of the recorded flags
 FIGURES = ("seed", "dataset", "accelerator", "precision", "parameters", "images_per_second", "test_seconds")
 SCORES = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
 

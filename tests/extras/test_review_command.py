@@ -147,7 +147,7 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions(review: C
     def visit(client: TestClient) -> None:
         images = client.get("images").json()["images"]
         assert [images[0][key] for key in ("name", "label", "predicted")] == ["1.png", "dog", "cat"]
-        assert len(images) == 5
+        assert len(images) == 5 and (folds / "labels-reviewed.csv").exists()  # written at the start
         assert client.post("decide", json={"item": 0, "action": "relabel", "label": "cat"}).status_code == 200
 
     answer = review(visit, folds, "--limit", "5")
