@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Action
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -109,11 +110,9 @@ def parsed(
         further: valid flags that the parser does not have.
         files: settings of configuration files. Later ones take precedence, and flags over all.
     """
-    settings = None
+    configs = [f"--config={json.dumps(values)}" for values in files]
     try:
-        for values in files:
-            settings = parser.parse_object(dict(values), settings)
-        return parser.parse_args(argv, settings)
+        return parser.parse_args([*configs, *argv])
     except ArgumentError as error:
         raise UsageError(_explain(str(error), parser, list(further))) from error
 
