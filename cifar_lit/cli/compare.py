@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat
@@ -25,12 +24,11 @@ from cifar_lit.runs.compare import (
     differing,
     find_runs,
     group_tests,
-    groups,
     hits_by_run,
     pairs,
     read_run,
 )
-from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
+from cifar_lit.runs.seeds import Group, SeedPairs, groups, seed_pairs
 from cifar_lit.training.score import METRICS
 
 DESCRIPTION = (
@@ -133,12 +131,12 @@ def _show_figures(runs: Sequence[RunRecord]) -> None:
     _table(title, list(cells), list(zip(*cells.values(), strict=True)))
 
 
-def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
+def _show_groups(grouped: Sequence[Group]) -> None:
     """Print a table if a group has several seeds, and which groups repeat a seed."""
     rows = []
     has_seeds = False
-    for group in sorted(grouped, key=lambda group: -group["accuracy"]["mean"]):
-        accuracy, seconds = group["accuracy"], group["train_seconds"]
+    for group in sorted(grouped, key=lambda group: -group.accuracy["mean"]):
+        accuracy, seconds = group.accuracy, group.train_seconds
         mean, time = f"{100 * accuracy['mean']:.2f}%", ""
         if accuracy["std"] is not None:
             mean += f" ± {100 * accuracy['std']:.2f}"
@@ -146,25 +144,25 @@ def _show_groups(grouped: Sequence[dict[str, Any]]) -> None:
         if seconds:
             time = f"{seconds['mean']:,.1f}"
         figures = [str(accuracy["n"]), mean, limits_text(accuracy, ".2f", 0.01), time]
-        rows.append([group["recipe"], *group["settings"].values(), *figures])
+        rows.append([group.recipe, *group.settings.values(), *figures])
     if has_seeds:
-        names = list(grouped[0]["settings"])
+        names = list(grouped[0].settings)
         columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
         title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
         _table(title, columns, rows, 1 + len(names))
     say(*filter(None, map(repeat_line, grouped)))
 
 
-def repeat_line(group: dict[str, Any]) -> str:
+def repeat_line(group: Group) -> str:
     """Return how many runs of a group repeat a seed; empty if none does."""
-    runs, seeds = len(group["runs"]), group["accuracy"]["n"]
+    runs, seeds = len(group.runs), group.accuracy["n"]
     if seeds == runs:
         return ""
     repeats = f"{_label(group)}: {runs - seeds} of {runs} runs repeat a seed"
     return f"{repeats}, and only the first run of each seed counts (n = {seeds})"
 
 
-def seed_pair_lines(grouped: Sequence[dict[str, Any]], pair: SeedPairs, difference: float) -> list[str]:
+def seed_pair_lines(grouped: Sequence[Group], pair: SeedPairs, difference: float) -> list[str]:
     """Return the difference between two groups in words. difference: the difference to be found, as a fraction."""
     seeds = pair.over_seeds
     mean = f"{100 * seeds['mean']:+.2f} points over {seeds['n']} equal seeds"
@@ -180,7 +178,7 @@ def seed_pair_lines(grouped: Sequence[dict[str, Any]], pair: SeedPairs, differen
     return lines
 
 
-def _show_seed_pairs(grouped: Sequence[dict[str, Any]], over_seeds: Sequence[SeedPairs], difference: float) -> None:
+def _show_seed_pairs(grouped: Sequence[Group], over_seeds: Sequence[SeedPairs], difference: float) -> None:
     for pair in over_seeds:
         say(*seed_pair_lines(grouped, pair, difference))
     if (count := len(over_seeds)) > 1:
@@ -231,10 +229,10 @@ def group_differences(first: str, second: str, hits: Mapping[str, Hits]) -> list
 # ---- files
 
 
-def _label(group: dict[str, Any]) -> str:
+def _label(group: Group) -> str:
     """Return the recipe of a group and the settings in which it differs from others."""
-    words = [group["recipe"]]
-    for name, value in group["settings"].items():
+    words = [group.recipe]
+    for name, value in group.settings.items():
         words.append(f"{name.rpartition('.')[2]} {value}")
     return " · ".join(words)
 
@@ -253,7 +251,7 @@ def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str
 def _as_json(
     runs: Sequence[RunRecord],
     differences: dict[str, list[str]],
-    grouped: Sequence[dict[str, object]],
+    grouped: Sequence[Group],
     tests: Pairs,
     over_seeds: Sequence[SeedPairs],
 ) -> str:
@@ -267,5 +265,5 @@ def _as_json(
         counts = {"only_first_right": test.first, "only_second_right": test.second}
         compared.append({"first": first, "second": second, **counts, "p_exact": test.exact, "p_mid": test.mid})
     seeds = [pair._asdict() for pair in over_seeds]
-    content = {"runs": rows, "groups": grouped, "pairs": compared, "seed_pairs": seeds}
+    content = {"runs": rows, "groups": [group._asdict() for group in grouped], "pairs": compared, "seed_pairs": seeds}
     return json.dumps(content, indent=2, default=str, skipkeys=True) + "\n"

@@ -15,7 +15,7 @@ from typing import Any
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.stats import SHARE, McNemar, mcnemar, mean_interval, wilson_interval
+from cifar_lit.base.stats import McNemar, mcnemar, wilson_interval
 from cifar_lit.base.text import natural_key
 from cifar_lit.run.folder import LOCK
 from cifar_lit.run.record import GROUP, changes_text, read_metrics, scores_of
@@ -155,7 +155,7 @@ def _flattened(settings: object, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-# ---- Settings, groups and pairs.
+# ---- Settings and pairs.
 
 
 def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
@@ -168,59 +168,17 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
         names |= dict.fromkeys(run.settings)
     texts = {}
     for name in names:
-        if len({_setting_text(run, name) for run in runs if run.settings}) > 1:
-            texts[name] = [_setting_text(run, name) for run in runs]
+        if len({setting_text(run, name) for run in runs if run.settings}) > 1:
+            texts[name] = [setting_text(run, name) for run in runs]
     return texts
 
 
-def _setting_text(run: RunRecord, name: str) -> str:
+def setting_text(run: RunRecord, name: str) -> str:
     """Return the value of a setting as text, strings without quotes and other values as JSON."""
     value = run.settings.get(name, "–")
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def groups(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Group the tested runs that have the same recipe, data and settings, except for the seed and the threads.
-
-    Returns:
-        For each group: `recipe`, `settings` (as text, those that differ between groups), `runs` (names), `seeds` and
-        `accuracies` of the runs, and `mean_interval` of `accuracy` and `train_seconds` over the first run of each seed.
-        If runs used different data, such as a folder that was changed, `settings` has a number of the data as `data`.
-    """
-    tested = [run for run in runs if run.test]
-    names = [name for name in differing(tested) if name not in (SEED, "recipe", "threads")]
-    numbers: dict[str, str] = {}  # number of each data set, in the order of first use
-    for run in tested:
-        numbers.setdefault(run.data, str(len(numbers) + 1))
-    members: dict[tuple[str, ...], list[RunRecord]] = {}
-    for run in tested:
-        key = (run.recipe, *(_setting_text(run, name) for name in names), numbers[run.data])
-        members.setdefault(key, []).append(run)
-    if len(numbers) > 1:
-        names.append("data")
-    return [_summary(names, key, group) for key, group in members.items()]
-
-
-def _summary(names: Sequence[str], key: Sequence[str], group: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return the entry of a group in the result of `groups`. key: its recipe, then its settings."""
-    # Runs that repeat a seed say nothing about the spread over seeds. Runs without a seed are independent.
-    firsts: dict[str, RunRecord] = {}
-    for run in group:
-        label = run.name if run.seed is None else str(run.seed)
-        firsts.setdefault(label, run)
-    accuracies = [run.test["accuracy"] for run in firsts.values()]
-    seconds = [run.metrics["train_seconds"] for run in firsts.values() if run.metrics.get("train_seconds")]
-    return {
-        "recipe": key[0],
-        "settings": dict(zip(names, key[1:], strict=False)),
-        "runs": [run.name for run in group],
-        "seeds": [run.seed for run in group],
-        "accuracies": [run.test["accuracy"] for run in group],
-        "accuracy": mean_interval(accuracies, SHARE),
-        "train_seconds": mean_interval(seconds) if seconds else None,
-    }
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,11 @@ from cifar_lit.runs.compare import (
     RunRecord,
     differing,
     find_runs,
-    groups,
     hits_by_run,
     pairs,
     read_run,
 )
-from cifar_lit.runs.seed_pairs import SeedPairs, seed_pairs
+from cifar_lit.runs.seeds import SeedPairs, groups, seed_pairs
 
 MOSTLY = [True] * 8 + [False] * 2
 HALF = [True] * 5 + [False] * 5
@@ -121,33 +120,33 @@ def test_runs_that_differ_only_in_the_seed_form_a_group() -> None:
     runs.append(make_run("small-7", HALF, lr=0.5))
     runs.append(make_run("small-8", lr=0.7))  # without a test, ignored
     seeds, other = groups(runs)
-    assert [group["settings"] for group in (seeds, other)] == [{"model.lr": "0.1"}, {"model.lr": "0.5"}]
-    assert seeds["seeds"] == [0, 1, 2]
-    accuracy = seeds["accuracy"]
+    assert [group.settings for group in (seeds, other)] == [{"model.lr": "0.1"}, {"model.lr": "0.5"}]
+    assert seeds.seeds == [0, 1, 2]
+    accuracy = seeds.accuracy
     assert (accuracy["n"], accuracy["mean"], accuracy["std"]) == (3, pytest.approx(0.7), pytest.approx(0.1))
     assert accuracy["high"] - accuracy["mean"] == pytest.approx(
         4.30265 * 0.1 / 3**0.5, rel=1e-4
     )  # t for 2 degrees of freedom
-    assert seeds["train_seconds"]["mean"] == 11.0
-    assert (other["accuracy"]["n"], other["accuracy"]["std"]) == (1, None)
+    assert seeds.train_seconds["mean"] == 11.0
+    assert (other.accuracy["n"], other.accuracy["std"]) == (1, None)
 
 
 def test_runs_whose_folder_was_changed_between_them_form_groups_by_data() -> None:
     data = [{"images": "i", "labels": "l"}, {"images": "i", "labels": "corrected"}]
     runs = [make_run(f"small-{number}", HALF, number % 2, data=data[number // 2]) for number in range(4)]
-    assert [(group["settings"], group["runs"]) for group in groups(runs)] == [
+    assert [(group.settings, group.runs) for group in groups(runs)] == [
         ({"data": "1"}, ["small-0", "small-1"]),
         ({"data": "2"}, ["small-2", "small-3"]),
     ]
-    assert [group["settings"] for group in groups(runs[:2])] == [{}]
+    assert [group.settings for group in groups(runs[:2])] == [{}]
 
 
 def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> None:
     same = [make_run(f"a-{n}", [True] * (6 + n) + [False] * (4 - n), 3, lr=0.5) for n in range(3)]
     (group,) = groups(same)
-    assert group["runs"] == ["a-0", "a-1", "a-2"] and group["seeds"] == [3, 3, 3]
-    assert (group["accuracy"]["n"], group["accuracy"]["mean"], group["accuracy"]["low"]) == (1, 0.6, None)
-    assert group["train_seconds"]["n"] == 1
+    assert group.runs == ["a-0", "a-1", "a-2"] and group.seeds == [3, 3, 3]
+    assert (group.accuracy["n"], group.accuracy["mean"], group.accuracy["low"]) == (1, 0.6, None)
+    assert group.train_seconds["n"] == 1
     assert repeat_line(group) == (
         "small: 2 of 3 runs repeat a seed, and only the first run of each seed counts (n = 1)"
     )
@@ -155,7 +154,7 @@ def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> No
     for run in unseeded:
         run.settings["seed_everything"] = False
     (other,) = groups(unseeded)
-    assert other["accuracy"]["n"] == 3 and repeat_line(other) == ""
+    assert other.accuracy["n"] == 3 and repeat_line(other) == ""
     (mixed,) = groups([unseeded[0], make_run("b-3", HALF, 7)])
     assert seed_pairs([mixed, mixed], {}) == []  # they share one seed, and runs without a seed are not paired
 
@@ -163,7 +162,7 @@ def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> No
 def test_the_recipe_is_no_setting_of_a_group() -> None:
     runs = [make_run(name, HALF) for name in ("a", "b")]
     runs[1].settings["recipe"] = runs[1].metrics["recipe"] = "other"
-    assert [(group["recipe"], group["settings"]) for group in groups(runs)] == [("small", {}), ("other", {})]
+    assert [(group.recipe, group.settings) for group in groups(runs)] == [("small", {}), ("other", {})]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Compare two groups of runs over their seeds and over the test images."""
+"""Group runs that differ in their seeds, and compare two groups over seeds and over test images."""
 
 from __future__ import annotations
 
@@ -9,11 +9,60 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cifar_lit.base.stats import MIN_VALUES, Z95, image_interval, mean_interval, t_quantile, verdict
-from cifar_lit.runs.compare import Hits
+from cifar_lit.base.stats import MIN_VALUES, SHARE, Z95, image_interval, mean_interval, t_quantile, verdict
+from cifar_lit.runs.compare import SEED, Hits, RunRecord, differing, setting_text
 
 Z80 = 0.841621  # a standard normal variable is below this value with probability 0.8
 MANY = 1000  # seeds from which the t and normal distributions give nearly the same number
+
+
+class Group(NamedTuple):
+    """Tested runs with the same recipe, data and settings, except for the seed and the threads."""
+
+    recipe: str
+    settings: dict[str, str]  # as text, those that differ between groups
+    runs: list[str]  # names
+    seeds: list[object]  # of each run
+    accuracies: list[float]  # of each run
+    # `stats.mean_interval` over the first run of each seed.
+    accuracy: dict[str, Any]
+    train_seconds: dict[str, Any] | None
+
+
+def groups(runs: Sequence[RunRecord]) -> list[Group]:
+    """Group the tested runs. If they used different data, `settings` has a number of the data as `data`."""
+    tested = [run for run in runs if run.test]
+    names = [name for name in differing(tested) if name not in (SEED, "recipe", "threads")]
+    numbers: dict[str, str] = {}  # number of each data set, in the order of first use
+    for run in tested:
+        numbers.setdefault(run.data, str(len(numbers) + 1))
+    members: dict[tuple[str, ...], list[RunRecord]] = {}
+    for run in tested:
+        key = (run.recipe, *(setting_text(run, name) for name in names), numbers[run.data])
+        members.setdefault(key, []).append(run)
+    if len(numbers) > 1:
+        names.append("data")
+    return [_summary(names, key, group) for key, group in members.items()]
+
+
+def _summary(names: Sequence[str], key: Sequence[str], group: Sequence[RunRecord]) -> Group:
+    """Return the entry of a group in the result of `groups`. key: its recipe, then its settings."""
+    # Runs that repeat a seed say nothing about the spread over seeds. Runs without a seed are independent.
+    firsts: dict[str, RunRecord] = {}
+    for run in group:
+        label = run.name if run.seed is None else str(run.seed)
+        firsts.setdefault(label, run)
+    accuracies = [run.test["accuracy"] for run in firsts.values()]
+    seconds = [run.metrics["train_seconds"] for run in firsts.values() if run.metrics.get("train_seconds")]
+    return Group(
+        recipe=key[0],
+        settings=dict(zip(names, key[1:], strict=False)),
+        runs=[run.name for run in group],
+        seeds=[run.seed for run in group],
+        accuracies=[run.test["accuracy"] for run in group],
+        accuracy=mean_interval(accuracies, SHARE),
+        train_seconds=mean_interval(seconds) if seconds else None,
+    )
 
 
 class SeedPairs(NamedTuple):
@@ -41,8 +90,8 @@ class SeedPairs(NamedTuple):
         return count
 
 
-def seed_pairs(groups: Sequence[Mapping[str, object]], hits: Mapping[str, Hits]) -> list[SeedPairs]:
-    """Return the difference between each two of `compare.groups` that share at least two seeds."""
+def seed_pairs(groups: Sequence[Group], hits: Mapping[str, Hits]) -> list[SeedPairs]:
+    """Return the difference between each two of `groups` that share at least two seeds."""
     pairs = []
     for first, second in combinations(range(len(groups)), 2):
         one, other = _runs_by_seed(groups[first]), _runs_by_seed(groups[second])
@@ -56,10 +105,10 @@ def seed_pairs(groups: Sequence[Mapping[str, object]], hits: Mapping[str, Hits])
     return pairs
 
 
-def _runs_by_seed(group: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
+def _runs_by_seed(group: Group) -> dict[str, tuple[str, float]]:
     """Return name and accuracy of the first run of each known seed. A damaged run may have any value as its seed."""
     runs: dict[str, tuple[str, float]] = {}
-    for seed, name, accuracy in zip(group["seeds"], group["runs"], group["accuracies"], strict=True):
+    for seed, name, accuracy in zip(group.seeds, group.runs, group.accuracies, strict=True):
         if seed is not None:
             runs.setdefault(str(seed), (name, accuracy))
     return runs
