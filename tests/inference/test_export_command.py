@@ -80,6 +80,7 @@ def test_data_dir_gives_the_folder_of_moved_images(run: Path, capsys: pytest.Cap
         ("RUN --to safetensors", "is the model to export: name another file with --out FILE"),
         ("RUN --to safetensors --out RUN/model.safetensors", "is the model to export"),
         ("RUN --to onnx --images -1", "images"),
+        ("RUN --to onnx --reject 0.9", "reject is a false-alarm rate"),
         ("RUN --to onnx --quantise int8", "Did you mean --quantize"),
         ("runs/none --to onnx", "there is no runs/none"),
     ],
