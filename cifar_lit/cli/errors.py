@@ -28,7 +28,7 @@ def explain_error(error: BaseException) -> tuple[str, int]:
         return line, code
     if is_lost_peer(error) or code >= 128:  # the first process says it
         return "", code
-    if isinstance(error, UsageError) and is_child():  # as does the process that started this one
+    if isinstance(error, UsageError) and is_child():  # the process that started this one says it
         return "", code
     return f"[rank {rank}] {line}", code
 

@@ -254,8 +254,8 @@ def batches_of_view(data: ImageData, rows: Tensor, view: int) -> Iterator[Tensor
 STRENGTHS = [0.3, 0.1, 0.03, 0.01, 0.003, 0.001]  # L2 penalties, for standardised features
 ITERATIONS = 60  # L-BFGS iterations for each strength, starting from the previous solution
 FOLDS = 5
-FOLDED_ROWS = 2000  # of features; with more, only one fold is held out
-FITTED_ROWS = 100_000  # of features; more cost memory and hardly improve the accuracy
+FOLDED_ROWS = 2000  # features; with more, only one fold is held out
+FITTED_ROWS = 100_000  # features; more cost memory and hardly improve the accuracy
 
 
 @dataclass(frozen=True)

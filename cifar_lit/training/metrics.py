@@ -71,7 +71,7 @@ class Evaluation(nn.Module):
                 raise UsageError(f"model.metrics: {name!r} is reserved in metrics.json: rename it")
             further[name] = build_part(metric, Metric, num_classes=num_classes).clone()
         self.further = MetricCollection(further, compute_groups=False)
-        self.names = value_names(num_classes, further)  # of the values in a score
+        self.names = value_names(num_classes, further)  # names of the values in a score
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add logits (B, classes) and labels, int64 (B,); -1 is padding."""

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from cifar_lit.base import hardware
 from cifar_lit.base.errors import UsageError
-from cifar_lit.cli.flags import Command, parse
+from cifar_lit.base.hardware import Machine
+from cifar_lit.cli.flags import Command, machine_kind, parse
 from cifar_lit.cli.settings_parser import parse_settings
 
 
@@ -94,3 +96,9 @@ def test_switches_are_recognised_and_unknown_flags_are_left_to_the_parser() -> N
 def test_an_argument_without_a_flag_gets_a_suggestion(argv: list[str], remedy: str) -> None:
     with pytest.raises(UsageError, match=re.escape(remedy)):
         parse("fit", argv)
+
+
+def test_the_default_recipe_is_for_the_accelerator_and_not_for_an_unused_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine("a CPU", 2, False, (("H200", 2**37),), gpu_bf16=True)
+    monkeypatch.setattr(hardware, "detect_machine", lambda: machine)
+    assert [machine_kind(), machine_kind("gpu"), machine_kind("cpu")] == ["gpu", "gpu", "cpu"]

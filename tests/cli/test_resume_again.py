@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from filelock import FileLock
 from jsonargparse import Namespace
 
 from cifar_lit.base.files import PART
-from cifar_lit.cli.fit import RESUMED_CHECKPOINT, starting_checkpoint
+from cifar_lit.cli.fit import RESUMED_CHECKPOINT, resumed_checkpoint, starting_checkpoint
 from cifar_lit.cli.flags import parse
-from cifar_lit.training.checkpoint import read_checkpoint
+from cifar_lit.training.checkpoint import DamagedCheckpoint, read_checkpoint
 
 
 @pytest.fixture
@@ -50,9 +49,11 @@ def test_other_processes_resume_from_the_same_checkpoint(unfinished: Path, monke
     path, _ = starting_checkpoint(command, Namespace(), checkpoints / "last.ckpt", first=True)
     assert path == checkpoints / "best.ckpt"
     shutil.copy(path, checkpoints / "last.ckpt")  # intact again, as on a file system with delayed visibility
-    selected = Path(os.environ[RESUMED_CHECKPOINT])
-    assert selected == path
-    assert starting_checkpoint(command, Namespace(), selected, first=False)[0] == path
+    assert resumed_checkpoint(command, first=False) == path
+    assert starting_checkpoint(command, Namespace(), path, first=False)[0] == path
+    cut_short(path)
+    with pytest.raises(DamagedCheckpoint):  # no other choice than that of the first process
+        starting_checkpoint(command, Namespace(), path, first=False)
 
 
 def test_a_damaged_checkpoint_without_an_alternative_is_an_error(unfinished: Path) -> None:

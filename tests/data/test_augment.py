@@ -107,7 +107,7 @@ def test_invalid_settings_are_refused_by_name(settings: Any, line: str) -> None:
 
 def at(data: ImageData, epoch: int, training: bool = True) -> ImageData:
     data.trainer = trainer_at(epoch, 4, training, world_size=1)
-    data.side = {0: 6, 2: None}.get  # as the feature resolutions sets it
+    data.side = {0: 6, 2: None}.get  # set by the feature resolutions
     return data
 
 
