@@ -54,28 +54,23 @@ class Index(NamedTuple):
     levels: Levels | None  # values of black and white in 16-bit images
 
 
-def decoded(
-    root: Path,
-    files: Sequence[File],
-    arrange: Callable[[Duplicates], Sequence[File]],
-    settings: DataSettings,
-) -> tuple[np.ndarray, Index]:
+def decoded(settings: DataSettings, arrange: Callable[[Duplicates], Sequence[File]]) -> tuple[np.ndarray, Index]:
     """Return the images of the readable files, uint8 (N, H, W, C), and their index.
 
     Missing images are decoded and cached, with a progress bar. The array is private to the process: writing to it
     changes no file.
 
     Args:
-        root: the folder that the files' paths are relative to, or a table in that folder.
-        files: the files, in row order if there are no near-duplicates.
-        arrange: function that returns the files in row order, given the near-duplicates.
-        settings: settings of the source. Without a size, a common size of up to 64 pixels is kept; else images become
+        settings: settings of the source. The root is the folder that the files' paths are relative to, or a table in
+            it. Without a size, a common size of up to 64 pixels is kept; else images become
             32×32. Without `levels`, those of all 16-bit images are used.
+        arrange: function that returns the files in row order, given the near-duplicates.
 
     Raises:
         Failure: the cache cannot be written.
     """
-    real_root, wanted = root.resolve(), Preparation.of(settings.images)
+    files, root, wanted = arrange([]), settings.path, Preparation.of(settings.images)
+    real_root = root.resolve()
     key = sha256(json.dumps([FORMAT, str(real_root), *wanted[:3]]).encode()).hexdigest()[:16]
     cache = settings.loading.cache_path / f"{real_root.name[:40]}-{key}"
     folder = root.parent if root.is_file() else root

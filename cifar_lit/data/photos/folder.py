@@ -13,11 +13,11 @@ import torch
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.data.photos.cache import Duplicates, decoded
+from cifar_lit.data.photos.cache import Duplicates, Index, decoded
 from cifar_lit.data.photos.duplicates import group_files
 from cifar_lit.data.photos.layout import TABLES, File, Listing, Tree, scan
 from cifar_lit.data.photos.table import list_table
-from cifar_lit.data.settings import DataSettings
+from cifar_lit.data.settings import DataSettings, Split
 from cifar_lit.data.sources import Source
 from cifar_lit.data.split import draw_rows
 
@@ -44,82 +44,99 @@ def folder(settings: DataSettings, train: bool) -> ImageSet:
         UsageError: the settings are invalid, or the folder or table has another layout.
         Failure: images are damaged (unless `skip_bad`), or the disk is full.
     """
+    listing, split, root = _list_images(settings), settings.split, settings.path
+
+    def arrange(duplicates: Duplicates) -> dict[str, Tree]:
+        if "all" not in listing.parts:
+            return listing.parts
+        if split.folds:
+            return {"train": listing.parts["all"]}
+        return draw_test(listing, duplicates, split)
+
+    images, index = decoded(settings, lambda duplicates: files_of(arrange(duplicates)))
+    if index.bad and not settings.images.skip_bad:
+        faults = f"{len(index.bad):,} of {len(index.files):,} images {listing.where} cannot be read"
+        remedy = "repair or remove them, or leave them out with --data.skip_bad true"
+        raise Failure(f"{faults}: {_with_reasons(index.bad)}; {remedy}")
+    parts = arrange(index.duplicates)
+    if index.duplicates:
+        _report_duplicates(parts, index.duplicates, listing.where)
+    if train and not split.folds and [*parts] == ["train", "val"]:
+        note_once(
+            f"{root}: no test images except the validation images, which also select the best epoch. "
+            "The test score may be too high; --folds 5 tests on separate images"
+        )
+    if index.levels and not settings.images.levels:
+        low, high = index.levels
+        note_once(f"{root}: 16-bit values from {low:,} to {high:,} become black to white (--data.levels)")
+    used = dict(parts)
+    if train:
+        used.pop("test", None)
+    else:
+        last = [*parts][-1]
+        used = {last: parts[last]}
+    return _image_set(images, index, listing, used, train)
+
+
+def _list_images(settings: DataSettings) -> Listing:
+    """Return the image files of a folder or a table, without those that were added since a resumed training began."""
     if settings.root is None:
         layout = "a table, or a folder with train/<class>/… and test/<class>/…"
         raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
-    root, split, wanted = settings.path, settings.split, settings.images
-    is_table = root.suffix.lower() in TABLES and root.is_file()
-    if split.group is not None and not is_table:
-        fault = f"data.split.group names a column of a table, but {root} is not a table"
-        raise UsageError(f"{fault}: list the images in a table")
-    where = f"of {root}" if is_table else f"below {root}"
-    if is_table:
-        listing = list_table(root, split.group, wanted.skip_bad, wanted.group_names)
+    root, group, wanted = settings.path, settings.split.group, settings.images
+    if root.suffix.lower() in TABLES and root.is_file():
+        listing = list_table(root, group, wanted.skip_bad, wanted.group_names)
     else:
+        if group is not None:
+            fault = f"data.split.group names a column of a table, but {root} is not a table"
+            raise UsageError(f"{fault}: list the images in a table")
         listing = scan(root)
         if SUBFOLDER in wanted.group_names:
             listing = replace(listing, columns={SUBFOLDER: subfolders(listing)})
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
-    classes = tuple(next(iter(listing.parts.values())))
+    return listing
 
-    def parts_by(duplicates: Duplicates) -> dict[str, Tree]:
-        if "all" not in listing.parts:
-            return listing.parts
-        if split.folds:
-            return {"train": listing.parts["all"]}
-        return draw_test(listing.parts["all"], listing.groups, duplicates, split.test_size, split.seed, where)
 
-    files = files_of(parts_by([]))
-    images, index = decoded(root, files, lambda duplicates: files_of(parts_by(duplicates)), settings)
-    bad, duplicates, levels = index.bad, index.duplicates, index.levels
-    if bad and not wanted.skip_bad:
-        faults = f"{len(bad):,} of {len(files):,} images {where} cannot be read: {_with_reasons(bad)}"
-        raise Failure(f"{faults}; repair or remove them, or leave them out with --data.skip_bad true")
-    parts = parts_by(duplicates)
-    if duplicates:
-        _report_duplicates(parts, duplicates, where)
-    tests_on_val = [*parts] == ["train", "val"]
-    if train and tests_on_val and not split.folds:
-        note_once(
-            f"{root}: no test images except the validation images, which also select the best epoch. "
-            "The test score may be too high; --folds 5 tests on separate images"
-        )
-    if levels and not wanted.levels:
-        low, high = levels
-        note_once(f"{root}: 16-bit values from {low:,} to {high:,} become black to white (--data.levels)")
-    used = [part for part in parts if part != "test"] if train else [*parts][-1:]
+def _image_set(images: np.ndarray, index: Index, listing: Listing, parts: Mapping[str, Tree], train: bool) -> ImageSet:
+    """Return the readable images of some parts. images: uint8 (N, H, W, C), of all parts; the test images come last."""
     labels: list[int] = []
     paths: list[str] = []
     val_rows = None
-    for part in used:
+    for part, tree in parts.items():
+        _report_unreadable(part, tree, index.bad, listing.where)
         first = len(labels)
-        for label, members in enumerate(parts[part].values()):
-            readable = [file.path for file in members if file.path not in bad]
+        for label, members in enumerate(tree.values()):
+            readable = [file.path for file in members if file.path not in index.bad]
             labels += [label] * len(readable)
             paths += readable
         if train and part == "val":
             val_rows = range(first, len(labels))
-        members = files_of({part: parts[part]})
-        skipped = {file.path: bad[file.path] for file in members if file.path in bad}
-        if skipped:
-            total = f"{len(members):,} {part} images {where}"
-            note_once(f"{len(skipped):,} of {total} are left out: {_with_reasons(skipped)}")
-    start = 0 if train else len(images) - len(labels)  # the test images come last
-    groups = group_files(paths, listing.groups, duplicates)
-    columns = {name: [values.get(path, "") for path in paths] for name, values in listing.columns.items()}
+    start = 0
+    if not train:
+        start = len(images) - len(labels)
+    groups = group_files(paths, listing.groups, index.duplicates)
     return ImageSet(
         torch.from_numpy(images[start : start + len(labels)]),
         torch.tensor(labels, dtype=torch.int64),
-        classes,
+        listing.classes,
         val_rows,
         mapped=True,
         groups=None if groups is None else torch.from_numpy(groups),
         names=paths,
-        levels=levels,
-        skipped=[*bad],
-        columns=columns,
+        levels=index.levels,
+        skipped=[*index.bad],
+        columns={name: [values.get(path, "") for path in paths] for name, values in listing.columns.items()},
     )
+
+
+def _report_unreadable(part: str, tree: Tree, bad: Mapping[str, str], where: str) -> None:
+    """Report the files of a part that are left out."""
+    members = files_of({part: tree})
+    skipped = {file.path: bad[file.path] for file in members if file.path in bad}
+    if skipped:
+        total = f"{len(members):,} {part} images {where}"
+        note_once(f"{len(skipped):,} of {total} are left out: {_with_reasons(skipped)}")
 
 
 FOLDER = Source(folder, at_hand=lambda settings: settings.root is not None and settings.path.exists())
@@ -145,27 +162,27 @@ def files_of(parts: Mapping[str, Tree]) -> list[File]:
     return files
 
 
-def draw_test(
-    tree: Tree, groups: Mapping[str, str], duplicates: Duplicates, test_size: float, split_seed: int, where: str
-) -> dict[str, Tree]:
-    """Split `tree` into train and test. `test_size` of each class is drawn; groups and near-duplicates stay together.
+def draw_test(listing: Listing, duplicates: Duplicates, split: Split) -> dict[str, Tree]:
+    """Split all images into train and test: `test_size` of each class. Groups and near-duplicates stay together.
 
     Raise UsageError if no image can be spared for testing.
     """
+    tree = listing.parts["all"]
     files = files_of({"all": tree})
     counts = np.array([len(members) for members in tree.values()])
     labels = np.repeat(np.arange(len(counts)), counts)
     # The order by hash is the same with every library and on every machine.
     digests = []
     for file in files:
-        digests.append(sha256(f"{split_seed}/{nfc(file.path)}".encode(errors="surrogateescape")).digest())
+        digests.append(sha256(f"{split.seed}/{nfc(file.path)}".encode(errors="surrogateescape")).digest())
     order = np.empty(len(files), np.int64)
     order[sorted(range(len(files)), key=digests.__getitem__)] = np.arange(len(files))
     # A class with two or more images has at least one image on each side.
-    sizes = np.array([min(max(round(count * test_size), 1), count - 1) for count in counts.tolist()])
-    tests = draw_rows(labels, sizes, order, group_files([file.path for file in files], groups, duplicates))
+    sizes = np.array([min(max(round(count * split.test_size), 1), count - 1) for count in counts.tolist()])
+    tests = draw_rows(labels, sizes, order, group_files([file.path for file in files], listing.groups, duplicates))
     if not tests.any():
-        raise UsageError(f"every class {where} has only one image or group, so no test images can be drawn: add images")
+        fault = f"every class {listing.where} has only one image or group"
+        raise UsageError(f"{fault}, so no test images can be drawn: add images")
     tested = {file for file, is_test in zip(files, tests.tolist(), strict=True) if is_test}
     parts: dict[str, Tree] = {"train": {}, "test": {}}
     for name, members in tree.items():

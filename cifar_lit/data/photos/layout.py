@@ -48,11 +48,17 @@ Tree = dict[str, list[File]]  # the sorted files of each class, in label order
 class Listing:
     """The image files of a data set."""
 
+    where: str  # the folder or table, for messages
     # Train, then val and test if they exist; or only `all`, from which test images are drawn. All parts have the same
     # classes. Classes may be empty except in train.
     parts: dict[str, Tree]
     groups: Mapping[str, str] = field(default_factory=dict)  # by path, for files that stay on one side of a split
     columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # for `data.groups`: values by path
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in label order."""
+        return tuple(next(iter(self.parts.values())))
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
@@ -85,7 +91,7 @@ def scan(root: Path) -> Listing:
     else:
         trees = {"all": reader.tree(top)}
     reader.note(top)
-    return Listing(trees)
+    return Listing(f"below {root}", trees)
 
 
 class _Reader:

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -192,19 +192,53 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
             f"{len(missing):,} of {len(listed_rows):,} images of {table} do not exist: {listed(missing)}; "
             f"paths are relative to {folder}/. {remedy}"
         )
-    rows: dict[str, Row] = {}  # by path; `split` is the part
+    rows = _unique_rows(table, listed_rows, found)
+    names = {row.label for row in rows.values()}
+    check_class_names(sorted(names), f"in {table}, the class")
+    classes = sort_classes(names)
+    if len(classes) == 1:
+        raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
+    used = {row.split for row in rows.values()}
+    if used in ({"train"}, {"val"}, {"test"}, {"val", "test"}):
+        absent = "val or test" if "train" in used else "train"
+        raise UsageError(f"{table} has no {absent} rows: add some, or remove the split column to draw test images")
+    parts: dict[str, Tree] = {}
+    for part in ("train", "val", "test", "all"):
+        if part in used:
+            parts[part] = {name: [] for name in classes}
+    files = [file_at(os.path.join(folder, path), path) for path in rows]  # noqa: PTH118
+    for file in sorted(files, key=lambda file: (nfc(file.path), file)):
+        row = rows[file.path]
+        parts[row.split][row.label].append(file)
+    untrained = [name for name, members in next(iter(parts.values())).items() if not members]
+    if untrained:
+        raise UsageError(f"{table} has no training images of class {listed(untrained)}: add some, or remove the class")
+    groups = {path: row.group for path, row in rows.items() if row.group}
+    by_column = {}
+    for place, column in enumerate(columns):
+        by_column[column] = {path: row.values[place] for path, row in rows.items()}
+    return Listing(f"of {table}", parts, groups, by_column)
+
+
+def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, str]) -> dict[str, Row]:
+    """Return the rows by the paths of their files, with `all` or a part of `PARTS` as split.
+
+    found: files by the paths in the table. Raise UsageError if rows contradict each other.
+    """
+    rows: dict[str, Row] = {}
     same_files: dict[str, str] = {}  # path by the absolute path
     part_of_group: dict[str, str] = {}
     for row in listed_rows:
         path = found.get(row.path, row.path)
-        path = same_files.setdefault(os.path.abspath(os.path.join(folder, path)), path)  # noqa: PTH100, PTH118
-        part = PARTS.get(row.split.lower(), "")
+        path = same_files.setdefault(os.path.abspath(os.path.join(table.parent, path)), path)  # noqa: PTH100, PTH118
+        part = PARTS.get(row.split.lower(), "all")
         fault = ""
-        if row.split and not part:
+        if row.split and part == "all":
             fault = f"split {row.split!r} is none of {', '.join(PARTS)}.{nearest(row.split, PARTS)}"
         row = row._replace(split=part)
         above = rows.setdefault(path, row)
-        if bool(part) != bool(next(iter(rows.values())).split):
+        first = next(iter(rows.values()))
+        if (part == "all") != (first.split == "all"):
             fault = "some rows have a split, others none: give each one, or leave the column out"
         elif row.group and part_of_group.setdefault(row.group, part) != part:
             fault = f"group {row.group!r} is in {part_of_group[row.group]} and in {part}: leave it in one"
@@ -214,31 +248,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
                 fault = f"{path} has the {column} {here!r}, and {before!r} in a row above"
         if fault:
             raise UsageError(f"{table}, row {row.number}: {fault}")
-    names = {row.label for row in rows.values()}
-    check_class_names(sorted(names), f"in {table}, the class")
-    classes = sort_classes(names)
-    if len(classes) == 1:
-        raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
-    used = {row.split or "all" for row in rows.values()}
-    is_complete = {"train"} < used  # with val or test
-    if "all" not in used and not is_complete:
-        absent = "val or test" if "train" in used else "train"
-        raise UsageError(f"{table} has no {absent} rows: add some, or remove the split column to draw test images")
-    parts: dict[str, Tree] = {
-        part: {name: [] for name in classes} for part in ("train", "val", "test", "all") if part in used
-    }
-    files = [file_at(os.path.join(folder, path), path) for path in rows]  # noqa: PTH118
-    for file in sorted(files, key=lambda file: (nfc(file.path), file)):
-        row = rows[file.path]
-        parts[row.split or "all"][row.label].append(file)
-    untrained = [name for name, members in next(iter(parts.values())).items() if not members]
-    if untrained:
-        raise UsageError(f"{table} has no training images of class {listed(untrained)}: add some, or remove the class")
-    groups = {path: row.group for path, row in rows.items() if row.group}
-    by_column = {}
-    for place, column in enumerate(columns):
-        by_column[column] = {path: row.values[place] for path, row in rows.items()}
-    return Listing(parts, groups, by_column)
+    return rows
 
 
 # ---- From paths in a table to files.

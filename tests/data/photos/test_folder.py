@@ -28,7 +28,7 @@ def flat(tmp_path: Path) -> Path:
 
 
 def drawn(root: Path, test_size: float, seed: int) -> dict[str, Tree]:
-    return draw_test(scan(root).parts["all"], {}, [], test_size, seed, f"below {root}")
+    return draw_test(scan(root), [], Split(test_size=test_size, seed=seed))
 
 
 def test_train_and_test_are_read_and_other_files_ignored(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
