@@ -207,7 +207,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
             "pin_memory": self.device.type != "cpu",
             **self._rank_settings,
         }  # fmt: skip
-        if self._overfits:
+        if self.trainer and self.trainer.overfit_batches > 0:  # type: ignore[attr-defined]
             loader = TrainLoader(**settings, order=in_order)
         else:
             loader = self.make_train_loader(**settings)
@@ -239,15 +239,6 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         # ImageClassifier uses `Batch.loss_weight` and ignores `PADDING`. Other modules do neither.
         weighted = getattr(module, "weighs_batches", module is None)
         return {"rank": self.trainer.global_rank, "world": self.trainer.world_size, "weighted": weighted}
-
-    @property
-    def _overfits(self) -> bool:
-        """Whether the Trainer repeats the same batches in every epoch."""
-        trainer: Any = self.trainer
-        if trainer is None:
-            return False
-        overfits: bool = trainer.overfit_batches > 0
-        return overfits
 
     # ---- batches on the device
 

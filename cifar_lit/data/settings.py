@@ -129,18 +129,10 @@ class Loading:
 
     @property
     def cache_path(self) -> Path:
-        """The folder of decoded images."""
-        folder = default_cache_dir()
-        if self.cache_dir:
-            folder = Path(self.cache_dir)
-        return folder.expanduser()
-
-
-def default_cache_dir() -> Path:
-    """Return $CIFAR_LIT_CACHE, else $XDG_CACHE_HOME/cifar-lit, else ~/.cache/cifar-lit."""
-    if directory := os.environ.get("CIFAR_LIT_CACHE"):
-        return Path(directory)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cifar-lit"
+        """Folder of decoded images. Default: $CIFAR_LIT_CACHE, $XDG_CACHE_HOME/cifar-lit or ~/.cache/cifar-lit."""
+        caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+        folder = self.cache_dir or os.environ.get("CIFAR_LIT_CACHE") or f"{caches}/cifar-lit"
+        return Path(folder).expanduser()
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from small_runs import same as same_bits
 from torch import Tensor
 
 from cifar_lit.base.files import PART
-from cifar_lit.data.settings import default_cache_dir
+from cifar_lit.data.settings import Loading
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHONPATH = f"{ROOT}:{ROOT}/tests:{Path(__file__).parent}"
-CACHE = str(default_cache_dir().expanduser())  # shared: it lists the user's own runs
+CACHE = str(Loading().cache_path)  # shared: it lists the user's own runs
 LIMIT = 300.0  # seconds until a command counts as frozen
 SCRIPT = (str(ROOT / "scripts" / "train.py"),)
 

@@ -16,7 +16,7 @@ from own_images import damage, decodings, open_set, save, save_photo, values
 
 from cifar_lit.base.errors import Failure
 from cifar_lit.data.photos import cache, decode
-from cifar_lit.data.settings import default_cache_dir
+from cifar_lit.data.settings import Loading
 
 
 def slot(root: Path) -> Path:
@@ -124,7 +124,7 @@ def test_the_environment_sets_the_cache_folder(root: Path, tmp_path: Path, monke
     before = sorted(root.rglob("*"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("CIFAR_LIT_CACHE", raising=False)
-    assert default_cache_dir() == tmp_path / "xdg/cifar-lit"
+    assert Loading().cache_path == tmp_path / "xdg/cifar-lit"
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "named"))
     open_set(root)
     assert list((tmp_path / "named").glob("pets-*/index.json")) and sorted(root.rglob("*")) == before
