@@ -2,6 +2,10 @@
 
 `Trainer(callbacks=[WeightAverage(decay=0.999)])` in Python, `weight_average: {decay: 0.999}` in a recipe, and
 `--weight_average.decay 0.999` on the command line mean the same. To add a feature, write its file and its line here.
+In its `setup("fit")`, a feature sets attributes of the model and the data, see `ImageClassifier` and `ImageData`. Its
+class may have `may_change = True` if a resumed run may add, change or remove it, and a static method
+`adjust_settings(own, settings)`, which sets on the command line what the settings leave open.
+
 The callbacks run in this order. jsonargparse reads a class with @final as a group of settings, and others as a
 class_path.
 """
@@ -16,7 +20,7 @@ from typing import Any
 _CLASSES = {
     "finetune": "Finetune",
     "weight_average": "WeightAverage",
-    "skip_easy": "SkipEasy",  # before class_weights, as it compares losses without weights
+    "skip_easy": "SkipEasy",
     "class_weights": "ClassWeights",
     "balanced": "Balanced",
     "resolutions": "Resolutions",
