@@ -1,7 +1,7 @@
 """Build and check nets by name: our own, torchvision's, timm's, or those of other modules.
 
-To add a net, write a builder and add a line to `NETS`. Nets of other modules are named by import path
-(`my_nets.MyNet`).
+To add a net, write a builder with its `NetSpec` and add a line to `NETS`. Nets of other modules are named by import
+path (`my_nets.MyNet`).
 """
 
 from __future__ import annotations
