@@ -58,7 +58,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     """An image classification net with cross-entropy loss, metrics, optimizer and schedule.
 
     Trains and tests on any datamodule or DataLoader with batches `(images, labels)`: normalised float images (B, C, H,
-    W) and int64 labels (B,). A batch may also have the other attributes of `data.batch.Batch`.
+    W) and int64 labels (B,), or with batches of the type `data.image_set.Batch`.
 
     Args:
         net: name of a net; or a class, a function or a `NetSpec` (see `models.registry`), or the import path of one; or
@@ -187,7 +187,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     # ---- training
 
     def training_step(self, batch: Batch | Pair, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch, multiplied by its `loss_weight` if it has one (see `data.batch.Batch`)."""
+        """Return the mean loss of a batch, multiplied by its `loss_weight` (see `data.image_set.Batch`)."""
         batch = as_batch(batch)
         with fast_gradients(batch.images):
             logits = self(batch.images)
@@ -294,10 +294,10 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         """Name of the score that selects the best checkpoint, such as `val/accuracy`, and its mode, `max` or `min`."""
         name = self.hparams["monitor"]
         further = self.evaluation.further
-        is_loss = name == "loss"
-        if name in further:
-            is_loss = further[name].higher_is_better is False
-        return f"val/{name}", "min" if is_loss else "max"
+        mode = "max"
+        if name == "loss" or (name in further and further[name].higher_is_better is False):
+            mode = "min"
+        return f"val/{name}", mode
 
     def on_validation_epoch_start(self) -> None:
         """Reset the metrics, and broadcast the running statistics of norms from the first device."""

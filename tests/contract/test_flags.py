@@ -66,6 +66,10 @@ def test_every_setting_is_a_flag_and_devices_are_a_number_a_list_or_auto() -> No
         assert str(printed_config(*SMALL, "--devices", devices)["trainer"]["devices"]) == devices
 
 
+def test_a_flag_changes_one_setting_of_a_recipes_feature() -> None:
+    assert printed_config("--recipe", "cpu91", "--skip_easy.share", "0.4")["skip_easy"] == {"share": 0.4, "start": 0.2}
+
+
 def test_recipe_takes_a_packaged_name_or_a_path(working_folder: Path) -> None:
     assert printed_config("--recipe", "quickstart")["data"]["dataset"] == "shapes"
     assert printed_config("--recipe", "resnet18")["model"]["net"] == "resnet18"
