@@ -277,7 +277,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         mean, std = self.statistics
         state: dict[str, object] = {
             "split": self.keep_record(),
-            "settings": json.dumps({**self.given, "data.images.mean": mean, "data.images.std": std}),
+            "settings": json.dumps({**self.given, "data.images.mean": mean, "data.images.std": std}, sort_keys=True),
             "classes": [*self.classes],
         }
         if self._train_loader is not None:
