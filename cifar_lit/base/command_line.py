@@ -93,7 +93,9 @@ def add_short_flags(parser: ArgumentParser, short: Mapping[str, str]) -> None:
     options = parser._option_string_actions
     for flag, setting in short.items():
         # A feature is one option, whose settings the parser finds by the name before the first dot.
-        long = options.get(f"--{setting}") or options[f"--{setting.partition('.')[0]}"]
+        long = options.get(f"--{setting}") or options.get(f"--{setting.partition('.')[0]}")
+        if long is None:  # a feature that was deleted
+            continue
         options[f"--{flag}"] = ShortFlag(flag, setting, long)
         long.help = f"short: --{flag}; {long.help}"
 
