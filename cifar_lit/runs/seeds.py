@@ -20,10 +20,10 @@ class Group(NamedTuple):
     """Tested runs with the same recipe, data and settings, except for the seed and the threads."""
 
     recipe: str
-    settings: dict[str, str]  # as text, those that differ between groups
-    runs: list[str]  # names
-    seeds: list[object]  # of each run
-    accuracies: list[float]  # of each run
+    settings: dict[str, str]  # only those that differ between groups, as text
+    runs: list[str]  # names, in the order of their seeds and accuracies
+    seeds: list[object]
+    accuracies: list[float]
     # `stats.mean_interval` over the first run of each seed.
     accuracy: dict[str, Any]
     train_seconds: dict[str, Any] | None

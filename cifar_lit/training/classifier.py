@@ -87,15 +87,14 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         monitor: validation score that selects the best checkpoint: accuracy, balanced_accuracy, macro_f1, top5 (with
             more than five classes), loss (the lowest), or one of `metrics`.
 
+    Features set `loss.changes`, `regroup`, `class_balance` and `needs_length` in their `setup("fit")`; before it, each
+    fit resets them.
+
     Attributes:
         regroup: changes the optimizer's parameter groups, see `optimizers.build_optimizer`.
         class_balance: weights with which a loss over all images counts the classes equally, float32 (classes,), if a
             feature balances the classes.
         needs_length: name of what depends on the number of epochs, which then cannot grow on resume.
-
-    Features set these attributes in their `setup("fit")`; before it, each fit resets them.
-
-    Attributes:
         program: further settings by dotted name, which a program records in checkpoints and compares on resume.
         may_change: names among them that may change on resume.
         changes: for each resume with other settings than before: `step`, and the changed `settings` by name. They are
