@@ -49,7 +49,8 @@ def test_units_are_the_seconds_of_a_training_over_those_of_the_tutorial() -> Non
 
 
 def test_the_bare_loop_computes_the_weights_of_the_trainer() -> None:
-    data = ImageData("shapes", count=120, val_size=20, image_size=16, mean=0.5, std=0.25, batch_size=16, seed=0)
+    images = {"count": 120, "image_size": 16, "mean": 0.5, "std": 0.25}
+    data = ImageData("shapes", val_size=20, batch_size=16, images=images)
     model = ImageClassifier("lenet", lr=0.05, optimizer="adamw", schedule="one_cycle")
     race = Race(4, 3, 2)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
