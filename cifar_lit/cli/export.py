@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from jsonargparse import Namespace
@@ -20,7 +19,7 @@ from cifar_lit.inference.sets import requested_sets
 from cifar_lit.run.images import run_images, run_or_drawn_images
 
 DESCRIPTION = (
-    "Export the net of a run as ONNX, torch-export or safetensors. Input: uint8 images, normalised inside. Output: "
+    "Export the net of a run as ONNX or torch-export. Input: uint8 images, normalised inside. Output: "
     "probabilities. The metadata has the class names. The file is kept only if it reproduces the net's predictions on "
     "test images."
 )
@@ -29,7 +28,7 @@ DESCRIPTION = (
 def export(argv: list[str]) -> None:
     """Export a net, and print the differences in predictions and size."""
     settings = _settings(argv)
-    check_request(settings.to, settings.quantize, settings.reject, covers=settings.coverage is not None)
+    check_request(settings.to, settings.quantize)
     net = load_model_file(settings.run)
     check_rate(settings.reject, net.card.reject)
     options = Options(reject=settings.reject, coverage=requested_sets(settings, net.card.coverage))
@@ -49,14 +48,14 @@ def export(argv: list[str]) -> None:
     file = display_path(path)
     say(f"wrote {file} · {path.stat().st_size / 1e6:.2f} MB", "", "use it:")
     for line in FORMATS[settings.to].usage:
-        say(line.replace("FILE", repr(file)).replace("PATH", shlex.quote(file)))
+        say(line.replace("FILE", repr(file)))
 
 
 def _settings(argv: list[str]) -> Namespace:
     parser = command_parser("export", DESCRIPTION)
     add = parser.add_argument
     add("run", type=str, help="run folder, or its model.safetensors")
-    formats = "onnx, torch-export, safetensors, or hub DIR (export --to hub --help)"
+    formats = "onnx, torch-export, or hub DIR (export --to hub --help)"
     add("--to", type=str, required=True, help=f"format: {formats}")
     add("--out", type=str | None, default=None, help="file to write (default: beside model.safetensors)")
     add("--quantize", type=str | None, default=None, help="int8: 8-bit ONNX, calibrated on training images")

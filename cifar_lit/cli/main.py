@@ -29,7 +29,7 @@ commands
   report     write the report of a run: curves, mistakes, label errors
   review     correct labels in the browser, the most suspicious first
   compare    compare settings and accuracies of runs, with a test
-  export     export a net to ONNX, safetensors or the Hugging Face hub
+  export     export a net to ONNX, torch-export or the Hugging Face hub
   serve      serve a net over HTTP, with a web page to try it
 
 flags of fit, train, validate, test and predict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cifar_lit.base.files import as_on_disk
+from cifar_lit.base.files import as_on_disk, is_below
 from cifar_lit.base.text import csv_text, natural_key, note
 from cifar_lit.data.photos.decode import HEIC_SUFFIXES, IMAGES, KINDS, DecodeError, decode_all, remedy_for
 from cifar_lit.data.photos.layout import is_folder, is_skipped, skipped_text, walk
@@ -40,15 +41,13 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
         paths: files with any suffix, folders, patterns, or - for the paths in `stdin`. A folder selects the images
             below it by suffix, in natural order (2.png before 10.png), without hidden and system folders. A pattern has
             *, ? or [; ** means any depth. Names need not be UTF-8. Accents may have another Unicode form than the disk.
-        stdin: paths, each ending with a newline, or each with a NUL.
+        stdin: a list as in `read_list`. A folder in it is searched unless it holds the working folder.
     """
     for path in paths:
+        listed: set[str] = set()
         if path == "-":
-            data = stdin.read()
-            end = b"\n"
-            if b"\0" in data:
-                end = b"\0"
-            names = [os.fsdecode(line) for line in data.split(end) if line]
+            names = read_list(stdin.read())
+            listed.update(names)
         elif PATTERN.search(path) and not os.path.lexists(path):
             names = sorted(_matches(path), key=natural_key)
             if not names:
@@ -56,10 +55,34 @@ def find_images(paths: Sequence[str], stdin: BinaryIO) -> Iterator[ImageFile]:
         else:
             names = [path]
         for name in map(as_on_disk, names):
-            if os.path.isdir(name):  # noqa: PTH112
-                yield from _files_below(name)
-            else:
+            if not os.path.isdir(name):  # noqa: PTH112
                 yield ImageFile(name)
+            elif listed and is_below(Path.cwd(), Path(name)):
+                yield ImageFile(name, "a list does not select the working folder or one above it: type it instead of -")
+            else:  # `find` lists a folder and its files
+                yield from (file for file in _files_below(name) if file.path not in listed)
+
+
+def read_list(data: bytes) -> list[str]:
+    """Return the paths in a list, one a line, or each ending with a NUL. Blank lines are left out.
+
+    The list may be UTF-16, as PowerShell writes it. Blanks, quotes and a carriage return around a path are removed if
+    there is no such file.
+    """
+    encoding = json.detect_encoding(data)
+    text = data.decode(encoding, "replace")
+    if encoding.startswith("utf-8"):  # names need not be valid
+        text = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
+    end = "\n"
+    if "\0" in text:
+        end = "\0"
+    paths = []
+    for line in text.split(end):
+        if not os.path.lexists(as_on_disk(line)):
+            line = line.strip().strip("'\"")
+        if line:
+            paths.append(line)
+    return paths
 
 
 def _matches(pattern: str) -> set[str]:
@@ -74,20 +97,13 @@ def _matches(pattern: str) -> set[str]:
         return found
     place = parts.index("**")
     below = "/".join(filter(None, parts[place + 1 :])) or "*"
-    tops = ["./"]
-    if place:
-        tops = glob.glob("/".join([*parts[:place], ""]))  # noqa: PTH207
-    matches: set[str] = set()
-    for top in tops:
-        folders = [top]
+    matches = set()
+    for top in glob.glob("/".join([*parts[:place], ""]) or "./"):  # noqa: PTH207
         for entry in walk(top, lambda error: None):
-            if is_folder(entry):
-                folders.append(f"{entry.path}/")
-        for folder in folders:
-            if not place:
-                folder = folder.removeprefix("./")
-            matches |= _matches(glob.escape(folder) + below)
-    return {match for match in matches if not os.path.isdir(match)}  # noqa: PTH112
+            file = Path(entry.path)
+            if file.match(below) and not is_folder(entry):
+                matches.add(str(file))
+    return matches
 
 
 def _files_below(folder: str) -> Iterator[ImageFile]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from cifar_lit.base.errors import Failure, UsageError, check_choice, check_packages, first_line
 from cifar_lit.base.files import writing
 from cifar_lit.inference.logits import NetImages
-from cifar_lit.inference.model_file import LoadedNet, batch_size_of, load_model_file, save_weights
+from cifar_lit.inference.model_file import LoadedNet, batch_size_of
 from cifar_lit.inference.rejection import novelty, threshold
 from cifar_lit.inference.sets import Coverage, prediction_sets, set_limits
 
@@ -46,16 +46,13 @@ MAX_ACCURACY_LOSS = 0.02  # int8
 Runner = Callable[[Tensor], Tensor]
 
 
-def check_request(to: str, quantize: str | None, reject: float | None = None, covers: bool = False) -> None:
+def check_request(to: str, quantize: str | None) -> None:
     """Raise UsageError for an unknown format or invalid options, Failure if packages are missing."""
     check_choice("--to", to, FORMATS)
     if quantize:
         check_choice("--quantize", quantize, ["int8"])
         if to != "onnx":
             raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
-    if to == "safetensors" and (covers or reject is not None):
-        both = "--reject and --coverage"
-        raise UsageError(f"a safetensors file is for `classify` and `serve`, which have {both}: leave it out")
     if to == "onnx":
         check_packages("--to onnx", ("onnx", "onnxscript", "onnxruntime"), "export")
 
@@ -209,13 +206,8 @@ class Format(NamedTuple):
     suffix: str
     write: Callable[[LoadedNet, Path, Options], None]  # raises Failure for a net that the format cannot express
     open: Callable[[Path], Runner]
-    # Lines that use the file: FILE stands for a Python string with its path, PATH for a word of a shell.
+    # Lines that use the file: FILE stands for a Python string with its path.
     usage: tuple[str, ...]
-
-
-def write_safetensors(net: LoadedNet, path: Path, options: Options) -> None:
-    """Write a copy of the weights, which `cifar_lit.load` reads."""
-    save_weights(path, net.net.state_dict(), net.card)
 
 
 def write_program(net: LoadedNet, path: Path, options: Options) -> None:
@@ -270,12 +262,6 @@ FORMATS = {
         write_program,
         open_program,
         ("  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",),
-    ),
-    "safetensors": Format(
-        ".safetensors",
-        write_safetensors,
-        lambda path: runner_of(load_model_file(path)),
-        ("  cifar-lit classify PATH IMAGES",),
     ),
 }
 
@@ -335,7 +321,7 @@ def traced(net: LoadedNet, options: Options) -> ExportedProgram:
             program = Probabilities(net, options).eval()
             return export(program, (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
     except Exception as error:  # torch raises many kinds of internal errors
-        text = f"torch cannot trace the net {net.card.net} ({first_line(error)}): use --to safetensors"
+        text = f"torch cannot trace the net {net.card.net} ({first_line(error)}): use it in Python, by cifar_lit.load"
         raise Failure(text) from error
 
 

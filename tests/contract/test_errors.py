@@ -62,7 +62,7 @@ INVALID: list[tuple[str, list[str]]] = [
     ("test --ckpt_path nowhere.ckpt", ["nowhere.ckpt"]),
     ("test", ["--ckpt_path"]),
     ("test --resume", ["--resume", "--ckpt_path"]),
-    *((f"{command} nowhere-1", ["nowhere-1"]) for command in ("report", "serve", "export --to safetensors")),
+    *((f"{command} nowhere-1", ["nowhere-1"]) for command in ("report", "serve", "export --to onnx")),
     ("compare nowhere-1 nowhere-2", ["nowhere-1"]),
     ("--resume", ["nothing to resume", "lightning_logs"]),
     ("--resume nowhere", ["nothing to resume", "nowhere"]),

@@ -113,14 +113,37 @@ def test_patterns_folders_and_files_keep_their_order(
     assert (code, paths(out)) == (0, expected)
 
 
-def test_stdin_lists_are_read_link_cycles_are_skipped_and_missing_files_are_rows(
-    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+LIST = "pictures/more\r\n\r\n'pictures/2.png'\r\n*.png\r\n"
+
+
+@pytest.mark.parametrize(
+    "stdin",
+    [
+        *(LIST.encode(code) for code in ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32")),
+        b"pictures/more\0pictures/2.png\0*.png\0",
+        b"pictures/more\npictures/more/1.webp\npictures/2.png\n*.png",  # as find lists a folder and its files
+    ],
+)
+def test_a_list_may_come_from_any_system(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, stdin: bytes
 ) -> None:
-    for separator in (b"\n", b"\0"):
-        stdin = separator.join((b"pictures/more", b"pictures/2.png", b"*.png", b""))
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        code, out, _ = classify(capsys, run, "--csv", "-")
-        assert (code, paths(out)) == (1, ["pictures/more/1.webp", "pictures/2.png", "*.png"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    code, out, _ = classify(capsys, run, "--csv", "-")
+    assert (code, paths(out)) == (1, ["pictures/more/1.webp", "pictures/2.png", "*.png"])
+
+
+@pytest.mark.parametrize("folder", ["/", "..", ".", "pictures/.."])
+def test_a_list_does_not_select_the_folder_that_one_works_in(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(folder.encode())))
+    code, out, _ = classify(capsys, run, "--csv", "-")
+    assert code == 1 and [(row["path"], row["error"][:27]) for row in rows(out)] == [
+        (folder, "a list does not select the ")
+    ]
+
+
+def test_link_cycles_are_skipped_and_missing_files_are_rows(run: Path, capsys: Capture) -> None:
     for name in ("again", "and_again"):
         Path("pictures/more", name).symlink_to(Path("pictures").absolute())
     for path in ("pictures", "pictures/**/*.*[gp]", "**/1.webp"):  # each folder once

@@ -67,7 +67,6 @@ def assert_describes(metadata: dict[str, str], net: LoadedNet) -> None:
         ("onnx", "shapenet", (16, 24), 3),
         ("onnx", "whitened", (20, 20), 1),
         ("torch-export", "whitened", (16, 20), 3),
-        ("safetensors", "whitened", (16, 16), 3),
     ],
 )
 def test_an_exported_file_predicts_the_same_and_describes_its_input(
@@ -81,9 +80,7 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
     torch.testing.assert_close(FORMATS[to].open(path)(sample.images), expected, rtol=1e-4, atol=1e-5)
     assert list(tmp_path.iterdir()) == [path]
     assert capfd.readouterr() == ("", "")
-    if to == "safetensors":
-        assert load_model_file(path).card == net.card
-    elif to == "torch-export":
+    if to == "torch-export":
         extra = {module.METADATA_FILE: ""}
         torch.export.load(path, extra_files=extra)
         assert_describes(json.loads(extra[module.METADATA_FILE]), net)
@@ -141,14 +138,14 @@ def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
 
 def test_a_wrong_file_is_removed_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("old")
-    other, right = fresh("tudui"), FORMATS["safetensors"]
+    other, right = fresh("tudui"), FORMATS["torch-export"]
     other.net.load_state_dict({name: 2 * tensor for name, tensor in other.net.state_dict().items()})
     with pytest.raises(Failure, match=r"cannot write .*nowhere.*"):
         export(other, "torch-export", tmp_path / "nowhere" / "a.pt2", noise(1), Options())
     wrong = right._replace(write=lambda net, *args: right.write(other, *args))
-    monkeypatch.setitem(FORMATS, "safetensors", wrong)
+    monkeypatch.setitem(FORMATS, "torch-export", wrong)
     with pytest.raises(Failure, match="the file differs from the net: a probability differs by 0"):
-        export(fresh("tudui"), "safetensors", tmp_path / "a", noise(9), Options())
+        export(fresh("tudui"), "torch-export", tmp_path / "a", noise(9), Options())
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 

@@ -78,7 +78,7 @@ def test_a_typed_file_names_any_class_and_the_settings_of_its_run_only_with_trus
     run = Path("lightning_logs/small-1")
     assert f"cifar-lit classify {run} IMAGES --trust" in answer.out
     checkpoint = ("test", "--ckpt_path", run / "checkpoints/best.ckpt")
-    export = ("export", run, "--to", "safetensors", "--out", "x.safetensors")
+    export = ("export", run, "--to", "torch-export")
     for words in (checkpoint, export):
         forget(own)
         answer = run_command(*words)
