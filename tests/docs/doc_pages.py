@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from contract.command_line import ROOT, run_command
+from contract.command_line import ROOT, environment, run_command
 
 DOCS = ROOT / "docs"
 BLOCK = re.compile(
@@ -69,7 +71,10 @@ def follow(page: Path, text: str) -> None:
         elif block.kind == "run":
             flags = block.value or (settings[1] if settings else "")
             for words in command_lines(block.text):
-                run(words, shlex.split(flags))
+                if Path(words[1]).is_file():  # a program of the page
+                    subprocess.run([sys.executable, *words[1:]], env=environment(Path.cwd()), check=True)
+                else:
+                    run(words, shlex.split(flags))
 
 
 def run(words: list[str], settings: list[str]) -> None:

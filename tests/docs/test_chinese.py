@@ -1,6 +1,8 @@
-"""The Chinese pages have commands of the English ones, and both link to each other."""
+"""The Chinese pages have commands and Python code of the English ones, and both link to each other."""
 
+import ast
 import re
+from pathlib import Path
 
 import pytest
 from contract.command_line import ROOT
@@ -14,20 +16,22 @@ ONLY_CHINESE = {
     f"python scripts/train.py --recipe fashion_cnn --data.url {MIRROR}/fashion_mnist/",
     "python scripts/train.py --recipe cpu91 --data-dir datasets",
 }
+ENGLISH = [ROOT / "README.md", *DOCS.glob("*.md")]
 PAGES = [ROOT / "README.zh-CN.md", *sorted((DOCS / "zh").glob("*.md"))]
 
 
-def commands(text: str) -> set[str]:
-    return {
-        " ".join(words) for block in blocks(text) if block.language == "bash" for words in command_lines(block.text)
-    }
+def statements(page: Path) -> set[str]:
+    """Return the commands and the blocks of Python of a page, without comments."""
+    found = set()
+    for block in blocks(page.read_text()):
+        if block.language == "bash":
+            found |= {" ".join(words) for words in command_lines(block.text)}
+        elif block.language == "python":
+            found.add(ast.unparse(ast.parse(block.text)))
+    return found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_chinese_page_has_commands_of_the_english_pages(page) -> None:
-    english = {*ONLY_CHINESE}
-    for path in [ROOT / "README.md", *DOCS.glob("*.md")]:
-        english |= commands(path.read_text())
-    text = page.read_text()
-    assert commands(text) - english == set()
-    assert re.search(r"^\[English\]\(\S+\.md\) · 中文$", text, re.MULTILINE)
+def test_a_chinese_page_has_commands_and_code_of_the_english_pages(page: Path) -> None:
+    assert statements(page) - ONLY_CHINESE - set.union(*map(statements, ENGLISH)) == set()
+    assert re.search(r"^\[English\]\(\S+\.md\) · 中文$", page.read_text(), re.MULTILINE)

@@ -20,7 +20,7 @@ FOLLOWED = ("file", "run", "python")
 
 def units() -> Iterator[Any]:
     """Yield each text that is followed in a folder of its own: a page, or a section of a page."""
-    for page in sorted(DOCS.glob("*.md")):
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]:
         parts = [("", page.read_text())] if page.name in TOGETHER else list(sections(page))
         for heading, text in parts:
             if any(block.kind in FOLLOWED for block in blocks(text)):
