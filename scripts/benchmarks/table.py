@@ -3,7 +3,8 @@
     python scripts/benchmarks/table.py
 
 A page holds figures in generated blocks, from `<!-- results: KEY -->` to `<!-- /results -->`. results/tables.yaml
-defines the table of each KEY. A recipe header names its JSON file in the line `# File:`.
+defines the table of each KEY; the block `machines` explains the names of the processors, which are the same on all
+pages. A recipe header names its JSON file in the line `# File:`.
 """
 
 from __future__ import annotations
@@ -35,29 +36,36 @@ BLOCK = re.compile(
 # In "(n = 20; 91.61 … 91.74)" the interval of a mean, in "(270.9 … 299.8, n = 5)" the quartiles of a median.
 INTERVAL = re.compile(r"\((?:[\d.,]+ … [\d.,]+, )?(n = \d+)(?:; [\d.]+ … [\d.]+)?\)")
 TIME = re.compile(r"^[\d.,]+ (m?s|[a-z]+/s)\b")
+THREADS = re.compile(r"(?P<processor>.+), (?P<count>\d+) threads?")
+MACHINES = "machines"  # key of the block with all of them
 MARKDOWN_WIDTH = 100
 
 
 def updated_pages(root: Path) -> dict[Path, str]:
     """Return the text of each page and recipe of a checkout with current figures; raise UsageError for unknown keys."""
     tables = read_tables(root / "results")
+    letters = processor_letters(tables, root / "results")
     texts = {}
     for pattern in PAGES:
         for page in sorted(root.glob(pattern)):
-            texts[page] = updated_page(page, tables, root / "results")
+            texts[page] = updated_page(page, tables, letters, root / "results")
     for recipe in sorted(root.glob(RECIPES)):
         texts[recipe] = updated_header(recipe.read_text(encoding="utf-8"), root)
     return texts
 
 
-def updated_page(page: Path, tables: Mapping[str, Table], results: Path) -> str:
+def updated_page(page: Path, tables: Mapping[str, Table], letters: Mapping[str, str], results: Path) -> str:
     """Return the text of a page with current blocks."""
 
     def block(match: re.Match[str]) -> str:
         key = match["key"]
-        if key not in tables:
+        if key == MACHINES:
+            text = markdown(("letter", "processor"), [(letter, processor) for processor, letter in letters.items()])
+        elif key in tables:
+            text = table_text(tables[key], letters, results, page.parent)
+        else:
             raise UsageError(f"{display_path(page)}: no table is called {key!r}; use {', '.join(tables)}")
-        return f"{match['start']}\n{table_text(tables[key], results, page.parent)}\n\n{match['end']}"
+        return f"{match['start']}\n{text}\n\n{match['end']}"
 
     return BLOCK.sub(block, page.read_text(encoding="utf-8"))
 
@@ -121,17 +129,38 @@ def parts_of_cell(cell: str, file: str) -> list[str | Figure]:
     return parts
 
 
-def table_text(table: Table, results: Path, home: Path) -> str:
+def processor_letters(tables: Mapping[str, Table], results: Path) -> dict[str, str]:
+    """Return the letter of each processor, in the order in which the tables name them."""
+    files = dict.fromkeys(name for table in tables.values() for name in table.files())
+    paths = [results / f"{name}.json" for name in files]
+    measured = [read_figures(path) for path in paths if path.exists()]
+    processors = dict.fromkeys(_processor(figures)[0] for figures in measured if "environment" in figures)
+    return {processor: chr(ord("A") + place) for place, processor in enumerate(processors)}
+
+
+def _processor(figures: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a CPU and its number of threads, or a GPU and nothing."""
+    machine = _machine(figures)
+    match = THREADS.fullmatch(machine)
+    return (match["processor"], match["count"]) if match else (machine, "")
+
+
+def table_text(table: Table, letters: Mapping[str, str], results: Path, home: Path) -> str:
     """Return a table with its source as Markdown.
 
     Args:
+        letters: letter of each processor. With the number of threads behind it, it names a machine: A2.
         results: the folder of JSON files.
         home: the folder that links start from.
     """
     paths = {name: results / f"{name}.json" for name in table.files()}
     files = {name: read_figures(path) for name, path in paths.items() if path.exists()}
-    machines = list(dict.fromkeys(_machine(figures) for figures in files.values() if "environment" in figures))
-    times: set[str] = set()  # machines of the times
+    machines = {}
+    for name, figures in files.items():
+        if "environment" in figures:
+            processor, threads = _processor(figures)
+            machines[name] = letters[processor] + threads
+    names = sorted(set(machines.values()))
 
     def text(part: str | Figure) -> str:
         if isinstance(part, str):
@@ -144,15 +173,12 @@ def table_text(table: Table, results: Path, home: Path) -> str:
             path = display_path(paths[part.file])
             raise UsageError(f"{path} has no figure {part.label!r}; it has {', '.join(texts)}")
         value = texts[part.label] if table.intervals else short(texts[part.label])
-        machine = _machine(figures)
-        if len(machines) == 1 or machine not in machines or not TIME.search(value):
+        if len(names) == 1 or part.file not in machines or not TIME.search(value):
             return value
-        times.add(machine)
-        mark = chr(ord("A") + machines.index(machine))
+        mark = machines[part.file]
         return f"{value[:-1]}; {mark})" if value.endswith(")") else f"{value} ({mark})"
 
     rows = [["".join(map(text, cell)) for cell in row] for row in table.rows]
-    names = [f"{chr(ord('A') + place)}: {machine}" if times else machine for place, machine in enumerate(machines)]
     source = _source(table.source, files, names, results, home)
     return "\n\n".join([markdown(table.columns, rows), *([source] if source else [])])
 
@@ -165,9 +191,10 @@ def _source(
     if not dates:
         return ""
     target = results / (f"{next(iter(files))}.json" if len(files) == 1 else "README.md")
+    legend = _link(results.parent / "docs" / "method.md", home)
     return textwrap.fill(
         template.format(
-            machines="; ".join(machines),
+            machines=f"[{', '.join(machines)}]({legend}#machines)",
             dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
             link=f"[{target.name if len(files) == 1 else 'results/'}]({_link(target, home)})",
         ),
