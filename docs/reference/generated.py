@@ -54,7 +54,7 @@ def sections(index: str) -> dict[str, list[str]]:
 
 
 def settings(path: str, prefix: str) -> str:
-    """Return a table of a class's arguments: flag, type, default and meaning.
+    """Return a table of a class's arguments: flag and meaning, with type and default.
 
     Args:
         path: import path of the class, whose docstring has an `Args:` section.
@@ -76,9 +76,17 @@ def settings_of(target: type, prefix: str) -> str:
             meaning = (meanings.get(name) or "").replace("Default: ``None``.", "").strip()
             if prefix == "trainer":  # Lightning's references have roles
                 meaning = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", meaning)
-            value = "required" if default is inspect.Parameter.empty else code(shown(default))
-            rows.append([f"`--{prefix}.{name}`", code(type_name(parameter.annotation)), value, meaning])
-    return table(["flag", "type", "default", "meaning"], rows)
+            value = "required" if default is inspect.Parameter.empty else shown(default)
+            rows.append([f"`--{prefix}.{name}`", explained(meaning, type_name(parameter.annotation), value)])
+    return table(["flag", "meaning"], rows)
+
+
+def explained(meaning: str, kind: str, default: str) -> str:
+    """Return a meaning with type and default behind it, as one cell: a third column would not fit on a phone."""
+    facts = code(kind)
+    if default:
+        facts += f", default {code(default)}"
+    return f"{meaning} ({facts})" if meaning else ""
 
 
 def features() -> str:
@@ -121,8 +129,8 @@ def program() -> str:
 
     rows = []
     for name, kind, default, meaning in OWN_SETTINGS:
-        rows.append([code(f"--{name}"), code(type_name(kind)), code(shown(default)), meaning])
-    return table(["flag", "type", "default", "meaning"], rows)
+        rows.append([code(f"--{name}"), explained(meaning, type_name(kind), shown(default))])
+    return table(["flag", "meaning"], rows)
 
 
 def overview() -> str:
@@ -153,10 +161,10 @@ def fields(path: str) -> str:
         name: each.description for each in parse(documentation(target)).params for name in each.arg_name.split(", ")
     }
     described = _comments(inspect.getsource(target)) | described
-    rows = [
-        [code(each.name), code(str(each.type)), described.get(each.name) or ""] for each in dataclasses.fields(target)
-    ]
-    return table(["key", "type", "meaning"], rows)
+    rows = []
+    for each in dataclasses.fields(target):
+        rows.append([code(each.name), explained(described.get(each.name) or "", str(each.type), "")])
+    return table(["key", "meaning"], rows)
 
 
 def _comments(source: str) -> dict[str, str]:
@@ -181,14 +189,14 @@ def schema(name: str) -> str:
             variants = [resolved(each, document) for each in (value, *value.get("anyOf", []), *value.get("oneOf", []))]
             kinds = [kind for each in variants for kind in _listed(each.get("type", []))]
             meaning = next((each["description"] for each in variants if "description" in each), "")
-            rows.append([code(prefix + key), " or ".join(dict.fromkeys(kinds)), meaning])
+            rows.append([code(prefix + key), explained(meaning, " or ".join(dict.fromkeys(kinds)), "")])
             for variant in variants:
                 add(variant, f"{prefix}{key}.")
                 lists = variant.get("additionalProperties") or variant  # an object with any names
                 add(lists.get("items") or {}, f"{prefix}{key}[].")
 
     add(document, "")
-    return table(["key", "type", "meaning"], rows)
+    return table(["key", "meaning"], rows)
 
 
 def _listed(kinds: str | list[str]) -> list[str]:
@@ -204,14 +212,15 @@ def resolved(node: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 
 
 def api(kind: str, name: str, *options: str) -> str:
-    """Return a link to the source of a class or function, and a table of its public members."""
+    """Return a link to the source of a class or function, and a table of its public members, without Lightning's."""
     target = imported(name)
     source = Path(inspect.getfile(target)).relative_to(DOCS.parent).as_posix()
     head = textwrap.fill(f"[{source}](../../{source}): {summary(target)}", 100, break_on_hyphens=False)
     rows = []
     for member, value in vars(target).items() if options else ():
         is_own = getattr(value, "__module__", None) == target.__module__
-        if is_own and not member.startswith("_") and inspect.getdoc(value):
+        is_hook = any(hasattr(base, member) for base in target.__mro__[1:])
+        if is_own and not is_hook and not member.startswith("_") and inspect.getdoc(value):
             rows.append([code(member + signature(value)), summary(value)])
     return "\n\n".join([head, *([table(["name", "what it does"], rows)] if rows else [])])
 
