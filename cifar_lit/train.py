@@ -23,6 +23,7 @@ from cifar_lit.run.results import Tested, run_metrics, test_scores, val_scores
 from cifar_lit.run.resume import PREVIOUS
 from cifar_lit.run.run import Run
 from cifar_lit.runs.figures import as_pixels, confusion_matrix
+from cifar_lit.runs.label_errors import list_training_labels
 from cifar_lit.runs.report import render
 from cifar_lit.training.checkpoint import load_weights, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
@@ -94,6 +95,7 @@ def write_results(
     _log_pictures(run, confusions, data.classes, trainer.global_step)
     card = model_card(model, data)
     if run.trains:
+        list_training_labels(folder, data.train_images, data.parts.part_names())
         card = fitted_card(card, model.net, data, test.predictions if test else None)
         save_weights(folder / "model.safetensors", model.net.state_dict(), card)
         with suppress(OSError):  # a leftover checkpoint is harmless

@@ -132,7 +132,7 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
         advance = None
         if not (on_stdout and sys.stdout.isatty()):  # a progress bar would mix with rows on the same terminal
             advance = stack.enter_context(progress("classifying", len(files), min_seconds=5.0))
-        for rows, _ in classify_files(classifier, files, top):
+        for rows in classify_files(classifier, files, top):
             for write in writers:
                 write(rows)
             failed += sum(row.error is not None for row in rows)

@@ -22,7 +22,7 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.predictions import write_predictions
 from cifar_lit.run.record import read_metrics
-from cifar_lit.runs.label_errors import LIST, rank_labels, write_ranking
+from cifar_lit.runs.label_errors import LIST, listed_images, rank_labels, write_list
 
 
 def train_folds(command: Command) -> None:
@@ -74,7 +74,7 @@ def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tens
         spread = mean_interval([test[name] for test in tests])
         means[name] = {part: spread[part] for part in ("n", "mean", "std")}  # folds share images: no interval
     ranking = rank_labels(images.labels, probabilities)
-    write_ranking(folder / LIST, images, ranking, ["test"] * len(images))
+    write_list(folder, listed_images(images, torch.arange(len(images)), ranking, ["test"] * len(images)))
     accuracy, suspects = correct / count, ranking.suspects
     combined = {"accuracy": accuracy, "interval": interval, "images": count, "suspected_labels": suspects}
     metrics = {"folds": list(map(display_path, runs)), "test": combined, **means}

@@ -18,7 +18,7 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.run.loggers import feature_settings
 from cifar_lit.run.record import Metrics, group_lines
 from cifar_lit.run.run import Run
-from cifar_lit.runs.label_errors import OUT_OF_FOLD
+from cifar_lit.runs.label_errors import LIST
 from cifar_lit.train import Results
 from cifar_lit.training.loop import steps_per_epoch
 from cifar_lit.training.score import METRICS, Score
@@ -174,7 +174,7 @@ def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
         lines.append(f"  cifar-lit test --ckpt_path {shlex.quote(f'{folder}/checkpoints/{name}.ckpt')}{trust}")
     lines.append(f"  cifar-lit report {shlex.quote(folder)} --open{trust}")
     lines.append(f"  cifar-lit classify {shlex.quote(folder)} IMAGES{trust}")
-    if (run.folder.path / OUT_OF_FOLD).exists():
+    if (run.folder.path / LIST).exists():
         lines.append(f"  cifar-lit review {shlex.quote(folder)}   (shows wrong labels)")
     elif is_folder:  # a net memorises wrong labels that it was trained on
         config = shlex.quote(f"{folder}/config.yaml")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -327,13 +327,17 @@ class ImageData(TrustedNames, pl.LightningDataModule):
                 return False
         return True
 
+    def keep_images(self, names: Iterable[str]) -> None:
+        """Leave out all images but those with these NFC names, with the classes that have no other image."""
+        self.settings = replace(self.settings, only=frozenset(names))
+        self._build_parts()
+
     def _keep_split(self, state: Mapping[str, Any]) -> None:
         """Leave out images that were added since the training began. Raise UsageError if its images have changed."""
         record = state["split"]
         rows = recorded_rows(record)
         # Leave out new images, unless these images are already known to be those of the checkpoint.
         if rows is not None and self._record.get("digest") != record["digest"]:
-            self.settings = replace(self.settings, only=frozenset(name for name, _, _ in rows))
-            self._build_parts()
+            self.keep_images(name for name, _, _ in rows)
         if self.keep_record()["digest"] != record["digest"]:
             raise UsageError(split_fault(self.parts, rows))

@@ -24,7 +24,6 @@ _CLASSES = {
     "class_weights": "ClassWeights",
     "balanced": "Balanced",
     "resolutions": "Resolutions",
-    "margins": "Margins",
     "whitening": "Whitening",
     "early_stop": "EarlyStop",
     "compile": "Compile",

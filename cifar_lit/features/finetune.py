@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
 
-OUT_OF_FOLD = "out_of_fold.npy"  # `runs.label_errors` reads it
+OUT_OF_FOLD, FEATURES = "out_of_fold.npy", "features.npy"  # `runs.label_errors` and `review` read them
 
 
 @final
@@ -126,7 +126,8 @@ class Finetune(Callback):
         text = f"last layer fitted in {time.perf_counter() - started:.1f} s"
         if trainer.is_global_zero:
             rows, plain = torch.cat((train, val)), torch.cat((features[: len(train)], val_features))
-            write_out_of_fold(trainer, rows, out_of_fold(plain, labels[rows], classes))
+            write_rows(trainer, OUT_OF_FOLD, rows, out_of_fold(plain, labels[rows], classes))
+            write_rows(trainer, FEATURES, rows, plain)
         broadcast_from_first(trainer, head.weight, head.bias)
         scores: dict[str, float] = {}
         if len(val):
@@ -146,18 +147,18 @@ class Finetune(Callback):
             say(text)
 
 
-def write_out_of_fold(trainer: pl.Trainer, rows: Tensor, probabilities: Tensor) -> None:
-    """Write `OUT_OF_FOLD` to the run folder, if any: predictions of unseen heads, to find wrong labels.
+def write_rows(trainer: pl.Trainer, name: str, rows: Tensor, values: Tensor) -> None:
+    """Write a NumPy file with the values of some training images to the run folder, if any; NaN for the others.
 
-    rows: int64 (N,), rows of the images. probabilities: float32 (N, classes).
+    rows: int64 (N,), rows of the images. values: floating-point (N, K).
     """
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if not folder or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     count = len(trainer.datamodule.train_images)  # type: ignore[attr-defined]
-    table = torch.full((count, probabilities.shape[1]), torch.nan)
-    table[rows] = probabilities
-    write_array(Path(folder).parent / OUT_OF_FOLD, table.numpy())
+    table = torch.full((count, values.shape[1]), torch.nan, dtype=values.dtype)
+    table[rows] = values
+    write_array(Path(folder).parent / name, table.numpy())
 
 
 # ---- learning rates

@@ -8,13 +8,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cifar_lit.base.files import as_on_disk, is_below
 from cifar_lit.base.text import csv_text, natural_key, note
@@ -143,9 +142,6 @@ def _files_below(folder: str) -> Iterator[ImageFile]:
 #     error                        why the file could not be read
 
 
-TOP = 3  # default number of classes in a row
-
-
 Value = int | float | str | bool | Sequence[str] | None
 
 
@@ -217,15 +213,8 @@ class JsonRows:
 CHUNK = 64  # files to predict at once
 
 
-def classify_files(
-    classifier: Classifier, files: Sequence[ImageFile], top: int = TOP
-) -> Iterator[tuple[list[Row], Tensor]]:
-    """Classify files in order. Memory does not grow with their number.
-
-    Yields:
-        The rows of each chunk, and its readable images, uint8 (B, C, H, W). The row of an unreadable file has the
-        reason as `error`.
-    """
+def classify_files(classifier: Classifier, files: Sequence[ImageFile], top: int) -> Iterator[list[Row]]:
+    """Yield the rows of each chunk of files, in order. That of an unreadable file has the reason as `error`."""
     channels, height, width = classifier.card.input_shape
     decoded = decode_all((file.path for file in files if file.error is None), classifier.preparation)
     for start in range(0, len(files), CHUNK):
@@ -238,15 +227,9 @@ def classify_files(
         rows = []
         for index, (file, result) in enumerate(zip(chunk, results, strict=True), start):
             reason = result.reason if isinstance(result, DecodeError) else file.error
-            row = Row(index, (), path=file.path, error=reason)
-            if row.error is None:
+            if reason is None:
                 best = next(predictions)
-                row = replace(
-                    row,
-                    top=best.top,
-                    novelty=best.novelty,
-                    unknown=best.unknown,
-                    prediction_set=best.prediction_set,
-                )
-            rows.append(row)
-        yield rows, images
+                rows.append(Row(index, best.top, file.path, best.novelty, best.unknown, best.prediction_set))
+            else:
+                rows.append(Row(index, (), file.path, error=reason))
+        yield rows

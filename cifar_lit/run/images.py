@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,9 @@ import torch
 from cifar_lit.base.errors import Failure, UsageError, first_line
 from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.text import listed, nfc
+from cifar_lit.base.text import listed, nfc, note_once
 from cifar_lit.base.trust import check_name
-from cifar_lit.data.image_set import spread_rows
+from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import find_source
 from cifar_lit.inference.logits import NetImages
@@ -53,15 +54,19 @@ def _settings_for(dataset: str, card: ModelCard) -> dict[str, Any]:
     return {"dataset": dataset, "val_size": 0, "images": images}  # the split is unknown
 
 
-def run_image_data(run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None) -> ImageData:
+def run_image_data(
+    run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None, all_classes: bool = False
+) -> ImageData:
     """Return the data of a run with its split, downloaded if missing. Arguments are those of `data_settings`.
+
+    all_classes: keep the images of classes that were added since the training.
 
     Raises:
         UsageError: the data set is unknown.
         Failure: classes or image size differ from those of the net.
     """
     data = _open(run, card, dataset, data_dir)
-    _check_fit(card, data.classes, data.input_shape)
+    _fit_to_net(run, card, data, all_classes)
     return data
 
 
@@ -81,15 +86,33 @@ def _open(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None)
         raise Failure(f"{fault}: add --dataset") from None
 
 
-def _check_fit(card: ModelCard, classes: Sequence[str], shape: list[int]) -> None:
+def _fit_to_net(run: Path, card: ModelCard, data: ImageData, all_classes: bool = False) -> None:
+    """Leave out images of classes that the net does not know. Raise Failure if the data do not fit the net."""
     remedy = "give the folder of its own data with --data-dir"
-    if [*map(nfc, classes)] != [*map(nfc, card.classes)]:
+    classes, shape = data.classes, data.input_shape
+    known = [*map(nfc, card.classes)]
+    new = [name for name in classes if nfc(name) not in known]
+    if new and data.train_images.names and [nfc(name) for name in classes if name not in new] == known:
+        again = f"cifar-lit train --weights {shlex.quote(display_path(run))} --data-dir {data.settings.root}"
+        note_once(f"{display_path(run)} does not know {listed(new)}, whose images are not used here. To learn: {again}")
+        if not all_classes:
+            data.keep_images(_names_of(data.train_images, known) + _names_of(data.test_images, known))
+    elif [*map(nfc, classes)] != known:
         data_classes = f"{len(classes)}: {listed(classes)}"
         net_classes = f"{len(card.classes)}: {listed(card.classes)}"
         raise Failure(f"the data has other classes ({data_classes}) than the net ({net_classes}): {remedy}")
     if shape != card.input_shape:
         data_shape, net_shape = "×".join(map(str, shape)), "×".join(map(str, card.input_shape))
         raise Failure(f"the images are {data_shape}, but the net takes {net_shape}: {remedy}")
+
+
+def _names_of(images: ImageSet, classes: Sequence[str]) -> list[str]:
+    """Return the NFC names of the images of some classes."""
+    names = []
+    for name, label in zip(images.names, images.labels.tolist(), strict=True):
+        if nfc(images.classes[label]) in classes:
+            names.append(nfc(name))
+    return names
 
 
 def run_images(run: Path, card: ModelCard, data_dir: str | None, train: bool, count: int) -> NetImages:
@@ -103,7 +126,7 @@ def run_images(run: Path, card: ModelCard, data_dir: str | None, train: bool, co
     if not find_source(data.dataset).at_hand(data.settings):
         where = f" in {data.settings.root}" if data.settings.root else ""
         raise Failure(f"the images of {data.dataset} are missing{where}: give their folder with --data-dir")
-    _check_fit(card, data.classes, data.input_shape)
+    _fit_to_net(run, card, data)
     images, rows, what = data.test_images, torch.arange(len(data.test_images)), "test"
     if train:
         images, rows, what = data.train_images, data.split[0], "training"

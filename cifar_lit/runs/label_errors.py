@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,15 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar_lit.base.files import write_text
-from cifar_lit.base.text import csv_text
+from cifar_lit.base.files import display_path, write_text
+from cifar_lit.base.text import csv_cell, csv_text
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.duplicates import near_duplicates
 from cifar_lit.data.split import image_hashes
 from cifar_lit.inference.logits import READ_AT_ONCE
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 
-OUT_OF_FOLD = "out_of_fold.npy"  # probabilities by predictors that were not fitted on the image; NaN if there is none
+# Of the training and validation images of a run of `finetune`: probabilities by predictors that were not fitted on the
+# image, NaN if there are none; and embeddings.
+OUT_OF_FOLD, FEATURES = "out_of_fold.npy", "features.npy"
 LIST = "label_errors.csv"
 SIDE = 36  # pixels of the images that are searched for near-duplicates
 
@@ -43,31 +46,28 @@ class Suspects(NamedTuple):
 class Findings(NamedTuple):
     """Suspected labels, and duplicates between training and test images."""
 
-    train: Suspects
+    train: Suspects | None  # None without a list
     test: Suspects
     pairs: Sequence[Pair]  # test images that are nearly a training image, but not identical
     identical: int  # test images identical to a training image
     conflicting: int  # identical test images with a different label
 
 
-def suspect_labels(images: ImageSet, ranking: Ranking, what: str, parts: Sequence[str] = ()) -> Suspects:
-    """Return the suspected labels of a set with pictures, the least trusted label first.
+Listed = tuple[int, dict[str, str]]  # row of an image in its set, and its row of `LIST` by column
 
-    Args:
-        what: name of the set in alternative texts.
-        parts: part of each image, such as train; those of other parts are marked.
+
+def suspect_labels(images: ImageSet, listed: Sequence[Listed], what: str) -> Suspects:
+    """Return the suspected labels of a set with pictures, in the order of a list.
+
+    what: name of the set in alternative texts.
     """
+    suspected = [(row, cells) for row, cells in listed if cells["suspected"] == "yes"]
     pictures = []
-    for row in ranking.rows[: min(ranking.suspects, GALLERY_SIZE)].tolist():
-        label, predicted = images.classes[images.labels[row]], images.classes[ranking.suggested[row]]
-        own, best = float(ranking.own[row]), float(ranking.best[row])
-        name = images.name(row)
-        alt = f"{what} image {name}: label {label} {own:.2f}, predicted {predicted} {best:.2f}"
-        if parts and parts[row] != "train":
-            name = f"{name} · held out"
-        lines = (f"label {label} {own:.3f}", f"predicted {predicted} {best:.3f}", name)
-        pictures.append(Picture(data_uri(images.images[row]), alt, lines))
-    return Suspects(len(images), pictures, ranking.suspects, int(ranking.confident.sum()))
+    for row, cells in suspected[:GALLERY_SIZE]:
+        own, best = float(cells["probability_of_label"]), float(cells["probability_of_suggested"])
+        lines = (f"label {cells['label']} {own:.3f}", f"predicted {cells['suggested']} {best:.3f}", images.name(row))
+        pictures.append(Picture(data_uri(images.images[row]), f"{what} image: {', '.join(lines)}", lines))
+    return Suspects(len(listed), pictures, len(suspected), sum(cells["confident"] == "yes" for _, cells in listed))
 
 
 class Ranking(NamedTuple):
@@ -82,80 +82,93 @@ class Ranking(NamedTuple):
     confident: Tensor  # whether confident learning counts an image as mislabelled, bool (N,)
 
 
-def rank_labels(labels: Tensor, probabilities: Tensor, margins: Tensor | None = None) -> Ranking:
+def rank_labels(labels: Tensor, probabilities: Tensor) -> Ranking:
     """Rank the labels of a set, those first that contradict the predictions.
 
-    The score of a label is the quantile of the logit margin of the net: the logit of the label minus the largest other
-    logit. With `margins`, it is the mean of that and the quantile of the margin over the training. After a short
-    training, the margin of the net ranks planted errors better than the one over the training. After a long one it is
-    the opposite, because the net memorises wrong labels (`results/cpu/label-noise.json` and `label-noise-long.json`).
+    The score of a label is the quantile of its logit margin: the logit of the label minus the largest other logit. A
+    label is suspected if another class is more probable. Confident learning has a threshold for each class: its mean
+    probability over the images labelled with it. A suspected label counts as mislabelled if the predicted class reaches
+    its threshold (C. Northcutt, L. Jiang and I. Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels,
+    JAIR 2021).
 
-    A label is suspected if another class is more probable, or had a larger logit on average over the training.
-    Confident learning has a threshold for each class: its mean probability over the images labelled with it. A
-    suspected label counts as mislabelled if the predicted class reaches its threshold (C. Northcutt, L. Jiang and I.
-    Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021).
-
-    labels: int64 (N,). probabilities: float (N, classes). margins: `margins.npy` of the run, float (N,), if it has one.
+    labels: int64 (N,). probabilities: float (N, classes), of predictors that were not fitted on the image.
     """
     classes = probabilities.shape[1]
     own = probabilities.gather(1, labels[:, None])[:, 0]
     thresholds = torch.bincount(labels, own.double(), minlength=classes) / torch.bincount(labels, minlength=classes)
     best, suggested = probabilities.max(1)
     suspected = best > own
-    if margins is not None:
-        suspected |= margins < 0
     logits = probabilities.double().clamp_min(1e-30).log()  # up to a constant of each image
-    others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
-    scores = _quantiles(logits.gather(1, labels[:, None])[:, 0] - others)
-    if margins is not None:
-        trained = ~margins.isnan()
-        scores[trained] = (scores[trained] + _quantiles(margins[trained])) / 2
+    margins = logits.gather(1, labels[:, None])[:, 0] - logits.scatter(1, labels[:, None], -torch.inf).amax(1)
+    scores = torch.searchsorted(margins.sort().values, margins).double() / len(margins)  # fraction of smaller margins
     rows = (scores - suspected.double()).argsort(stable=True)  # a score is below 1
     confident = suspected & (best >= thresholds[suggested])  # false for NaN, the threshold of a class without images
     return Ranking(rows, int(suspected.sum()), scores, own, best, suggested, confident)
 
 
-def evidence(run: Path, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the probabilities and margins to rank labels by: out-of-fold ones where a run has them.
+# ---- The list of a run: one row per image, the most suspicious label first.
 
-    Args:
-        run: a run folder, perhaps with `OUT_OF_FOLD` or margins.npy.
-        probabilities: those of the run's net for all training images, (N, classes), used for images without others.
+
+def listed_images(images: ImageSet, rows: Tensor, ranking: Ranking, parts: Sequence[str]) -> list[Listed]:
+    """Return the list of a ranking.
+
+    rows: those of the ranked images in the set. parts: part of each image of the set.
     """
-    unseen = read_array(run / OUT_OF_FOLD, tuple(probabilities.shape))
-    if unseen is not None:
-        probabilities = torch.where(unseen.isnan(), probabilities.float(), unseen)
-    return probabilities, read_array(run / "margins.npy", probabilities.shape[:1])
+    listed = []
+    for place, ranked in enumerate(ranking.rows.tolist()):
+        row = int(rows[ranked])
+        cells = {
+            "index": str(row),
+            "path": images.names[row] if images.names else "",
+            "label": images.classes[images.labels[row]],
+            "probability_of_label": f"{ranking.own[ranked]:.6f}",
+            "suggested": images.classes[ranking.suggested[ranked]],
+            "probability_of_suggested": f"{ranking.best[ranked]:.6f}",
+            "score": f"{ranking.scores[ranked]:.6f}",
+            "part": parts[row],
+            "suspected": "yes" if place < ranking.suspects else "no",
+            "confident": "yes" if ranking.confident[ranked] else "no",
+        }
+        listed.append((row, cells))
+    return listed
 
 
-def write_ranking(path: Path, images: ImageSet, ranking: Ranking, parts: Sequence[str]) -> None:
-    """Write all labels as CSV, the most suspicious first. parts: part of each image, such as train."""
-    columns = "index,path,label,probability_of_label,suggested,probability_of_suggested,score,part,suspected,confident"
-    table: list[Sequence[object]] = [columns.split(",")]
-    for place, row in enumerate(ranking.rows.tolist()):
-        name = images.names[row] if images.names else ""
-        label, suggested = images.classes[images.labels[row]], images.classes[ranking.suggested[row]]
-        cells = [row, name, label, f"{ranking.own[row]:.6f}", suggested, f"{ranking.best[row]:.6f}"]
-        cells += [f"{ranking.scores[row]:.6f}", parts[row]]
-        for mark in (place < ranking.suspects, ranking.confident[row]):
-            cells.append("yes" if mark else "no")
-        table.append(cells)
-    write_text(path, csv_text(table))
+def write_list(run: Path, listed: Sequence[Listed]) -> None:
+    """Write `LIST` to a run folder."""
+    write_text(run / LIST, csv_text([listed[0][1].keys(), *(cells.values() for _, cells in listed)]))
 
 
-def _quantiles(values: Tensor) -> Tensor:
-    """Return the fraction of smaller values for each value, double (N,)."""
-    return torch.searchsorted(values.sort().values, values).double() / len(values)
+def read_list(run: Path, images: ImageSet) -> list[Listed] | None:
+    """Return the list of a run for a set, which may have changed since the training; None if the run has no list.
 
-
-def read_array(file: Path, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the numbers in a NumPy file, float32; None if there is no such file or they have another shape."""
-    if not file.is_file():
+    Images are found by their names, or by row if they have none. Those that the set no longer has are left out.
+    """
+    if not (run / LIST).is_file():
         return None
-    values = np.load(file)
-    if values.shape != shape:  # images were added since
-        return None
-    return torch.from_numpy(values).float()
+    rows = {csv_cell(name): row for row, name in enumerate(images.names)}
+    listed = []
+    with (run / LIST).open(newline="", encoding="utf-8-sig") as file:
+        for cells in csv.DictReader(file):
+            row = rows.get(cells["path"]) if images.names else int(cells["index"])
+            if row is not None:
+                listed.append((row, cells))
+    return listed
+
+
+def list_training_labels(run: Path, images: ImageSet, parts: Sequence[str]) -> None:
+    """Write `LIST` of a run with out-of-fold predictions."""
+    if not (run / OUT_OF_FOLD).is_file():
+        return
+    probabilities = torch.from_numpy(np.load(run / OUT_OF_FOLD))
+    rows = (~probabilities[:, 0].isnan()).nonzero()[:, 0]
+    ranking = rank_labels(images.labels[rows], probabilities[rows])
+    write_list(run, listed_images(images, rows, ranking, parts))
+
+
+def missing_list(run: Path) -> str:
+    """Return why a run has no list of its labels, and what to do."""
+    fault = f"{display_path(run)} has no {LIST}: its net was trained on these labels and may have learned wrong ones"
+    return f"{fault}. To find them, train with --folds 5 or --recipe finetune, and review that run"
 
 
 def find_duplicates(train: ImageSet, test: ImageSet) -> tuple[list[Pair], int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +31,13 @@ from cifar_lit.runs.figures import (
     reliability_diagram,
 )
 from cifar_lit.runs.label_errors import (
-    LIST,
     Findings,
-    evidence,
     find_duplicates,
+    listed_images,
+    missing_list,
     rank_labels,
+    read_list,
     suspect_labels,
-    write_ranking,
 )
 from cifar_lit.training.score import METRICS
 
@@ -58,9 +57,10 @@ FACTS = {
 
 
 def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
-    """Return the page with suspected label errors and duplicates, from a pass over all images.
+    """Return the page with suspected label errors and duplicates, from a pass over the test images.
 
-    If the run was tested on the same test images, its predictions are used. Otherwise they are computed again.
+    If the run was tested on the same test images, its predictions are used. Otherwise they are computed again. The
+    training has written the suspected labels of its own images.
     """
     metrics = read_metrics(run)
     train, test = data.train_images, data.test_images
@@ -75,14 +75,12 @@ def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
     if predictions is None:
         values = {"indices": torch.arange(len(test)), "labels": test.labels}
         predictions = prediction_table({**values, "probabilities": test_logits.double().softmax(1)})
-    train_logits = set_logits(net, train, torch.arange(len(train)), "predicting the training images")
-    ranking = rank_labels(train.labels, *evidence(run, train_logits.softmax(1)))
-    parts = data.parts.part_names()
-    with suppress(OSError):  # a run that is read-only
-        write_ranking(run / LIST, train, ranking, parts)
+    listed = read_list(run, train)
+    ranking = rank_labels(test.labels, test_logits.softmax(1))
+    tested = listed_images(test, torch.arange(len(test)), ranking, ["test"] * len(test))
     findings = Findings(
-        suspect_labels(train, ranking, "Training", parts),
-        suspect_labels(test, rank_labels(test.labels, test_logits.softmax(1)), "Test"),
+        None if listed is None else suspect_labels(train, listed, "Training"),
+        suspect_labels(test, tested, "Test"),
         *find_duplicates(_without_test(data), test),
     )
     return render(run, metrics, data, predictions, findings)
@@ -153,6 +151,7 @@ def render(
         diagram=as_svg(reliability_diagram(bins), "reliability", f"Reliability diagram: calibration error {error:.4f}"),
         mistakes=_mistakes(data, predictions),
         findings=findings,
+        missing_list=missing_list(run),
     )
 
 

@@ -54,7 +54,7 @@ def test_a_feature_is_turned_on_and_off_by_files_and_flags(
 
 
 def test_a_feature_without_a_value_is_turned_on() -> None:
-    assert parse("fit", ["--margins", "--compile", "--lr", "1"]).flags == ["--margins={}", "--compile={}", "--lr=1"]
+    assert parse("fit", ["--balanced", "--compile", "--lr", "1"]).flags == ["--balanced={}", "--compile={}", "--lr=1"]
 
 
 def test_the_last_of_repeated_flags_wins() -> None:

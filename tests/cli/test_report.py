@@ -46,7 +46,8 @@ def test_report_adds_label_errors_and_duplicates(own: Path, open_page: Open, mon
     assert page.count("Not searched yet") == 2  # a training does not search for label errors
     page = (own / "report.html").read_text()
     assert "Not searched yet" not in page
-    assert "Of 200 training images," in page
+    assert "own-1 has no label_errors.csv: its net was trained on these labels and may have learned wrong ones." in page
+    assert "To find them, train with --folds 5 or --recipe finetune, and review that run" in page
     assert "of 40 test images" in page
     test = metrics_of(own)["test"]
     assert headline(page)["test accuracy"] == f"{test['accuracy']:.4f}"
@@ -102,6 +103,19 @@ def test_test_images_are_not_compared_with_themselves(model: Path, layout: str) 
     assert run_command("report", "bare").code == 0
     page = Path("bare/report.html").read_text()
     assert re.search(r"\b0 of [2-5] test images\s+are identical to a training image", page)
+
+
+def test_a_class_that_was_added_since_the_training_is_left_out(model: Path) -> None:
+    draw_images("images")
+    draw_folder(Path("images"), {"train/0": 5, "test/0": 2}, 16)  # the first one: all labels move
+    Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}")
+    answer = run_command("report", "bare")
+    learn = "To learn: cifar-lit train --weights bare --data-dir images"
+    assert (answer.code, answer.error_lines) == (0, [f"bare does not know 0, whose images are not used here. {learn}"])
+    page = Path("bare/report.html").read_text()
+    assert headline(page)["test images"] == "5" and "<td>0</td>" not in page
+    answer = run_command("export", "bare", "--to", "torch-export")
+    assert answer.code == 0 and answer.lines[0] == "checking on 5 test images of folder images"
 
 
 def test_data_that_does_not_fit_the_net_is_refused(model: Path) -> None:

@@ -23,6 +23,15 @@ pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 from starlette.testclient import TestClient
 
 from cifar_lit.extras.web import Server
+from cifar_lit.runs.label_errors import (
+    FEATURES,
+    OUT_OF_FOLD,
+    list_training_labels,
+    listed_images,
+    missing_list,
+    rank_labels,
+    write_list,
+)
 
 CLASSES = ["cat", "dog", "owl"]
 Visit = Callable[[TestClient], object]
@@ -143,9 +152,14 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions(review: C
     probabilities[range(18), np.arange(18) // 6] = 0.9
     probabilities[7] = [0.95, 0.02, 0.03]  # the label is dog
     np.save(folds / "probabilities.npy", probabilities)
+    data = ImageData(**config_of(run)["data"])
+    ranking = rank_labels(data.train_images.labels, torch.tensor(probabilities))
+    write_list(folds, listed_images(data.train_images, torch.arange(18), ranking, ["test"] * 18))
 
     def visit(client: TestClient) -> None:
-        images = client.get("images").json()["images"]
+        answer = client.get("images").json()
+        images = answer["images"]
+        assert answer["suspects"] == 1
         assert [images[0][key] for key in ("name", "label", "predicted")] == ["1.png", "dog", "cat"]
         assert len(images) == 5 and (folds / "labels-reviewed.csv").exists()  # written at the start
         assert client.post("decide", json={"item": 0, "action": "relabel", "label": "cat"}).status_code == 200
@@ -163,9 +177,40 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions(review: C
         exported(Path(), "--data-dir", Path("../../animals/labels.csv"))
     data = reviewed(run, root=str(folds / "labels-reviewed.csv"), split=Split(folds=2))
     assert data.train_images.labels.bincount().tolist() == [7, 5, 6]
-    np.save(folds / "probabilities.npy", probabilities[1:])
-    answer = review(visit, folds, code=1)
-    assert "probabilities.npy has not 18 rows" in answer.error_lines[-1]
+
+
+def test_a_finetuned_run_is_reviewed_with_what_its_training_has_computed(
+    review: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw_folder(Path("animals"), {"cat": 6, "dog": 6, "owl": 6})
+    run = write_run("runs/finetune-1", root="animals")
+    images = ImageData(**config_of(run)["data"]).train_images
+    probabilities = torch.eye(3)[images.labels] * 0.85 + 0.05
+    suspect, twin = (images.labels == 1).nonzero()[2, 0], (images.labels == 0).nonzero()[0, 0]
+    probabilities[suspect] = torch.tensor([0.7, 0.2, 0.1])
+    features = torch.randn(len(images), 8, generator=torch.Generator().manual_seed(0)).half()
+    features[suspect] = features[twin]
+    np.save(run / OUT_OF_FOLD, probabilities.numpy())
+    np.save(run / FEATURES, features.numpy())
+    list_training_labels(run, images, ["train"] * len(images))
+    before = (run / "label_errors.csv").read_bytes()
+    draw_folder(Path("animals"), {"ant": 9})  # moves all rows; a class that the net does not know
+
+    def visit(client: TestClient) -> None:
+        first, second = client.get("images").json()["images"][:2]
+        assert (first["name"], first["label"], first["predicted"]) == (Path(images.names[suspect]).name, "dog", "cat")
+        assert first["probability"] == pytest.approx(0.7) and second["probability"] == pytest.approx(0.9)
+        shown = client.get("image/0").json()
+        assert shown["top"][1] == ["dog", pytest.approx(0.2)] and shown["nearest"][0][1] == "cat"
+
+    monkeypatch.delattr("cifar_lit.extras.label.queue.logits_and_embeddings")
+    answer = review(visit, run)
+    assert (
+        "finetune-1 does not know ant, whose images are not used here. To learn: cifar-lit train --weights"
+        in answer.err
+    )
+    assert (run / "label_errors.csv").read_bytes() == before
+    assert [row["label"] for row in rows_of(run / "labels-reviewed.csv")].count("ant") == 9
 
 
 def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on(review: Callable[..., Answer]) -> None:
@@ -199,7 +244,8 @@ def test_labels_of_a_built_in_set_are_reviewed_twice(run_dir: Path, review: Call
     Image.new("RGB", (16, 16)).save("pool/black.png")
     black = str(Path("pool/black.png").absolute())
     first, second = (int(row) for row in plain.split[0][:2])
-    review(decisions((first, "relabel", "star"), (second, "drop", None)), run, "--limit", "0")
+    answer = review(decisions((first, "relabel", "star"), (second, "drop", None)), run, "--limit", "0")
+    assert answer.error_lines[-1] == missing_list(run)  # in the words of the report
     review(decisions(("black.png", "relabel", "circle")), run, "--pool", "pool")
     assert len(rows_of(run / "labels-reviewed.csv")) == 200
     again = run_command("train", *SMALL, "--epochs", "1", "--data.labels", run / "labels-reviewed.csv")

@@ -20,7 +20,7 @@ from cifar_lit.features import finetune
 from cifar_lit.features.finetune import Finetune, fit_head, out_of_fold
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.models.registry import build_net
-from cifar_lit.runs.label_errors import OUT_OF_FOLD, rank_labels
+from cifar_lit.runs.label_errors import FEATURES, OUT_OF_FOLD, rank_labels
 from cifar_lit.training.classifier import ImageClassifier
 
 
@@ -139,6 +139,8 @@ def test_a_fit_writes_predictions_of_unseen_heads_for_the_images_that_it_uses(
     used = torch.cat(data.split).sort().values
     assert written.isfinite().all(1).nonzero().flatten().tolist() == used.tolist() and len(used) < 120
     torch.testing.assert_close(written[used].sum(1), torch.ones(len(used)))
+    features = torch.from_numpy(np.load(tmp_path / FEATURES))  # for the images that `review` shows as similar
+    assert torch.equal(features.isfinite(), written.isfinite()[:, :1].expand_as(features))
     first = (tmp_path / OUT_OF_FOLD).stat().st_mtime_ns
     last = tmp_path / "checkpoints/last.ckpt"
     fitted(model(num_classes=3), data, Finetune(file), *callbacks, resume=last, limit_val_batches=limit)

@@ -22,7 +22,7 @@ def test_unusual_files_are_decoded_or_refused(run: Path, tmp_path: Path) -> None
             class_dir.mkdir(parents=True)
             picture().save(class_dir / "beside.png")
         path.write_bytes(file.data)
-    rows = [row for chunk, _ in classify_files(load(run), [ImageFile(str(path)) for path in paths]) for row in chunk]
+    rows = [row for chunk in classify_files(load(run), [ImageFile(str(path)) for path in paths], 3) for row in chunk]
     images, loading = Images(image_size=32, skip_bad=True), Loading(cache_dir=str(tmp_path / "cache"))
     settings = DataSettings(str(tmp_path / "set"), images, loading)
     counts = folder(settings, train=True).labels.bincount(minlength=len(paths)).tolist()

@@ -119,11 +119,16 @@ def read_events(run: RunFolder) -> EventAccumulator:
 def test_the_hparams_of_a_run_have_the_options_of_its_parts_and_its_features() -> None:
     model = {"net": "lenet", "optimizer_options": {"momentum": 0.9}, "schedule_options": None, "monitor": "accuracy"}
     data = {"batch_size": 32, "augment": {"crop": 2, "flip": "random"}, "split": {"seed": 3}}
-    features = {"weight_average": {"decay": 0.9}, "margins": {}, "early_stop": None, "resolutions": {"sides": {8: 0.5}}}
+    features = {
+        "weight_average": {"decay": 0.9},
+        "balanced": {},
+        "early_stop": None,
+        "resolutions": {"sides": {8: 0.5}},
+    }
     settings = {"seed_everything": 5, "recipe": "small", "logs": "runs", "model": model, "data": data, **features}
     assert logged_settings(settings) == {
         "recipe": "small", "net": "lenet", "momentum": 0.9, "batch_size": 32, "crop": 2, "flip": "random", "seed": 5,
-        "weight_average.decay": 0.9, "margins": True, "resolutions.sides": "{8: 0.5}",
+        "weight_average.decay": 0.9, "balanced": True, "resolutions.sides": "{8: 0.5}",
     }  # fmt: skip
 
 

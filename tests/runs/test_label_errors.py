@@ -10,13 +10,14 @@ import torch
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.runs.label_errors import (
+    OUT_OF_FOLD,
     Suspects,
-    evidence,
     find_duplicates,
+    list_training_labels,
+    listed_images,
     rank_labels,
-    read_array,
+    read_list,
     suspect_labels,
-    write_ranking,
 )
 
 PIXELS = torch.randint(0, 256, (6, 4, 5, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -25,7 +26,7 @@ PIXELS = torch.randint(0, 256, (6, 4, 5, 3), dtype=torch.uint8, generator=torch.
 def suspects(probabilities: list[list[float]], labels: list[int]) -> Suspects:
     images = ImageSet(PIXELS[: len(labels)], torch.tensor(labels), ("a", "b", "c"))
     ranking = rank_labels(images.labels, torch.tensor(probabilities))
-    return suspect_labels(images, ranking, "Training", ["train", "val", *["train"] * 3])
+    return suspect_labels(images, listed_images(images, torch.arange(5), ranking, ["train"] * 5), "Training")
 
 
 def test_labels_less_probable_than_another_class_are_listed_by_the_ratio_of_both_probabilities() -> None:
@@ -33,57 +34,33 @@ def test_labels_less_probable_than_another_class_are_listed_by_the_ratio_of_both
     result = suspects(probabilities, [0, 0, 0, 0, 1])
     assert [picture.lines for picture in result.pictures] == [
         ("label a 0.100", "predicted b 0.450", "#2"),
-        ("label a 0.250", "predicted b 0.750", "#1 · held out"),
+        ("label a 0.250", "predicted b 0.750", "#1"),
         ("label a 0.200", "predicted b 0.400", "#0"),
     ]
     assert (result.images, result.rejected) == (5, 3)
 
 
-def test_margins_of_the_training_add_memorised_errors_and_count_as_much_as_the_net() -> None:
-    labels = torch.zeros(4, dtype=torch.int64)
-    own = torch.tensor([0.9, 0.4, 0.3, 0.95])
-    probabilities = torch.stack((own, 1 - own), 1)
-    ranking = rank_labels(labels, probabilities)
-    assert (ranking.rows.tolist(), ranking.suspects) == ([2, 1, 0, 3], 2)
-    margins = torch.tensor([-2.0, -1.0, torch.nan, 1.0])  # image 0 was memorised; image 2 was held out
-    ranking = rank_labels(labels, probabilities, margins)
-    # Quantiles of the net: 2, 1, 0 and 3 quarters; of the training: 0, 1 and 2 thirds of images 0, 1 and 3.
-    assert ranking.scores.tolist() == pytest.approx([1 / 4, 7 / 24, 0, 17 / 24])
-    assert (ranking.rows.tolist(), ranking.suspects) == ([2, 0, 1, 3], 3)
-
-
-def test_margins_of_a_run_are_read_only_if_they_fit_its_images(tmp_path: Path) -> None:
-    assert read_array(tmp_path / "margins.npy", (3,)) is None
-    np.save(tmp_path / "margins.npy", np.array([0.5, np.nan, -1.0], np.float32))
-    read = read_array(tmp_path / "margins.npy", (3,))
-    assert read is not None and read[[0, 2]].tolist() == [0.5, -1.0] and read[1].isnan()
-    assert read_array(tmp_path / "margins.npy", (4,)) is None
-
-
-def test_predictions_out_of_fold_replace_those_of_the_net_beside_its_margins(tmp_path: Path) -> None:
-    own = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]], dtype=torch.float64)
-    margins = np.array([1.0, 2.0, 3.0, np.nan], np.float32)
-    np.save(tmp_path / "margins.npy", margins)
-    probabilities, read = evidence(tmp_path, own)
-    assert torch.equal(probabilities, own) and read is not None and read[2] == 3
-    unseen = np.array([[0.3, 0.7], *[[np.nan, np.nan]] * 3], np.float32)
-    np.save(tmp_path / "out_of_fold.npy", unseen)
-    probabilities, read = evidence(tmp_path, own)
-    assert torch.equal(probabilities, torch.cat((torch.tensor([[0.3, 0.7]]), own[1:].float())))
-    assert read is not None and read[:3].tolist() == [1, 2, 3]
-
-
-def test_the_list_names_every_label_with_its_part(tmp_path: Path) -> None:
-    labels, names = torch.tensor([0, 0, 1]), ("-1.png", "=b.png", "c.png")
-    images = ImageSet(PIXELS[:3], labels, ("+cat", "dog"), names=names)
-    ranking = rank_labels(labels, torch.tensor([[0.9, 0.1], [0.25, 0.75], [0.6, 0.4]]))
-    write_ranking(tmp_path / "list.csv", images, ranking, ["train", "val", "unused"])
-    assert (tmp_path / "list.csv").read_text().splitlines() == [
+def test_the_list_names_every_label_with_its_part_and_is_found_again_in_a_set_that_has_changed(tmp_path: Path) -> None:
+    labels, names = torch.tensor([0, 0, 1, 0]), ("-1.png", "=b.png", "c.png", "unused.png")
+    images = ImageSet(PIXELS[:4], labels, ("+cat", "dog"), names=names)
+    assert read_list(tmp_path, images) is None
+    list_training_labels(tmp_path, images, ["train", "val", "train", "unused"])
+    assert read_list(tmp_path, images) is None  # nobody has predicted the images without learning them
+    nan = float("nan")
+    np.save(tmp_path / OUT_OF_FOLD, np.array([[0.9, 0.1], [0.25, 0.75], [0.6, 0.4], [nan, nan]], np.float32))
+    list_training_labels(tmp_path, images, ["train", "val", "train", "unused"])
+    lines = [
         "index,path,label,probability_of_label,suggested,probability_of_suggested,score,part,suspected,confident",
         "1,'=b.png,'+cat,0.250000,dog,0.750000,0.000000,val,yes,yes",
-        "2,c.png,dog,0.400000,'+cat,0.600000,0.333333,unused,yes,yes",
+        "2,c.png,dog,0.400000,'+cat,0.600000,0.333333,train,yes,yes",
         "0,'-1.png,'+cat,0.900000,'+cat,0.900000,0.666667,train,no,no",
     ]
+    assert (tmp_path / "label_errors.csv").read_text().splitlines() == lines
+    now = ImageSet(PIXELS[:3], labels[:3], ("+cat", "dog"), names=("a-new.png", "-1.png", "=b.png"))
+    found = read_list(tmp_path, now)
+    assert found is not None and [(row, cells["index"]) for row, cells in found] == [(2, "1"), (1, "0")]
+    without_names = read_list(tmp_path, ImageSet(PIXELS[:3], labels[:3], ("+cat", "dog")))
+    assert without_names is not None and [row for row, _ in without_names] == [1, 2, 0]
 
 
 @pytest.mark.parametrize(("images", "rejected", "confident"), [(5, 3, 2), (4, 2, 1)])

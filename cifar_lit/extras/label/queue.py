@@ -10,11 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.base.text import counted, listed, note, progress
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.decode import DecodeError, Preparation, decode, image_size
@@ -26,7 +27,7 @@ from cifar_lit.inference.load import Classifier
 from cifar_lit.inference.logits import logits_and_embeddings
 from cifar_lit.inference.model_file import LoadedNet
 from cifar_lit.runs.figures import data_uri
-from cifar_lit.runs.label_errors import LIST, evidence, rank_labels, read_array, write_ranking
+from cifar_lit.runs.label_errors import FEATURES, OUT_OF_FOLD, Listed, missing_list, read_list
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -51,37 +52,38 @@ class Queue:
 
     keys: Sequence[str]  # file or row of each image, as in `Decision.image`
     labels: Sequence[str | None]  # class of each image; None for an image without a label
+    suspects: int  # images with a suspected label, which come first; M without a list
     probabilities: Tensor  # float (M, classes)
     embeddings: Tensor  # float (M, features)
+    classes: Sequence[str]  # those that the net predicts
     train: ImageSet
-    train_keys: Sequence[str]
+    train_keys: Sequence[str]  # of all images of the set
+    train_rows: Sequence[int]  # the N images in the set
     train_embeddings: Tensor  # float (N, features)
 
     @cached_property
     def summaries(self) -> list[Summary]:
         """What the list of the page shows of each image."""
         highest = self.probabilities.max(1)
-        predicted = [self.train.classes[label] for label in highest.indices.tolist()]
+        predicted = [self.classes[label] for label in highest.indices.tolist()]
         rows = zip(self.keys, self.labels, predicted, highest.values.tolist(), strict=True)
         return [Summary(Path(key).name, *row) for key, *row in rows]
 
     def details(self, item: int) -> dict[str, object]:
         """Return an image, its most probable classes, and the nearest training images with their labels.
 
-        Nearest by the cosine of embeddings, from which the mean of the training images is subtracted as in
-        `label_errors.find_nearest`.
+        Nearest by the cosine of embeddings, from which the mean of the training images is subtracted.
         """
         mean, directions = self._directions
         cosines = directions @ F.normalize(self.embeddings[item] - mean, dim=0)
         nearest = cosines.topk(min(NEIGHBOURS + 1, len(cosines))).indices.tolist()
-        classes = self.train.classes
         neighbours: list[tuple[str, str]] = []  # picture and label
-        for row in nearest:
+        for row in [self.train_rows[place] for place in nearest]:
             if self.train_keys[row] != self.keys[item] and len(neighbours) < NEIGHBOURS:
                 picture = self._picture(self.train_keys[row], SMALL_SIDE)
-                neighbours.append((picture, classes[self.train.labels[row]]))
-        top = self.probabilities[item].topk(min(TOP, len(classes)))
-        names = [classes[label] for label in top.indices.tolist()]
+                neighbours.append((picture, self.train.classes[self.train.labels[row]]))
+        top = self.probabilities[item].topk(min(TOP, len(self.classes)))
+        names = [self.classes[label] for label in top.indices.tolist()]
         return {
             "picture": self._picture(self.keys[item], SIDE),
             "top": list(zip(names, top.values.tolist(), strict=True)),
@@ -113,46 +115,49 @@ class Queue:
 def make_queue(
     run: Path, classifier: Classifier, data: ImageData, labels: Labels, pool: str | None, limit: int | None
 ) -> Queue:
-    """Return the images to review, after a pass of the net over them and over the training images.
+    """Return the images to review: those of the run's list in its order, or all training images without a list.
 
-    They are the training images, the most suspicious first. With a pool, a folder or a table with a column path, they
-    are its images, which have no label.
+    With a pool, a folder or a table with a column path, they are its images, which have no label.
     """
-    images, keys = data.train_images, labels.keys
+    images, keys, net = data.train_images, labels.keys, classifier.net
     if pool:
         files, pixels = _read_pool(Path(pool).expanduser(), classifier, limit)
-    probabilities, embeddings = _embed(classifier.net, images.take, len(images), "training images")
-    train = (images, keys[: len(images)], embeddings)
-    if pool:
-        probabilities, embeddings = _embed(classifier.net, pixels.__getitem__, len(files), "images to label")
-        return Queue(files, [None] * len(files), probabilities, embeddings, *train)
-    if data.parts.folds and (run / "folds.json").is_file():
-        probabilities = _held_out(run, tuple(probabilities.shape))
-        ranking = rank_labels(images.labels, probabilities)
+    ranked = read_list(run, images)
+    if ranked is None or pool:
+        rows = list(range(len(images)))
+        suspects = len(rows)
+        probabilities, embeddings = _embed(net, images.take, rows, "training images")
     else:
-        probabilities, margins = evidence(run, probabilities)
-        ranking = rank_labels(images.labels, probabilities, margins)
-        write_ranking(run / LIST, images, ranking, data.parts.part_names())
-    order = ranking.rows[:limit]
-    rows = order.tolist()
+        rows = [row for row, _ in ranked]
+        suspects = sum(cells["suspected"] == "yes" for _, cells in ranked)
+        probabilities, embeddings = _stored(run, net, images, ranked)
+    train = (net.classes, images, keys, rows, embeddings)
+    if pool:
+        count = len(files)
+        probabilities, embeddings = _embed(net, pixels.__getitem__, range(count), "images to label")
+        return Queue(files, [None] * count, count, probabilities, embeddings, *train)
+    if ranked is None:
+        note(missing_list(run))
+    rows = rows[:limit]
     names = [labels.labels[row] for row in rows]
-    return Queue([keys[row] for row in rows], names, probabilities[order], embeddings[order], *train)
+    return Queue([keys[row] for row in rows], names, suspects, probabilities[:limit], embeddings[:limit], *train)
 
 
-def _embed(net: LoadedNet, take: Callable[[Tensor], Tensor], count: int, what: str) -> tuple[Tensor, Tensor]:
+def _embed(net: LoadedNet, take: Callable[[Tensor], Tensor], rows: Sequence[int], what: str) -> tuple[Tensor, Tensor]:
     """Return probabilities (N, classes) and embeddings (N, features) of images."""
-    with progress(f"computing embeddings of the {what}", count) as advance:
-        logits, embeddings = logits_and_embeddings(net, take, torch.arange(count), advance)
+    with progress(f"computing embeddings of the {what}", len(rows)) as advance:
+        logits, embeddings = logits_and_embeddings(net, take, torch.tensor(rows), advance)
     return net.probabilities(logits.to(net.mean.device)).cpu(), embeddings
 
 
-def _held_out(run: Path, shape: tuple[int, ...]) -> Tensor:
-    """Return the predictions of a cross-validation, by nets that were not trained on the image."""
-    probabilities = read_array(run / "probabilities.npy", shape)
-    if probabilities is None:
-        fault = f"{run / 'probabilities.npy'} has not {shape[0]} rows, as the data of this run"
-        raise Failure(f"{fault}: if the data were moved or changed, name those of the run with --data-dir")
-    return probabilities
+def _stored(run: Path, net: LoadedNet, images: ImageSet, ranked: Sequence[Listed]) -> tuple[Tensor, Tensor]:
+    """Return probabilities and embeddings of the images in a list, from the files that were written with it."""
+    indices = [int(cells["index"]) for _, cells in ranked]
+    if (run / FEATURES).is_file():
+        arrays = [np.load(run / name, mmap_mode="r")[indices] for name in (OUT_OF_FOLD, FEATURES)]
+        return torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1]).float()
+    _, embeddings = _embed(net, images.take, [row for row, _ in ranked], "training images")
+    return torch.from_numpy(np.load(run / "probabilities.npy")[indices]), embeddings  # of a cross-validation
 
 
 def _read_pool(place: Path, classifier: Classifier, limit: int | None) -> tuple[list[str], Tensor]:

@@ -45,7 +45,7 @@ def review(argv: list[str]) -> None:
     if (run / "folds.json").is_file():
         source = _first_fold(run)
     classifier = load(weights_file(source), resolve_device(settings.accelerator))
-    data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir)
+    data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir, all_classes=True)
     labels = current_labels(data)
     labels.check()
     table = run / TABLE
