@@ -29,6 +29,7 @@ import torch
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from torch import Tensor
@@ -36,7 +37,6 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
 from cifar_lit import ImageData
-from cifar_lit.base.stats import SHARE, mean_interval
 from cifar_lit.cli.flags import recipe_path
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.loaders import in_order
@@ -48,6 +48,7 @@ ROOT = Path(__file__).parent.parent
 DOCS, RESULTS = ROOT / "docs" / "pictures", ROOT / "results" / "pictures"
 RUNS = Path("lightning_logs")  # in a temporary working folder
 BLUE, ORANGE = "#0072B2", "#D55E00"
+CPU = ("cpu90", "cpu91", "cpu92", "cpu93")
 WIDTH, DPI = 8.4, 115  # inches, pixels per inch
 STYLE = {
     **{"font.size": 8, "axes.titlesize": 8, "figure.dpi": DPI, "figure.constrained_layout.use": True},
@@ -79,9 +80,9 @@ def probabilities() -> Tensor:
 # ---- Drawn pictures
 
 
-def show(axes: Axes, image: Tensor, title: str, colours: str = "") -> None:
-    """Draw uint8 (H, W, C), or one channel (H, W) in a colour map, without axes."""
-    axes.imshow(image.numpy(), cmap=colours or None, vmin=0, vmax=255)
+def show(axes: Axes, image: Tensor, title: str) -> None:
+    """Draw uint8 (H, W, 3) without axes."""
+    axes.imshow(image.numpy())
     axes.set_title(title)
     axes.axis("off")
 
@@ -96,6 +97,7 @@ def plot_curves(axes: Axes, number: int, name: str) -> None:
         points = [(int(row["step"]) / length, float(row[f"{part}/{name}"])) for row in rows if row[f"{part}/{name}"]]
         axes.plot(*zip(*points, strict=True), color=colour, label=label, marker="o", markersize=2.5)
     axes.set(title=name, xlabel="epoch", ylim=(0, 1.02 if name == "accuracy" else None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid()
     axes.legend()
 
@@ -153,18 +155,18 @@ def draw_classes() -> None:
 
 
 def draw_pixels() -> None:
-    """One image, its three channels, and some of its red values as numbers."""
+    """One image, its three channels from black (0) to full colour (255), and some of its red values as numbers."""
     row = int((images().train_images.labels == images().classes.index("heart")).nonzero()[0])
     image = images().train_images.images[row]
     figure, axes = plt.subplots(1, 5, figsize=(WIDTH, 2.3), width_ratios=[1, 1, 1, 1, 1.7])
-    show(axes[0], image, "image, 32 × 32")
-    corner = image[12:20, 12:20, 0]
-    panels = (("red", "Reds_r"), ("green", "Greens_r"), ("blue", "Blues_r"), ("64 of the red values", "Reds_r"))
-    for axis, (title, colours), values in zip(axes[1:], panels, (*image.unbind(2), corner), strict=True):
-        show(axis, values, title, colours)
-    for (y, x), value in np.ndenumerate(corner.numpy()):
-        colour = "black" if value > 110 else "white"
-        axes[4].text(x, y, str(value), ha="center", va="center", fontsize=5.5, color=colour)
+    channels = image[:, :, None] * torch.eye(3, dtype=torch.uint8)  # (H, W, 3, 3): each is 0 but in one channel
+    corner = channels[12:20, 12:20, 0]
+    panels = (image, *channels.unbind(2), corner)
+    titles = ("image, 32 × 32", "red", "green", "blue", "64 of the red values")
+    for axis, panel, title in zip(axes, panels, titles, strict=True):
+        show(axis, panel, title)
+    for (y, x), value in np.ndenumerate(corner[:, :, 0].numpy()):
+        axes[4].text(x, y, str(value), ha="center", va="center", fontsize=5.5, color="white")
     save(pixels_of(figure), DOCS / "pixels.png")
 
 
@@ -203,34 +205,22 @@ def draw_mistakes() -> None:
 
 
 def draw_cpu_record() -> None:
-    """Accuracy over training time in units, with 95 % intervals, of all entries of the CPU record."""
-
-    def figures(name: str) -> dict[str, Any]:
-        return dict(json.loads((ROOT / "results" / "cpu" / f"{name}.json").read_text(encoding="utf-8")))
-
-    figure, axes = plt.subplots(figsize=(WIDTH, 4.2))
-    tables = yaml.safe_load((ROOT / "results" / "tables.yaml").read_text(encoding="utf-8"))
-    for part, filled in zip(tables["cpu-record"]["parts"], (True, False), strict=True):
-        units = re.findall(r"<(\S+) \| \{0\}: units>", part["cells"][1])[0]
-        for (name,) in part["rows"]:
-            time = figures(units)["headline"][f"{name}: units"]["median"]
-            runs = figures(f"recipe-{name}")["recipes"][name]["runs"]
-            plain, views = [run["accuracy"] for run in runs], [run["views"]["accuracy"] for run in runs]
-            for scores, colour in ((plain, BLUE), (views, ORANGE)):
-                mean = mean_interval(scores, SHARE)
-                height = 100 * mean["mean"]
-                limits = None
-                if mean["low"] is not None:
-                    limits = [[height - 100 * mean["low"]], [100 * mean["high"] - height]]
-                axes.errorbar(time, height, limits, fmt="o", color=colour, mfc=colour if filled else "white", capsize=2)
-            place, side = ((-6, 4), "right") if filled else ((6, -9), "left")
-            axes.annotate(name, (time, 100 * np.mean(plain)), xytext=place, ha=side, textcoords="offset points")
-    for colour, label in ((BLUE, "test accuracy"), (ORANGE, "with test-time augmentation")):
-        axes.plot([], [], "o", color=colour, label=label)
-    axes.plot([], [], "o", color="grey", mfc="white", label="earlier and other recipes")
-    axes.set(xlabel="training time in units (ten epochs of the tutorial)", ylabel="%", xlim=(0, None))
+    """Mean accuracy of the cpu recipes by their typical training time."""
+    files = {name: ROOT / "results" / "cpu" / f"{name}.json" for name in ("units-cpu", *map("recipe-{}".format, CPU))}
+    measured = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items()}
+    figure, axes = plt.subplots(figsize=(5.6, 3))
+    minutes = [measured["units-cpu"]["headline"][f"{name}: typical training"]["median"] / 60 for name in CPU]
+    runs = [measured[f"recipe-{name}"]["recipes"][name]["runs"] for name in CPU]
+    plain = [100 * np.mean([run["accuracy"] for run in same]) for same in runs]
+    views = [100 * np.mean([run["views"]["accuracy"] for run in same]) for same in runs]
+    for scores, colour, label in ((views, ORANGE, "with test-time augmentation"), (plain, BLUE, "test accuracy")):
+        axes.plot(minutes, scores, "o-", color=colour, label=label)
+    for name, place in zip(CPU, zip(minutes, plain, strict=True), strict=True):
+        axes.annotate(name, place, xytext=(6, -10), textcoords="offset points")
+    axes.set(title="CIFAR-10 on two CPU cores", xlabel="minutes of training", ylabel="% of the test images correct")
+    axes.set(xlim=(0, 6.5), ylim=(89, 95))
     axes.grid()
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left")
     save(pixels_of(figure), RESULTS / "cpu-record.png")
 
 
