@@ -21,7 +21,6 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
