@@ -121,7 +121,7 @@ LIST = "pictures/more\r\n\r\n'pictures/2.png'\r\n*.png\r\n"
     [
         *(LIST.encode(code) for code in ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32")),
         b"pictures/more\0pictures/2.png\0*.png\0",
-        b"pictures/more\npictures/more/1.webp\npictures/2.png\n*.png",  # the order in which find lists a folder and its files
+        b"pictures/more\npictures/more/1.webp\npictures/2.png\n*.png",  # find lists a folder before its files
     ],
 )
 def test_a_list_may_come_from_any_system(
