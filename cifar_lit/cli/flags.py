@@ -37,7 +37,7 @@ for group, kind in (("images", Images), ("loading", Loading)):
 SEVERAL = {"folds": "cifar_lit.cli.folds:train_folds", "seeds": "cifar_lit.cli.seeds:train_seeds"}
 # Read here. The parser of the settings does not know them.
 SWITCHES = ("trust", "debug")  # handled by `main`
-OWN = ("recipe", "config", "logs", "resume", "trust", *SEVERAL, "json", "debug")
+OWN = ("recipe", "config", "logs", "resume", "trust", *SEVERAL, "debug")
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
@@ -57,10 +57,9 @@ class Command:
     flags: list[str] = field(default_factory=list)  # all others, each with its value, such as `--lr=0.1`
     # Flags for several trainings with their values as typed.
     several: dict[str, str] = field(default_factory=dict)
-    json: str | None = None  # file for the results, times and memory of several seeds
     brief: bool = False  # print neither start card, epochs nor results
     job: str | None = None  # record of the scheduler's job, stored in the folder of a new run
-    # The arguments as typed, without those for several trainings and --json.
+    # The arguments as typed, without those for several trainings.
     words: list[str] = field(default_factory=list, compare=False)
 
     @property
@@ -133,9 +132,9 @@ def parse(name: str, argv: list[str]) -> Command:
             key = "config"
         if key == "ckpt_path" and command.trains:
             key = "resume"
-        if not equals and key in (*SEVERAL, "recipe", "config", "logs", "json"):
+        if not equals and key in (*SEVERAL, "recipe", "config", "logs"):
             raise UsageError(f"{flag} needs a value")
-        if key in ("recipe", "logs", "resume", "json"):
+        if key in ("recipe", "logs", "resume"):
             setattr(command, key, value)
         elif key == "config":
             command.configs.append(_config_file(value))
@@ -145,10 +144,8 @@ def parse(name: str, argv: list[str]) -> Command:
             command.flags.append(f"{flag}={SWITCH.get(value.lower(), value)}")
         elif key not in SWITCHES:
             command.flags.append(word)
-        if key not in (*SEVERAL, "json"):
+        if key not in SEVERAL:
             command.words.append(word)
-    if command.json is not None and "seeds" not in command.several:
-        raise UsageError("--json records several seeds: add --seeds 0-4. The run folder of one has a metrics.json")
     return command
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
 from rich.table import Column, Table
 
 from cifar_lit.base.files import write_text
+from cifar_lit.base.hardware import detect_machine
 from cifar_lit.base.text import counted
 from cifar_lit.cli.console import for_tables
-from cifar_lit.cli.seeds import environment
+from cifar_lit.run.results import versions
 
 FEW = 4  # values; with fewer, a spread is the range and a mean has no interval
 
@@ -105,3 +109,31 @@ def write_figures(path: Path, figures: Mapping[str, object]) -> None:
     """Write the figures as JSON, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(figures, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Return date, cpu, bf16 (hardware support), threads (of torch), gpu (None without) and versions."""
+    machine = detect_machine()
+    gpus = [name for name, _ in machine.gpus]
+    gpu = None
+    if gpus:
+        gpu = gpus[0] if len(gpus) == 1 else f"{len(gpus)} × {gpus[0]}"
+    elif machine.mps:
+        gpu = "Apple GPU"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": exact_cpu(machine.cpu),
+        "bf16": machine.bf16,
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "versions": versions(),
+    }
+
+
+def exact_cpu(name: str) -> str:
+    """Return the name of the CPU, with family and model if it has no number: a virtual machine may hide the product."""
+    info = Path("/proc/cpuinfo")
+    if re.search(r"\d", name.partition("@")[0]) or not info.is_file():
+        return name
+    numbers = re.findall(r"^(?:cpu )?(family|model)\s*: (\d+)$", info.read_text(encoding="utf-8"), re.MULTILINE)[:2]
+    return f"{name} ({', '.join(map(' '.join, numbers))})"

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from contract.command_line import SMALL, assert_refused, config_of, contents_of, metrics_of, run_command
 
-from cifar_lit.base.hardware import Machine
-from cifar_lit.cli import seeds
 from cifar_lit.cli.seeds import finish, read_seeds
 from cifar_lit.training.orderly_stop import Interrupted
 
@@ -58,24 +56,13 @@ def test_a_finished_group_is_not_reused_and_groups_are_compared_seed_by_seed() -
     assert f"small · lr 0.05 minus small · lr 0.001: {100 * mean:+.2f} points over 2 equal seeds" in answer.out
 
 
-def test_several_seeds_are_recorded_in_a_file() -> None:
-    assert run_command("train", *SHORT, "--seeds", "0-1", "--json", "new/seeds.json").code == 0
-    record = json.loads(Path("new/seeds.json").read_text())
-    runs = record["recipes"]["small"]["runs"]
-    accuracies = [metrics_of(GROUP / f"small-{n}")["test"]["accuracy"] for n in (1, 2)]
-    assert [(run["seed"], run["accuracy"], run["first"]) for run in runs] == [
-        (0, accuracies[0], True), (1, accuracies[1], False)
-    ]  # fmt: skip
-    assert record["environment"]["versions"]["torch"] and record["settings"]["flags"]
-
-
 def test_an_interruption_prints_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise Interrupted(2)
 
     monkeypatch.setattr("cifar_lit.cli.seeds.train_each", interrupt)
-    answer = run_command("train", *SHORT, "--seeds", "0-1", "--json", "new/seeds.json")
-    assert answer.code == 130 and answer.err.endswith("--epochs=1 --seeds=0-1 --json=new/seeds.json\n")
+    answer = run_command("train", *SHORT, "--seeds", "0-1")
+    assert answer.code == 130 and answer.err.endswith("--epochs=1 --seeds=0-1\n")
 
 
 def test_seeds_of_an_edited_recipe_are_not_continued() -> None:
@@ -111,22 +98,9 @@ def test_seeds_are_numbers_and_ranges(text: str, expected: list[int]) -> None:
         (("train", "--seeds"), "--seeds needs a value"),
         (("train", "--seeds", "a-4"), "--seeds must be seeds such as 0-4 or 1,2,3, not 'a-4'"),
         (("train", "--seeds", "4-0"), "--seeds 4-0 names no seed"),
-        (("train", "--json", "f.json"), "--json records several seeds: add --seeds 0-4"),
     ],
 )
 def test_invalid_seeds_are_refused_in_one_line_and_leave_nothing(words: tuple[str, ...], line: str) -> None:
     command, *rest = words
     assert_refused(run_command(command, *SMALL, *rest), 2, line)
     assert not Path("lightning_logs").exists()
-
-
-def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = tmp_path / "cpuinfo"
-    core = "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
-    info.write_text(f"processor\t: 0\n{core}\nprocessor\t: 1\n{core}")
-    monkeypatch.setattr(seeds, "Path", lambda path: info)
-    monkeypatch.setattr(seeds, "detect_machine", lambda: Machine("AMD EPYC", 2, True))
-    assert seeds.environment()["cpu"] == "AMD EPYC (family 26, model 2)"
-    assert seeds.exact_cpu("AMD EPYC 9755 128-Core Processor") == "AMD EPYC 9755 128-Core Processor"
