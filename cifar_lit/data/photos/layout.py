@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,14 +63,24 @@ class Listing:
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
-    """Return class names in label order: by value if all are whole numbers, else by name.
+    """Return class names in label order: by value if all are numbers, else by name.
 
     Folders and tables share the order, so that a run and a training on its reviewed labels have the same classes.
     """
     classes = sorted(names)
-    if all(re.fullmatch("-?[0-9]+", name) for name in classes):
-        classes.sort(key=int)
+    if all(re.fullmatch("-?[0-9]+([.][0-9]+)?", name) for name in classes):
+        classes.sort(key=Decimal)
     return classes
+
+
+def note_similar_classes(where: str, names: Iterable[str]) -> None:
+    """Report classes whose names differ in case or blanks only, which may be one class by mistake."""
+    spellings: dict[str, list[str]] = {}
+    for name in names:
+        spellings.setdefault("".join(name.casefold().split()), []).append(name)
+    similar = [" and ".join(map(repr, group)) for group in spellings.values() if len(group) > 1]
+    if similar:
+        note_once(f"{where}: classes differ in case or blanks only: {listed(similar)}. Rename them if they are the same")
 
 
 def part_of(name: str) -> str | None:
@@ -228,6 +239,7 @@ class _Reader:
         self.check_not_parts(path, folders)
         check_class_names([*folders], f"in {path}, the folder")
         self.stray += map(self.name, images)
+        note_similar_classes(self.root, sorted(folders))
         tree = {name: self.files(folders[name]) for name in sort_classes(folders)}
         if empty := [name for name, files in tree.items() if not files]:
             remedy = remedy_for(self.ignored) or " Add some or remove the folder."

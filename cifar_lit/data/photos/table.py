@@ -19,7 +19,7 @@ from cifar_lit.base.files import as_on_disk
 from cifar_lit.base.text import listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet, check_class_names
 from cifar_lit.data.photos.decode import IMAGES, Preparation, decode
-from cifar_lit.data.photos.layout import PARTS, Listing, Tree, file_at, sort_classes, walk
+from cifar_lit.data.photos.layout import PARTS, Listing, Tree, file_at, note_similar_classes, sort_classes, walk
 
 COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
     "path": (
@@ -196,6 +196,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
     names = {row.label for row in rows.values()}
     check_class_names(sorted(names), f"in {table}, the class")
     classes = sort_classes(names)
+    note_similar_classes(str(table), classes)
     if len(classes) == 1:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
     used = {row.split for row in rows.values()}

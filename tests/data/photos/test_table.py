@@ -77,14 +77,29 @@ def test_without_test_rows_val_is_the_test_set_and_without_val_rows_it_is_drawn_
 
 
 @pytest.mark.parametrize(
-    "classes", [("1", "2", "10"), ("-1", "09", "9", "100"), ("10", "2", "2b"), ("Zebra", "zebra", "Ähre", "é", "蜜蜂")]
-)
+    "classes",
+    [
+        ("1", "2", "10"), ("-1", "09", "9", "100"), ("10", "2", "2b"), ("Zebra", "zebra", "Ähre", "é", "蜜蜂"),
+        ("-1.5", "0.0", "1.0", "2.0", "10.0"),
+    ],
+)  # fmt: skip
 def test_a_table_has_the_class_order_of_its_folder(tmp_path: Path, classes: tuple[str, ...]) -> None:
     paths = [f"{name}/{number}.png" for name in reversed(classes) for number in range(2)]
     for number, path in enumerate(paths):
         save(tmp_path / "set" / path, number)
     table = write(tmp_path / "set" / "labels.csv", "path,label", *(f"{path},{path.split('/')[0]}" for path in paths))
     assert open_set(tmp_path / "set").classes == open_set(table).classes == classes
+
+
+def test_classes_that_differ_in_case_or_blanks_only_are_noted(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = write(pets / "a.csv", "path,label", *map(",".join, zip(NAMES, ("A b", "ab", "c", "a B", "d", "C"), strict=True)))
+    list_table(table, None, False)
+    note = "classes differ in case or blanks only: 'A b' and 'a B' and 'ab', 'C' and 'c'. Rename them if they are the"
+    assert f"{table}: {note}" in capsys.readouterr().err
+    for number, name in enumerate(("owl", "Owl ", "cat")):
+        save(pets / "folder" / name / "0.png", number), save(pets / "folder" / name / "1.png", number)
+    open_set(pets / "folder")
+    assert f"{pets / 'folder'}: classes differ in case or blanks only: 'Owl ' and 'owl'. " in capsys.readouterr().err
 
 
 def test_a_repeated_row_counts_once(pets: Path) -> None:
