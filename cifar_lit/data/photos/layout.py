@@ -80,7 +80,7 @@ def note_similar_classes(where: str, names: Iterable[str]) -> None:
         spellings.setdefault("".join(name.casefold().split()), []).append(name)
     similar = [" and ".join(map(repr, group)) for group in spellings.values() if len(group) > 1]
     if similar:
-        note_once(f"{where}: classes differ in case or blanks only: {listed(similar)}. Rename them if they are the same")
+        note_once(f"{where}: classes differ in case or blanks only: {listed(similar)}. Rename those that are the same")
 
 
 def part_of(name: str) -> str | None:

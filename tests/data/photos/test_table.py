@@ -92,9 +92,9 @@ def test_a_table_has_the_class_order_of_its_folder(tmp_path: Path, classes: tupl
 
 
 def test_classes_that_differ_in_case_or_blanks_only_are_noted(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = write(pets / "a.csv", "path,label", *map(",".join, zip(NAMES, ("A b", "ab", "c", "a B", "d", "C"), strict=True)))
+    table = write(pets / "a.csv", "path,label", *map("{},{}".format, NAMES, ("A b", "ab", "c", "a B", "d", "C")))
     list_table(table, None, False)
-    note = "classes differ in case or blanks only: 'A b' and 'a B' and 'ab', 'C' and 'c'. Rename them if they are the"
+    note = "classes differ in case or blanks only: 'A b' and 'a B' and 'ab', 'C' and 'c'. Rename those that are"
     assert f"{table}: {note}" in capsys.readouterr().err
     for number, name in enumerate(("owl", "Owl ", "cat")):
         save(pets / "folder" / name / "0.png", number), save(pets / "folder" / name / "1.png", number)
