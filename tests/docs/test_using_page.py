@@ -28,12 +28,12 @@ def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.Ca
     pytest.importorskip("onnxruntime", reason="pip install 'cifar-lit[export]'")
     run = Path("lightning_logs/folder-1")
     run.mkdir(parents=True)
-    card = ModelCard("lenet", 1.0, [3, 24, 40], ["cat", "dog"], [0.5] * 3, [0.25] * 3, resize="letterbox")
+    card = ModelCard("lenet", 1.0, [3, 24, 40], ["cat", "dog"], [0.5] * 3, [0.25] * 3)
     card = replace(card, coverage={"lac": [[0.1] * 9] * 2, "aps": [[0.1] * 9] * 2})
     torch.manual_seed(0)
     save_weights(run / "model.safetensors", build_net("lenet", **card.net_settings).state_dict(), card)
-    noise = np.random.default_rng(0).integers(0, 256, (50, 60, 4), dtype=np.uint8)
-    Image.fromarray(noise).save("cat.jpg", "PNG")  # with transparent parts
+    noise = np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8)
+    Image.fromarray(noise).save("cat.jpg")
     answer = run_command("export", run, "--to", "onnx", "--images", "4")
     assert answer.code == 0, answer.err
     names: dict[str, object] = {}
