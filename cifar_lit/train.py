@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import write_text
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.inference.calibration import tempered
 from cifar_lit.inference.model_file import save_weights
 from cifar_lit.inference.sets import MIN_HELD_OUT
 from cifar_lit.run.card import fitted_card, model_card
@@ -22,7 +23,7 @@ from cifar_lit.run.record import Metrics, write_metrics
 from cifar_lit.run.results import Tested, run_metrics, test_scores, val_scores
 from cifar_lit.run.resume import PREVIOUS
 from cifar_lit.run.run import Run
-from cifar_lit.runs.figures import as_pixels, confusion_matrix
+from cifar_lit.runs.figures import MAX_DRAWN, as_pixels, confusion_matrix, curve_figure, curves, save_picture
 from cifar_lit.runs.label_errors import list_training_labels
 from cifar_lit.runs.report import render
 from cifar_lit.training.checkpoint import load_weights, read_checkpoint
@@ -51,6 +52,7 @@ def fit(
         return None
     final = read_checkpoint(Path(run.checkpoint))  # the best one, or the last one without validation
     load_weights(model, run.checkpoint, final)
+    run.folder.test_weights(run.checkpoint, final)
     val = test = None
     if run.best.best_model_path:
         val = Score.from_dict(final["cifar_lit"]["score"])
@@ -87,12 +89,7 @@ def write_results(
     folder = run.folder.path
     if not trainer.is_global_zero:
         return None
-    confusions = {}
-    if val:
-        confusions["val"] = val.confusion
-    if test:
-        confusions["test"] = test.score.confusion
-    _log_pictures(run, confusions, data.classes, trainer.global_step)
+    _draw(run, test.score if test else val, data.classes)
     card = model_card(model, data)
     if run.trains:
         list_training_labels(folder, data.train_images, data.parts.part_names())
@@ -111,8 +108,9 @@ def write_results(
     if test and test.predictions is not None:
         write_predictions(folder / "predictions.csv", [test.predictions], data.test_images)
         if run.trains:
-            page = render(folder, metrics, data, prediction_table(test.predictions))
-            write_text(folder / "report.html", page)
+            probabilities = tempered(test.predictions["probabilities"], card.temperature)
+            table = prediction_table({**test.predictions, "probabilities": probabilities})
+            write_text(folder / "report.html", render(folder, metrics, data, table))
     write_metrics(folder, metrics)
     return Results(metrics, val, test)
 
@@ -129,10 +127,16 @@ def _tested(stage: str, trainer: pl.Trainer, model: ImageClassifier, data: Image
     return Tested(model.score, tta, model.predictions)
 
 
-def _log_pictures(run: Run, confusions: Mapping[str, list[list[int]]], classes: Sequence[str], step: int) -> None:
-    """Log confusion matrices, by `val` and `test`."""
+def _draw(run: Run, score: Score | None, classes: Sequence[str]) -> None:
+    """Log the confusion matrix, and write it and the curves of a training to the run folder as PNG."""
+    folder = run.folder
+    if score and len(classes) <= MAX_DRAWN:
+        figure = confusion_matrix(torch.tensor(score.confusion), classes)
+        for board in run.boards:
+            board.log_images("confusion_matrix", as_pixels(figure), folder.tested["step"])
+        if run.trains:
+            save_picture(folder.path / "confusion_matrix.png", figure)
+    if run.trains and (charts := curves(folder.path)):
+        save_picture(folder.path / "curves.png", curve_figure(charts))
     for board in run.boards:
-        for part, confusion in confusions.items():
-            picture = as_pixels(confusion_matrix(torch.tensor(confusion), classes))
-            board.log_images(f"{part}/confusion_matrix", picture, step)
-        board.save()
+        board.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -105,8 +106,15 @@ def plain_values(file: Path) -> Any:
 def plain_settings(group: str, settings: Mapping[str, object]) -> dict[str, object]:
     """Return settings by dotted name as values of JSON. A class, function or object becomes its name."""
     named = {f"{group}.{name}": value for name, value in settings.items()}
-    plain: dict[str, object] = json.loads(json.dumps(named, default=part_name, skipkeys=True))
+    plain: dict[str, object] = json.loads(without_passwords(json.dumps(named, default=part_name, skipkeys=True)))
     return plain
+
+
+def without_passwords(text: str) -> str:
+    """Return text without user, password and secret parameters of the URLs in it."""
+    text = re.sub(r"(?<=://)[^/\s\"']+@", "", text)
+    secret = r"(?i)([?&][^=&#\s\"']*(?:token|key|sig|secret|pass|auth|cred)[^=&#\s\"']*=)[^&#\s\"']+"
+    return re.sub(secret, r"\1", text)
 
 
 def saved_settings(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from cifar_lit.base.command_line import instantiated
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.plugins import part_name
-from cifar_lit.base.text import note
+from cifar_lit.base.settings import without_passwords
+from cifar_lit.base.text import note, note_once
 from cifar_lit.base.threads import choose_threads
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.flags import Command
@@ -86,7 +87,10 @@ def run_command(command: Command) -> Training:
         parts = instantiated(parser, settings)
         data, model = build_data_and_model(parts, settings, contents, resumes=resumed is not None)
         settings.data.images.mean, settings.data.images.std = data.statistics
-        config = parser.dump(settings, skip_none=False)
+        typed_config = parser.dump(settings, skip_none=False)
+        config = without_passwords(typed_config)
+        if config != typed_config:
+            note_once("passwords in URLs are not stored: type --data.url again to repeat this run from its config.yaml")
         run = Run(folder, yaml.safe_load(config), config, notes, command.name, model.monitored)
         children = ChildRanks()
         callbacks = [children, *as_list(parts.trainer.callbacks), *run_callbacks(command, run, data, parts)]
@@ -98,6 +102,7 @@ def run_command(command: Command) -> Training:
             result = fit(run, trainer, model, data, start or settings.ckpt_path)
         else:
             load_weights(model, settings.ckpt_path, contents)
+            run.folder.test_weights(settings.ckpt_path, contents)
             work = predict if command.name == "predict" else evaluate
             result = work(run, trainer, model, data)
         if trainer.is_global_zero and not command.brief:

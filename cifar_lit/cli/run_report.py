@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -16,12 +15,11 @@ from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.run.loggers import feature_settings
-from cifar_lit.run.record import Metrics, group_lines
+from cifar_lit.run.record import Metrics, group_lines, score_title, shown_scores, weights_text
 from cifar_lit.run.run import Run
-from cifar_lit.runs.label_errors import LIST
 from cifar_lit.train import Results
 from cifar_lit.training.loop import steps_per_epoch
-from cifar_lit.training.score import METRICS, Score
+from cifar_lit.training.score import Score
 
 
 class StartCard(Callback):
@@ -102,18 +100,15 @@ def accuracy_table(score: Score, data: ImageData) -> Table:
     return table
 
 
-def score_lines(scores: Mapping[str, Any]) -> list[str]:
-    """Return lines with the values besides accuracy and loss. scores: the `test` or `val` part of metrics.json.
-
-    Balanced accuracy is left out if it equals the accuracy, as it does for classes of equal size.
-    """
-    accuracy = f"{scores['accuracy']:.4f}"
+def score_lines(scores: Metrics, data: ImageData) -> list[str]:
+    """Return lines with the values besides accuracy and loss. scores: the `test` or `val` part of metrics.json."""
     values = []
-    for name, metric in METRICS.items():
-        if name in scores:
-            values.append(f"{metric.text} {scores[name]:.4f}")
-    values = [value for value in values if value != f"balanced accuracy {accuracy}"]
-    lines = [" · ".join(values)]
+    for name, value in shown_scores(scores, data.class_count).items():
+        if name not in ("accuracy", "loss"):
+            values.append(f"{score_title(name)} {value:.4f}")
+    lines = []
+    if values:
+        lines.append(" · ".join(values))
     if scores["interval"]:
         lines.append("95 % interval of the accuracy {:.4f} … {:.4f}".format(*scores["interval"]))
     return lines
@@ -132,19 +127,17 @@ def print_result(result: Results | int | None, run: Run, data: ImageData) -> Non
 def _print_results(run: Run, results: Results, data: ImageData) -> None:
     """Print the results and the next commands."""
     metrics, val = results.metrics, results.metrics["val"]
+    say(f"weights: {weights_text(metrics)}")
     if results.test:
         _print_test(results.test.score, metrics["test"], data)
     elif val:
-        for name, value in val.items():
-            if name not in ("accuracy", "loss", "interval", *METRICS):
-                say(f"validation {name} {value:.4f}")
-        say(*score_lines(val), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
+        say(*score_lines(val, data), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:
         speed = metrics["images_per_second"]
         say(f"trained in {metrics['train_seconds']:.1f} s" + (f" · {speed:.0f} images/s" if speed else ""))
     say(f"run {display_path(run.folder.path)}")
     if run.trains:
-        say("", "next:", *_next_lines(run, is_tested=results.test is not None, is_folder=data.dataset == "folder"))
+        _print_next(run, data)
 
 
 def _print_test(test: Score, scores: Metrics, data: ImageData) -> None:
@@ -154,31 +147,17 @@ def _print_test(test: Score, scores: Metrics, data: ImageData) -> None:
         views = scores["tta"]
         augmented = f"with {views['views']} test-time augmentation"
         say(f"{augmented}: accuracy {views['accuracy']:.4f} · loss {views['loss']:.4f}")
-    for name, value in test.further.items():
-        say(f"test {name} {value:.4f}")
     noun = "image" if test.images == 1 else "images"
     score = f"test accuracy {test.accuracy:.4f} · loss {test.loss:.4f}"
-    say(*score_lines(scores), f"{score} · {test.images} {noun}")  # plain digits: scripts read this line
+    say(*score_lines(scores, data), f"{score} · {test.images} {noun}")  # plain digits: scripts read this line
 
 
-def _next_lines(run: Run, is_tested: bool, is_folder: bool) -> list[str]:
-    folder = display_path(run.folder.path)
-    lines = []
-    trust = argument = ""
+def _print_next(run: Run, data: ImageData) -> None:
+    """Print the two commands that most users need next."""
+    folder, trust = shlex.quote(display_path(run.folder.path)), ""
     if untrusted_parts(run.settings, run.folder.path.parent):
-        trust, argument = " --trust", ", trust=True"
-    if "tensorboard" in run.settings["logger"]:
-        lines.append(f"  tensorboard --logdir {shlex.quote(display_path(run.folder.path.parent))}")
-    if not is_tested:
-        name = "best" if run.best.best_model_path else "last"
-        lines.append(f"  cifar-lit test --ckpt_path {shlex.quote(f'{folder}/checkpoints/{name}.ckpt')}{trust}")
-    lines.append(f"  cifar-lit report {shlex.quote(folder)} --open{trust}")
-    lines.append(f"  cifar-lit classify {shlex.quote(folder)} IMAGES{trust}")
-    if (run.folder.path / LIST).exists():
-        lines.append(f"  cifar-lit review {shlex.quote(folder)}   (shows wrong labels)")
-    elif is_folder:  # a net memorises wrong labels that it was trained on
-        config = shlex.quote(f"{folder}/config.yaml")
-        lines.append(f"  cifar-lit train --config {config} --folds 5   (then `cifar-lit review` shows wrong labels)")
-    if shlex.quote(folder) == folder:
-        lines.append(f'  python -c "import cifar_lit; print(cifar_lit.load({folder!r}{argument}))"')
-    return lines
+        trust = " --trust"
+    first = f"cifar-lit report {folder} --open{trust}"
+    if run.command == "fit":
+        first = f"cifar-lit test --ckpt_path {folder}/checkpoints/{run.folder.tested['checkpoint']}{trust}"
+    say(f"next: {first}", f"      cifar-lit classify {folder} IMAGES{trust}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -27,6 +29,7 @@ class RunFolder:
 
     Attributes:
         path: the folder; `logs` before it is claimed.
+        tested: checkpoint whose weights are tested, and the epoch and step that it was saved in; see metrics.json.
 
     Raises:
         Failure: another process is writing the folder.
@@ -38,6 +41,7 @@ class RunFolder:
         self.logs, self.name, self.resumed = logs, name, path is not None
         self._first, self._job = first, job
         self.path = logs
+        self.tested: dict[str, Any] = {}
         self._lock: FileLock | None = None
         if path is not None and first:
             self._hold(path)
@@ -58,6 +62,13 @@ class RunFolder:
     def resumable(self) -> bool:
         """Whether there is a checkpoint to resume from."""
         return self.path != self.logs and newest_checkpoint(self.path).is_file()
+
+    def test_weights(self, path: str | Path, checkpoint: Mapping[str, Any]) -> None:
+        """Record the checkpoint whose weights are tested, in epoch 0 before the first step."""
+        step, epoch = checkpoint.get("global_step", 0), 0
+        if step:
+            epoch = checkpoint["epoch"] + 1
+        self.tested = {"checkpoint": Path(path).name, "epoch": epoch, "step": step}
 
     def follow(self, path: Path) -> None:
         """Use the folder that the first process has created."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cifar_lit.base.errors import Failure, UsageError, first_line
+from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import listed, nfc, note_once
@@ -79,11 +79,7 @@ def _open(run: Path, card: ModelCard, dataset: str | None, data_dir: str | None)
         raise UsageError(
             f"{display_path(run)} has no config.yaml that names the data: add --dataset, and --data-dir with its folder"
         )
-    try:
-        return ImageData(**settings)
-    except TypeError as error:
-        fault = f"{display_path(run)}/config.yaml has data settings of another version ({first_line(error)})"
-        raise Failure(f"{fault}: add --dataset") from None
+    return ImageData(**settings)
 
 
 def _fit_to_net(run: Path, card: ModelCard, data: ImageData, all_classes: bool = False) -> None:

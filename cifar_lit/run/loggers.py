@@ -6,7 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +29,15 @@ COLUMNS = (
     "epoch", "step", "lr", "weight_norm", "train/loss", "train/accuracy", "val/loss", "val/accuracy",
     "test/loss", "test/accuracy", "val/balanced_accuracy", "val/macro_f1", "test/balanced_accuracy", "test/macro_f1",
 )  # fmt: skip
-# Settings shown in TensorBoard's hparams tab.
-COMPARED = (
-    "recipe", "dataset", "net", "width", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup_epochs",
-    "label_smoothing", "batch_size", "max_epochs", "precision", "crop", "flip", "cutout", "seed",
-)  # fmt: skip
 GROUPS = ("trainer", "model", "data")  # a mapping under any other name holds the settings of a feature
 
 
 def logged_settings(settings: Mapping[str, Any]) -> dict[str, object]:
-    """Return the settings for TensorBoard's hparams tab from the whole configuration, with those of all features."""
-    values: dict[str, object] = {"recipe": settings.get("recipe"), "seed": settings.get("seed_everything")}
-    for group in GROUPS:
-        for name, value in settings.get(group, {}).items():
-            if name in ("optimizer_options", "schedule_options", "augment"):
-                values |= value or {}
-            else:
-                values[name] = value
-    shown = {name: values[name] for name in COMPARED if values.get(name) is not None}
+    """Return the settings for TensorBoard's hparams tab: those of the net, and what else most runs differ in."""
+    data = settings["data"]
+    shown = {"recipe": settings["recipe"], "seed": settings["seed_everything"]}
+    shown |= {"dataset": data["dataset"], "batch_size": data["batch_size"]}
+    shown |= {"max_epochs": settings["trainer"]["max_epochs"], **_named("model", settings["model"])}
     return shown | feature_settings(settings)
 
 
@@ -54,16 +45,20 @@ def feature_settings(settings: Mapping[str, Any]) -> dict[str, object]:
     """Return the settings of all features by their full names; True for a feature without settings."""
     shown: dict[str, object] = {}
     for feature, options in settings.items():
-        if feature in GROUPS or not isinstance(options, dict):
-            continue
-        given = {name: value for name, value in options.items() if value is not None}
-        if not given:
-            shown[feature] = True
-        for name, value in given.items():
-            if isinstance(value, dict):
-                value = str(value)
-            shown[f"{feature}.{name}"] = value
+        if feature not in GROUPS and isinstance(options, dict):
+            shown |= _named(feature, options) or {feature: True}
     return shown
+
+
+def _named(group: str, options: Mapping[str, Any]) -> dict[str, object]:
+    """Return the options that are given by their full names, mappings as text."""
+    given = {}
+    for name, value in options.items():
+        if isinstance(value, dict):
+            value = str(value)
+        if value is not None:
+            given[f"{group}.{name}"] = value
+    return given
 
 
 @contextmanager
@@ -76,6 +71,13 @@ def _writing(run: RunFolder) -> Iterator[None]:
         if cause is None:
             raise
         raise write_failure(display_path(run.path), cause, run.resumable) from error
+
+
+def _step_of(run: RunFolder, metrics: Mapping[str, float], step: int | None) -> int | None:
+    """Return the step of values: for those of a test, the step of the tested weights."""
+    if any(name.startswith("test/") for name in metrics):
+        return run.tested.get("step", step)
+    return step
 
 
 class CurveFile(Logger):
@@ -100,7 +102,7 @@ class CurveFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row. A new name adds a column."""
-        row: dict[str, object] = {**metrics, "step": step}
+        row: dict[str, object] = {**metrics, "step": _step_of(self._run, metrics, step)}
         with _writing(self._run):
             if not row.keys() <= set(self._columns):
                 self._rewrite(row)
@@ -175,7 +177,7 @@ class TensorBoardCurves(TensorBoardLogger):
                 for summary in hparams(self._settings, dict.fromkeys(names, 0)):
                     self.experiment._get_file_writer().add_summary(summary)
                 self._settings = None
-            super().log_metrics(scalars, step)
+            super().log_metrics(scalars, _step_of(self._run, metrics, step))
 
     def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """Do nothing: settings are in config.yaml, and are written for the hparams tab with the first scores."""
@@ -186,17 +188,20 @@ class TensorBoardCurves(TensorBoardLogger):
         with _writing(self._run):
             self.experiment.add_image(tag, image, step)
 
-    @rank_zero_only
     def save(self) -> None:
-        """Flush the event file, without Lightning's hparams.yaml."""
+        """Do nothing, instead of writing Lightning's hparams.yaml."""
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write the events so far. The test after a fit continues the file."""
         with _writing(self._run):
             self.experiment.flush()
 
     @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Close the file. A disk error was already raised when it first occurred."""
-        with suppress(OSError):
-            super().finalize(status)
+    def close(self) -> None:
+        """Write and close the file."""
+        with _writing(self._run):
+            self.experiment.close()
 
 
 TRACKERS = ("wandb", "mlflow")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cifar_lit.base.files import atomic_write, write_array
-from cifar_lit.base.text import csv_cell, csv_text
+from cifar_lit.base.text import csv_text
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.run.record import GROUP
 
+MAX_COLUMNS = 20  # classes with a column each
+TOP = 5  # classes of a row with more of them
 ROWS_AT_ONCE = 4096  # rows converted to Python numbers in one step
 
 
@@ -50,8 +52,9 @@ def prediction_table(predictions: Mapping[str, Tensor]) -> PredictionTable:
 def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], images: ImageSet) -> int:
     """Write `predictions.csv` in the order of the data set, and `probabilities.npy` beside it.
 
-    Columns: index, label, predicted, probability, and probability_<class> of every class, with six digits. The array
-    has the same rows, float32 (N, classes).
+    Columns: index, label, predicted, probability, and probability_<class> of every class, with six digits. With more
+    than `MAX_COLUMNS` classes, the most probable ones follow instead: class_2, probability_2 and so on. The array has
+    the same rows and all classes, float32 (N, classes).
 
     Args:
         batches: results of `ImageClassifier.predict_step`.
@@ -69,33 +72,36 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
     if images.names:
         further["path"] = images.names
 
-    header = ["index", "label", "predicted", "probability", *(f"probability_{name}" for name in names), *further]
+    columns = [f"probability_{name}" for name in names]
+    if len(names) > MAX_COLUMNS:
+        columns = [f"{column}_{rank}" for rank in range(2, TOP + 1) for column in ("class", "probability")]
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        file.write(csv_text([header]))
+        if not "".join([*names, *images.names]).isascii():
+            file.write("\ufeff")  # Excel takes a table without a byte order mark for one of Windows' old code pages
+        file.write(csv_text([["index", "label", "predicted", "probability", *columns, *further]]))
         for rows in order.split(ROWS_AT_ONCE):
             table = []
-            part = (indices[rows], labels[rows], probabilities[rows].argmax(1), probabilities[rows])
-            for index, label, predicted, values in zip(*map(Tensor.tolist, part), strict=True):
+            likeliest = probabilities[rows].topk(min(TOP, len(names)))
+            part = (indices[rows], labels[rows], likeliest.indices, likeliest.values, probabilities[rows])
+            for index, label, ranked, highest, values in zip(*map(Tensor.tolist, part), strict=True):
                 cells = [f"{value:.6f}" for value in values]
+                if len(names) > MAX_COLUMNS:
+                    cells = []
+                    for number, value in zip(ranked[1:], highest[1:], strict=True):
+                        cells += [names[number], f"{value:.6f}"]
                 own = [values_of[index] for values_of in further.values()]
-                table.append([index, names[label], names[predicted], cells[predicted], *cells, *own])
+                table.append([index, names[label], names[ranked[0]], f"{highest[0]:.6f}", *cells, *own])
             file.write(csv_text(table))
     write_array(path.with_name("probabilities.npy"), probabilities[order].float().contiguous().numpy())
     return len(order)
 
 
-def read_predictions(path: Path, classes: Sequence[str]) -> PredictionTable | None:
-    """Return the table in a `predictions.csv`; None if there is no such file, or it has other classes."""
-    number = {str(csv_cell(name)): index for index, name in enumerate(classes)}
-    indices, labels, predicted, probability = [], [], [], []
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                indices.append(int(row["index"]))
-                labels.append(number[row["label"]])
-                predicted.append(number[row["predicted"]])
-                probability.append(float(row["probability"]))
-    except (OSError, KeyError):
+def read_probabilities(run: Path, shape: tuple[int, ...]) -> Tensor | None:
+    """Return a run's probabilities.npy, float32 (N, classes); None if there is no such file, or of another shape."""
+    file = run / "probabilities.npy"
+    if not file.is_file():
         return None
-    classes_of = torch.tensor(labels), torch.tensor(predicted)
-    return PredictionTable(torch.tensor(indices), *classes_of, torch.tensor(probability, dtype=torch.float64))
+    values = np.load(file)
+    if values.shape != shape:
+        return None
+    return torch.from_numpy(values)

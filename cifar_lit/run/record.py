@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from cifar_lit.base.files import read_json, write_text
+from cifar_lit.training.score import METRICS
 
 GROUP = "group_"  # begins the columns of groups in predictions.csv
+FEW_CLASSES = 20
 Metrics = dict[str, Any]  # contents of metrics.json, or its `test` or `val` part; see docs/schema/metrics.schema.json
 
 
@@ -33,6 +35,35 @@ def read_metrics(run: Path) -> Metrics:
 def scores_of(metrics: Metrics, part: str = "test") -> Metrics:
     """Return the scores of a part in metrics.json, empty if it was not scored."""
     return metrics.get(part) or {}
+
+
+def shown_scores(scores: Metrics, classes: int) -> Metrics:
+    """Return the numbers of a part of metrics.json besides counts, without further copies of the accuracy.
+
+    Balanced accuracy and macro F1 are left out if classes have equal sizes, and top-5 accuracy for few classes.
+    """
+    copies = {"images"}
+    if classes <= FEW_CLASSES:
+        copies.add("top5")
+    if round(scores.get("accuracy") or 0, 4) == round(scores.get("balanced_accuracy") or 0, 4):
+        copies |= {"balanced_accuracy", "macro_f1"}
+    return {name: value for name, value in scores.items() if name not in copies and isinstance(value, int | float)}
+
+
+def score_title(name: str) -> str:
+    """Return the name of a score in texts."""
+    return METRICS[name].text if name in METRICS else name.replace("_", " ")
+
+
+def weights_text(metrics: Metrics) -> str:
+    """Return which weights were tested, such as `best of epoch 3`; empty if it is unknown."""
+    tested = metrics.get("tested")
+    if not tested:
+        return ""
+    name = tested["checkpoint"].removesuffix(".ckpt")
+    if not tested["step"]:
+        return f"{name}, from before the first training step (fitted last layer)"
+    return f"{name} of epoch {tested['epoch']} (step {tested['step']:,})"
 
 
 def changes_text(metrics: Metrics) -> str:

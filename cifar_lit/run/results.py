@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
+from shutil import which
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,6 +21,7 @@ from torch import Tensor
 
 import cifar_lit
 from cifar_lit.base.hardware import processor
+from cifar_lit.base.settings import without_passwords
 from cifar_lit.base.stats import wilson_interval
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
@@ -70,6 +77,10 @@ def run_metrics(run: Run, trainer: pl.Trainer, model: ImageClassifier, data: Ima
         "val": None,
         "test": None,
         "changes": model.changes,
+        "tested": run.folder.tested,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": typed_command(),
+        "commit": commit(),
         "versions": versions(),
     }
     if run.trains:
@@ -142,6 +153,21 @@ def calibration_of(probabilities: Tensor, labels: Tensor, temperature: float | N
 def _calibration_error(probabilities: Tensor, labels: Tensor) -> float:
     highest, predicted = probabilities.max(1)
     return round(expected_calibration_error(reliability(highest, predicted == labels)), 6)
+
+
+def typed_command() -> str:
+    """Return the command line of this process without passwords."""
+    program = Path(sys.argv[0]).name.replace("__main__.py", "cifar-lit")
+    return without_passwords(shlex.join([program, *sys.argv[1:]]))
+
+
+def commit() -> str | None:
+    """Return the Git commit of this package, with + if files have changed; None if it is installed without Git."""
+    checkout = Path(cifar_lit.__file__).parents[1]
+    if not (checkout / ".git").exists() or which("git") is None:
+        return None
+    git = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
 
 
 def versions() -> dict[str, str]:

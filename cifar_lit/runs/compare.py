@@ -205,7 +205,7 @@ def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
 def _read_hits(file: Path, fingerprint: str) -> Hits:
     correct = []
     columns: dict[str, list[str]] = {}
-    with file.open(encoding="utf-8", newline="") as lines:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
         for row in csv.DictReader(lines):
             correct.append(row["label"] == row["predicted"])
             for name, value in row.items():

@@ -1,4 +1,4 @@
-"""Figures of a run: charts in the colours of the page, and pictures for the page and TensorBoard.
+"""Figures of a run: curves and confusion matrix for the page, the run folder and TensorBoard, and small pictures.
 
 They are drawn without pyplot, which would keep the figures in memory. The user's matplotlibrc is ignored.
 """
@@ -11,7 +11,8 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
 from io import BytesIO, StringIO
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -25,96 +26,98 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
+from cifar_lit.base.files import atomic_write
 from cifar_lit.base.text import printable
-from cifar_lit.inference.calibration import Bin
-
-if TYPE_CHECKING:
-    pass
+from cifar_lit.run.record import read_curves
 
 own_style = style.context("default")
 
-# ---- Charts. `as_svg` replaces these placeholder colours by the page's CSS variables.
+# ---- Curves. `as_svg` replaces these colours by the page's CSS variables.
 
-INK, RULE, FIRST, SECOND, THIRD = "#010101", "#020202", "#030303", "#040404", "#050505"
+INK, RULE = "#1b1f24", "#ccd3db"
+PART_COLOURS = {"train": "#0072b2", "val": "#c34d00", "test": "#007a5a"}
 PAGE_COLOURS = {
-    INK: "currentColor", RULE: "var(--rule)", FIRST: "var(--first)", SECOND: "var(--second)", THIRD: "var(--third)",
+    INK: "currentColor", RULE: "var(--rule)",
+    "#0072b2": "var(--first)", "#c34d00": "var(--second)", "#007a5a": "var(--third)",
 }  # fmt: skip
-PART_COLOURS = {"train": FIRST, "val": SECOND, "test": THIRD}
 PART_NAMES = {"train": "training", "val": "validation", "test": "test"}
+Lines = Mapping[str, Sequence[tuple[float, float]]]  # (epochs trained, value) by part: train, val, test
+
+
+def curves(run: Path) -> dict[str, Lines]:
+    """Return the curves of loss and accuracy in metrics.csv.
+
+    A training logs a row at the end of each epoch, so steps are converted to epochs.
+    """
+    rows = read_curves(run)
+    ends = {0.0: 0.0}  # step by number of epochs
+    for row in rows:
+        if "train/loss" in row:
+            ends[row["epoch"] + 1] = row["step"]
+    found: dict[str, Lines] = {}
+    for name in ("loss", "accuracy"):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            epochs = float(np.interp(row["step"], [*ends.values()], [*ends]))
+            for part in PART_NAMES:
+                if f"{part}/{name}" in row:
+                    lines.setdefault(part, []).append((epochs, row[f"{part}/{name}"]))
+        if lines:
+            found[name] = lines
+    return found
 
 
 @own_style
-def line_chart(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Draw curves over training steps.
+def curve_figure(charts: Mapping[str, Lines]) -> Figure:
+    """Draw curves over epochs side by side, by name. A single point is a diamond."""
+    # At the width of a phone, the text of one chart has the size of the page's text.
+    figure = Figure(figsize=(4.4 * len(charts), 2.9), dpi=150, layout="constrained")
+    grid = figure.subplots(1, len(charts), squeeze=False, subplot_kw={"facecolor": "none"})[0]
+    for axes, (name, lines) in zip(grid, charts.items(), strict=True):
+        _draw_lines(axes, lines)
+        axes.set_title(name, color=INK, fontsize=10)
+    return figure
 
-    lines: (step, value) by part (train, val, test), or by the name of the only curve. A single point is a diamond.
-    """
-    figure, axes = _new_chart()
+
+def _draw_lines(axes: Axes, lines: Lines) -> None:
     for part, points in lines.items():
-        steps, values = zip(*points, strict=True)
-        (line,) = axes.plot(steps, values, color=PART_COLOURS.get(part, INK), linewidth=1.6, markersize=3)
-        line.set_label(PART_NAMES.get(part, _tick(part)))
+        epochs, values = zip(*points, strict=True)
+        (line,) = axes.plot(epochs, values, color=PART_COLOURS[part], linewidth=1.6, label=PART_NAMES[part])
         if len(points) == 1:
             line.set(linestyle="none", marker="D", markersize=6)
-    axes.set_xlabel("step")
+    axes.set_xlabel("epochs", color=INK, fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    if len(lines) > 1:
-        axes.legend(frameon=False, labelcolor=INK, fontsize=9)
-    return figure
-
-
-@own_style
-def reliability_diagram(bins: Sequence[Bin]) -> Figure:
-    """Draw accuracy over probability, with the diagonal of a perfectly calibrated net."""
-    figure, axes = _new_chart()
-    lows, _, _, means, accuracies = zip(*bins, strict=True)  # matplotlib skips NaN
-    axes.bar(lows, accuracies, 1 / len(bins), align="edge", color=FIRST, alpha=0.75, label="accuracy")
-    axes.plot(means, means, color=SECOND, linestyle="none", marker="D", markersize=4, label="mean probability")
-    axes.plot((0, 1), (0, 1), color=INK, linewidth=1, linestyle=":", label="perfect calibration")
-    axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class")
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left")
-    return figure
-
-
-def _new_chart() -> tuple[Figure, Axes]:
-    # At the width of a phone, the text has the size of the page's text.
-    figure = Figure(figsize=(4.4, 2.9), facecolor="none")
-    # Numbers of seven digits and a factor above the axis fit. Constrained layout would take half of a report's time.
-    figure.subplots_adjust(left=0.16, right=0.96, bottom=0.16, top=0.92)
-    axes = figure.subplots(subplot_kw={"facecolor": "none"})
     axes.grid(color=RULE, linewidth=0.6)
-    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(RULE)
     axes.tick_params(which="both", color=RULE, labelcolor=INK, labelsize=9)
-    axes.xaxis.label.set(color=INK, fontsize=9)
-    return figure, axes
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
-MAX_COUNTED = 20  # with more classes the cells of a confusion matrix have no numbers
+# ---- Confusion matrix
+
+MAX_NAMED = 20  # classes with names and numbers
+MAX_DRAWN = 200  # classes of a picture
 
 
 @own_style
 def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Figure:
-    """Draw a confusion matrix, int64 (classes, classes), labels in rows.
-
-    Darker cells hold a larger fraction of their row.
-    """
+    """Draw a confusion matrix, int64 (classes, classes), labels in rows: mistakes in orange, the rest in blue."""
     count = len(classes)
     side = min(11.0, 3.0 + 0.55 * count)  # inches
-    size = max(4.0, min(10.0, 600.0 / (8 + count)))  # points of the text
     figure = Figure(figsize=(side, side), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    # The square root makes rare confusions visible.
-    shares = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).sqrt().numpy()
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.7)  # black numbers are legible on all cells
-    if count <= MAX_COUNTED:
-        for (label, predicted), images in np.ndenumerate(matrix.numpy()):
-            axes.text(predicted, label, images, ha="center", va="center", fontsize=max(6, size))
-    names = [_tick(name) for name in classes]
-    axes.set_xticks(range(count), names, rotation=90, fontsize=size)
-    axes.set_yticks(range(count), names, fontsize=size)
+    axes = figure.subplots(subplot_kw={"facecolor": "#cfe3f1"})
+    mistakes = matrix.float().fill_diagonal_(torch.nan).numpy()
+    # Black numbers are legible on all cells.
+    axes.imshow(mistakes, cmap="Oranges", vmin=0, vmax=1.7 * np.nanmax(mistakes, initial=1))
     axes.set(xlabel="predicted class", ylabel="true class")
+    if count <= MAX_NAMED:
+        for (label, predicted), images in np.ndenumerate(matrix.numpy()):
+            if images:
+                axes.text(predicted, label, images, ha="center", va="center", fontsize=9)
+        names = [_tick(name) for name in classes]
+        axes.set_xticks(range(count), names, rotation=90)
+        axes.set_yticks(range(count), names)
     axes.set_title(f"{int(matrix.diag().sum()):,} of {int(matrix.sum()):,} images correct")
     return figure
 
@@ -127,6 +130,9 @@ def _tick(name: str, limit: int = 18) -> str:
     return plain.replace("$", r"\$")
 
 
+# ---- Files of figures
+
+
 def as_svg(figure: Figure, name: str, label: str) -> str:
     """Return a chart as `<svg>` in the colours of the page.
 
@@ -134,7 +140,8 @@ def as_svg(figure: Figure, name: str, label: str) -> str:
     """
     file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=metadata, transparent=True)
     start = f'<svg role="img" aria-label="{escape(printable(label))}"'
     text = re.sub(r"^.*?<svg", lambda _: start, file.getvalue(), count=1, flags=re.DOTALL)
     text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)  # unique among all charts of the page
@@ -148,6 +155,12 @@ def as_pixels(figure: Figure) -> Tensor:
         warnings.filterwarnings("ignore", message="Glyph")  # a missing glyph is drawn as a box
         canvas.draw()
     return torch.from_numpy(np.asarray(canvas.buffer_rgba())[:, :, :3].copy()).permute(2, 0, 1)
+
+
+def save_picture(path: Path, figure: Figure) -> None:
+    """Write a figure as PNG."""
+    with atomic_write(path) as partial:
+        to_pil_image(as_pixels(figure)).save(partial, "png")
 
 
 # ---- Images.

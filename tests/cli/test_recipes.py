@@ -30,7 +30,7 @@ RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_tests_and_writes_a_complete_run_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Drawing takes half of the time; test_run.py checks the images.
-    monkeypatch.setattr("cifar_lit.train._log_pictures", lambda *args: None)
+    monkeypatch.setattr("cifar_lit.train._draw", lambda *args: None)
     answer = run_command("--recipe", name, *SHORT, *SMALLER.get(name, []))
     assert answer.code == 0, answer.err
     run = Path(f"lightning_logs/{name}-1")

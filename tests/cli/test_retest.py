@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from contract.command_line import Answer, assert_refused, metrics_of, run_command, table_rows
 
@@ -21,18 +21,6 @@ def change_metrics(run: Path, part: str, **values: object) -> None:
     metrics = metrics_of(run)
     metrics[part] |= values
     (run / "metrics.json").write_text(json.dumps(metrics))
-
-
-def change_predictions(run: Path, **cells: str) -> None:
-    """Change cells of the first row whose prediction is wrong."""
-    file = run / "predictions.csv"
-    rows = list(csv.DictReader(file.open(encoding="utf-8", newline="")))
-    row = next(row for row in rows if row["label"] != row["predicted"])
-    row.update({name: row.get(value, value) for name, value in cells.items()})
-    with file.open("w", encoding="utf-8", newline="") as lines:
-        writer = csv.DictWriter(lines, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def assert_differs(answer: Answer, *lines: str) -> None:
@@ -54,18 +42,17 @@ def test_a_higher_accuracy_in_the_record_is_named(own: Path) -> None:
     now = metrics_of(own)["test"]["accuracy"]
     change_metrics(own, "test", accuracy=now + 0.1)
     claim = f"metrics.json has accuracy {now + 0.1:.4f}"
-    lines = (f"{claim}, predictions.csv has {now:.4f}", f"{claim}, the weights reach {now:.4f}")
-    assert_differs(run_command("test", own, "--accelerator", "cpu"), *lines)
+    line = f"{claim}, probabilities.npy has {now:.4f}"
+    assert_differs(run_command("test", own, "--accelerator", "cpu"), line)
 
 
 def test_changed_predictions_are_named(own: Path) -> None:
-    now = metrics_of(own)["test"]["accuracy"]
-    change_predictions(own, predicted="label", probability="1.0")
-    lines = (
-        "1 of 40 predictions in predictions.csv are not those of model.safetensors",
-        f"metrics.json has accuracy {now:.4f}, predictions.csv has {now + 1 / 40:.4f}",
-    )
-    assert_differs(run_command("test", own, "--accelerator", "cpu"), *lines)
+    array = np.load(own / "probabilities.npy")
+    array[0] = np.eye(4)[array[0].argmin()]
+    np.save(own / "probabilities.npy", array)
+    answer = run_command("test", own, "--accelerator", "cpu")
+    assert answer.code == 1
+    assert "1 of 40 predictions in probabilities.npy are not those of model.safetensors" in answer.lines
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from .command_line import SMALL, checkpoint_of, config_of, files_of, metrics_of,
 
 FILES = {
     "config.yaml", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "model.safetensors", "metrics.json", "metrics.csv",
-    "predictions.csv", "probabilities.npy", "report.html", "events.out.tfevents.*",
+    "predictions.csv", "probabilities.npy", "report.html", "events.out.tfevents.*", "curves.png",
+    "confusion_matrix.png",
 }  # fmt: skip
 CLASSES = ["circle", "square", "triangle", "star"]
 KEYS = {
     "recipe", "net", "dataset", "seed", "epochs", "accelerator", "devices", "precision", "batch_size", "parameters",
-    "train_seconds", "images_per_second", "test_seconds", "val", "test", "changes", "versions",
+    "train_seconds", "images_per_second", "test_seconds", "val", "test", "tested", "changes", "versions", "date",
 }  # fmt: skip
 
 
@@ -60,6 +61,8 @@ def test_checkpoints_are_lightnings_and_best_is_of_the_epoch_with_the_best_valid
     epochs = [row for row in rows_of(run_dir / "metrics.csv") if row["val/accuracy"]]
     row = max(epochs, key=lambda row: float(row["val/accuracy"]))
     assert (best["epoch"], last["epoch"]) == (int(row["epoch"]), 1)
+    tested = {"checkpoint": "best.ckpt", "epoch": best["epoch"] + 1, "step": best["global_step"]}
+    assert metrics_of(run_dir)["tested"] == tested
     val = metrics_of(run_dir)["val"]
     for name in ("accuracy", "loss"):
         assert val[name] == pytest.approx(float(row[f"val/{name}"]), abs=1e-5)
@@ -151,9 +154,12 @@ def test_metrics_csv_and_tensorboard_hold_the_same_curves_and_tensorboard_settin
     events.Reload()
     for name in ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "lr", "test/loss", "test/accuracy"):
         points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
-        steps = [10] if name.startswith("test/") else [5, 10]  # one per epoch
+        steps = [5, 10]  # one per epoch
+        if name.startswith("test/"):
+            steps = [metrics_of(run_dir)["tested"]["step"]]
         assert [step for step, _ in points] == steps, name
         assert [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)] == points, name
+    assert len([*run_dir.glob("events*")]) == 1
     assert points[-1][1] == pytest.approx(metrics_of(run_dir)["test"]["accuracy"])
     assert events.Tags()["images"]
     settings = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content

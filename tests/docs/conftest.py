@@ -14,7 +14,7 @@ import cifar_lit.train
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     # Images for TensorBoard would take half of the time, and no page shows them.
-    monkeypatch.setattr(cifar_lit.train, "_log_pictures", lambda *args: None)
+    monkeypatch.setattr(cifar_lit.train, "_draw", lambda *args: None)
     before = set(sys.modules)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a second thread slows nets this small down

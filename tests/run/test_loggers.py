@@ -17,7 +17,7 @@ from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.run import loggers
 from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.loggers import COLUMNS, CurveFile, TensorBoardCurves, logged_settings, logger_names, start_tracker
-from cifar_lit.run.record import read_rows
+from cifar_lit.run.record import read_rows, weights_text
 from cifar_lit.run.run import Run
 from cifar_lit.training.rows import log_values
 
@@ -116,20 +116,22 @@ def read_events(run: RunFolder) -> EventAccumulator:
     return events
 
 
-def test_the_hparams_of_a_run_have_the_options_of_its_parts_and_its_features() -> None:
-    model = {"net": "lenet", "optimizer_options": {"momentum": 0.9}, "schedule_options": None, "monitor": "accuracy"}
-    data = {"batch_size": 32, "augment": {"crop": 2, "flip": "random"}, "split": {"seed": 3}}
-    features = {
-        "weight_average": {"decay": 0.9},
-        "balanced": {},
-        "early_stop": None,
-        "resolutions": {"sides": {8: 0.5}},
-    }
+def test_the_hparams_of_a_run_are_those_of_its_net_and_features() -> None:
+    model = {"net": "lenet", "optimizer_options": {"momentum": 0.9}, "schedule_options": None}
+    features = {"weight_average": {"decay": 0.9}, "balanced": {}, "resolutions": {"sides": {8: 0.5}}}
+    data, trainer = {"dataset": "shapes", "batch_size": 32, "root": "home"}, {"max_epochs": 3, "devices": 2}
     settings = {"seed_everything": 5, "recipe": "small", "logs": "runs", "model": model, "data": data, **features}
-    assert logged_settings(settings) == {
-        "recipe": "small", "net": "lenet", "momentum": 0.9, "batch_size": 32, "crop": 2, "flip": "random", "seed": 5,
-        "weight_average.decay": 0.9, "balanced": True, "resolutions.sides": "{8: 0.5}",
+    assert logged_settings({**settings, "trainer": trainer}) == {
+        "recipe": "small", "seed": 5, "dataset": "shapes", "batch_size": 32, "max_epochs": 3, "model.net": "lenet",
+        "model.optimizer_options": "{'momentum': 0.9}", "weight_average.decay": 0.9, "balanced": True,
+        "resolutions.sides": "{8: 0.5}",
     }  # fmt: skip
+
+
+def test_weights_from_before_the_first_step_are_named_as_such(run: RunFolder) -> None:
+    run.test_weights("checkpoints/best.ckpt", {"epoch": 0, "global_step": 0})
+    assert run.tested == {"checkpoint": "best.ckpt", "epoch": 0, "step": 0}
+    assert weights_text({"tested": run.tested}) == "best, from before the first training step (fitted last layer)"
 
 
 def test_tensorboard_drops_points_after_the_resumed_step(run: RunFolder) -> None:

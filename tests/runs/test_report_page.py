@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -24,12 +23,13 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 URI = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"  # 1 × 1 pixel
 METRICS = {
     "recipe": HOSTILE, "net": "lenet", "parameters": 7000, "seed": 7000, "train_seconds": 61.3, "accelerator": "gpu",
-    "devices": 2, "val": {"accuracy": 1.0, "f1": 0.75},
-    "test": {"accuracy": 0.5, "loss": 0.25, "images": 10, "per_class": {"a": 1.0}, "top5": 0.99,
-             "tta": {"views": "mirror", "accuracy": 0.9, "loss": 0.4}},
+    "processor": "a CPU", "commit": "abc", "command": f"train {HOSTILE}", "date": "2026-01-02T03:04:05+00:00",
+    "devices": 2, "val": {"accuracy": 1.0, "f1": 0.75}, "tested": {"checkpoint": "best.ckpt", "epoch": 1, "step": 10},
+    "test": {"accuracy": 0.5, "loss": 0.25, "images": 10, "per_class": {"a": 1.0}, "top5": 0.99, "macro_f1": 0.49,
+             "balanced_accuracy": 0.45, "tta": {"views": "mirror", "accuracy": 0.9, "loss": 0.4}},
 }  # fmt: skip
-CURVES = f"""step,epoch,train/loss,lr,lr-SGD,val/loss,test/loss,test/once,{HOSTILE}
-1,0,2,0.1,0.2,3,,,1\n2,1,1,0.1,0.2,2,4,1,1
+CURVES = f"""step,epoch,train/loss,lr,val/loss,test/loss,{HOSTILE}
+5,0,3,0.1,,,1\n10,0,2,0.1,3,4,1\n20,1,1,0.1,2,,1
 """
 
 
@@ -60,15 +60,17 @@ def page_of(folder: Path, classes: int = 10, side: int = 32) -> str:
     return render(run, METRICS, data_of(names, 300, side), prediction_table(predictions), findings)
 
 
-def test_the_first_card_has_the_calibration_error_of_the_probabilities_that_are_shipped(tmp_path: Path) -> None:
-    data = data_of(["a", "b"], 4, 8)
+def test_headline_and_table_have_one_calibration_error_that_of_the_probabilities_that_are_shipped(
+    tmp_path: Path,
+) -> None:
     labels = torch.tensor([0, 0, 1, 1])
-    table = PredictionTable(torch.arange(4), labels, labels, torch.full((4,), 0.75, dtype=torch.float64))
-    for after, shown in ((0.0087, "0.0087"), (None, "0.2500")):
-        calibration = {"error": 0.25, "temperature": 0.5, "tempered_error": after}
-        page = render(tmp_path, {"test": {"calibration": calibration}}, data, table)
-        assert f"<dt>expected calibration error</dt><dd>{shown}</dd>" in page
-        assert ("error without temperature scaling is 0.2500" in page) == (shown != "0.2500")
+    table = PredictionTable(torch.arange(4), labels, labels.flip(0), torch.tensor([0.75] * 3 + [0.25]).double())
+    calibration = {"error": 0.4, "temperature": 0.5, "tempered_error": 0.625}
+    page = render(tmp_path, {"test": {"calibration": calibration}}, data_of(["a", "b"], 4, 8), table)
+    assert "<dt>calibration error</dt><dd>62.50 %</dd>" in page
+    assert "without it, the error is 40.00 %" in page
+    rows = re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)</td><td>(\d+)</td></tr>", page)
+    assert rows == [("75.0 %", "0.0 %", "3"), ("25.0 %", "0.0 %", "1")]
 
 
 def test_mistakes_have_the_name_of_their_file(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_mistakes_have_the_name_of_their_file(tmp_path: Path) -> None:
     data.test_images = replace(data.test_images, names=("a/1.png", "b/<2>.png"))
     table = PredictionTable(torch.tensor([1, 0]), torch.tensor([1, 0]), torch.tensor([0, 0]), torch.tensor([0.75, 0.5]))
     page = render(tmp_path, {"seed": 0}, data, table)
-    assert "<span>predicted a</span><span>0.7500</span><span>b/&lt;2&gt;.png</span>" in page
+    assert "<span>predicted a 75.0 %</span><span>b/&lt;2&gt;.png</span>" in page
     assert "<dt>seed</dt><dd>0</dd>" in page
 
 
@@ -88,13 +90,14 @@ def test_untrusted_text_is_escaped_and_every_metric_and_curve_is_shown(tmp_path:
     facts = dict(re.findall(r"<div><dt>([^<]*)</dt><dd>([^<]*)</dd></div>", page))
     assert facts.items() >= {
         "parameters": "7,000", "seed": "7000", "devices": "2 × gpu", "training time": "61.3 s", "test loss": "0.2500",
-        "test top-5 accuracy": "0.9900", "test accuracy with mirror views": "0.9000", "validation accuracy": "1.0000",
-        "validation f1": "0.7500",
+        "test balanced accuracy": "45.00 %", "test macro F1": "49.00 %", "validation accuracy": "100.00 %",
+        "test accuracy with mirror views": "90.00 %", "validation f1": "0.7500", "processor": "a CPU",
+        "weights": "best of epoch 1 (step 10)", "commit of cifar-lit": "abc", "finished": "2026-01-02T03:04:05+00:00",
     }.items()  # fmt: skip
-    titles = ["loss", "learning rate", "lr-SGD", json.dumps(HOSTILE)[1:-1].replace("<", "&lt;").replace(">", "&gt;")]
-    assert re.findall("<figcaption>([^<]*)", page) == titles  # metrics logged more than once
-    assert "loss over training steps: training ends at 1, validation ends at 2, test ends at 4" in page
-    assert all(f">{part}</text>" in page for part in ("training", "validation", "test"))
+    assert "test top-5 accuracy" not in facts  # of one class
+    assert page.count("<svg") == 1 and "learning rate" not in page
+    assert "loss over epochs: training ends at 1, validation ends at 2, test ends at 4" in page
+    assert all(f">{part}</text>" in page for part in ("training", "validation", "test", "epochs"))
     assert "config.yaml</code>" in page and "cifar-lit report" in page
 
 
@@ -104,13 +107,13 @@ def test_a_model_without_curves_has_a_report_with_precision_recall_and_f1(tmp_pa
     (tmp_path / "metrics.csv").write_text(CURVES.splitlines()[0] + "\n")  # a header, before the first row
     page = render(tmp_path, {}, data_of(["a", "b", "none"], 20, 8), table)
     rows = re.findall(r'<th scope="row">(\w+)</th>(.*?)</tr>', page)
-    assert [name for name, _ in rows] == ["none", "b", "a"]  # the least accurate first
+    assert [name for name, _ in rows] == ["a", "b", "none", "b", "a", "none"]  # matrix, worst first
     cells = {name: re.findall("<td>([^<]*)", row) for name, row in rows}
-    f1 = f"{2 * (8 / 12) * 0.8 / (8 / 12 + 0.8):.4f}"
-    assert cells["a"] == ["0.8000", "0.4902 … 0.9433", f"{8 / 12:.4f}", f1, "10", "5"]
-    assert cells["none"] == ["–", "0.0000 … 1.0000", "–", "–", "0", "5"]
+    assert cells["a"] == ["80.0 %", "49.0 … 94.3 %", "66.7 %", "72.7 %", "10", "5"]
+    assert cells["none"] == ["–", "–", "–", "–", "0", "5"]
     confused = re.findall(r'<td class="name">(\w)</td><td class="name">(\w)</td><td>(\d)</td><td>([^<]*)</td>', page)
     assert confused == [("b", "a", "4", "40.0 %"), ("a", "b", "2", "20.0 %")]
+    assert '<td class="correct">8</td><td style="background: rgb(214 96 0 / 0.35)">2</td><td></td>' in page
     assert page.count("Not searched yet") == 2
     assert 'id="curves"' not in page
     assert "the training has diverged" in page

@@ -17,7 +17,8 @@ NOT_RESULTS = (".lock", ".job")
 # Times, clocks, the digest of a model, which follows from its other fields, and the last score that a ModelCheckpoint
 # saved, which Lightning does not restore.
 NEVER_EQUAL = (
-    "train_seconds", "images_per_second", "test_seconds", "seconds", "validation", "sha256", "current_score",
+    "date", "command", "train_seconds", "images_per_second", "test_seconds", "seconds", "validation", "sha256",
+    "current_score",
 )  # fmt: skip
 
 

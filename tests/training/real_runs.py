@@ -70,7 +70,7 @@ def run_here(words: Sequence[str], folder: Path, **more: str) -> Answer:
     """Run a command of cifar-lit in this process, without TensorBoard images (half the time of a short run)."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(99)
-    with contextlib.chdir(folder), patch("cifar_lit.train._log_pictures"):
+    with contextlib.chdir(folder), patch("cifar_lit.train._draw"):
         return run_command(*words, default="fit", **environment(**more))
 
 
