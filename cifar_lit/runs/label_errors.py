@@ -20,8 +20,8 @@ from cifar_lit.data.split import image_hashes
 from cifar_lit.inference.logits import READ_AT_ONCE
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 
-# Of the training and validation images of a run of `finetune`: probabilities by predictors that were not fitted on the
-# image, NaN if there are none; and embeddings.
+# `finetune` writes these for its images: probabilities by predictors that were not fitted on the image, NaN if there
+# are none; and embeddings.
 OUT_OF_FOLD, FEATURES = "out_of_fold.npy", "features.npy"
 LIST = "label_errors.csv"
 SIDE = 36  # pixels of the images that are searched for near-duplicates

@@ -122,7 +122,7 @@ def test_an_image_is_shown_with_its_nearest_training_images(tmp_path: Path) -> N
     probabilities = torch.tensor([[0.2, 0.7, 0.1]] * 3)
     missing = str(tmp_path / "gone.jpg")
     queue = Queue(
-        ["0", file, missing], ["cat", None, None], 3, probabilities, embeddings[[0, 3, 3]], CLASSES, train, keys,
+        ["0", file, missing], ["cat", None, None], None, probabilities, embeddings[[0, 3, 3]], CLASSES, train, keys,
         [6, 5, 4, 3, 2, 1, 0], embeddings.flip(0),
     )  # fmt: skip
     shown = queue.details(0)

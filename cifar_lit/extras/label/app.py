@@ -42,7 +42,8 @@ class Review:
         for image, key in zip(self.queue.summaries, self.queue.keys, strict=True):
             images.append({**image._asdict(), **_state(self.journal.decisions.get(key))})
         classes = {"classes": self.journal.classes, "known": len(self.queue.train.classes)}
-        return JSONResponse({**self.about, **classes, "suspects": self.queue.suspects, "images": images})
+        counts = {"suspects": self.queue.suspects, "count": len(self.queue.train_rows)}
+        return JSONResponse({**self.about, **classes, **counts, "images": images})
 
     async def _show(self, request: Request) -> Response:
         return JSONResponse(self.queue.details(request.path_params["item"]))

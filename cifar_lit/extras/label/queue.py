@@ -52,12 +52,12 @@ class Queue:
 
     keys: Sequence[str]  # file or row of each image, as in `Decision.image`
     labels: Sequence[str | None]  # class of each image; None for an image without a label
-    suspects: int  # images with a suspected label, which come first; M without a list
+    suspects: int | None  # number of suspected labels, which come first; None without a list
     probabilities: Tensor  # float (M, classes)
     embeddings: Tensor  # float (M, features)
     classes: Sequence[str]  # those that the net predicts
     train: ImageSet
-    train_keys: Sequence[str]  # of all images of the set
+    train_keys: Sequence[str]  # all images of the set
     train_rows: Sequence[int]  # the N images in the set
     train_embeddings: Tensor  # float (N, features)
 
@@ -125,7 +125,7 @@ def make_queue(
     ranked = read_list(run, images)
     if ranked is None or pool:
         rows = list(range(len(images)))
-        suspects = len(rows)
+        suspects = None
         probabilities, embeddings = _embed(net, images.take, rows, "training images")
     else:
         rows = [row for row, _ in ranked]
@@ -133,9 +133,8 @@ def make_queue(
         probabilities, embeddings = _stored(run, net, images, ranked)
     train = (net.classes, images, keys, rows, embeddings)
     if pool:
-        count = len(files)
-        probabilities, embeddings = _embed(net, pixels.__getitem__, range(count), "images to label")
-        return Queue(files, [None] * count, count, probabilities, embeddings, *train)
+        probabilities, embeddings = _embed(net, pixels.__getitem__, range(len(files)), "images to label")
+        return Queue(files, [None] * len(files), None, probabilities, embeddings, *train)
     if ranked is None:
         note(missing_list(run))
     rows = rows[:limit]
@@ -157,7 +156,8 @@ def _stored(run: Path, net: LoadedNet, images: ImageSet, ranked: Sequence[Listed
         arrays = [np.load(run / name, mmap_mode="r")[indices] for name in (OUT_OF_FOLD, FEATURES)]
         return torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1]).float()
     _, embeddings = _embed(net, images.take, [row for row, _ in ranked], "training images")
-    return torch.from_numpy(np.load(run / "probabilities.npy")[indices]), embeddings  # of a cross-validation
+    probabilities = np.load(run / "probabilities.npy")  # a cross-validation
+    return torch.from_numpy(probabilities[indices]), embeddings
 
 
 def _read_pool(place: Path, classifier: Classifier, limit: int | None) -> tuple[list[str], Tensor]:

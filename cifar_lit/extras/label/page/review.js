@@ -83,18 +83,37 @@ async function show(item) {
   find("error").hidden = true;
 }
 
+// A wrong label stays unsuspected if the predictor errs to the same class. Suspected labels that were kept are its errors.
+function showEnd(suspects, isLast) {
+  const count = (...actions) => suspects.filter((image) => actions.includes(image.action)).length;
+  const wrong = count("relabel", "drop"), kept = count("keep");
+  const error = kept / state.count / Math.max(1, state.classes.length - 1);
+  const missed = Math.round((wrong * error) / (1 - error));
+  find("beyond").hidden = isLast;
+  find("bound").textContent = isLast ? "All images of this list are shown" : "The suspected labels end here";
+  let text = `Of ${suspects.length} suspected labels, ${wrong} were wrong. `;
+  if (!find("filter").value && wrong + kept === suspects.length) {
+    text += `Among the ${state.count - suspects.length} others, expect ${missed ? `about ${missed}` : "hardly any"}.`;
+  }
+  find("rest").textContent = state.suspects === null ? "" : text;
+}
+
 async function next(item) {
-  const listed = state.images.filter(matches);
+  const listed = state.images.filter(matches), suspects = listed.filter((image) => image.item < (state.suspects ?? Infinity));
+  const others = listed.slice(suspects.length);
   const count = (action) => listed.filter((image) => image.action === action).length;
-  const done = listed.filter((image) => image.action).length;
-  find("bar").value = done / Math.max(1, listed.length);
-  find("progress").textContent = `${done} of ${listed.length} reviewed · ${count("relabel")} changed · ` +
-    `${count("drop")} dropped · ${count("skip")} skipped`;
-  const open = [...state.images.keys()].filter((one) => !state.images[one].action && matches(state.images[one]));
+  const reviewed = (images) => images.filter((image) => image.action && image.action !== "skip").length;
+  const isBeyond = state.beyond || others.some((image) => image.action);
+  const shown = isBeyond ? listed : suspects;
+  find("bar").value = reviewed(shown) / Math.max(1, shown.length);
+  find("progress").textContent = `${reviewed(shown)} of ${shown.length} ${state.suspects === null || isBeyond ? "" : "suspected labels "}` +
+    `reviewed · ${count("relabel")} changed · ${count("drop")} dropped · ${count("skip")} skipped`;
+  const open = (isBeyond ? listed : suspects).filter((image) => !image.action).map((image) => image.item);
   item ??= open.find((one) => one > (current ?? -1)) ?? open[0] ?? null;
   find("review").hidden = item === null;
   find("end").hidden = item !== null;
   find("again").hidden = !count("skip");
+  showEnd(suspects, shown.length === listed.length);
   find("table").hidden = true;
   if (item === null) return void (current = null);
   await show(item);
@@ -132,6 +151,10 @@ const actions = {
   skip: () => decide("skip"),
   back: goBack,
   last: goBack,
+  beyond: guarded(async () => {
+    state.beyond = true;
+    await next();
+  }),
   again: guarded(async () => {
     for (const image of state.images) if (image.action === "skip") image.action = undefined;
     await next();
@@ -148,9 +171,14 @@ addEventListener("keydown", (event) => {
   const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", b: "back", w: "write" }[event.key.toLowerCase()]);
   if (typing) {
     if (event.key === "Enter" && event.target.value) find("classes").firstElementChild?.click();
+    if (event.key === "Escape") find("search").value = "", find("keys").onchange = () => {
+  localStorage.keys = find("keys").checked;
+  document.body.classList.toggle("silent", !find("keys").checked);
+};
+find("search").oninput();
     if (event.key === "Enter" || event.key === "Escape") event.target.blur();
   } else if (control && event.key === "z") goBack();
-  else if (control || event.altKey || event.repeat) return;
+  else if (control || event.altKey || event.repeat || !find("keys").checked) return;
   else if (event.key === "/") find("search").focus(), event.preventDefault();
   else if (button || isDigit(event.key)) {
     event.preventDefault(); // the filter would choose the class that begins with this letter
@@ -160,10 +188,17 @@ addEventListener("keydown", (event) => {
 });
 find("picture").onload = sharpen;
 find("filter").onchange = guarded(() => next());
+find("keys").onchange = () => {
+  localStorage.keys = find("keys").checked;
+  document.body.classList.toggle("silent", !find("keys").checked);
+};
 find("search").oninput = async () => listClasses((await load(current)).top);
 
 guarded(async () => {
   state = await ask("images");
+  state.images.forEach((image, item) => Object.assign(image, { item }));
+  find("keys").checked = localStorage.keys !== "false";
+  find("keys").onchange();
   decided.push(...[...state.images.keys()].filter((item) => state.images[item].action));
   document.title = `Review labels · ${state.run}`;
   find("command").textContent = state.command;
