@@ -94,7 +94,7 @@ def test_untrusted_text_is_escaped_and_every_metric_and_curve_is_shown(tmp_path:
         "test accuracy with mirror views": "90.00 %", "validation f1": "0.7500", "processor": "a CPU",
         "weights": "best of epoch 1 (step 10)", "commit of cifar-lit": "abc", "finished": "2026-01-02T03:04:05+00:00",
     }.items()  # fmt: skip
-    assert "test top-5 accuracy" not in facts  # of one class
+    assert "test top-5 accuracy" not in facts  # one class
     assert page.count("<svg") == 1 and "learning rate" not in page
     assert "loss over epochs: training ends at 1, validation ends at 2, test ends at 4" in page
     assert all(f">{part}</text>" in page for part in ("training", "validation", "test", "epochs"))
