@@ -39,14 +39,16 @@ def find_os_error(error: BaseException | None) -> OSError | None:
 def write_failure(path: Path | str, error: OSError, resumable: bool) -> Failure:
     """Return the Failure for a file of a run that could not be written.
 
-    resumable: whether the run has a checkpoint; assumed if its folder is missing (ENOENT).
+    resumable: whether the run has a checkpoint.
     """
     remedy = "fix that"
     if error.errno in DISK_FULL:
         remedy = "free some space"
     advice = f"Nothing was saved yet: {remedy}, then start again."
-    if resumable or error.errno == errno.ENOENT:
+    if resumable:
         advice = f"What was saved is intact: {remedy}, then use --resume."
+    elif error.errno == errno.ENOENT:
+        advice = "If its folder was moved, put it back and use --resume. If it was deleted, start again."
     return Failure(f"cannot write {path}: {error.strerror or error}. {advice}")
 
 

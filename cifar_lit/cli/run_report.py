@@ -134,7 +134,8 @@ def _print_results(run: Run, results: Results, data: ImageData) -> None:
         say(*score_lines(val, data), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:
         speed = metrics["images_per_second"]
-        say(f"trained in {metrics['train_seconds']:.1f} s" + (f" · {speed:.0f} images/s" if speed else ""))
+        digits = 1 if speed and speed < 10 else 0  # no "1 images/s"
+        say(f"trained in {metrics['train_seconds']:.1f} s" + (f" · {speed:.{digits}f} images/s" if speed else ""))
     say(f"run {display_path(run.folder.path)}")
     if run.trains:
         _print_next(run, data)

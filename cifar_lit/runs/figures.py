@@ -86,6 +86,7 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
         if len(points) == 1:
             line.set(linestyle="none", marker="D", markersize=6)
     axes.set_xlabel("epochs", color=INK, fontsize=9)
+    axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.grid(color=RULE, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -12,6 +12,7 @@ from contract.command_line import (
     ROOT,
     SMALL,
     Training,
+    config_of,
     draw_folder,
     files_of,
     metrics_of,
@@ -21,8 +22,10 @@ from contract.command_line import (
 
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.sources import SOURCES
 from cifar_lit.inference.calibration import fit_temperature
 from cifar_lit.run.loggers import COLUMNS
+from cifar_lit.run.results import typed_command
 
 NEW_RUN = Path("lightning_logs/small-1")  # the first run in the working folder
 ONE_EPOCH = (*SMALL, "--epochs", "1")
@@ -69,6 +72,23 @@ def test_a_run_prints_no_warnings_or_tips_except_the_table_of_a_profiler(working
     assert (answer.code, titles) == (0, ["FIT Profiler Report", "TEST Profiler Report"])
     assert "run_training_batch" in answer.err
     assert not re.search(r"warn|tip|💡|litlogger|GPU available|https?://", answer.out, re.IGNORECASE), answer.out
+
+
+def test_passwords_of_urls_are_stored_nowhere_and_the_pictures_of_many_classes_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(SOURCES, "cifar10", SOURCES["shapes"])
+    monkeypatch.setattr("cifar_lit.train.MAX_DRAWN", 3)
+    url = "https://me:secret@host/cifar.gz?part=1&sig=secret"
+    words = (*ONE_EPOCH, "--dataset", "cifar10", f"--data.url={url}")
+    answer = run_command(*words)
+    assert "type --data.url again to repeat this run from its config.yaml" in answer.err
+    for file in NEW_RUN.rglob("*"):
+        assert file.is_dir() or b"secret" not in file.read_bytes(), file
+    assert config_of(NEW_RUN)["data"]["loading"]["url"] == "https://host/cifar.gz?part=1&sig="
+    monkeypatch.setattr(sys, "argv", ["/bin/__main__.py", "train", url])
+    assert typed_command() == "cifar-lit train 'https://host/cifar.gz?part=1&sig='"
+    assert (NEW_RUN / "curves.png").exists() and not (NEW_RUN / "confusion_matrix.png").exists()
 
 
 # ---- the trained net
