@@ -69,7 +69,6 @@ def add_coverage(parser: ArgumentParser) -> None:
     add = parser.add_argument
     what = "also return a set of classes that contains the true one with this probability, such as 0.95"
     add("--coverage", type=float | None, default=None, metavar="P", help=what)
-    add("--sets", type=str, default="lac", help="kind of sets: lac (the smallest) or aps (larger for unsure images)")
     add("--by-class", action="store_true", help="reach the coverage for the images of each class")
 
 

@@ -1,4 +1,4 @@
-"""Confidence intervals of means and fractions, and the paired test of two classifiers on the same images."""
+"""Confidence intervals of means and fractions, and tests of differences between trainings, classifiers and groups."""
 
 from __future__ import annotations
 
@@ -6,37 +6,44 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 Z95 = 1.959964  # a standard normal variable lies within ± this value with probability 0.95
 MIN_VALUES = 3  # values of an interval and a verdict; the spread of two is one difference, which may be 0 by chance
 SAME = 1e-9  # values that differ by less are equal up to the rounding of floating-point numbers
 ANY = (-math.inf, math.inf)
 SHARE = (0.0, 1.0)  # limits of accuracies
+POSITIVE = (0.0, math.inf)  # limits of losses and times
+SIGNIFICANT = 0.05  # differences with a smaller p value are reported
 
 
-def t_quantile(freedom: int, confidence: float = 0.95) -> float:
-    """Return the two-sided quantile t of Student's distribution: a variable lies in -t … t with this `confidence`.
+def _t_within(freedom: int, angle: float) -> float:
+    """Return the probability that Student's t lies in -t … t with t = tan(angle) · sqrt(freedom).
 
-    For integer degrees of freedom, the probability is a finite sum over the angle atan(t / sqrt(freedom)). See M.
-    Abramowitz and I. Stegun, Handbook of Mathematical Functions, 1964, 26.7.3 and 26.7.4. The angle is found by
-    bisection.
-
-    freedom: degrees of freedom, at least 1. confidence: two-sided probability, between 0 and 1.
+    For integer degrees of freedom, it is a finite sum. See M. Abramowitz and I. Stegun, Handbook of Mathematical
+    Functions, 1964, 26.7.3 and 26.7.4.
     """
     odd = freedom % 2
+    term = math.cos(angle) ** odd
+    total = 0.0
+    for power in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (power - 1) / power
+    within = math.sin(angle) * total
+    if odd:
+        within = 2 / math.pi * (angle + within)
+    return within
+
+
+def t_quantile(freedom: int) -> float:
+    """Return t so that a variable of Student's distribution lies in -t … t with probability 0.95.
+
+    freedom: degrees of freedom, at least 1.
+    """
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2
-        term = math.cos(angle) ** odd
-        total = 0.0
-        for power in range(2 + odd, freedom + 1, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * (power - 1) / power
-        within = math.sin(angle) * total
-        if odd:
-            within = 2 / math.pi * (angle + within)
-        if within < confidence:
+        if _t_within(freedom, angle) < 0.95:
             low = angle
         else:
             high = angle
@@ -76,23 +83,20 @@ def _has_spread(values: Sequence[float]) -> bool:
     return len(values) >= MIN_VALUES and max(values) - min(values) >= SAME
 
 
-def verdict(differences: Sequence[float]) -> str:
-    """Return whether the mean of paired differences is significant by a t test at p < 0.05, or why there is no verdict.
+def paired_p(differences: Sequence[float]) -> float | None:
+    """Return the two-sided p value of a t test of paired differences; None if they are too few, or all equal.
 
     Accuracies are multiples of 1 / images, so the differences of a few seeds can be equal by chance, and a plain t test
     finds too many. The smallest gap between different values is taken as that unit, and the variance of rounding to it,
     gap² / 12, is added (W. Sheppard, 1898). Differences that are no multiples have small gaps, which change little.
     """
-    if len(differences) < MIN_VALUES:
-        return f"no verdict from fewer than {MIN_VALUES} seeds"
     if not _has_spread(differences):
-        return "no verdict, because all differences are equal"
+        return None
     gaps = [high - low for low, high in pairwise(sorted(differences)) if high - low >= SAME]
     variance = statistics.variance(differences) + min(gaps) ** 2 / 12
-    half = t_quantile(len(differences) - 1) * math.sqrt(variance / len(differences))
-    if abs(statistics.fmean(differences)) > half:
-        return "significant"
-    return "not significant"
+    freedom = len(differences) - 1
+    t = abs(statistics.fmean(differences)) / math.sqrt(variance / len(differences))
+    return max(0.0, 1 - _t_within(freedom, math.atan(t / math.sqrt(freedom))))
 
 
 def image_interval(differences: Sequence[float]) -> tuple[float, float] | None:
@@ -114,36 +118,49 @@ def wilson_interval(right: int, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-class McNemar(NamedTuple):
-    """Result of `mcnemar`: numbers of images that only the first or second classifier has right, and two p-values."""
+def binomial_tail(right: int, count: int, share: float) -> float:
+    """Return the probability of at most `right` correct images of `count`, if the accuracy is `share` (0 … 1)."""
+    if right == count or share == 0:
+        return 1.0
+    total = 0.0
+    for number in range(right + 1):
+        ways = math.lgamma(count + 1) - math.lgamma(number + 1) - math.lgamma(count - number + 1)
+        total += math.exp(ways + number * math.log(share) + (count - number) * math.log1p(-share))
+    return min(1.0, total)
 
-    first: int
-    second: int
-    exact: float
-    mid: float
 
-
-def mcnemar(first: int, second: int) -> McNemar:
+def mcnemar(first: int, second: int) -> float:
     """Test whether two classifiers err equally often on the same images (Q. McNemar, Psychometrika 12, 1947).
 
+    Args:
+        first: number of images that only the first classifier has right.
+        second: number of images that only the second has right.
+
     Returns:
-        `exact` is the two-sided probability of a split at least as uneven, if each of these images falls to either
-        classifier with probability 1/2. `mid` is the mid-p value, which counts only half of the probability of the
-        observed split. The mid-p value is less conservative and recommended for accuracies (M. Fagerland, S. Lydersen
-        and P. Laake, BMC Medical Research Methodology 13:91, 2013).
+        The two-sided mid-p value: the probability of a more uneven split, if each of these images falls to either
+        classifier with probability 1/2, and half of that of an equally uneven one. It is recommended for accuracies (M.
+        Fagerland, S. Lydersen and P. Laake, BMC Medical Research Methodology 13:91, 2013).
     """
     count = first + second
     smaller = min(first, second)
     if not count:
-        return McNemar(0, 0, 1.0, 1.0)
-    log_ways = math.lgamma(count + 1) - math.lgamma(smaller + 1) - math.lgamma(count - smaller + 1)
-    probability = math.exp(log_ways - count * math.log(2))
-    term = total = 1.0  # probabilities of splits at least as uneven, relative to this split's
-    for right in range(smaller, 0, -1):
-        term *= right / (count - right + 1)
-        total += term
-    exact = min(1.0, 2 * total * probability)
-    observed = probability  # the split as it is, on either side
+        return 1.0
+    below = binomial_tail(smaller - 1, count, 0.5)
+    observed = binomial_tail(smaller, count, 0.5) - below
     if first == second:
-        observed = probability / 2
-    return McNemar(first, second, exact, exact - observed)
+        observed /= 2
+    return 2 * below + observed
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p values of several tests, corrected for their number (S. Holm, Scandinavian Journal of Statistics, 1979).
+
+    Of any number of tests without an effect, one or more have a corrected value below 0.05 with a probability of at
+    most 0.05.
+    """
+    corrected = [1.0] * len(values)
+    highest = 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
+        corrected[index] = highest
+    return corrected

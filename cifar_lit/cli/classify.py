@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Write = Callable[[Sequence[Row]], None]
 
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
-_VALUED = ("--top", "--reject", "--coverage", "--sets", "--accelerator")
+_VALUED = ("--top", "--reject", "--coverage", "--accelerator")
 
 
 def classify(argv: list[str]) -> int:

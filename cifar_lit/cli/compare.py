@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
 from jsonargparse import Namespace
-from jsonargparse.typing import PositiveFloat
 from rich.table import Table
 
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
-from cifar_lit.base.stats import SAME, McNemar, limits_text
-from cifar_lit.base.text import csv_text, say
+from cifar_lit.base.stats import MIN_VALUES, SIGNIFICANT, limits_text
+from cifar_lit.base.text import counted, csv_text, say
 from cifar_lit.cli.console import for_tables, write_or_say
 from cifar_lit.runs.compare import (
-    Hits,
+    PairTest,
     RunRecord,
     data_differences,
     differing,
     find_runs,
-    group_tests,
     hits_by_run,
     pairs,
     read_run,
@@ -43,7 +41,6 @@ COLUMNS = {
     "train_seconds": ("train s", ",.1f"), "parameters": ("params", ","),
 }  # fmt: skip
 HIDDEN = ("low", "high", "images_per_second", "epochs")  # only in --csv and --json: the table has to fit 100 columns
-Pairs = list[tuple[str, str, McNemar]]
 
 
 def compare(words: list[str]) -> None:
@@ -69,10 +66,12 @@ def compare(words: list[str]) -> None:
     say(*data_differences(runs))
     _show_groups(grouped)
     if over_seeds:
-        _show_seed_pairs(grouped, over_seeds, settings.difference / 100)
+        for pair in over_seeds:
+            say(*seed_pair_lines(grouped, pair))
+        if len(over_seeds) > 1:
+            say(f"p is corrected for {len(over_seeds)} pairs (Holm).")
     else:  # a test of single nets says less
-        _show_pairs(tests, hits)
-        say(*reasons)
+        say(*pair_lines(tests), *reasons)
     for file in filter(None, (settings.csv, settings.json)):
         say(f"wrote {display_path(Path(file).expanduser())}")
 
@@ -83,8 +82,6 @@ def _settings(words: list[str]) -> Namespace:
     add("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/cpu91-*', or a folder of runs")
     add("--csv", type=str | None, default=None, help="write a row for each run to this file (- for standard output)")
     add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")
-    text = "a difference in accuracy, in points; for groups of seeds, print how many seeds would find it"
-    add("--difference", type=PositiveFloat, default=0.2, help=text)
     return parsed(parser, words)
 
 
@@ -102,14 +99,25 @@ def _show_differences(runs: Sequence[RunRecord], differences: dict[str, list[str
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table. left: number of left-aligned columns."""
+    """Print a table, or a line for each row if the table is wider than the console.
+
+    left: number of left-aligned columns.
+    """
     table = Table(title=title, title_justify="left", title_style="")
     for number, column in enumerate(columns):
         is_text = number < left or column == "note"
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    for_tables().print(table)
+    console = for_tables()
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+        console.print(table)
+        return
+    say(f"{title}:")
+    for row in rows:
+        cells = [f"{column} {cell}" for column, cell in zip(columns, row, strict=True) if cell]
+        say(f"  {' · '.join(cells)}")
+    say("")
 
 
 def _show_figures(runs: Sequence[RunRecord]) -> None:
@@ -162,68 +170,62 @@ def repeat_line(group: Group) -> str:
     return f"{repeats}, and only the first run of each seed counts (n = {seeds})"
 
 
-def seed_pair_lines(grouped: Sequence[Group], pair: SeedPairs, difference: float) -> list[str]:
-    """Return the difference between two groups in words. difference: the difference to be found, as a fraction."""
+def seed_pair_lines(grouped: Sequence[Group], pair: SeedPairs) -> list[str]:
+    """Return the difference between two groups in words."""
     seeds = pair.over_seeds
     mean = f"{100 * seeds['mean']:+.2f} points over {seeds['n']} equal seeds"
-    lines = [f"{_label(grouped[pair.first])} minus {_label(grouped[pair.second])}: {mean}, {seeds['verdict']}"]
+    verdict = f"not significant (p = {seeds['p'] or 0:.2g})"
+    if seeds["n"] < MIN_VALUES:
+        verdict = f"no verdict from fewer than {MIN_VALUES} seeds"
+    elif seeds["p"] is None:
+        verdict = "no verdict, because all differences are equal"
+    elif seeds["p"] < SIGNIFICANT:
+        verdict = verdict.removeprefix("not ")
+    lines = [f"{_label(grouped[pair.first])} minus {_label(grouped[pair.second])}: {mean}, {verdict}"]
     if limits := limits_text(seeds, "+.2f", 0.01):
         lines.append(f"  over seeds, on these test images: 95 % interval {limits}")
     if pair.over_images:
         low, high = pair.over_images
         lines.append(f"  over test images, for these trained nets: 95 % interval {100 * low:+.2f} … {100 * high:+.2f}")
-    if seeds["std"] > SAME:
-        count = pair.seeds_for(difference)
-        lines.append(f"  finding a difference of {100 * difference:g} points takes about {count} seeds (80 % power)")
     return lines
 
 
-def _show_seed_pairs(grouped: Sequence[Group], over_seeds: Sequence[SeedPairs], difference: float) -> None:
-    for pair in over_seeds:
-        say(*seed_pair_lines(grouped, pair, difference))
-    if (count := len(over_seeds)) > 1:
-        say(f"Of {count} pairs of equally good groups, {0.05 * count:.1f} would be significant by chance.")
-
-
-def _show_pairs(tests: Pairs, hits: Mapping[str, Hits]) -> None:
-    for first, second, test in tests:
-        say(*pair_lines(first, second, test), *group_differences(first, second, hits))
-    if tests:
-        say("p: probability of a difference at least as large if both runs were equally good (McNemar's mid-p).")
-        say("The test compares these trained nets, not their recipes: for those, compare means over several seeds.")
-    if len(tests) > 1:
-        say(f"Of {len(tests)} pairs of equally good runs, {0.05 * len(tests):.1f} would have p < 0.05 by chance.")
-
-
-def pair_lines(first: str, second: str, test: McNemar) -> tuple[str, str]:
-    """Return the result of McNemar's test of two runs in words."""
-    better, worse = _ranked(first, second, test)
-    counts = f"  {max(test[:2])} images are correct only in {better}, {min(test[:2])} only in {worse}."
-    result = f"{better} and {worse} do not differ significantly"
-    if test.mid < 0.05:
-        result = f"{better} is significantly better than {worse}"
-    return f"{result} (p = {test.mid:.2g}):", counts
-
-
-def _ranked(first: str, second: str, test: McNemar) -> tuple[str, str]:
-    """Return the better run, then the other."""
-    if test.second > test.first:
-        return second, first
-    return first, second
-
-
-def group_differences(first: str, second: str, hits: Mapping[str, Hits]) -> list[str]:
-    """Return a line for each group of test images in which one of two runs is better by McNemar's test."""
-    tests = group_tests(hits[first], hits[second])
+def pair_lines(tests: Sequence[PairTest]) -> list[str]:
+    """Return the results of McNemar's tests in words. Of a group of test images, only a significant one is returned."""
     lines = []
-    for name, test in tests.items():
-        if test.mid < 0.05:
-            _, worse = _ranked(first, second, test)
-            counts = f"{test.first} images are correct only in {first}, {test.second} only in {second}"
-            lines.append(f"  {name}: {worse} is worse (p = {test.mid:.2g}): {counts}.")
-    if lines:
-        lines.append(f"  Of {len(tests)} groups, {0.05 * len(tests):.1f} would have p < 0.05 by chance.")
+    whole = [test for test in tests if not test.group]
+    for pair in whole:
+        better, worse = _ranked(pair)
+        result = f"{better} and {worse} do not differ significantly"
+        if pair.p < SIGNIFICANT:
+            result = f"{better} is significantly better than {worse}"
+        lines.append(f"{result} (p = {pair.p:.2g}): {_counts(pair)}")
+        of_groups = [test for test in tests if test.group and test[:2] == pair[:2]]
+        for test in of_groups:
+            if test.p < SIGNIFICANT:
+                lines.append(f"  {test.group}: {_ranked(test)[1]} is worse (p = {test.p:.2g}): {_counts(test)}")
+    if whole:
+        lines.append(
+            "p: probability of a difference at least as large if both runs were equally good (McNemar's mid-p)."
+        )
+        lines.append("The test compares these trained nets, not their recipes: compare those over several seeds.")
+    if len(tests) > 1:
+        counts = f"{counted(len(whole), 'pair')} and, apart from these, {counted(len(tests) - len(whole), 'group')}"
+        lines.append(f"p is corrected for the number of tests (Holm): {counts}")
     return lines
+
+
+def _ranked(test: PairTest) -> tuple[str, str]:
+    """Return the better run, then the other."""
+    if test.only_second > test.only_first:
+        return test.second, test.first
+    return test.first, test.second
+
+
+def _counts(test: PairTest) -> str:
+    better, worse = _ranked(test)
+    more, fewer = sorted((test.only_first, test.only_second), reverse=True)
+    return f"{counted(more, 'image')} correct only in {better}, {fewer} only in {worse}."
 
 
 # ---- files
@@ -252,7 +254,7 @@ def _as_json(
     runs: Sequence[RunRecord],
     differences: dict[str, list[str]],
     grouped: Sequence[Group],
-    tests: Pairs,
+    tests: Sequence[PairTest],
     over_seeds: Sequence[SeedPairs],
 ) -> str:
     rows = []
@@ -260,10 +262,7 @@ def _as_json(
         settings = {name: run.settings.get(name) for name in differences}
         names = {"run": run.name, "recipe": run.recipe, "seed": run.seed, "settings": settings}
         rows.append(names | run.figures | {"note": run.note})
-    compared = []
-    for first, second, test in tests:
-        counts = {"only_first_right": test.first, "only_second_right": test.second}
-        compared.append({"first": first, "second": second, **counts, "p_exact": test.exact, "p_mid": test.mid})
+    compared = [test._asdict() for test in tests]
     seeds = [pair._asdict() for pair in over_seeds]
     content = {"runs": rows, "groups": [group._asdict() for group in grouped], "pairs": compared, "seed_pairs": seeds}
     return json.dumps(content, indent=2, default=str, skipkeys=True) + "\n"

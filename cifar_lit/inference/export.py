@@ -189,7 +189,7 @@ class Probabilities(nn.Module):
         if self.highest is not None:
             outputs.append(novelty(logits) > self.highest)
         if self.options.coverage is not None:
-            outputs.append(prediction_sets(probabilities, self.limits, self.options.coverage.kind))
+            outputs.append(prediction_sets(probabilities, self.limits))
         if len(outputs) == 1:
             return probabilities
         return tuple(outputs)

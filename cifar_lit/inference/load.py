@@ -88,7 +88,7 @@ class Classifier:
             reject: false-alarm rate of `Prediction.unknown`: share of images of the known classes, above 0 and up to
                 0.5, that are marked too. Default: 0.05.
             coverage: probability that `Prediction.prediction_set` contains the true class, such as 0.95; or a
-                `Coverage`, which selects the kind of sets. Default: no sets.
+                `Coverage`, which may ask for it in each class. Default: no sets.
 
         Raises:
             UsageError: `reject` or `coverage` is invalid, or needs more held-out images than this model had.
@@ -130,7 +130,7 @@ class Classifier:
 
     def _sets(self, probabilities: Tensor, wanted: Coverage) -> list[tuple[str, ...]]:
         """Return the names in the prediction set of each image, the most probable first."""
-        sets = prediction_sets(probabilities, self._limits(wanted), wanted.kind)
+        sets = prediction_sets(probabilities, self._limits(wanted))
         names = []
         for is_in, order in zip(sets, probabilities.argsort(dim=1, descending=True), strict=True):
             names.append(tuple(self.classes[label] for label in order[is_in[order]].tolist()))

@@ -43,7 +43,7 @@ class ModelCard:
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
     resize: str = "crop"  # how images with another aspect ratio are resized, one of `RESIZES`
     levels: list[int] | None = None  # values of 16-bit images that become black and white; None for 0 and 65535
-    # Scores of the true classes of held-out images by kind of prediction set, a list for each class (see `run.card`).
+    # Scores of the true classes of held-out images for prediction sets, a list for each class, as `lac`.
     coverage: dict[str, list[list[float]]] | None = None
 
     @property

@@ -1,10 +1,9 @@
 """Prediction sets: sets of classes that contain the true class with a stated probability.
 
 They follow split conformal prediction (V. Vovk, A. Gammerman and G. Shafer, 2005), and have the stated coverage for new
-images like the held-out ones, whatever the net. LAC (M. Sadinle, J. Lei and L. Wasserman, Least Ambiguous Set-Valued
-Classifiers, JASA 2019) has the smallest sets, which may be empty for an image without a probable class. APS (Y. Romano,
-M. Sesia and E. Candès, Classification with Valid and Adaptive Coverage, NeurIPS 2020) has larger sets for uncertain
-images, and at least one class in each; it is used here without its random part.
+images like the held-out ones, whatever the net. The score of a class is the probability of all others (LAC: M. Sadinle,
+J. Lei and L. Wasserman, Least Ambiguous Set-Valued Classifiers, JASA 2019). These sets are the smallest on average, and
+may be empty for an image without a probable class.
 """
 
 from __future__ import annotations
@@ -16,58 +15,42 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.errors import UsageError
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
 
-SETS = ("lac", "aps")  # kinds of prediction sets
 MIN_HELD_OUT = 20  # images; 5 % of fewer is less than one
 LEVELS = (0.8, 0.9, 0.95, 0.99)  # coverages that a test measures
-Scores = Mapping[str, Sequence[Sequence[float]]]  # by kind of set, a list for each class
+Scores = Mapping[str, Sequence[Sequence[float]]]  # a list for each class, as `lac`
 
 
 class Coverage(NamedTuple):
     """Prediction sets to return.
 
     rate: probability that a set contains the true class, above 0 and below 1.
-    kind: lac or aps.
     by_class: reach the rate for the images of each class, instead of for all images together.
     """
 
     rate: float
-    kind: str = "lac"
     by_class: bool = False
 
 
-def set_scores(probabilities: Tensor, kind: str) -> Tensor:
-    """Return how strange each class would be as the true one, (N, classes); a set holds those up to a limit.
-
-    For LAC, it is the probability of all other classes; for APS, that of the more probable ones.
-    """
-    if kind == "lac":
-        return 1 - probabilities
-    ordered, order = probabilities.sort(dim=1, descending=True)
-    return torch.zeros_like(probabilities).scatter(1, order, ordered.cumsum(1) - ordered)
-
-
 def held_out_scores(probabilities: Tensor, labels: Tensor) -> dict[str, list[list[float]]] | None:
-    """Return the ascending scores of the true classes of held-out images: a list for each class, by kind of set.
+    """Return the ascending scores of the true classes of held-out images: a list for each class, as `lac`.
 
     probabilities: (N, classes), at the temperature. labels: int64 (N,). None for fewer than `MIN_HELD_OUT` images, or
     values that are not finite.
     """
     if len(labels) < MIN_HELD_OUT or not probabilities.isfinite().all():
         return None
-    scores: dict[str, list[list[float]]] = {}
-    for kind in SETS:
-        own = set_scores(probabilities, kind).gather(1, labels[:, None])[:, 0]
-        scores[kind] = []
-        for label in range(probabilities.shape[1]):
-            values = own[labels == label].sort().values.tolist()
-            # Rounded up: sets with a limit of 0 would be empty for a confident net.
-            scores[kind].append([math.ceil(value * 1e6) / 1e6 for value in values])
-    return scores
+    own = 1 - probabilities.gather(1, labels[:, None])[:, 0]
+    scores = []
+    for label in range(probabilities.shape[1]):
+        values = own[labels == label].sort().values.tolist()
+        # Rounded up: sets with a limit of 0 would be empty for a confident net.
+        scores.append([math.ceil(value * 1e6) / 1e6 for value in values])
+    return {"lac": scores}
 
 
 def set_limits(scores: Scores | None, coverage: Coverage) -> Tensor:
@@ -83,12 +66,11 @@ def set_limits(scores: Scores | None, coverage: Coverage) -> Tensor:
         UsageError: the coverage is invalid, or needs more held-out images.
     """
     rate = coverage.rate
-    check_choice("the kind of prediction sets", coverage.kind, SETS)
     if not 0 < rate < 1:
         raise UsageError(f"coverage is a probability above 0 and below 1, not {rate:g}: use 0.95")
     if scores is None:
         raise UsageError(f"this model has no prediction sets: train it with {MIN_HELD_OUT} or more validation images")
-    by_class = scores[coverage.kind]
+    by_class = scores["lac"]
     parts: Sequence[Sequence[float]] = [[score for each in by_class for score in each]]
     if coverage.by_class:
         parts = by_class
@@ -112,17 +94,17 @@ def requested_sets(settings: Namespace, scores: Scores | None) -> Coverage | Non
     Raise UsageError if the held-out scores are too few for them.
     """
     if settings.coverage is None:
-        if settings.sets != "lac" or settings.by_class:
-            raise UsageError("--sets and --by-class describe prediction sets: add --coverage 0.95")
+        if settings.by_class:
+            raise UsageError("--by-class describes prediction sets: add --coverage 0.95")
         return None
-    coverage = Coverage(settings.coverage, settings.sets, settings.by_class)
+    coverage = Coverage(settings.coverage, settings.by_class)
     set_limits(scores, coverage)
     return coverage
 
 
-def prediction_sets(probabilities: Tensor, limits: Tensor, kind: str) -> Tensor:
+def prediction_sets(probabilities: Tensor, limits: Tensor) -> Tensor:
     """Return whether each class is in the set, bool (N, classes). limits: result of `set_limits`."""
-    return set_scores(probabilities, kind) <= limits
+    return 1 - probabilities <= limits
 
 
 def lac_sets(probabilities: Tensor, scores: Scores | None, level: float) -> Tensor | None:
@@ -131,7 +113,7 @@ def lac_sets(probabilities: Tensor, scores: Scores | None, level: float) -> Tens
     probabilities: (N, classes), at the temperature. scores: result of `held_out_scores` for other images.
     """
     try:
-        return prediction_sets(probabilities, set_limits(scores, Coverage(level)), "lac")
+        return prediction_sets(probabilities, set_limits(scores, Coverage(level)))
     except UsageError:
         return None
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import csv
 import glob
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.stats import McNemar, mcnemar, wilson_interval
+from cifar_lit.base.stats import holm, mcnemar, wilson_interval
 from cifar_lit.base.text import natural_key
 from cifar_lit.run.folder import LOCK
 from cifar_lit.run.record import GROUP, changes_text, read_metrics, scores_of
@@ -168,6 +169,8 @@ def differing(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
         names |= dict.fromkeys(run.settings)
     texts = {}
     for name in names:
+        if any(other.startswith(f"{name}.") for other in names):  # empty or null here, its keys in another run
+            continue
         if len({setting_text(run, name) for run in runs if run.settings}) > 1:
             texts[name] = [setting_text(run, name) for run in runs]
     return texts
@@ -181,13 +184,12 @@ def setting_text(run: RunRecord, name: str) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-@dataclass(frozen=True)
-class Hits:
+class Hits(NamedTuple):
     """Whether each test image was predicted correctly, and the fingerprint of these images."""
 
     fingerprint: str
-    correct: list[bool]
-    columns: dict[str, list[str]] = field(default_factory=dict)  # groups of each image by column, see `data.groups`
+    correct: np.ndarray  # bool (N,)
+    columns: dict[str, list[str]]  # groups of each image by column, see `data.groups`
 
 
 def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
@@ -211,53 +213,66 @@ def _read_hits(file: Path, fingerprint: str) -> Hits:
             for name, value in row.items():
                 if name.startswith(GROUP):
                     columns.setdefault(name.removeprefix(GROUP), []).append(value)
-    return Hits(fingerprint, correct, columns)
+    return Hits(fingerprint, np.array(correct), columns)
 
 
-def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[tuple[str, str, McNemar]], list[str]]:
-    """Apply McNemar's test to pairs of runs that were tested on the same images.
+class PairTest(NamedTuple):
+    """McNemar's test of two runs."""
 
-    Up to five runs on the same images are compared pairwise. With more, each is compared with the most accurate one.
+    first: str
+    second: str
+    group: str  # column and value of these test images; empty for all images
+    only_first: int  # images that only the first run has right
+    only_second: int
+    p: float  # mid-p value, corrected for the number of pairs, or of pairs and groups (Holm)
+
+
+def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[PairTest], list[str]]:
+    """Apply McNemar's test to all pairs of runs with the same test images, and of up to five to each group of images.
 
     Returns:
-        The names of each pair with its test, and messages about runs that are not compared.
+        The tests, and messages about runs that are not compared.
     """
     tested = [run for run in runs if run.test]
     messages = []
-    by_images: dict[str, list[RunRecord]] = {}
-    for run in tested:
-        if run.name in hits:
-            by_images.setdefault(hits[run.name].fingerprint, []).append(run)
+    by_images: dict[str, list[str]] = {}
+    for name, each in hits.items():
+        by_images.setdefault(each.fingerprint, []).append(name)
     missing = ", ".join(run.name for run in tested if run.name not in hits)
     if missing and len(tested) > 1:
         messages.append(f"not compared image by image, because predictions.csv is missing or incomplete: {missing}")
     if len(by_images) > 1:
         messages.append("runs with different test images are not compared image by image")
-    candidates: list[tuple[RunRecord, RunRecord]] = []
-    for group in by_images.values():
-        if len(group) <= 5:
-            candidates += combinations(group, 2)
-            continue
-        best = max(group, key=lambda run: run.test["accuracy"])
-        candidates += [(best, run) for run in group if run is not best]
-        messages.append(f"{best.name} was selected as the best on these images, so its p values are slightly too small")
+    tests: list[PairTest] = []
+    of_groups: list[PairTest] = []
+    for names in by_images.values():
+        correct = np.stack([hits[name].correct for name in names])
+        tests += _pair_tests(names, correct, "")
+        columns: dict[str, list[str]] = {}
+        if len(names) <= 5:
+            for name in names:
+                columns |= hits[name].columns
+        for column, values in columns.items():
+            for value in dict.fromkeys(values):
+                group = f"{column} {value or 'without a value'}"
+                of_groups += _pair_tests(names, correct[:, np.array(values) == value], group)
+    return [*_corrected(tests), *_corrected(of_groups)], messages
+
+
+def _pair_tests(names: Sequence[str], correct: np.ndarray, group: str) -> list[PairTest]:
+    """Return the tests of all pairs, without correction. correct: bool (runs, images)."""
+    right = correct.astype(float)
+    only = right @ (1 - right).T  # images that only the run of the row has right, not that of the column
     tests = []
-    for first, second in candidates:
-        counts = Counter(zip(hits[first.name].correct, hits[second.name].correct, strict=True))
-        tests.append((first.name, second.name, mcnemar(counts[True, False], counts[False, True])))
-    return tests, messages
-
-
-def group_tests(first: Hits, second: Hits) -> dict[str, McNemar]:
-    """Apply McNemar's test to the images of each group, by column and value."""
-    tests = {}
-    for column, values in {**second.columns, **first.columns}.items():
-        counts: dict[str, Counter[tuple[bool, bool]]] = {}
-        for value, *pair in zip(values, first.correct, second.correct, strict=True):
-            counts.setdefault(value, Counter())[pair[0], pair[1]] += 1
-        for value, of_group in counts.items():
-            tests[f"{column} {value or 'without a value'}"] = mcnemar(of_group[True, False], of_group[False, True])
+    for first, second in combinations(range(len(names)), 2):
+        counts = int(only[first, second]), int(only[second, first])
+        tests.append(PairTest(names[first], names[second], group, *counts, mcnemar(*counts)))
     return tests
+
+
+def _corrected(tests: Sequence[PairTest]) -> list[PairTest]:
+    values = holm([test.p for test in tests])
+    return [test._replace(p=p) for test, p in zip(tests, values, strict=True)]
 
 
 def data_differences(runs: Sequence[RunRecord]) -> list[str]:
@@ -269,13 +284,19 @@ def data_differences(runs: Sequence[RunRecord]) -> list[str]:
     lines = []
     records = list(different.values())
     for run in records[1:]:
-        differ = _differing_data(records[0].metrics["data"], run.metrics["data"])
-        lines.append(f"{records[0].name} and {run.name} used different data: {', '.join(differ)}")
+        differ = ", ".join(_differing_data(records[0], run))
+        lines.append(f"{records[0].name} and {run.name} used different data: {differ}")
     return lines
 
 
-def _differing_data(data: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return what differs. The labels and the split of different images cannot be compared."""
-    if data["images"] != other["images"]:
-        return [f"images ({data['train']} and {other['train']} training images)"]
-    return [name for name in ("labels", "split", "classes") if data[name] != other[name]]
+def _differing_data(run: RunRecord, other: RunRecord) -> list[str]:
+    """Return what differs: parts of the data, numbers of images, and settings of the data."""
+    data, other_data = run.metrics["data"], other.metrics["data"]
+    parts = []
+    for name, value in data.items():
+        if value == other_data[name]:
+            continue
+        if isinstance(value, int):
+            name = f"{name} ({value} and {other_data[name]})"
+        parts.append(name)
+    return parts + [name for name in differing([run, other]) if name.startswith("data.")]

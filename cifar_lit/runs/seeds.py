@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cifar_lit.base.stats import MIN_VALUES, SHARE, Z95, image_interval, mean_interval, t_quantile, verdict
+from cifar_lit.base.stats import POSITIVE, SHARE, holm, image_interval, mean_interval, paired_p
 from cifar_lit.runs.compare import SEED, Hits, RunRecord, differing, setting_text
-
-Z80 = 0.841621  # a standard normal variable is below this value with probability 0.8
-MANY = 1000  # seeds from which the t and normal distributions give nearly the same number
 
 
 class Group(NamedTuple):
@@ -61,7 +57,7 @@ def _summary(names: Sequence[str], key: Sequence[str], group: Sequence[RunRecord
         seeds=[run.seed for run in group],
         accuracies=[run.test["accuracy"] for run in group],
         accuracy=mean_interval(accuracies, SHARE),
-        train_seconds=mean_interval(seconds) if seconds else None,
+        train_seconds=mean_interval(seconds, POSITIVE) if seconds else None,
     )
 
 
@@ -70,24 +66,12 @@ class SeedPairs(NamedTuple):
 
     first: int  # number of the first group
     second: int
-    # `stats.mean_interval` of first minus second for equal seeds, and `verdict`, `stats.verdict` of these differences.
-    # Other test images are not considered.
+    # `stats.mean_interval` of first minus second for equal seeds, and `p`, `stats.paired_p` of these differences,
+    # corrected for the number of pairs (Holm). Other test images are not considered.
     over_seeds: dict[str, Any]
     # Interval of the mean difference over test images like these, for these trained nets; None if the predictions are
     # missing or the test images differ.
     over_images: tuple[float, float] | None
-
-    def seeds_for(self, difference: float) -> int:
-        """Return the number of seeds that find a true difference in accuracy with 80 % power at p < 0.05.
-
-        This is the sample size of a paired t test for the standard deviation of these differences. It is itself an
-        estimate, and rough for few seeds.
-        """
-        deviation = self.over_seeds["std"] / difference
-        count = max(MIN_VALUES, math.ceil(((Z95 + Z80) * deviation) ** 2))  # exceeded for few seeds only
-        while count < MANY and (t_quantile(count - 1) + t_quantile(count - 1, 0.6)) * deviation > math.sqrt(count):
-            count += 1
-        return count
 
 
 def seed_pairs(groups: Sequence[Group], hits: Mapping[str, Hits]) -> list[SeedPairs]:
@@ -99,9 +83,12 @@ def seed_pairs(groups: Sequence[Group], hits: Mapping[str, Hits]) -> list[SeedPa
         if len(shared) < 2:
             continue
         differences = [one[seed][1] - other[seed][1] for seed in shared]
-        over_seeds = mean_interval(differences) | {"verdict": verdict(differences)}
+        over_seeds = mean_interval(differences) | {"p": paired_p(differences)}
         over_images = _over_images([one[seed][0] for seed in shared], [other[seed][0] for seed in shared], hits)
         pairs.append(SeedPairs(first, second, over_seeds, over_images))
+    tested = [pair.over_seeds for pair in pairs if pair.over_seeds["p"] is not None]
+    for over_seeds, p in zip(tested, holm([each["p"] for each in tested]), strict=True):
+        over_seeds["p"] = p
     return pairs
 
 
@@ -123,6 +110,6 @@ def _over_images(first: Sequence[str], second: Sequence[str], hits: Mapping[str,
         tests.add((hits[name].fingerprint, len(hits[name].correct)))
     if len(tests) > 1:
         return None
-    right = np.array([hits[name].correct for name in first], dtype=float).sum(0)
-    other = np.array([hits[name].correct for name in second], dtype=float).sum(0)
+    right = np.stack([hits[name].correct for name in first]).sum(0)
+    other = np.stack([hits[name].correct for name in second]).sum(0)
     return image_interval(((right - other) / len(first)).tolist())

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from contract.command_line import assert_refused, metrics_of, run_command, run_process, table_rows
 
-from cifar_lit.base.stats import mcnemar
+from cifar_lit.base.stats import binomial_tail, mcnemar
 from cifar_lit.cli.compare import pair_lines
+from cifar_lit.cli.console import TextConsole
+from cifar_lit.runs.compare import PairTest
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def test_compare_prints_settings_results_and_a_significance_test(logs: Path, wor
     assert re.search("┃ +top 5 ┃", answer.out) and answer.out.count(" 87.50% │") == 2
     assert "auroc" in answer.out and answer.out.count(" 0.6250 │") == 2  # a metric unknown to the package
     assert "by recipe" not in answer.out
-    verdict = answer.lines.index("logs/small-2 is significantly better than logs/small-1 (p = 9.5e-07):")
-    assert answer.lines[verdict + 1] == "  20 images are correct only in logs/small-2, 0 only in logs/small-1."
+    verdict = "logs/small-2 is significantly better than logs/small-1 (p = 9.5e-07): 20 images correct only in "
+    assert f"{verdict}logs/small-2, 0 only in logs/small-1." in answer.lines
     assert answer.lines[-3].endswith("if both runs were equally good (McNemar's mid-p).")
     assert "not their recipes" in answer.lines[-2]
     assert answer.lines[-1] == "False"  # torch is not imported
@@ -62,8 +64,8 @@ def test_csv_and_json_are_written_and_a_dash_means_stdout(logs: Path) -> None:
     content = json.loads(Path("out.json").read_text())
     assert [run["settings"] for run in content["runs"]] == [{"model.lr": 0.05}, {"model.lr": 0.02}]
     assert content["pairs"] == [
-        {"first": "logs/small-1", "second": "logs/small-2", "only_first_right": 0, "only_second_right": 20,
-         "p_exact": pytest.approx(2**-19), "p_mid": pytest.approx(2**-20)}
+        {"first": "logs/small-1", "second": "logs/small-2", "group": "", "only_first": 0, "only_second": 20,
+         "p": pytest.approx(2**-20)}
     ]  # fmt: skip
 
 
@@ -92,12 +94,19 @@ def test_a_broken_run_is_a_row_and_broken_runs_alone_are_an_error(logs: Path) ->
         assert_refused(run_command("compare", *line.split()), code, part)
 
 
-def test_the_significance_test_is_explained_in_words() -> None:
-    assert pair_lines("a", "b", mcnemar(5, 5)) == (
-        "a and b do not differ significantly (p = 0.88):",
-        "  5 images are correct only in a, 5 only in b.",
+def test_a_table_that_is_too_wide_becomes_a_line_for_each_run(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cifar_lit.cli.compare.for_tables", lambda: TextConsole(width=80))
+    answer = run_command("compare", "logs")
+    (line,) = [line for line in answer.lines if line.startswith("  run logs/small-1 · accuracy 25.00% · ")]
+    assert " · 95 % interval 14.19 … 40.19 · " in line and " · train s " in line
+
+
+def test_the_verdict_is_that_of_the_mid_p_value() -> None:
+    test = PairTest("a", "b", "", 7, 1, mcnemar(7, 1))
+    assert 2 * binomial_tail(1, 8, 0.5) > 0.05  # the exact p value is 0.07
+    assert (
+        pair_lines([test])[0]
+        == "a is significantly better than b (p = 0.039): 7 images correct only in a, 1 only in b."
     )
-    verdict, counts = pair_lines("a", "b", mcnemar(5, 6))
-    assert verdict.startswith("b and a do not differ significantly (p = 0.")
-    assert counts == "  6 images are correct only in b, 5 only in a."
-    assert pair_lines("a", "b", mcnemar(40, 10))[0].startswith("a is significantly better than b (p = ")
+    even = test._replace(only_second=7, p=mcnemar(7, 7))
+    assert pair_lines([even])[0].startswith("a and b do not differ significantly (p = 0.9): 7 images")

@@ -29,7 +29,7 @@ def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.Ca
     run = Path("lightning_logs/folder-1")
     run.mkdir(parents=True)
     card = ModelCard("lenet", 1.0, [3, 24, 40], ["cat", "dog"], [0.5] * 3, [0.25] * 3)
-    card = replace(card, coverage={"lac": [[0.1] * 9] * 2, "aps": [[0.1] * 9] * 2})
+    card = replace(card, coverage={"lac": [[0.5] * 9] * 2})
     torch.manual_seed(0)
     save_weights(run / "model.safetensors", build_net("lenet", **card.net_settings).state_dict(), card)
     noise = np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8)

@@ -51,10 +51,8 @@ def hits(sets: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("by_class", [False, True])
-@pytest.mark.parametrize("kind", ["lac", "aps"])
-def test_sets_reach_their_coverage_over_random_halves_of_the_images(kind: str, by_class: bool) -> None:
+def test_sets_reach_their_coverage_over_random_halves_of_the_images(by_class: bool) -> None:
     probabilities, labels = draw(2000)
-    assert float((probabilities.argmax(1) == labels).double().mean()) < LEVELS[0]  # else APS exceeds its coverage
     generator = torch.Generator().manual_seed(1)
     covered: dict[float, list[Tensor]] = {level: [] for level in LEVELS}
     in_class: dict[float, list[Tensor]] = {level: [] for level in LEVELS}
@@ -62,8 +60,8 @@ def test_sets_reach_their_coverage_over_random_halves_of_the_images(kind: str, b
         held_out, new = torch.randperm(len(labels), generator=generator).chunk(2)
         scores = held_out_scores(probabilities[held_out], labels[held_out])
         for level in LEVELS:
-            limits = set_limits(scores, Coverage(level, kind, by_class))
-            own = hits(prediction_sets(probabilities[new], limits, kind), labels[new])
+            limits = set_limits(scores, Coverage(level, by_class))
+            own = hits(prediction_sets(probabilities[new], limits), labels[new])
             covered[level].append(own.mean())
             in_class[level].append(torch.stack([own[labels[new] == label].mean() for label in range(5)]))
     for level in LEVELS:
@@ -75,35 +73,18 @@ def test_sets_reach_their_coverage_over_random_halves_of_the_images(kind: str, b
             assert float(of_classes[0]) < level - 0.03  # the class that the net misses
 
 
-def test_lac_has_the_smaller_sets_and_aps_the_larger_ones_for_unsure_images_but_none_empty() -> None:
-    probabilities, labels = draw(4000)
-    scores = held_out_scores(probabilities[::2], labels[::2])
-    sizes = {}
-    for kind in ("lac", "aps"):
-        limits = set_limits(scores, Coverage(0.6, kind))
-        sets = prediction_sets(probabilities[1::2], limits, kind)
-        sizes[kind] = sets.sum(1).double()
-        inside = probabilities[1::2].where(sets, torch.inf).amin(1)
-        assert (inside > probabilities[1::2].where(~sets, 0).amax(1)).all()  # the most probable classes
-    unsure, sure = probabilities[1::2].amax(1).argsort().chunk(2)
-    assert float(sizes["lac"].mean()) < float(sizes["aps"].mean()) - 0.05
-    assert sizes["aps"].min() == 1 and sizes["lac"].min() == 0
-    assert sizes["aps"][unsure].mean() > sizes["aps"][sure].mean() + 0.2
-
-
 def test_sets_of_a_net_that_is_sure_of_all_images_have_one_class() -> None:
     wrong = 4e-9 * (1 + torch.arange(100, dtype=torch.float64))
     probabilities = torch.stack([1 - wrong, wrong], 1)
     scores = held_out_scores(probabilities, torch.zeros(100, dtype=torch.int64))
-    for kind in ("lac", "aps"):
-        sets = prediction_sets(probabilities.float(), set_limits(scores, Coverage(0.8, kind)), kind)
-        assert sets.tolist() == [[True, False]] * 100
+    sets = prediction_sets(probabilities.float(), set_limits(scores, Coverage(0.8)))
+    assert sets.tolist() == [[True, False]] * 100
 
 
 @pytest.mark.parametrize(("rate", "needed"), [(0.5, 1), (0.9, 9), (0.99, 99)])
 def test_a_coverage_needs_a_number_of_held_out_images_and_of_each_class_if_by_class(rate: float, needed: int) -> None:
     enough = [number / needed for number in range(needed)]
-    assert set_limits({"aps": [enough, []]}, Coverage(rate, "aps")).tolist() == pytest.approx([enough[-1]] * 2)
+    assert set_limits({"lac": [enough, []]}, Coverage(rate)).tolist() == pytest.approx([enough[-1]] * 2)
     few = rf"needs {needed:,} held-out images, and there are {needed - 1:,}: train with a larger data\.val_size"
     with pytest.raises(UsageError, match=few):
         set_limits({"lac": [enough[1:], []]}, Coverage(rate))
@@ -143,11 +124,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory, fitted_run: Path) -> Path:
     return folder / "net.safetensors"
 
 
-WANTED = [Coverage(0.7), Coverage(0.7, "aps"), Coverage(0.8, by_class=True), Coverage(0.8, "aps", by_class=True)]
+WANTED = [Coverage(0.7), Coverage(0.8, by_class=True)]
 
 
 def flags(wanted: Coverage) -> list[str]:
-    words = ["--coverage", f"{wanted.rate}", "--sets", wanted.kind]
+    words = ["--coverage", f"{wanted.rate}"]
     return [*words, "--by-class"] if wanted.by_class else words
 
 
@@ -157,7 +138,7 @@ def test_python_and_classify_give_the_same_sets(
 ) -> None:
     classifier = cifar_lit.load(stored)
     probabilities = classifier.net.probabilities(classifier(IMAGES))
-    sets = prediction_sets(probabilities, set_limits(classifier.card.coverage, wanted), wanted.kind)
+    sets = prediction_sets(probabilities, set_limits(classifier.card.coverage, wanted))
     assert len(sets.sum(1).unique()) > 1
     expected = []
     for is_in, order in zip(sets.tolist(), probabilities.argsort(1, descending=True).tolist(), strict=True):
@@ -184,14 +165,14 @@ def test_python_and_classify_give_the_same_sets(
 def test_exported_files_have_the_output_set(stored: Path, tmp_path: Path, wanted: Coverage) -> None:
     classifier, sample = cifar_lit.load(stored), NetImages(IMAGES, None, "noise")
     limits = set_limits(classifier.card.coverage, wanted)
-    expected = prediction_sets(classifier.net.probabilities(classifier(IMAGES)), limits, wanted.kind).tolist()
+    expected = prediction_sets(classifier.net.probabilities(classifier(IMAGES)), limits).tolist()
     for to in ("onnx", "torch-export"):
         export(load_model_file(stored), to, tmp_path / to, sample, Options(coverage=wanted))
     session = onnxruntime.InferenceSession(tmp_path / "onnx", providers=["CPUExecutionProvider"])
     _, sets = session.run(["probabilities", "prediction_set"], {"images": IMAGES.numpy()})
     assert (sets.dtype, sets.tolist()) == (np.bool_, expected)
     about = session.get_modelmeta().custom_metadata_map
-    assert json.loads(about["coverage"]) == {"rate": wanted.rate, "kind": wanted.kind, "by_class": wanted.by_class}
+    assert json.loads(about["coverage"]) == {"rate": wanted.rate, "by_class": wanted.by_class}
     assert (
         about["output 2"].startswith("prediction_set: bool (batch, 4)")
         and json.loads(about["card"])["coverage"] is None
@@ -204,8 +185,7 @@ def test_exported_files_have_the_output_set(stored: Path, tmp_path: Path, wanted
     ("words", "text"),
     [
         ("RUN a.png --coverage 1", "coverage is a probability above 0 and below 1, not 1: use 0.95"),
-        ("RUN a.png --coverage 0.9 --sets lca", "the kind of prediction sets.*lac"),
-        ("RUN a.png --by-class", "describe prediction sets: add --coverage 0.95"),
+        ("RUN a.png --by-class", "describes prediction sets: add --coverage 0.95"),
         ("RUN a.png --coverage 0.999", "needs 999 held-out images, and there are 830: train with a larger"),
         ("OLD a.png --coverage 0.9", "no prediction sets: train it with 20 or more validation images"),
     ],
