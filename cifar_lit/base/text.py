@@ -49,17 +49,16 @@ def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
 
 
 def csv_cell(value: object) -> object:
-    """Return a value for a spreadsheet cell. Text that would run as a formula gets an apostrophe in front."""
+    """Return a value for a spreadsheet cell. Text that would run as a formula gets an apostrophe in front.
+
+    After + or -, only functions and references run; a class named -minus and a number stay as they are.
+    """
     if not isinstance(value, str):
         return value
     text = printable(value)
-    if not text.startswith(("=", "+", "-", "@")):
-        return text
-    try:
-        float(text)
-    except ValueError:
+    if re.match(r"[=@]|[+-].*[(|!=]", text):
         return f"'{text}"
-    return text  # a number, such as a class named -1
+    return text
 
 
 def csv_text(rows: Iterable[Iterable[object]]) -> str:

@@ -36,12 +36,12 @@ def test_each_text_is_printed_as_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr() == ("a\\nb\nc\n", "\\x1b[2J\n")
 
 
-@pytest.mark.parametrize("text", ["=1+1", "+cmd|x", "-x", "@SUM(1)"])
+@pytest.mark.parametrize("text", ["=1+1", "+cmd|x", "-x(1)", "@SUM(1)"])
 def test_no_spreadsheet_evaluates_a_cell(text: str) -> None:
     assert csv_cell(text) == f"'{text}"
 
 
-@pytest.mark.parametrize("value", [1, -0.5, None, True, "-1", "+1e5", "1", "cat", "a=b", "T-shirt/top", "", "'s"])
+@pytest.mark.parametrize("value", [1, -0.5, None, True, "-1", "+1e5", "1", "-minus", "+a/0.png", "cat", "a=b", "T-shirt/top", "", "'s"])
 def test_numbers_and_ordinary_texts_are_unchanged(value: object) -> None:
     assert csv_cell(value) is value or csv_cell(value) == value
 

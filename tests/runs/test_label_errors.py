@@ -51,9 +51,9 @@ def test_the_list_names_every_label_with_its_part_and_is_found_again_in_a_set_th
     list_training_labels(tmp_path, images, ["train", "val", "train", "unused"])
     lines = [
         "index,path,label,probability_of_label,suggested,probability_of_suggested,score,part,suspected,confident",
-        "1,'=b.png,'+cat,0.250000,dog,0.750000,0.000000,val,yes,yes",
-        "2,c.png,dog,0.400000,'+cat,0.600000,0.333333,train,yes,yes",
-        "0,'-1.png,'+cat,0.900000,'+cat,0.900000,0.666667,train,no,no",
+        "1,'=b.png,+cat,0.250000,dog,0.750000,0.000000,val,yes,yes",
+        "2,c.png,dog,0.400000,+cat,0.600000,0.333333,train,yes,yes",
+        "0,-1.png,+cat,0.900000,+cat,0.900000,0.666667,train,no,no",
     ]
     assert (tmp_path / "label_errors.csv").read_text().splitlines() == lines
     now = ImageSet(PIXELS[:3], labels[:3], ("+cat", "dog"), names=("a-new.png", "-1.png", "=b.png"))
