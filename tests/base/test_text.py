@@ -41,7 +41,9 @@ def test_no_spreadsheet_evaluates_a_cell(text: str) -> None:
     assert csv_cell(text) == f"'{text}"
 
 
-@pytest.mark.parametrize("value", [1, -0.5, None, True, "-1", "+1e5", "1", "-minus", "+a/0.png", "cat", "a=b", "T-shirt/top", "", "'s"])
+@pytest.mark.parametrize(
+    "value", [1, -0.5, None, True, "-1", "+1e5", "1", "-minus", "+a/0.png", "cat", "a=b", "T-shirt/top", "", "'s"]
+)
 def test_numbers_and_ordinary_texts_are_unchanged(value: object) -> None:
     assert csv_cell(value) is value or csv_cell(value) == value
 
