@@ -148,7 +148,7 @@ def _explain(message: str, parser: ArgumentParser, further: Sequence[str]) -> st
         return DERIVED.get(match[1]) or f"there is no flag --{match[1]}.{_flag_hint(match[1], flags)}"
     if match := re.search(r"(?:Group '(.+)' does not accept o|O)ption '(.+?)'", message):
         name = f"{match[1] or key}.{match[2]}".removeprefix(".")
-        hint = nearest(short.get(name, name), flags.difference(short))
+        hint = nearest(short.get(name, name), flags.difference(short, [name]))
         return DERIVED.get(name) or f"no setting is called {name}.{hint}"
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
         return REFUSED.format(match[1])

@@ -8,28 +8,68 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.data.settings import Images, Loading
 from cifar_lit.features import FEATURES
 
-# Short flags and the settings that they set.
-SHORT = {
-    "devices": "trainer.devices",
-    "accelerator": "trainer.accelerator",
-    "nodes": "trainer.num_nodes",
-    "precision": "trainer.precision",
-    "epochs": "trainer.max_epochs",
-    "dataset": "data.dataset",
-    "data-dir": "data.root",
-    "batch-size": "data.batch_size",
-    "net": "model.net",
-    "weights": "finetune.weights",
-    "lr": "model.lr",
-    "seed": "seed_everything",
-    "checkpoint-every": "checkpoint_every",
-    "rank-timeout": "rank_timeout",
+
+class Flag(NamedTuple):
+    """A short flag with the text of its help."""
+
+    name: str  # without dashes
+    value: str
+    text: str
+    setting: str = ""  # the setting that it sets, if this has another name
+
+
+# All short flags by group. Both helps and the parser have their texts from here.
+GROUPS = {
+    "settings": (
+        Flag("recipe", "NAME", "packaged recipe, or a YAML file of your own"),
+        Flag("config", "FILE", "YAML file with more settings; may be repeated"),
+        Flag("seed", "N", "seed of all random numbers", "seed_everything"),
+        Flag("trust", "", "let the settings found beside a run name any class"),
+    ),
+    "data": (
+        Flag("dataset", "NAME", "cifar10, cifar100, fashion_mnist, folder or shapes", "data.dataset"),
+        Flag("data-dir", "PATH", "your own images, or the folder for downloads", "data.root"),
+        Flag("batch-size", "N", "images of a step, over all devices", "data.batch_size"),
+    ),
+    "training": (
+        Flag("net", "NAME", "such as resnet18, timm/NAME, my_nets.MyNet", "model.net"),
+        Flag("weights", "FILE", "start from a file, a run, or imagenet", "finetune.weights"),
+        Flag("lr", "X", "highest learning rate", "model.lr"),
+        Flag("epochs", "N", "length of the training", "trainer.max_epochs"),
+        Flag("resume", "[PATH]", "resume the newest unfinished run, or this one"),
+        Flag("checkpoint-every", "N", "also within epochs: 500 (steps) or 10m", "checkpoint_every"),
+        Flag("seeds", "0-4", "with train: one training per seed"),
+        Flag("folds", "5", "with train: cross-validation"),
+    ),
+    "machine": (
+        Flag("devices", "N", "a number, ids such as 0,1, or auto", "trainer.devices"),
+        Flag("accelerator", "NAME", "cpu, gpu or mps", "trainer.accelerator"),
+        Flag("precision", "P", "such as 32-true or bf16-mixed", "trainer.precision"),
+        Flag("threads", "N", "CPU threads of each process (default: the free ones)"),
+        Flag("nodes", "N", "number of machines", "trainer.num_nodes"),
+        Flag("rank-timeout", "S", "seconds that a process may keep the others waiting", "rank_timeout"),
+    ),
+    "output": (
+        Flag("logs", "DIR", "folder for run folders (lightning_logs)"),
+        Flag("logger", "LIST", "tensorboard, csv, wandb, mlflow, with commas between"),
+        Flag("print_config", "", "print all settings as YAML"),
+        Flag("debug", "", "show tracebacks"),
+        Flag("help-all", "", "list every Trainer, model and data setting"),
+    ),
 }
+CHECKPOINT = Flag("ckpt_path", "PATH", "the net to score, such as RUN/checkpoints/best.ckpt")
+FLAGS = {flag.name: flag for group in GROUPS.values() for flag in group}
+# Settings by short flag.
+SHORT = {}
+for flag in FLAGS.values():
+    if flag.setting:
+        SHORT[flag.name] = flag.setting
 for group, kind in (("images", Images), ("loading", Loading)):
     for setting in fields(kind):
         SHORT[f"data.{setting.name}"] = f"data.{group}.{setting.name}"
@@ -37,7 +77,7 @@ for group, kind in (("images", Images), ("loading", Loading)):
 SEVERAL = {"folds": "cifar_lit.cli.folds:train_folds", "seeds": "cifar_lit.cli.seeds:train_seeds"}
 # Read here. The parser of the settings does not know them.
 SWITCHES = ("trust", "debug")  # handled by `main`
-OWN = ("recipe", "config", "logs", "resume", "trust", *SEVERAL, "debug")
+OWN = ("recipe", "config", "logs", "resume", "trust", *SEVERAL, "debug", "help-all")
 TRAINING = ("fit", "train", "validate", "test", "predict")
 LOGS = "lightning_logs"
 SWITCH = {"": "{}", "true": "{}", "false": "null"}  # values that turn a feature on and off
@@ -75,7 +115,7 @@ class Command:
     @property
     def asks_only(self) -> bool:
         """Return whether the command only prints help or a configuration."""
-        return any(word.startswith(("-h", "--help", "--print_")) for word in self.flags)
+        return any(word.startswith(("--help", "--print_")) for word in self.flags)
 
     def value(self, setting: str) -> str | None:
         """Return the last value of a setting among the flags; None if it is not given."""
@@ -84,6 +124,20 @@ class Command:
             if SHORT.get(flag, flag) == setting:
                 return value
         return None
+
+
+def flag_lines(command: str) -> list[str]:
+    """Return the lines of help for the short flags of a training command."""
+    groups = dict(GROUPS)
+    if command in ("validate", "test", "predict"):
+        groups["training"] = (CHECKPOINT,)
+    lines = []
+    for title, group in groups.items():
+        lines += ["", title]
+        for flag in group:
+            words = f"--{flag.name} {flag.value}"
+            lines.append(f"  {words:<22} {flag.text}")
+    return lines
 
 
 def machine_kind(accelerator: str | None = None) -> str:
@@ -140,6 +194,8 @@ def parse(name: str, argv: list[str]) -> Command:
             command.configs.append(_config_file(value))
         elif key in SEVERAL:
             command.several[key] = value
+        elif key == "help-all":
+            command.flags.append("--help")
         elif key in FEATURES:
             command.flags.append(f"{flag}={SWITCH.get(value.lower(), value)}")
         elif key not in SWITCHES:

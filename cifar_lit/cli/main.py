@@ -15,45 +15,21 @@ from cifar_lit.base.text import accept_any_encoding, note, say
 from cifar_lit.base.trust import allow_typed
 from cifar_lit.cli import flags
 
-OVERVIEW = """usage: cifar-lit [COMMAND] [--recipe NAME] [--config FILE] [flags]
-
-commands
-  fit        train and validate (the default)
-  train      fit, then test the best checkpoint once
-  validate   score a checkpoint on the validation images
-  test       score a checkpoint; test RUN compares with what it recorded
-  predict    write the predictions of a checkpoint for the test images
-  recipes    list recipes with accuracy and training time
-  devices    list devices; --check trains on each of them
-  classify   predict the classes of image files
-  report     write the report of a run: curves, mistakes, label errors
-  review     correct labels in the browser, the most suspicious first
-  compare    compare settings and accuracies of runs, with a test
-  export     export a net to ONNX, torch-export or the Hugging Face hub
-  serve      serve a net over HTTP, with a web page to try it
-
-flags of fit, train, validate, test and predict
-  --recipe NAME       packaged recipe, or a YAML file of your own
-  --config FILE       more settings, may be repeated
-  --dataset NAME      cifar10, cifar100, fashion_mnist, folder or shapes
-  --data-dir PATH     your own images, or the folder for downloads
-  --net NAME          net, such as resnet18; --weights FILE, RUN or imagenet
-  --epochs N          --lr X, --batch-size N (over all devices), --seed N
-  --devices N         a number, ids such as 0,1, or auto; --nodes N
-  --accelerator NAME  cpu, gpu or mps; --precision P, --threads N
-  --logs DIR          folder for run folders (lightning_logs)
-  --logger LIST       tensorboard, csv, wandb, mlflow, with commas between
-  --checkpoint-every  500 (steps) or 10m: checkpoints within epochs too
-  --seeds 0-4         one training per seed; --folds 5 cross-validates
-  --resume [PATH]     resume the newest unfinished run, or this one
-  --trust             let the settings found beside a run name any class
-  --debug             show tracebacks
-
-Every Trainer, model and data setting is a flag too, such as --model.lr:
-`cifar-lit fit --help` lists them, --print_config prints them as YAML.
-Precedence: recipe < --config files < flags.
-"""
-
+COMMANDS = {
+    "fit": "train and validate (the default)",
+    "train": "fit, then test the best checkpoint once",
+    "validate": "score a checkpoint on the validation images",
+    "test": "score a checkpoint; test RUN compares with what it recorded",
+    "predict": "write the predictions of a checkpoint for the test images",
+    "recipes": "list recipes with accuracy and training time",
+    "devices": "list devices; --check trains on each of them",
+    "classify": "predict the classes of image files",
+    "report": "write the report of a run: curves, mistakes, label errors",
+    "review": "correct labels in the browser, the most suspicious first",
+    "compare": "compare settings and accuracies of runs, with a test",
+    "export": "export a net to ONNX, torch-export or the Hugging Face hub",
+    "serve": "serve a net over HTTP, with a web page to try it",
+}
 # Commands other than LightningCLI's. Each function takes the arguments after the command, and may return an exit code.
 # In the core, only this table and `inference.load` name extras.
 OWN = {
@@ -102,22 +78,49 @@ def main(argv: list[str] | None = None, default: str = "fit") -> int:
         return _report(error, "--debug" in argv)
 
 
+def overview() -> list[str]:
+    """Return the lines of `cifar-lit --help`."""
+    commands = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    title = "Flags of fit, train, validate, test and predict:"
+    return [
+        "usage: cifar-lit [COMMAND] [flags]",
+        "",
+        "commands",
+        *commands,
+        "",
+        title,
+        *flags.flag_lines("train"),
+        *END,
+    ]
+
+
+END = (
+    "",
+    "Every setting of Trainer, model, data and features is a flag too, such as",
+    "--model.label_smoothing: `cifar-lit fit --help-all` lists them.",
+    "Precedence: recipe < --config files < flags.",
+)
+
+
 def _run(argv: list[str], default: str) -> int:
     name, arguments = _split(argv, default)
     if name in ("help", "--help", "-h"):
-        say(*OVERVIEW.splitlines())
+        say(*overview())
     elif name == "--version":
         from cifar_lit import __version__
 
         say(f"cifar-lit {__version__}")
     elif name in flags.TRAINING:
-        _train(flags.parse(name, arguments), arguments)
+        if {"--help", "-h", "--help-all"}.intersection(arguments):
+            say(f"usage: cifar-lit {name} [flags]", "", f"{COMMANDS[name]}", *flags.flag_lines(name), *END)
+        if not {"--help", "-h"}.intersection(arguments):
+            _train(flags.parse(name, arguments), arguments)
     elif name in OWN:
         code: int | None = resolve_name(OWN[name])([word for word in arguments if word != "--debug"])
         return code or 0
     else:
-        names = [*flags.TRAINING, *(each for each in OWN if " " not in each)]
-        raise UsageError(f"no command is called {name!r}.{_command_hint(name, names)} There are {', '.join(names)}.")
+        hint = _command_hint(name, list(COMMANDS))
+        raise UsageError(f"no command is called {name!r}.{hint} There are {', '.join(COMMANDS)}.")
     return 0
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from cifar_lit.base.command_line import PARSER_SETTINGS, SYNONYMS, add_short_flags, parsed
 from cifar_lit.base.settings import plain_values
 from cifar_lit.base.trust import check_found, limit_parser
-from cifar_lit.cli.flags import DEFAULT_RECIPES, LOGS, OWN, SHORT, Command, machine_kind, recipe_path
+from cifar_lit.cli.flags import DEFAULT_RECIPES, FLAGS, LOGS, OWN, SHORT, Command, machine_kind, recipe_path
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features import FEATURES, feature_class, feature_settings
@@ -32,14 +32,15 @@ TRAINER_DEFAULTS: dict[str, object] = {
     "precision": None,
 }
 
-OWN_SETTINGS: tuple[tuple[str, Any, object, str], ...] = (
-    ("recipe", str | None, None, "name of the recipe, used to name the run folder"),
-    ("logs", str, LOGS, "folder for run folders"),
-    ("checkpoint_every", int | str | None, None, "also write checkpoints every 500 (steps) or 10m within epochs"),
-    ("logger", str, "tensorboard", "where to log besides metrics.csv: tensorboard, csv (nothing else), wandb, mlflow"),
-    ("threads", PositiveInt | None, None, "CPU threads of each process; by default those that are free at the start"),
-    ("rank_timeout", PositiveFloat, 600.0, "end the run if a process keeps the others waiting for so many seconds"),
-)
+# Settings of the program with types and defaults. Their texts are those of the short flags.
+OWN_SETTINGS: dict[str, tuple[Any, object]] = {
+    "recipe": (str | None, None),
+    "logs": (str, LOGS),
+    "checkpoint_every": (int | str | None, None),
+    "logger": (str, "tensorboard"),
+    "threads": (PositiveInt | None, None),
+    "rank_timeout": (PositiveFloat, 600.0),
+}
 
 OBJECTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}  # arguments of Trainer.fit
 NO_AUGMENT = asdict(Augment())
@@ -52,8 +53,8 @@ def settings_parser(name: str) -> LightningArgumentParser:
     header = [f"lightning.pytorch=={pl.__version__}"]
     parser = LightningArgumentParser(prog=f"cifar-lit {name}", dump_header=header, **PARSER_SETTINGS)
     add = parser.add_argument
-    add("-c", "--config", action=ActionConfigFile, help="YAML file with settings; may be repeated")
-    add("--seed_everything", type=bool | int, default=0, help="seed of everything; true draws one")
+    add("-c", "--config", action=ActionConfigFile, help=FLAGS["config"].text)
+    add("--seed_everything", type=bool | int, default=0, help=f"{FLAGS['seed'].text}; true draws one")
     parser.add_lightning_class_args(pl.Trainer, "trainer")
     parser.set_defaults({f"trainer.{setting}": value for setting, value in TRAINER_DEFAULTS.items()})
     settings: dict[str, Any] = {"fail_untyped": False, "instantiate": False, "sub_configs": True}
@@ -65,8 +66,8 @@ def settings_parser(name: str) -> LightningArgumentParser:
         flags = ", ".join(f"--{setting}" for setting in feature_settings(feature))
         text = f"{kind.__doc__.splitlines()[0]} Settings: {flags or 'none'}."
         add(f"--{feature}", type=kind | None, default=None, help=text)
-    for setting, types, default, text in OWN_SETTINGS:
-        add(f"--{setting}", type=types, default=default, help=text)
+    for setting, (types, default) in OWN_SETTINGS.items():
+        add(f"--{setting}", type=types, default=default, help=FLAGS[setting.replace("_", "-")].text)
     parser.add_method_arguments(pl.Trainer, name, skip=OBJECTS)
     add_short_flags(parser, SHORT)
     return parser

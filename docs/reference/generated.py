@@ -125,19 +125,21 @@ def description(kind: type, before: str = "") -> str:
 
 def program() -> str:
     """Return a table of the settings that belong to the program rather than to Trainer, model, data or features."""
+    from cifar_lit.cli.flags import FLAGS
     from cifar_lit.cli.settings_parser import OWN_SETTINGS
 
     rows = []
-    for name, kind, default, meaning in OWN_SETTINGS:
+    for name, (kind, default) in OWN_SETTINGS.items():
+        meaning = FLAGS[name.replace("_", "-")].text
         rows.append([code(f"--{name}"), explained(meaning, type_name(kind), shown(default))])
     return table(["flag", "meaning"], rows)
 
 
 def overview() -> str:
     """Return the text of `cifar-lit --help`."""
-    from cifar_lit.cli.main import OVERVIEW
+    from cifar_lit.cli.main import overview as lines
 
-    return fenced(OVERVIEW)
+    return fenced("\n".join(lines()))
 
 
 def command(*words: str) -> str:

@@ -77,7 +77,7 @@ def test_switches_are_recognised_and_unknown_flags_are_left_to_the_parser() -> N
     assert parse("fit", ["--trust", "--debug"]) == Command("fit")
     for flag in ("--epoch", "--dev", "--batch", "--recip", "--conf", "--log", "--resum", "--trus"):
         assert parse("fit", [flag, "3"]) == Command("fit", flags=[f"{flag}=3"])
-    for flag in ("--help", "-h", "--print_config", "--print_config=skip_default"):
+    for flag in ("--help-all", "--print_config", "--print_config=skip_default"):
         assert parse("fit", [flag]).asks_only
     assert not parse("fit", ["--a"]).asks_only
 

@@ -50,24 +50,36 @@ def test_classify_py_runs_classify(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "nowhere-1" in command.err
 
 
-def test_help_names_every_command_and_short_flag() -> None:
+def test_help_has_a_line_for_every_command_and_every_short_flag() -> None:
     answer = run_command("--help", default="fit")
-    assert len(answer.lines) <= 40 and max(map(len, answer.lines)) <= 80
     assert answer.code == 0
-    assert [name for name in COMMANDS if not re.search(rf"^ +{name} ", answer.out, re.MULTILINE)] == []
-    flags = "recipe devices accelerator nodes precision epochs logs checkpoint-every lr debug"
-    flags += " dataset data-dir batch-size net seed resume trust"
-    assert [flag for flag in flags.split() if not re.search(rf"--{flag}\b", answer.out)] == []
+    assert len(answer.lines) <= 64 and max(map(len, answer.lines)) <= 80
+    first = [line.split()[0] for line in answer.lines if line.startswith("  ")]
+    flags = [word for word in first if word.startswith("--")]
+    assert set(COMMANDS) == {*first} - {*flags}
+    wanted = "recipe config devices accelerator nodes precision epochs logs checkpoint-every lr debug dataset data-dir"
+    wanted += " batch-size net seed resume trust seeds folds weights logger threads help-all"
+    assert {f"--{flag}" for flag in wanted.split()} <= {*flags}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_trainer_commands_list_trainer_model_and_data_settings(command: str) -> None:
-    answer = run_command(command, "--help")
-    assert (answer.code, answer.err) == (0, "")
-    assert len(answer.lines) > 2
+def test_every_command_has_a_short_help(command: str) -> None:
+    for words in (["--help"], ["--lr", "1", "-h"] if command in TRAINER_COMMANDS else ["-h"]):
+        answer = run_command(command, *words)
+        assert (answer.code, answer.err) == (0, "")
+        assert 2 < len(answer.lines) < 60
     if command in TRAINER_COMMANDS:
-        for flag in ("trainer.max_epochs", "model.net", "model.lr", "data.dataset", "data.batch_size", "print_config"):
-            assert f"--{flag}" in answer.out, flag
+        assert ("--resume [PATH]" in answer.out) == (command in ("fit", "train"))
+        assert ("--ckpt_path PATH" in answer.out) == (command not in ("fit", "train"))
+
+
+@pytest.mark.parametrize("command", ["train", "predict"])
+def test_every_trainer_model_and_data_setting_is_listed_on_request(command: str) -> None:
+    answer = run_command(command, "--help-all")
+    assert (answer.code, answer.err) == (0, "")
+    flags = ("data-dir", "trainer.max_epochs", "model.net", "model.lr", "data.dataset", "data.batch_size", "debug")
+    for flag in flags:
+        assert re.search(rf"^  --{flag} ", answer.out, re.MULTILINE), flag
 
 
 # ---- fit, train, validate, test, predict
