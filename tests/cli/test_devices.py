@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,51 +12,32 @@ from cifar_lit.base.errors import Failure
 from cifar_lit.base.hardware import Machine
 from cifar_lit.cli import devices
 
-SMALL = {"net": "lenet", "width": 0.5, "batch_size": 4}
 
-
-def test_every_device_has_its_speed_beside_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_has_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {"cpu": {"float32": 10.0, "bfloat16": 20.0}, "cuda:0": {"float32": 40.0}}
     machine = Machine("a CPU", 4, True, (("H200", 2**37),), gpu_bf16=True)
     monkeypatch.setattr(devices, "detect_machine", lambda: machine)
-    monkeypatch.setattr(devices, "run_probe", lambda device, settings: speeds[device])
+    monkeypatch.setattr(devices, "try_device", speeds.get)
     answer = run_command("devices", "--check")
     assert answer.code == 0
     rows = [line.replace("│", " ").split() for line in answer.out.splitlines()]
-    assert ["cuda:0", "float32", "40", "2.00"] in rows and ["cpu", "float32", "10", "0.50"] in rows
+    assert ["cuda:0", "float32", "40"] in rows and ["cpu", "bfloat16", "20"] in rows
     assert "cuda:0" not in run_command("devices", "--check", "--accelerator", "cpu").out
 
 
 def test_a_failing_device_is_reported_with_a_remedy_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_probe(device: str, settings: dict[str, Any]) -> dict[str, float]:
+    def try_device(device: str) -> dict[str, float]:
         if device == "cuda:0":
-            raise Failure("no answer in 90 s")
+            raise RuntimeError("CUDA error: no kernel image\nis available")
         return {"float32": 9.0}
 
     machine = Machine("a CPU", 4, False, (("H200", 2**37),), gpu_bf16=True)
     monkeypatch.setattr(devices, "detect_machine", lambda: machine)
-    monkeypatch.setattr(devices, "run_probe", run_probe)
+    monkeypatch.setattr(devices, "try_device", try_device)
     answer = run_command("devices", "--check")
-    assert answer.code == 1 and "no answer in 90 s" in answer.out
+    assert answer.code == 1 and "fails: CUDA error: no kernel image" in answer.out
     (line,) = answer.error_lines
     assert line.startswith("cifar-lit: cuda:0 cannot train. ") and "--accelerator cpu" in line
-
-
-@pytest.mark.parametrize(
-    ("program", "answer"),
-    [("import time; time.sleep(600)", r"no answer in 0\.5 s"), ("raise RuntimeError('CUDA error')", "CUDA error")],
-    ids=["hangs", "raises"],
-)
-def test_a_probe_that_hangs_or_fails_is_reported(
-    program: str, answer: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = working_folder / "python"
-    python.write_text(f"#!{sys.executable}\n{program}\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(devices, "LIMIT", 0.5 if "sleep" in program else 60.0)
-    with pytest.raises(Failure, match=answer):
-        devices.run_probe("cpu", SMALL)
 
 
 def test_a_gpu_without_bfloat16_is_listed_with_its_precision_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,19 +54,20 @@ def test_a_gpu_without_bfloat16_is_listed_with_its_precision_and_the_reason(monk
 def test_a_gpu_is_checked_in_its_default_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     train, trained = devices.train, list[torch.dtype]()
 
-    def train_on_the_cpu(device: str, dtype: torch.dtype, *settings: Any) -> Any:
+    def train_on_the_cpu(device: str, dtype: torch.dtype) -> Any:
         trained.append(dtype)
-        return train("cpu", dtype, *settings)
+        return train("cpu", dtype)
 
     monkeypatch.setattr(devices, "train", train_on_the_cpu)
     monkeypatch.setattr(devices, "detect_machine", lambda: Machine("", 1, False, (("T4", 1),), gpu_fp16=True))
-    assert devices.try_device("cuda:0", **SMALL).keys() == {"float32", "float16"}
+    assert devices.try_device("cuda:0").keys() == {"float32", "float16"}
     assert trained == [torch.float64, torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_a_device_that_computes_wrong_numbers_fails(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    relu, factors = torch.nn.functional.relu, {torch.float32: factor}
-    monkeypatch.setattr(torch.nn.ReLU, "forward", lambda self, x: relu(x) * factors.get(x.dtype, 1))
+    forward, factors = torch.nn.Linear.forward, {torch.float32: factor}
+    wrong = lambda self, x: forward(self, x) * factors.get(x.dtype, 1)  # noqa: E731
+    monkeypatch.setattr(torch.nn.Linear, "forward", wrong)
     with pytest.raises(Failure, match=r"wrong losses in float32: off by .*, where 1e-04 is allowed"):
-        devices.try_device("cpu", **SMALL)
+        devices.try_device("cpu")

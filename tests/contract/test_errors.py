@@ -36,7 +36,7 @@ INVALID: list[tuple[str, list[str]]] = [
     ("trian", ["trian", "Did you mean train?", "validate"]),
     ("--recipe quikstart", ["'quikstart'", "Did you mean quickstart?"]),
     ("quickstart", ["no command is called 'quickstart'", "Did you mean train --recipe quickstart?"]),
-    ("devices --nte lenet", ["no flag --nte", "Did you mean --net?"]),
+    ("devices --chekc", ["no flag --chekc", "Did you mean --check?"]),
     (f"{S} --devices gpu", ["--devices gpu", "use a number (2), ids (0,1) or auto"]),
     (f"{S} --accelerator gpus", ["gpus", "cuda"]),
     # values
