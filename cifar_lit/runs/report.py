@@ -12,8 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from cifar_lit.base.files import display_path
-from cifar_lit.base.stats import wilson_interval
-from cifar_lit.base.text import note, printable_lines
+from cifar_lit.base.stats import binomial_tail, holm, wilson_interval
+from cifar_lit.base.text import listed, note, printable_lines
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.inference.calibration import expected_calibration_error, reliability, tempered
 from cifar_lit.inference.logits import set_logits
@@ -84,11 +84,11 @@ def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
         probabilities = test_logits.softmax(1)
     probabilities = tempered(probabilities.double(), net.card.temperature)
     values = {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": probabilities}
-    listed = read_list(run, train)
+    suspected = read_list(run, train)
     ranking = rank_labels(test.labels, test_logits.softmax(1))
     tested = listed_images(test, torch.arange(len(test)), ranking, ["test"] * len(test))
     findings = Findings(
-        None if listed is None else suspect_labels(train, listed, "Training"),
+        None if suspected is None else suspect_labels(train, suspected, "Training"),
         suspect_labels(test, tested, "Test"),
         *find_duplicates(_used(data), test),
     )
@@ -123,6 +123,7 @@ def render(
     matrix = predictions.confusion(len(classes))
     bins = reliability(predictions.probability, predictions.hits)
     correct, images = int(predictions.hits.sum()), len(predictions.labels)
+    rows = _class_rows(matrix, classes, data.class_counts.tolist())
     test = scores_of(metrics)
     charts = []
     for name, lines in curves(run).items():
@@ -140,7 +141,8 @@ def render(
         interval=wilson_interval(correct, images),
         summary=summary(metrics),
         charts=charts,
-        class_rows=_class_rows(matrix, classes, data.class_counts.tolist()),
+        class_rows=rows,
+        worse=_worse_classes(rows, correct / images),
         names=classes,
         matrix=matrix.tolist(),
         largest=int(matrix.clone().fill_diagonal_(0).max()),
@@ -205,6 +207,12 @@ def _class_rows(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) 
         row["accuracy"] = correct / tested if tested else 1.0
         rows.append(row)
     return sorted(rows, key=lambda row: row["accuracy"])
+
+
+def _worse_classes(rows: Sequence[dict[str, Any]], accuracy: float) -> str:
+    """Return the classes that are less accurate than all images with p < 0.05, by Holm's test; empty for none."""
+    tails = [binomial_tail(row["correct"], row["tested"], accuracy) for row in rows]
+    return listed(row["name"] for row, p in zip(rows, holm(tails), strict=True) if p < 0.05)
 
 
 def _mistakes(data: ImageData, table: PredictionTable) -> list[Picture]:
