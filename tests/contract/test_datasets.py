@@ -59,10 +59,11 @@ def test_data_url_replaces_the_mirrors() -> None:
 # ---- folders
 
 
-def test_val_is_the_validation_set_and_also_the_test_set_if_there_is_no_test_folder() -> None:
+def test_val_is_the_test_set_if_there_is_no_test_folder_else_the_validation_set() -> None:
     draw_folder(Path("own"), {"train/cat": 6, "train/dog": 6, "val/cat": 3, "val/dog": 4})
     words = [*SMALL, *OWN_IMAGES, "--data-dir", "own", "--epochs", "1", "--data.val_size", "0.5"]
-    assert run_command(*words).code == 0
+    answer = run_command(*words)
+    assert re.search(r"\btrain 6\b.*\bvalidation 6\b", answer.out), answer.out
     assert metrics_of(Path("lightning_logs/small-1"))["test"]["images"] == 7
     draw_folder(Path("own/test"), {"cat": 2, "dog": 2})
     answer = run_command(*words)

@@ -29,7 +29,7 @@ def folder(settings: DataSettings, train: bool) -> ImageSet:
 
     Classes are the names of the class folders, see `sort_classes`. Their subfolders are searched too. Hidden and system
     folders are skipped. The images of ROOT/val follow the images of ROOT/train, as `val_rows`; without ROOT/test they
-    are also the test images. Images are memory-mapped from the cache, so they may exceed the memory.
+    are the test images. Images are memory-mapped from the cache, so they may exceed the memory.
 
     A split drawn by seed keeps near-duplicates on one side. For a split given by folders or a table, a note reports
     near-duplicates across its sides.
@@ -44,7 +44,7 @@ def folder(settings: DataSettings, train: bool) -> ImageSet:
         UsageError: the settings are invalid, or the folder or table has another layout.
         Failure: images are damaged (unless `skip_bad`), or the disk is full.
     """
-    listing, split, root = _list_images(settings), settings.split, settings.path
+    listing, split = _list_images(settings), settings.split
 
     def arrange(duplicates: Duplicates) -> dict[str, Tree]:
         if "all" not in listing.parts:
@@ -58,23 +58,14 @@ def folder(settings: DataSettings, train: bool) -> ImageSet:
         faults = f"{len(index.bad):,} of {len(index.files):,} images {listing.where} cannot be read"
         remedy = "repair or remove them, or leave them out with --data.skip_bad true"
         raise Failure(f"{faults}: {_with_reasons(index.bad)}; {remedy}")
-    parts = arrange(index.duplicates)
+    parts = dict(arrange(index.duplicates))
     if index.duplicates:
         _report_duplicates(parts, index.duplicates, listing.where)
-    if train and not split.folds and [*parts] == ["train", "val"]:
-        note_once(
-            f"{root}: no test images except the validation images, which also select the best epoch. "
-            "The test score may be too high; --folds 5 tests on separate images"
-        )
     if index.levels and not settings.images.levels:
         low, high = index.levels
-        note_once(f"{root}: 16-bit values from {low:,} to {high:,} become black to white (--data.levels)")
-    used = dict(parts)
-    if train:
-        used.pop("test", None)
-    else:
-        last = [*parts][-1]
-        used = {last: parts[last]}
+        note_once(f"{settings.path}: 16-bit values from {low:,} to {high:,} become black to white (--data.levels)")
+    tests = parts.pop("test", {})
+    used = parts if train else {"test": tests}
     return _image_set(images, index, listing, used, train)
 
 
@@ -95,6 +86,9 @@ def _list_images(settings: DataSettings) -> Listing:
             listing = replace(listing, columns={SUBFOLDER: subfolders(listing)})
     if settings.only is not None:
         listing = keep_only(listing, settings.only, root)
+    if [*listing.parts] == ["train", "val"] and not settings.split.folds:
+        note_once(f"{root}: there are no test images, so val is the test set, and train gives the validation images")
+        listing = replace(listing, parts={"train": listing.parts["train"], "test": listing.parts["val"]})
     return listing
 
 

@@ -176,7 +176,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
 
     columns: names of the columns of `Listing.columns`.
 
-    A split column holds words of `PARTS`, in upper or lower case; without test rows, val is also the test set. Without
+    A split column holds words of `PARTS`, in upper or lower case; without test rows, val is the test set. Without
     the column, test images are drawn.
 
     Raises:

@@ -101,24 +101,32 @@ def test_a_common_size_of_up_to_64_pixels_is_kept(tmp_path: Path, sizes: list, e
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
-@pytest.mark.parametrize("test", [True, False])
-def test_val_is_the_validation_set_and_without_test_the_test_set_too(
-    root: Path, name: str, test: bool, capsys: pytest.CaptureFixture[str]
+def test_val_is_the_validation_set_beside_a_test_set(
+    root: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(root / name / "cat/0.png", 50), save(root / name / "dog/0.png", 60)
     damage(save(root / name / "dog/1.png"))
-    if not test:
-        shutil.rmtree(root / "test")
     train, tested = (open_set(root, part, skip_bad=True) for part in (True, False))
     assert values(root, skip_bad=True) == [0, 1, 2, 3, 4, 50, 60] and train.labels.tolist() == [0, 0, 0, 1, 1, 0, 1]
     assert train.val_rows == range(5, 7) and tested.val_rows is None
-    assert values(root, train=False, skip_bad=True) == ([5, 6] if test else [50, 60])
-    assert tested.labels.tolist() == [0, 1]
+    assert values(root, train=False, skip_bad=True) == [5, 6] and tested.labels.tolist() == [0, 1]
     data = ImageData("folder", str(root), val_size=0, images={"skip_bad": True})
     assert [part.tolist() for part in data.split] == [[0, 1, 2, 3, 4], [5, 6]]
-    told = capsys.readouterr().err
-    assert ": data.val_size 0 is ignored" in told
-    assert (f"{root}: no test images except the validation images" in told) is not test
+    assert ": data.val_size 0 is ignored" in capsys.readouterr().err
+
+
+def test_without_test_images_val_is_the_test_set_and_validation_images_are_drawn_from_train(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "test").rename(root / "val")
+    assert values(root) == [0, 1, 2, 3, 4] and values(root, train=False) == [5, 6]
+    told = f"{root}: there are no test images, so val is the test set, and train gives the validation images"
+    assert told in capsys.readouterr().err
+    for size in (2, 0):
+        train, val = ImageData("folder", str(root), val_size=size).split
+        assert sorted([*train.tolist(), *val.tolist()]) == [0, 1, 2, 3, 4] and len(val) == size
+    folds = open_set(root, split=Split(folds=2))
+    assert len(folds) == 7  # each image is tested in one fold
 
 
 def replace_root(root: Path, *images: str) -> None:

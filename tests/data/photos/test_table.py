@@ -67,12 +67,12 @@ def test_paths_are_relative_to_the_folder_of_the_table_or_absolute(pets: Path, m
     assert values(Path("lists/a.csv")) == [0, 3]
 
 
-def test_without_test_rows_val_is_the_test_set_and_without_val_rows_it_is_drawn_from_train(pets: Path) -> None:
+def test_without_test_rows_val_is_the_test_set_and_validation_images_are_drawn_from_train(pets: Path) -> None:
     rows = [f"{name},{name[:3]},{'held' if name in ('cat/2.png', 'dog/5.png') else 'train'}" for name in NAMES]
-    for part, parts in (("val", ([0, 1, 2, 3], [4, 5])), ("test", ([1, 3], [0, 2]))):
+    for part in ("val", "test"):
         table = write(pets / f"{part}.csv", "path,label,split", *[row.replace("held", part) for row in rows])
         data = ImageData("folder", str(table), val_size=2)
-        assert tuple(rows.tolist() for rows in data.split) == parts
+        assert [rows.tolist() for rows in data.split] == [[1, 3], [0, 2]]
         assert data.test_images.images[:, 0, 0, 0].tolist() == [2, 5]
 
 
