@@ -101,9 +101,7 @@ def test_a_common_size_of_up_to_64_pixels_is_kept(tmp_path: Path, sizes: list, e
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation"])
-def test_val_is_the_validation_set_beside_a_test_set(
-    root: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_val_is_the_validation_set_beside_a_test_set(root: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     save(root / name / "cat/0.png", 50), save(root / name / "dog/0.png", 60)
     damage(save(root / name / "dog/1.png"))
     train, tested = (open_set(root, part, skip_bad=True) for part in (True, False))
