@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveInt
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 
 from cifar_lit.base.command_line import add_coverage, add_device, command_parser, parsed
 from cifar_lit.base.errors import UsageError
@@ -23,10 +23,8 @@ from cifar_lit.base.text import note, printable, progress, say
 from cifar_lit.data.photos.decode import KINDS
 
 if TYPE_CHECKING:
-    from cifar_lit.inference.classify import CsvRows, ImageFile, JsonRows, Row
+    from cifar_lit.inference.classify import ImageFile, Row, Write
     from cifar_lit.inference.load import Classifier
-
-    Write = Callable[[Sequence[Row]], None]
 
 _ROW_FILES = {"--csv": ".csv", "--jsonl": ".jsonl"}
 _VALUED = ("--top", "--reject", "--coverage", "--accelerator")
@@ -107,7 +105,7 @@ def _sorted_argv(argv: list[str]) -> list[str]:
             flags.append(f"{arg}={target}")
         elif arg in _VALUED and remaining:
             flags.append(f"{arg}={remaining.popleft()}")
-        elif arg.startswith("-") and arg != "-":
+        elif arg.startswith("-") and arg != "-" and not os.path.lexists(arg):
             flags.append(arg)
         else:
             paths.append(arg)
@@ -116,19 +114,19 @@ def _sorted_argv(argv: list[str]) -> list[str]:
 
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
     """Classify the files and write rows; return the number of unreadable files."""
-    from cifar_lit.inference.classify import CsvRows, JsonRows, classify_files
+    from cifar_lit.inference.classify import classify_files, csv_rows, json_rows
 
     top = min(settings.top, len(classifier.classes))
     failed = 0
     with ExitStack() as stack:
         writers: list[Write] = []
-        for target, kind in ((settings.csv, CsvRows), (settings.jsonl, JsonRows)):
+        for target, kind in ((settings.csv, csv_rows), (settings.jsonl, json_rows)):
             if target is not None:
                 writers.append(stack.enter_context(_row_file(target, kind, top, len(files))))
         on_stdout = "-" in (settings.csv, settings.jsonl)
         if not writers:
             on_stdout = True
-            writers.append(_class_table([file.path for file in files], classifier.classes, top))
+            writers.append(_class_table([file.path for file in files], classifier, top))
         advance = None
         if not (on_stdout and sys.stdout.isatty()):  # a progress bar would mix with rows on the same terminal
             advance = stack.enter_context(progress("classifying", len(files), min_seconds=5.0))
@@ -142,41 +140,54 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
 
 
 @contextmanager
-def _row_file(target: str, kind: type[CsvRows] | type[JsonRows], top: int, count: int) -> Iterator[Write]:
+def _row_file(target: str, rows: Callable[[TextIO, int], Write], top: int, count: int) -> Iterator[Write]:
     """Yield a function that writes rows to standard output (-), or to a file that appears only when it is complete."""
     if target == "-":
-        yield kind(sys.stdout, top).write
+        yield rows(sys.stdout, top)
         return
     path = Path(target).expanduser()  # shells do not expand ~ after =
     with (
         writing(path, "Choose another place.", parents=True) as partial,
         partial.open("w", newline="", encoding="utf-8") as file,
     ):
-        yield kind(file, top).write
+        yield rows(file, top)
     note(f"{count:,} rows in {display_path(path)}")
 
 
-def _class_table(paths: Sequence[str], classes: Sequence[str], top: int) -> Write:
-    """Print the header of a table and return a function that prints rows.
+WIDTH = 40  # characters of a column, at most
+
+
+def _class_table(paths: Sequence[str], classifier: Classifier, top: int) -> Write:
+    """Print the head of a table and return a function that prints rows.
 
     Each column has the width of its widest possible entry, so that rows can be printed as soon as they are classified.
+    Entries beyond `WIDTH` move the rest of their own row only.
     """
-    class_width = max(cell_len(printable(name)) for name in classes)
-    path_width = max(4, *(cell_len(printable(path)) for path in paths))
+    class_width = max(7, *(cell_len(printable(name)) for name in classifier.classes))
+    path_width = max(cell_len(printable(path)) for path in paths)
+    widths = [min(width, WIDTH) for width in (path_width, *[class_width, 6] * top, 7, 0)]
+
+    def show(cells: Sequence[str]) -> None:
+        text = ""
+        for cell, width in zip(map(printable, cells), widths, strict=False):
+            text += cell + " " * max(2, width + 2 - cell_len(cell))
+        say(text.rstrip())
 
     def write(rows: Sequence[Row]) -> None:
         for row in rows:
-            cells = [set_cell_size(printable(str(row.path)), path_width)]
+            cells = [str(row.path)]
             for name, value in row.top:
-                cells.append(f"{set_cell_size(printable(name), class_width)} {value:.3f}")
-            if row.prediction_set is not None:
-                cells.append(f"{{{', '.join(row.prediction_set)}}}")
-            if row.unknown:
-                cells.append("unknown")
+                cells += (name, f"{value:.3f}")
             if row.error:
                 cells.append(row.error)
-            say("  ".join(cells).rstrip())
+            cells.append("unknown" if row.unknown else "")
+            cells.append(", ".join(row.prediction_set or ()))
+            show(cells)
 
-    names = ["class", *(f"class {rank}" for rank in range(2, top + 1))]
-    say("  ".join([f"{'file':<{path_width}}", *(f"{name:<{class_width + 6}}" for name in names)]).rstrip())
+    heads = ["file"]
+    for rank in range(1, top + 1):
+        heads += (f"class {rank}", f"prob {rank}")
+    heads.append("unknown" if classifier.reject is not None else "")
+    heads.append("prediction set" if classifier.coverage is not None else "")
+    show(heads)
     return write

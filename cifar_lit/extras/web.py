@@ -1,25 +1,23 @@
-"""What the commands with a page share: its files, checks of each request, errors as JSON, and the server."""
+"""What the commands with a page share: its files, errors as JSON, and the server."""
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from cifar_lit.base.errors import Failure
 from cifar_lit.base.text import note
@@ -34,12 +32,16 @@ HEADERS = {  # in every response
 }
 
 
-def application(routes: Sequence[BaseRoute], page: Path, names: Collection[str], root: str = "") -> Starlette:
-    """Return an application that checks each request and answers every error with `{"error": "one line"}`.
+THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")  # names by which a browser reaches its own machine
+
+
+def application(routes: Sequence[BaseRoute], page: Path, names: Sequence[str], root: str = "") -> Starlette:
+    """Return an application that answers every error with `{"error": "one line"}`.
 
     Args:
         page: folder with index.html and its files. All pages share `page.css`.
-        names: host names that clients may use, besides addresses.
+        names: host names and addresses that clients may use, because a page of another site can make its own name point
+            here (DNS rebinding); * for any. No response has CORS headers.
         root: the path of the page.
     """
     style = Path(__file__).parent / "page.css"
@@ -49,45 +51,9 @@ def application(routes: Sequence[BaseRoute], page: Path, names: Collection[str],
     ]
     return Starlette(
         routes=[Mount(root, routes=[*routes, *files])],
-        middleware=[Middleware(OwnClients, names=names)],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=names)],
         exception_handlers={HTTPException: _refuse, Exception: _report},
     )
-
-
-class OwnClients:
-    """Middleware that refuses other host names, which prevents DNS rebinding, and posts from pages of other sites.
-
-    Starlette's TrustedHostMiddleware has only names. Here every address is valid too: no stranger can point an address
-    to this machine. No response has CORS headers.
-    """
-
-    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
-        self.app, self.names = app, names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        headers = Headers(scope=scope)
-        host = headers.get("host", "").lower()
-        # Browsers send Origin, except with a GET from a page of the same site. Behind a TLS proxy it is https.
-        origin = headers.get("origin", f"http://{host}")
-        answer = self.app
-        if not self._is_own(host):
-            remedy = "use the address that the console shows, or start it with --host and that name"
-            answer = _error(400, f"this service does not answer to {host[:80]!r}: {remedy}")
-        elif scope["method"] not in ("GET", "HEAD") and origin not in (f"http://{host}", f"https://{host}"):
-            answer = _error(403, "pages of other sites may not use this service: use its own page, or a program")
-        await answer(scope, receive, send)
-
-    def _is_own(self, host: str) -> bool:
-        """Return whether a Host header, with any port, has an address or one of the names."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-            if name in self.names:
-                return True
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
 
 
 def check_length(request: Request, limit: int) -> None:
@@ -96,18 +62,14 @@ def check_length(request: Request, limit: int) -> None:
         raise HTTPException(413, f"the body is larger than {limit / 1e6:g} MB")
 
 
-def _error(status: int, text: str) -> Response:
-    return JSONResponse({"error": text}, status)
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _error(error.status_code, error.detail)
+    return JSONResponse({"error": error.detail}, error.status_code)
 
 
 async def _report(request: Request, error: Exception) -> Response:
     note(f"cifar-lit: {request.url.path} failed: {type(error).__name__}: {error}")
-    return _error(500, "the service failed on this request; its console says why")
+    return JSONResponse({"error": "the service failed on this request; its console says why"}, 500)
 
 
 def listen(host: str, port: int) -> socket.socket:

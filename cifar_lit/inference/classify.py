@@ -7,7 +7,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
@@ -172,16 +172,17 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
 
-class CsvRows:
-    """Writer of CSV with a header."""
+Write = Callable[[Sequence[Row]], None]
 
-    def __init__(self, file: TextIO, top: int) -> None:
-        self._file, self._top = file, top
-        file.write(csv_text([Row(0, ()).values(top)]))
 
-    def write(self, rows: Iterable[Row]) -> None:
-        """Write rows."""
-        self._file.write(csv_text(map(_cell, row.values(self._top).values()) for row in rows))
+def csv_rows(file: TextIO, top: int) -> Write:
+    """Write a header to a file, and return a function that writes rows as CSV."""
+    file.write(csv_text([Row(0, ()).values(top)]))
+
+    def write(rows: Sequence[Row]) -> None:
+        file.write(csv_text(map(_cell, row.values(top).values()) for row in rows))
+
+    return write
 
 
 def _cell(value: Value) -> object:
@@ -196,16 +197,14 @@ def _cell(value: Value) -> object:
     return value
 
 
-class JsonRows:
-    """Writer of JSON lines."""
+def json_rows(file: TextIO, top: int) -> Write:
+    """Return a function that writes rows as JSON lines to a file."""
 
-    def __init__(self, file: TextIO, top: int) -> None:
-        self._file, self._top = file, top
-
-    def write(self, rows: Iterable[Row]) -> None:
-        """Write rows."""
+    def write(rows: Sequence[Row]) -> None:
         for row in rows:
-            self._file.write(json.dumps(row.values(self._top)) + "\n")  # ASCII, as a path may contain invalid Unicode
+            file.write(json.dumps(row.values(top)) + "\n")  # ASCII, as a path may contain invalid Unicode
+
+    return write
 
 
 # ---- From files to rows. Files are classified in chunks.

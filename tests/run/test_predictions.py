@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.inference.classify import CsvRows, JsonRows, Row
+from cifar_lit.inference.classify import Row, csv_rows, json_rows
 from cifar_lit.run.predictions import prediction_table, write_predictions
 from cifar_lit.run.results import fingerprint
 
@@ -91,8 +91,8 @@ def test_csv_and_json_agree_on_readable_and_unreadable_files() -> None:
         Row(1, (), path="b,c.png", error="cut short"),
     ]
     as_csv, as_json = io.StringIO(), io.StringIO()
-    CsvRows(as_csv, 2).write(rows)
-    JsonRows(as_json, 2).write(rows)
+    csv_rows(as_csv, 2)(rows)
+    json_rows(as_json, 2)(rows)
     assert as_csv.getvalue().splitlines() == [
         "index,label,probability,class_2,probability_2,path,novelty,unknown,prediction_set,error",
         r"0,cat,0.500000,dog,0.250000,a\udce9.png,1.500000,yes,'=a|b,",  # escaped; JSON has the exact path

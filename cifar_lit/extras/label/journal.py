@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from cifar_lit.base.errors import Failure
-from cifar_lit.base.files import is_below
+from cifar_lit.base.files import display_path, is_below
+from cifar_lit.base.text import counted, note
 
 JOURNAL = "review.jsonl"
 
@@ -58,6 +59,17 @@ class Journal:
             os.truncate(self._path, size)  # the next line must not continue an incomplete one
             raise
         self._add(made)
+
+    def adopt(self, earlier: Path, images: Collection[str]) -> None:
+        """Store the decisions of an earlier journal, if there is one, about images that have none here."""
+        if not earlier.is_file():
+            return
+        before = len(self.decisions)
+        for image, made in Journal(earlier, ()).decisions.items():
+            if image in images and image not in self.decisions:
+                self.decide(made)
+        if added := len(self.decisions) - before:
+            note(f"{counted(added, 'decision')} taken over from {display_path(earlier)}")
 
     def _add(self, made: Decision) -> None:
         self.decisions[made.image] = made

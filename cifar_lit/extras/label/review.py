@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from cifar_lit.base.command_line import add_data_dir, add_device, command_parser
 from cifar_lit.base.errors import check_packages
 from cifar_lit.base.files import display_path, read_json
 from cifar_lit.base.hardware import resolve_device
+from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import counted, note, say
 from cifar_lit.data.photos.table import read_table
 from cifar_lit.extras.label.journal import JOURNAL, Journal
@@ -53,18 +55,20 @@ def review(argv: list[str]) -> None:
     folder = RunFolder(run.parent, run.name, run)
     try:
         journal = Journal(run / JOURNAL, data.classes)
+        for earlier in _earlier_journals(source, data):
+            journal.adopt(earlier, {*labels.keys})
         labels = _with_earlier_split(labels, table, journal)
         write = partial(labels.write, table, journal.decisions)
         if not settings.export:
             from cifar_lit.extras.label.app import PAGE, Review
-            from cifar_lit.extras.web import Server, application, listen
+            from cifar_lit.extras.web import THIS_MACHINE, Server, application, listen
 
             write()  # a killed review did not
             with listen("127.0.0.1", settings.port) as sock:
                 queue = make_queue(run, classifier, data, labels, settings.pool, settings.limit or None)
                 about = {"run": display_path(run), "command": command, "open": labels.column == "path"}
                 root = f"/{secrets.token_urlsafe(16)}"  # known only to the reader of the console
-                app = application(Review(queue, journal, write, about).routes, PAGE, ["localhost"], root)
+                app = application(Review(queue, journal, write, about).routes, PAGE, THIS_MACHINE, root)
                 address = f"http://127.0.0.1:{sock.getsockname()[1]}{root}/"
                 say(f"{counted(len(queue.keys), 'image')} to review at {address} · stop with Ctrl-C")
                 Server(app).run([sock])
@@ -96,6 +100,16 @@ def _settings(argv: list[str]) -> Namespace:
 def _first_fold(folder: Path) -> Path:
     """Return the run of the first fold of a cross-validation, which lies beside its folder."""
     return folder.absolute().parent / Path(read_json(folder / "folds.json")["folds"][0]).name
+
+
+def _earlier_journals(source: Path, data: ImageData) -> Iterator[Path]:
+    """Yield where the reviews of the runs are that this one comes from, by its table of labels or its weights."""
+    weights = None
+    if (source / "config.yaml").is_file():
+        weights = (plain_values(source / "config.yaml").get("finetune") or {}).get("weights")
+    for origin in (data.settings.root, data.settings.images.labels, weights):
+        place = Path(str(origin or source))
+        yield place / JOURNAL if place.is_dir() else place.with_name(JOURNAL)
 
 
 def _note_strange(journal: Journal, labels: Labels) -> None:

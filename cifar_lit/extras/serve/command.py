@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
+from collections.abc import Sequence
 
 import torch
 from jsonargparse import Namespace
@@ -35,7 +35,7 @@ def serve(argv: list[str]) -> None:
     file = weights_file(settings.run)
     check_packages("serve", ("starlette", "uvicorn", "python_multipart"), "serve")
     from cifar_lit.extras.serve.app import PAGE, Service
-    from cifar_lit.extras.web import Server, application, listen
+    from cifar_lit.extras.web import THIS_MACHINE, Server, application, listen
 
     with listen(settings.host, settings.port) as sock:
         device = resolve_device(settings.accelerator)
@@ -47,9 +47,14 @@ def serve(argv: list[str]) -> None:
         torch.set_num_threads(max(1, choose_threads()[0] - 1))
         size = "×".join(map(str, classifier.card.input_shape))
         say(f"serving {classifier.card.net} ({size}, {len(classifier.classes)} classes) on {device}")
-        _print_address(*sock.getsockname()[:2])
-        own = socket.gethostname().lower()
-        names = {"localhost", settings.host.lower(), own, f"{own}.local"}
+        names: Sequence[str] = THIS_MACHINE
+        host, port = sock.getsockname()[:2]
+        if not ipaddress.ip_address(host).is_loopback:
+            names = ["*"]
+            say(f"any machine on the network can connect to {host}: there is no password and no encryption")
+        if ":" in host:
+            host = f"[{host}]"
+        say(f"web page and POST /predict at http://{host}:{port} · stop with Ctrl-C")
         Server(application(Service(classifier, settings.max_mb * 1_000_000).routes, PAGE, names)).run([sock])
     say("stopped")
 
@@ -65,11 +70,3 @@ def _settings(argv: list[str]) -> Namespace:
     add_device(parser)
     add("--max-mb", type=PositiveInt, default=10, help="largest request body in MB")
     return parsed(parser, argv)
-
-
-def _print_address(host: str, port: int) -> None:
-    if not ipaddress.ip_address(host).is_loopback:
-        say(f"any machine on the network can connect to {host}: there is no password and no encryption")
-    if ":" in host:
-        host = f"[{host}]"
-    say(f"web page and POST /predict at http://{host}:{port} · stop with Ctrl-C")
