@@ -65,7 +65,8 @@ def suspect_labels(images: ImageSet, listed: Sequence[Listed], what: str) -> Sus
     pictures = []
     for row, cells in suspected[:GALLERY_SIZE]:
         own, best = float(cells["probability_of_label"]), float(cells["probability_of_suggested"])
-        lines = (f"label {cells['label']} {own:.3f}", f"predicted {cells['suggested']} {best:.3f}", images.name(row))
+        label, suggested = f"label {cells['label']}", f"predicted {cells['suggested']}"
+        lines = (f"{label} {100 * own:.1f} %", f"{suggested} {100 * best:.1f} %", images.name(row))
         pictures.append(Picture(data_uri(images.images[row]), f"{what} image: {', '.join(lines)}", lines))
     return Suspects(len(listed), pictures, len(suspected), sum(cells["confident"] == "yes" for _, cells in listed))
 

@@ -65,27 +65,26 @@ FACTS = {
 
 
 def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
-    """Return the page with suspected label errors and duplicates, from a pass over the test images.
+    """Return the page with suspected label errors and duplicates, from a pass over all images.
 
     If the run was tested on the same test images, its predictions are used. Otherwise they are computed again. The
     training has written the suspected labels of its own images.
     """
     metrics = read_metrics(run)
     train, test = data.train_images, data.test_images
-    test_logits = set_logits(net, test, torch.arange(len(test)), "predicting the test images")
     probabilities = None
     tested_on = scores_of(metrics).get("fingerprint")
     if tested_on == fingerprint(test.images, test.labels):
-        probabilities = read_probabilities(run, tuple(test_logits.shape))
+        probabilities = read_probabilities(run, (len(test), len(data.classes)))
     elif tested_on:
         note("the run was tested on other images: evaluating these test images now")
         metrics["test"] = None
     if probabilities is None:
-        probabilities = test_logits.softmax(1)
+        probabilities = set_logits(net, test, torch.arange(len(test)), "predicting the test images").softmax(1)
     probabilities = tempered(probabilities.double(), net.card.temperature)
     values = {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": probabilities}
     suspected = read_list(run, train)
-    ranking = rank_labels(test.labels, test_logits.softmax(1))
+    ranking = rank_labels(test.labels, probabilities)
     tested = listed_images(test, torch.arange(len(test)), ranking, ["test"] * len(test))
     findings = Findings(
         None if suspected is None else suspect_labels(train, suspected, "Training"),

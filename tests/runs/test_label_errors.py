@@ -33,9 +33,9 @@ def test_labels_less_probable_than_another_class_are_listed_by_the_ratio_of_both
     probabilities = [[0.2, 0.4, 0.4], [0.25, 0.75, 0], [0.1, 0.45, 0.45], [0.4, 0.3, 0.3], [0.3, 0.7, 0]]
     result = suspects(probabilities, [0, 0, 0, 0, 1])
     assert [picture.lines for picture in result.pictures] == [
-        ("label a 0.100", "predicted b 0.450", "#2"),
-        ("label a 0.250", "predicted b 0.750", "#1"),
-        ("label a 0.200", "predicted b 0.400", "#0"),
+        ("label a 10.0 %", "predicted b 45.0 %", "#2"),
+        ("label a 25.0 %", "predicted b 75.0 %", "#1"),
+        ("label a 20.0 %", "predicted b 40.0 %", "#0"),
     ]
     assert (result.images, result.rejected) == (5, 3)
 
