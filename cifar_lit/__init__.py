@@ -12,6 +12,7 @@ takes seconds.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
     from cifar_lit.inference.load import load
     from cifar_lit.training.classifier import ImageClassifier
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    raise SystemExit("cifar-lit needs Python 3.11 or later: activate its virtual environment")
 
 __version__ = "0.2.0"
 __all__ = ["ImageClassifier", "ImageData", "__version__", "load"]

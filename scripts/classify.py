@@ -1,6 +1,9 @@
 """Predict the classes of images with a run's net: python scripts/classify.py lightning_logs/NAME IMAGES."""
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for a clone that is not installed
 
 from cifar_lit.cli import main
 

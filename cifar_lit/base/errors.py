@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
 
 from cifar_lit.base.text import printable
+
+LIBRARY = re.compile(r"\.so\b|\.dylib\b|\.dll\b|DLL load failed")  # compiled code, in messages of the loader
 
 
 class _OneLine(Exception):
@@ -62,7 +65,22 @@ def check_packages(what: str, packages: Iterable[str], extra: str) -> None:
     """Raise Failure if one of the packages, which an extra of cifar-lit installs, is missing."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        raise Failure(f'{what} needs missing packages ({", ".join(missing)}): pip install "cifar-lit[{extra}]"')
+        raise Failure(f"{what} needs missing packages ({', '.join(missing)}): {install_command(extra)}")
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra."""
+    return f'pip install -e ".[{extra}]" in the clone of cifar-lit'
+
+
+def unusable_package(error: BaseException) -> str:
+    """Return one line for a required package that is missing or does not load; empty for any other error."""
+    if isinstance(error, ModuleNotFoundError):
+        remedy = "activate its virtual environment, or run pip install -e . in the clone of cifar-lit"
+        return f"{error.name} is not installed for {sys.executable}: {remedy}"
+    if isinstance(error, (ImportError, OSError)) and LIBRARY.search(str(error)):
+        return f"a library does not load ({first_line(error)}): pip install --force-reinstall torch torchvision"
+    return ""
 
 
 def first_line(error: BaseException) -> str:

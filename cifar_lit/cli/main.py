@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from pkgutil import resolve_name
 
-from cifar_lit.base.errors import UsageError, nearest
+from cifar_lit.base.errors import UsageError, nearest, unusable_package
 from cifar_lit.base.hardware import limit_busy_waiting
 from cifar_lit.base.signals import STOP_SIGNALS
 from cifar_lit.base.text import accept_any_encoding, note, say
@@ -176,12 +176,17 @@ def _report(error: BaseException, debug: bool) -> int:
             signal.signal(number, signal.SIG_DFL)
     if isinstance(error, SystemExit):
         return int(error.code or 0)
-    from cifar_lit.cli.errors import explain_error, is_timeout
-
     if debug:
         import traceback
 
         note(*"".join(traceback.format_exception(error)).splitlines())
+    try:
+        from cifar_lit.cli.errors import explain_error, is_timeout
+    except (ImportError, OSError) as missing:
+        error = missing
+    if fault := unusable_package(error):
+        note(f"cifar-lit: {fault}")
+        return 1
     line, code = explain_error(error)
     if getattr(error, "requeue", False):
         from cifar_lit.cli.launch import requeue

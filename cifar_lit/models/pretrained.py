@@ -1,6 +1,6 @@
 """timm's nets, and the image preprocessing of pretrained nets.
 
-timm is an optional dependency: `pip install "cifar-lit[finetune]"`.
+timm is an optional dependency: `pip install -e ".[finetune]"`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cifar_lit.base.errors import UsageError, nearest
+from cifar_lit.base.errors import UsageError, install_command, nearest
 from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_size
 
 TIMM = "timm/"  # prefix of the names of timm's nets
-EXTRA = 'pip install "cifar-lit[finetune]"'
+EXTRA = install_command("finetune")
 SIDE_STEP = 32  # pixels: most nets halve their images five times
 OPTIONS = ("side", "drop_rate", "drop_path_rate")
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.tensorboard.summary import hparams
 
-from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.errors import UsageError, check_choice, install_command
 from cifar_lit.base.files import atomic_write, display_path, find_os_error, read_json, write_failure, write_text
 from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.record import read_rows
@@ -213,7 +213,7 @@ def logger_names(setting: str) -> list[str]:
     for name in names:
         check_choice("--logger", name, ("tensorboard", "csv", *TRACKERS))
         if name in TRACKERS and find_spec(name) is None:
-            raise UsageError(f'--logger {name} needs a package: pip install "cifar-lit[{name}]"')
+            raise UsageError(f"--logger {name} needs a package: {install_command(name)}")
     return names
 
 

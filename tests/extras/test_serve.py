@@ -133,5 +133,5 @@ def test_a_port_in_use_missing_packages_and_invalid_flags_are_reported(
     assert_refused(run_command("serve", served_run, "--prot", "1"), 2, "no flag --prot. Did you mean --port?")
     assert_refused(run_command("serve", "nowhere"), 2, "there is no nowhere: name the folder of a finished run")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    line = 'serve needs missing packages (uvicorn): pip install "cifar-lit[serve]"'
+    line = 'serve needs missing packages (uvicorn): pip install -e ".[serve]" in the clone of cifar-lit'
     assert_refused(run_command("serve", served_run), 1, line)

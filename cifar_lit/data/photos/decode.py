@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from cifar_lit.base.errors import Failure
+from cifar_lit.base.errors import Failure, install_command
 from cifar_lit.base.hardware import core_count
 from cifar_lit.base.text import printable
 from cifar_lit.data.settings import RESIZES, Images
@@ -32,7 +32,7 @@ IMAGES = (
 )  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 KINDS = f"JPEG, PNG, WebP, BMP, GIF, TIFF, PPM{', AVIF or HEIC' if HAS_HEIF else ' or AVIF'}"
-HEIC_REMEDY = 'pip install "cifar-lit[photos]", or convert it: magick mogrify -format jpg *.heic'
+HEIC_REMEDY = f"{install_command('photos')}, or convert it: magick mogrify -format jpg *.heic"
 DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit grey
 MEASURED = 300  # images, to find the levels of all
 UNREAD_SUFFIXES = (*HEIC_SUFFIXES, ".jp2", ".jxl", ".dng", ".cr2", ".nef", ".arw", ".psd", ".tga", ".svg", ".pdf")
@@ -191,7 +191,7 @@ def remedy_for(names: Iterable[str]) -> str:
         return ""
     found = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
     suffix, _ = counts.most_common(1)[0]
-    extra = 'pip install "cifar-lit[photos]", or ' if suffix in HEIC_SUFFIXES else ""
+    extra = f"{install_command('photos')}, or " if suffix in HEIC_SUFFIXES else ""
     return f" {found}: {extra}convert them: magick mogrify -format jpg '*{suffix}'"
 
 

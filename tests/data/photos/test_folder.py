@@ -74,7 +74,7 @@ def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
 
 
 def test_heic_photos_name_the_extra_that_reads_them() -> None:
-    told = '2 .heic: pip install "cifar-lit[photos]", or convert them: magick mogrify'
+    told = '2 .heic: pip install -e ".[photos]" in the clone of cifar-lit, or convert them: magick mogrify'
     assert told in remedy_for(["a.heic", "b/c.HEIC", "d.txt"])
 
 
