@@ -84,7 +84,7 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
         epochs, values = zip(*points, strict=True)
         (line,) = axes.plot(epochs, values, color=PART_COLOURS[part], linewidth=1.6, label=PART_NAMES[part])
         if len(points) == 1:
-            line.set(linestyle="none", marker="D", markersize=6)
+            line.set(linestyle="none", marker="D", markersize=6, clip_on=False)
     axes.set_xlabel("epochs", color=INK, fontsize=9)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

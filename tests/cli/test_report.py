@@ -41,17 +41,19 @@ def draw_images(folder: str, classes: str = "ab", size: int = 16) -> None:
 
 def test_report_adds_label_errors_and_duplicates(own: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    page = (own / "report.html").read_text()
+    first = (own / "report.html").read_text()
     monkeypatch.setattr(webbrowser, "open", opened.append)
     answer = run_command("report", "own-1", "--open")
     assert answer.code == 0, answer.err
     assert re.fullmatch(r"report own-1/report\.html · \d\.\d MB\n", answer.out)
-    assert page.count("Not searched yet") == 2  # a training does not search for label errors
+    assert first.count("Not searched yet") == 2  # a training does not search for label errors
     page = (own / "report.html").read_text()
     assert "Not searched yet" not in page
     assert "own-1 has no label_errors.csv: its net was trained on these labels and may have learned wrong ones." in page
     assert "To find them, train with --folds 5 or --recipe finetune, and review that run" in page
     test = metrics_of(own)["test"]
+    calibration_error = f"{100 * test['calibration']['tempered_error']:.2f} %"
+    assert headline(page)["calibration error"] == headline(first)["calibration error"] == calibration_error
     wrong = sum(row["label"] != row["predicted"] for row in rows_of(own / "predictions.csv"))
     assert re.search(rf"Of 40 test images, {wrong}\s+have suspected labels", page)
     assert headline(page)["test accuracy"] == f"{100 * test['accuracy']:.2f} %"

@@ -15,7 +15,7 @@ from browser import Open
 
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.run.predictions import PredictionTable, prediction_table
-from cifar_lit.runs.figures import Picture
+from cifar_lit.runs.figures import Picture, curves
 from cifar_lit.runs.label_errors import Findings, Pair, Suspects
 from cifar_lit.runs.report import render
 
@@ -129,6 +129,12 @@ def test_a_model_without_curves_has_a_report_with_precision_recall_and_f1(tmp_pa
     assert "the training has diverged" in page
 
 
+def test_curves_are_drawn_over_epochs_and_the_test_at_the_epoch_of_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text(CURVES)
+    lines = {"train": [(0.5, 3), (1, 2), (2, 1)], "val": [(1, 3), (2, 2)], "test": [(1, 4)]}
+    assert curves(tmp_path) == {"loss": lines}
+
+
 # ---- in a browser
 
 
@@ -147,6 +153,7 @@ def test_the_report_is_small_and_accessible_fits_a_phone_and_works_offline(
     page = opened.page
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == background
     assert opened.low_contrasts == []
+    assert page.locator("table.matrix").count() == (classes == 10)
     assert page.evaluate("getComputedStyle(document.querySelector('svg text')).fontFamily").startswith("system-ui")
 
     page.keyboard.press("Tab")
