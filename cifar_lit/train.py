@@ -104,7 +104,7 @@ def write_results(
         held_out = None
         if len(data.split[1]) >= MIN_HELD_OUT:  # else the card's scores are those of these test images
             held_out = card.coverage
-        metrics["test"] = test_scores(test, data.test_images, card.temperature, held_out)
+        metrics["test"] = test_scores(test, data.test_images, card, held_out)
     if test and test.predictions is not None:
         write_predictions(folder / "predictions.csv", [test.predictions], data.test_images)
         if run.trains:

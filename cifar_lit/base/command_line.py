@@ -65,11 +65,9 @@ def add_data_dir(parser: ArgumentParser) -> None:
 
 
 def add_coverage(parser: ArgumentParser) -> None:
-    """Add the flags of prediction sets."""
-    add = parser.add_argument
+    """Add the flag of prediction sets."""
     what = "also return a set of classes that contains the true one with this probability, such as 0.95"
-    add("--coverage", type=float | None, default=None, metavar="P", help=what)
-    add("--by-class", action="store_true", help="reach the coverage for the images of each class")
+    parser.add_argument("--coverage", type=float | None, default=None, metavar="P", help=what)
 
 
 class ShortFlag(Action):

@@ -39,13 +39,14 @@ def classify(argv: list[str]) -> int:
     from cifar_lit.inference.classify import find_images
     from cifar_lit.inference.load import load
     from cifar_lit.inference.rejection import check_rate
-    from cifar_lit.inference.sets import requested_sets
+    from cifar_lit.inference.sets import check_coverage
 
     classifier = load(settings.run, device=resolve_device(settings.accelerator))
     check_rate(settings.reject, classifier.card.reject)
     if settings.reject is not None:
         classifier.reject = settings.reject
-    classifier.coverage = requested_sets(settings, classifier.card.coverage)
+    check_coverage(settings.coverage, classifier.card.coverage)
+    classifier.coverage = settings.coverage
     keep_freed_memory()
     files = list(find_images(settings.paths, sys.stdin.buffer))
     if not files:

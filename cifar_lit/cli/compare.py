@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from jsonargparse import Namespace
@@ -14,7 +13,7 @@ from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.stats import MIN_VALUES, SIGNIFICANT, limits_text
-from cifar_lit.base.text import counted, csv_text, say
+from cifar_lit.base.text import counted, say
 from cifar_lit.cli.console import for_tables, write_or_say
 from cifar_lit.runs.compare import (
     PairTest,
@@ -40,7 +39,7 @@ COLUMNS = {
     "loss": ("loss", ".4f"), "val_accuracy": ("val", ".2%"),
     "train_seconds": ("train s", ",.1f"), "parameters": ("params", ","),
 }  # fmt: skip
-HIDDEN = ("low", "high", "images_per_second", "epochs")  # only in --csv and --json: the table has to fit 100 columns
+HIDDEN = ("low", "high", "images_per_second", "epochs")  # only in --json: the table has to fit 100 columns
 
 
 def compare(words: list[str]) -> None:
@@ -54,11 +53,9 @@ def compare(words: list[str]) -> None:
     hits = hits_by_run(runs)
     tests, reasons = pairs(runs, hits)
     over_seeds = seed_pairs(grouped, hits)
-    if settings.csv:
-        write_or_say("--csv", settings.csv, _as_csv(runs, differences))
     if settings.json:
         write_or_say("--json", settings.json, _as_json(runs, differences, grouped, tests, over_seeds))
-    if "-" in (settings.csv, settings.json):
+    if settings.json == "-":
         return
     if len(runs) > 1:
         _show_differences(runs, differences)
@@ -72,15 +69,14 @@ def compare(words: list[str]) -> None:
             say(f"p is corrected for {len(over_seeds)} pairs (Holm).")
     else:  # a test of single nets says less
         say(*pair_lines(tests), *reasons)
-    for file in filter(None, (settings.csv, settings.json)):
-        say(f"wrote {display_path(Path(file).expanduser())}")
+    if settings.json:
+        say(f"wrote {display_path(Path(settings.json).expanduser())}")
 
 
 def _settings(words: list[str]) -> Namespace:
     parser = command_parser("compare", DESCRIPTION)
     add = parser.add_argument
     add("runs", type=str, nargs="+", help="run folders, patterns such as 'logs/cpu91-*', or a folder of runs")
-    add("--csv", type=str | None, default=None, help="write a row for each run to this file (- for standard output)")
     add("--json", type=str | None, default=None, help="write all values to this file (- for standard output)")
     return parsed(parser, words)
 
@@ -237,17 +233,6 @@ def _label(group: Group) -> str:
     for name, value in group.settings.items():
         words.append(f"{name.rpartition('.')[2]} {value}")
     return " · ".join(words)
-
-
-def _as_csv(runs: Sequence[RunRecord], differences: dict[str, list[str]]) -> str:
-    rows = []
-    for index, run in enumerate(runs):
-        settings = {name: values[index] for name, values in differences.items()}
-        rows.append({"run": run.name, "recipe": run.recipe, **settings, **run.figures, "note": run.note})
-    columns = list(dict.fromkeys(chain(*rows)))
-    columns.remove("note")
-    columns.append("note")
-    return csv_text([columns, *([row.get(name) for name in columns] for row in rows)])
 
 
 def _as_json(

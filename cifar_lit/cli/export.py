@@ -15,7 +15,7 @@ from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Check, Optio
 from cifar_lit.inference.export import export as export_net
 from cifar_lit.inference.model_file import load_model_file, weights_file
 from cifar_lit.inference.rejection import check_rate
-from cifar_lit.inference.sets import requested_sets
+from cifar_lit.inference.sets import check_coverage
 from cifar_lit.run.images import run_images, run_or_drawn_images
 
 DESCRIPTION = (
@@ -31,7 +31,8 @@ def export(argv: list[str]) -> None:
     check_request(settings.to, settings.quantize)
     net = load_model_file(settings.run)
     check_rate(settings.reject, net.card.reject)
-    options = Options(reject=settings.reject, coverage=requested_sets(settings, net.card.coverage))
+    check_coverage(settings.coverage, net.card.coverage)
+    options = Options(reject=settings.reject, coverage=settings.coverage)
     model = weights_file(settings.run)
     path = default_path(model, settings.to, settings.quantize)
     if settings.out:

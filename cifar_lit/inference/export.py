@@ -27,7 +27,7 @@ from cifar_lit.base.files import writing
 from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import LoadedNet, batch_size_of
 from cifar_lit.inference.rejection import novelty, threshold
-from cifar_lit.inference.sets import Coverage, prediction_sets, set_limits
+from cifar_lit.inference.sets import prediction_sets, set_limit
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -79,7 +79,7 @@ class Options(NamedTuple):
 
     calibration: NetImages | None = None  # training images for int8 ONNX; None for float
     reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
-    coverage: Coverage | None = None  # prediction sets of the output `prediction_set`; None for no such output
+    coverage: float | None = None  # of the prediction sets in the output `prediction_set`; None for no such output
 
     @property
     def outputs(self) -> list[str]:
@@ -170,8 +170,6 @@ class Probabilities(nn.Module):
     it also returns whether each class is in the prediction set, bool (B, classes).
     """
 
-    limits: Tensor
-
     def __init__(self, net: LoadedNet, options: Options) -> None:
         super().__init__()
         self.net, self.options = net, options
@@ -179,7 +177,7 @@ class Probabilities(nn.Module):
         if options.reject is not None:
             self.highest = threshold(net.card.reject or (), options.reject)
         if options.coverage is not None:
-            self.register_buffer("limits", set_limits(net.card.coverage, options.coverage).clone())
+            self.limit = set_limit(net.card.coverage, options.coverage)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the outputs for images."""
@@ -189,7 +187,7 @@ class Probabilities(nn.Module):
         if self.highest is not None:
             outputs.append(novelty(logits) > self.highest)
         if self.options.coverage is not None:
-            outputs.append(prediction_sets(probabilities, self.limits))
+            outputs.append(prediction_sets(probabilities, self.limit))
         if len(outputs) == 1:
             return probabilities
         return tuple(outputs)
@@ -294,8 +292,7 @@ def metadata(net: LoadedNet, options: Options) -> dict[str, str]:
         entries |= {"reject": f"{options.reject:g}", "output 2": "unknown: bool (batch,)"}
     if options.coverage is not None:
         shape = f"prediction_set: bool (batch, {len(net.classes)}), the classes of the prediction set"
-        sets = json.dumps(options.coverage._asdict())
-        entries |= {"coverage": sets, f"output {len(options.outputs)}": shape}
+        entries |= {"coverage": f"{options.coverage:g}", f"output {len(options.outputs)}": shape}
     return entries
 
 

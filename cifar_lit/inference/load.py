@@ -19,7 +19,7 @@ from cifar_lit.base.trust import trusting
 from cifar_lit.data.photos.decode import decode, pixels_of
 from cifar_lit.inference.model_file import LoadedNet, load_model_file
 from cifar_lit.inference.rejection import FALSE_ALARMS, check_rate, novelty, threshold
-from cifar_lit.inference.sets import Coverage, prediction_sets, set_limits
+from cifar_lit.inference.sets import prediction_sets, set_limit
 
 Picture = str | Path | Image.Image | np.ndarray | Tensor
 Pictures = Picture | Sequence[Picture]
@@ -54,8 +54,8 @@ class Classifier:
         self.net = net.on(device)
         self.card, self.classes = net.card, net.classes
         self.reject: float | None = FALSE_ALARMS  # default rate of `predict`; None marks no image
-        self.coverage: Coverage | None = None  # default sets of `predict`; None returns none
-        self._limits = cache(partial(set_limits, net.card.coverage))  # sorting 10,000 scores takes 2 ms
+        self.coverage: float | None = None  # default sets of `predict`; None returns none
+        self._limit = cache(partial(set_limit, net.card.coverage))  # sorting 10,000 scores takes 2 ms
         self.preparation = net.card.preparation
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class Classifier:
         return self.net.logits(images)
 
     def predict(
-        self, images: Pictures, top: int = 3, reject: float | None = None, coverage: float | Coverage | None = None
+        self, images: Pictures, top: int = 3, reject: float | None = None, coverage: float | None = None
     ) -> list[Prediction]:
         """Return a prediction for each image, in order; a list of one for a single image.
 
@@ -87,8 +87,8 @@ class Classifier:
             top: number of classes in `Prediction.top`.
             reject: false-alarm rate of `Prediction.unknown`: share of images of the known classes, above 0 and up to
                 0.5, that are marked too. Default: 0.05.
-            coverage: probability that `Prediction.prediction_set` contains the true class, such as 0.95; or a
-                `Coverage`, which may ask for it in each class. Default: no sets.
+            coverage: probability that `Prediction.prediction_set` contains the true class, such as 0.95.
+                Default: no sets.
 
         Raises:
             UsageError: `reject` or `coverage` is invalid, or needs more held-out images than this model had.
@@ -98,18 +98,15 @@ class Classifier:
         return self.predict_batch(self.prepare(images), top, reject, coverage)
 
     def predict_batch(
-        self, images: Tensor, top: int = 3, reject: float | None = None, coverage: float | Coverage | None = None
+        self, images: Tensor, top: int = 3, reject: float | None = None, coverage: float | None = None
     ) -> list[Prediction]:
         """Return the result of `predict` for uint8 images (B, C, H, W) of the net's size."""
         rate = self.reject
         if reject is not None:
             check_rate(reject)
             rate = reject
-        wanted = self.coverage
-        if isinstance(coverage, Coverage):
-            wanted = coverage
-        elif coverage is not None:
-            wanted = Coverage(coverage)
+        if coverage is None:
+            coverage = self.coverage
         logits = self(images)
         highest = None
         if rate is not None and self.card.reject is not None:
@@ -123,14 +120,14 @@ class Classifier:
             if highest is not None:
                 unknown = score > highest
             predictions.append(Prediction(*best[0], best, score, unknown))
-        if wanted is None:
+        if coverage is None:
             return predictions
-        names = self._sets(probabilities, wanted)
+        names = self._sets(probabilities, coverage)
         return [replace(prediction, prediction_set=each) for prediction, each in zip(predictions, names, strict=True)]
 
-    def _sets(self, probabilities: Tensor, wanted: Coverage) -> list[tuple[str, ...]]:
+    def _sets(self, probabilities: Tensor, coverage: float) -> list[tuple[str, ...]]:
         """Return the names in the prediction set of each image, the most probable first."""
-        sets = prediction_sets(probabilities, self._limits(wanted))
+        sets = prediction_sets(probabilities, self._limit(coverage))
         names = []
         for is_in, order in zip(sets, probabilities.argsort(dim=1, descending=True), strict=True):
             names.append(tuple(self.classes[label] for label in order[is_in[order]].tolist()))

@@ -10,30 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
 
-if TYPE_CHECKING:
-    from jsonargparse import Namespace
-
 MIN_HELD_OUT = 20  # images; 5 % of fewer is less than one
 LEVELS = (0.8, 0.9, 0.95, 0.99)  # coverages that a test measures
 Scores = Mapping[str, Sequence[Sequence[float]]]  # a list for each class, as `lac`
-
-
-class Coverage(NamedTuple):
-    """Prediction sets to return.
-
-    rate: probability that a set contains the true class, above 0 and below 1.
-    by_class: reach the rate for the images of each class, instead of for all images together.
-    """
-
-    rate: float
-    by_class: bool = False
 
 
 def held_out_scores(probabilities: Tensor, labels: Tensor) -> dict[str, list[list[float]]] | None:
@@ -53,58 +37,41 @@ def held_out_scores(probabilities: Tensor, labels: Tensor) -> dict[str, list[lis
     return {"lac": scores}
 
 
-def set_limits(scores: Scores | None, coverage: Coverage) -> Tensor:
-    """Return the highest score of a class in a prediction set, float32 (classes,).
+def set_limit(scores: Scores | None, rate: float) -> float:
+    """Return the highest score of a class in a prediction set.
 
     It is the k-th smallest of N held-out scores with k = ⌈rate · (N + 1)⌉: a new score is at most that with a
-    probability of at least `rate`. All classes have the same limit unless `by_class`.
+    probability of at least `rate`.
 
     Args:
         scores: result of `held_out_scores`.
+        rate: coverage, the probability that a set contains the true class, above 0 and below 1.
 
     Raises:
         UsageError: the coverage is invalid, or needs more held-out images.
     """
-    rate = coverage.rate
     if not 0 < rate < 1:
         raise UsageError(f"coverage is a probability above 0 and below 1, not {rate:g}: use 0.95")
     if scores is None:
         raise UsageError(f"this model has no prediction sets: train it with {MIN_HELD_OUT} or more validation images")
-    by_class = scores["lac"]
-    parts: Sequence[Sequence[float]] = [[score for each in by_class for score in each]]
-    if coverage.by_class:
-        parts = by_class
-    limits = []
-    for values in parts:
-        rank = math.ceil(rate * (len(values) + 1) - 1e-9)  # the product may be rounded up
-        if rank > len(values):
-            images = "held-out images"
-            if coverage.by_class:
-                images += " of each class"
-            needed = math.ceil(rate / (1 - rate) * (1 - 1e-9))
-            remedy = "train with a larger data.val_size, or lower the coverage"
-            raise UsageError(f"coverage {rate:g} needs {needed:,} {images}, and there are {len(values):,}: {remedy}")
-        limits.append(sorted(values)[rank - 1])
-    return torch.tensor(limits).expand(len(by_class))
+    values = sorted(score for of_class in scores["lac"] for score in of_class)
+    rank = math.ceil(rate * (len(values) + 1) - 1e-9)  # the product may be rounded up
+    if rank > len(values):
+        needed = math.ceil(rate / (1 - rate) * (1 - 1e-9))
+        counts = f"{needed:,} held-out images, and there are {len(values):,}"
+        raise UsageError(f"coverage {rate:g} needs {counts}: train with a larger data.val_size, or lower the coverage")
+    return values[rank - 1]
 
 
-def requested_sets(settings: Namespace, scores: Scores | None) -> Coverage | None:
-    """Return the sets that a command line requests (see `base.command_line.add_coverage`), None without --coverage.
-
-    Raise UsageError if the held-out scores are too few for them.
-    """
-    if settings.coverage is None:
-        if settings.by_class:
-            raise UsageError("--by-class describes prediction sets: add --coverage 0.95")
-        return None
-    coverage = Coverage(settings.coverage, settings.by_class)
-    set_limits(scores, coverage)
-    return coverage
+def check_coverage(rate: float | None, scores: Scores | None) -> None:
+    """Raise UsageError for a coverage that is invalid or needs more held-out images. None, for no sets, is valid."""
+    if rate is not None:
+        set_limit(scores, rate)
 
 
-def prediction_sets(probabilities: Tensor, limits: Tensor) -> Tensor:
-    """Return whether each class is in the set, bool (N, classes). limits: result of `set_limits`."""
-    return 1 - probabilities <= limits
+def prediction_sets(probabilities: Tensor, limit: float) -> Tensor:
+    """Return whether each class is in the set, bool (N, classes). limit: result of `set_limit`."""
+    return 1 - probabilities <= limit
 
 
 def lac_sets(probabilities: Tensor, scores: Scores | None, level: float) -> Tensor | None:
@@ -113,7 +80,7 @@ def lac_sets(probabilities: Tensor, scores: Scores | None, level: float) -> Tens
     probabilities: (N, classes), at the temperature. scores: result of `held_out_scores` for other images.
     """
     try:
-        return prediction_sets(probabilities, set_limits(scores, Coverage(level)))
+        return prediction_sets(probabilities, set_limit(scores, level))
     except UsageError:
         return None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from cifar_lit.data.image_set import spread_rows
-from cifar_lit.inference.calibration import fit_temperature, tempered
+from cifar_lit.inference.calibration import PRESET, choose_temperature, tempered
 from cifar_lit.inference.logits import set_logits
 from cifar_lit.inference.model_file import LoadedNet, ModelCard
 from cifar_lit.inference.rejection import novelty, reject_scores
@@ -38,8 +38,8 @@ def model_card(model: ImageClassifier, data: ImageData) -> ModelCard:
     )
     if data.train_images.levels is not None:
         card = replace(card, levels=list(data.train_images.levels))
-    if len(data.split[1]) < MIN_HELD_OUT:  # else the run fits its own
-        card = replace(card, temperature=h["temperature"])
+    if h["temperature"] is not None:
+        card = replace(card, temperature=h["temperature"], temperature_source=PRESET)
     return card
 
 
@@ -57,7 +57,8 @@ def fitted_card(card: ModelCard, net: nn.Module, data: ImageData, tested: Mappin
         # Fitted in float32, the precision in which the net will be used.
         loaded = LoadedNet(deepcopy(net).float(), card).on(data.device)
         logits = set_logits(loaded, data.train_images, rows, "fitting the temperature")
-        card = replace(card, temperature=fit_temperature(logits, labels))
+        temperature, source = choose_temperature(logits, labels, card.temperature)
+        card = replace(card, temperature=temperature, temperature_source=source)
         scores, probabilities = novelty(logits), (logits.double() / (card.temperature or 1)).softmax(1)
     elif tested:
         labels, scores = tested["labels"], tested["novelty"]

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from cifar_lit.base.files import read_json, write_text
+from cifar_lit.base.stats import SIGNIFICANT
+from cifar_lit.base.text import counted
 from cifar_lit.training.score import METRICS
 
 GROUP = "group_"  # begins the columns of groups in predictions.csv
@@ -24,6 +26,9 @@ class GroupResult(TypedDict):
     images: int
     accuracy: float
     interval: list[float]  # 95 % interval of the accuracy (Wilson)
+    # Probability that a group as good as all images has at most as many right (binomial), corrected for the number of
+    # groups (Holm).
+    p: float
     coverage: NotRequired[float]  # share of images whose 95 % prediction set contains the true class
 
 
@@ -76,17 +81,15 @@ def changes_text(metrics: Metrics) -> str:
 
 
 def group_lines(test: Metrics) -> list[str]:
-    """Return a line about the worst group of each column of the `test` part of metrics.json."""
+    """Return a line about the groups of each column of the `test` part of metrics.json."""
     lines = []
     for name, groups in test.get("groups", {}).items():
-        worst, count = groups[0], len(groups)
-        low, high = worst["interval"]
-        bad = sum(group["interval"][1] < test["accuracy"] for group in groups)
-        lines.append(
-            f"worst of {count} groups by {name}: {worst['value'] or 'no value'} with accuracy {worst['accuracy']:.4f} "
-            f"({low:.4f} … {high:.4f}), {worst['images']:,} images; {bad} of {count} are clearly below "
-            f"{test['accuracy']:.4f}, and {0.025 * count:.1f} would be by chance"
-        )
+        worse = [group for group in groups if group["p"] < SIGNIFICANT]
+        line = f"{len(worse)} of {counted(len(groups), 'group')} by {name} worse than all images by more than chance"
+        for group in worse[:1]:
+            line += f": {group['value'] or 'no value'} with accuracy {group['accuracy']:.4f}, "
+            line += f"{counted(group['images'], 'image')} (p = {group['p']:.2g}, corrected for the number of groups)"
+        lines.append(line)
     return lines
 
 

@@ -22,11 +22,13 @@ from torch import Tensor
 import cifar_lit
 from cifar_lit.base.hardware import processor
 from cifar_lit.base.settings import without_passwords
-from cifar_lit.base.stats import wilson_interval
+from cifar_lit.base.stats import SIGNIFICANT, binomial_tail, holm, wilson_interval
+from cifar_lit.base.text import natural_key
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.split import TEST, hashes, image_hashes
-from cifar_lit.inference.calibration import expected_calibration_error, reliability, tempered
+from cifar_lit.inference.calibration import expected_calibration_error, perfect_error, reliability, tempered
+from cifar_lit.inference.model_file import ModelCard
 from cifar_lit.inference.sets import Scores, lac_sets, measured_coverage
 from cifar_lit.run.record import GroupResult
 from cifar_lit.run.run import Run
@@ -99,14 +101,12 @@ def val_scores(val: Score) -> dict[str, object]:
     return {**val.values, "interval": accuracy_interval(val)}
 
 
-def test_scores(
-    test: Tested, images: ImageSet, temperature: float | None, held_out: Scores | None
-) -> dict[str, object]:
+def test_scores(test: Tested, images: ImageSet, card: ModelCard, held_out: Scores | None) -> dict[str, object]:
     """Return the `test` part of metrics.json.
 
     Args:
         images: test images.
-        temperature: temperature of the model.
+        card: the temperature of the model.
         held_out: scores of other images for prediction sets, see `held_out_scores`.
     """
     score = test.score
@@ -117,8 +117,8 @@ def test_scores(
         scores["tta"] = test.views
     if test.predictions is not None:
         probabilities, labels = test.predictions["probabilities"], test.predictions["labels"]
-        scores["calibration"] = calibration_of(probabilities, labels, temperature)
-        probabilities = tempered(probabilities, temperature)
+        scores["calibration"] = calibration_of(probabilities, labels, card)
+        probabilities = tempered(probabilities, card.temperature)
         covered, sets = None, lac_sets(probabilities, held_out, COVERED)
         if sets is not None:
             covered = sets.gather(1, labels[:, None])[:, 0]
@@ -138,21 +138,24 @@ def accuracy_interval(score: Score) -> list[float] | None:
     return [round(low, 6), round(high, 6)]
 
 
-def calibration_of(probabilities: Tensor, labels: Tensor, temperature: float | None) -> dict[str, float | None]:
-    """Return the expected calibration error without (`error`) and with a temperature (`tempered_error`).
+def calibration_of(probabilities: Tensor, labels: Tensor, card: ModelCard) -> dict[str, object]:
+    """Return the `calibration` part of `test`: expected calibration errors, and those of a perfectly calibrated net.
 
     probabilities: (N, classes), without temperature. labels: int64 (N,).
     """
-    tempered_error = None
-    if temperature is not None:
-        tempered_error = _calibration_error(tempered(probabilities, temperature), labels)
-    error = _calibration_error(probabilities, labels)
-    return {"error": error, "temperature": temperature, "tempered_error": tempered_error}
+    error, perfect = _calibration_errors(probabilities, labels)
+    calibration: dict[str, object] = {"error": error, "perfect": perfect, "temperature": card.temperature}
+    calibration["source"] = card.temperature_source
+    error, perfect = None, None
+    if card.temperature is not None:
+        error, perfect = _calibration_errors(tempered(probabilities, card.temperature), labels)
+    return calibration | {"tempered_error": error, "tempered_perfect": perfect}
 
 
-def _calibration_error(probabilities: Tensor, labels: Tensor) -> float:
+def _calibration_errors(probabilities: Tensor, labels: Tensor) -> tuple[float | None, dict[str, float] | None]:
     highest, predicted = probabilities.max(1)
-    return round(expected_calibration_error(reliability(highest, predicted == labels)), 6)
+    error = expected_calibration_error(reliability(highest, predicted == labels))
+    return round(error, 6), perfect_error(highest)
 
 
 def typed_command() -> str:
@@ -179,10 +182,10 @@ def versions() -> dict[str, str]:
 def group_results(
     columns: Mapping[str, Sequence[str]], hits: Tensor, covered: Tensor | None
 ) -> dict[str, list[GroupResult]]:
-    """Return the results of each value of each column, the worst first.
+    """Return the results of each value of each column.
 
-    The worst has the lowest upper limit of the 95 % interval of its accuracy (Wilson), so that a few unlucky images are
-    no bad group.
+    Groups that are worse than all images by more than chance come first. The others cannot be told from them, and
+    follow by their values.
 
     Args:
         columns: value of each image by the name of the column.
@@ -190,20 +193,25 @@ def group_results(
         covered: whether the prediction set of each image contains the true class, bool (N,); None without sets.
     """
     results = {}
+    overall = float(hits.double().mean())
     for name, values in columns.items():
         rows_of: dict[str, list[int]] = {}
         for row, value in enumerate(values):
             rows_of.setdefault(value, []).append(row)
-        groups = []
-        for value, rows in rows_of.items():
+        groups: list[GroupResult] = []
+        for value in sorted(rows_of, key=natural_key):
+            rows = rows_of[value]
             count, correct = len(rows), int(hits[rows].sum())
             low, high = wilson_interval(correct, count)
             interval = [round(low, 6), round(high, 6)]
-            group = GroupResult(value=value, images=count, accuracy=round(correct / count, 6), interval=interval)
+            p = binomial_tail(correct, count, overall)
+            group = GroupResult(value=value, images=count, accuracy=round(correct / count, 6), interval=interval, p=p)
             if covered is not None:
                 group["coverage"] = round(float(covered[rows].double().mean()), 6)
             groups.append(group)
-        results[name] = sorted(groups, key=lambda group: group["interval"][1])
+        for group, p in zip(groups, holm([group["p"] for group in groups]), strict=True):
+            group["p"] = p
+        results[name] = sorted(groups, key=lambda group: min(group["p"], SIGNIFICANT))
     return results
 
 

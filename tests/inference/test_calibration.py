@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from cifar_lit.inference.calibration import expected_calibration_error, fit_temperature, reliability, tempered
+from cifar_lit.inference.calibration import (
+    choose_temperature,
+    expected_calibration_error,
+    fit_temperature,
+    perfect_error,
+    reliability,
+    tempered,
+)
 
 
 def make_logits(images: int, scale: float = 1.0, classes: int = 5) -> tuple[Tensor, Tensor]:
@@ -61,15 +69,61 @@ def test_the_temperature_recovers_the_scale_of_the_logits_and_changes_no_predict
 def test_the_confidence_of_a_net_without_mistakes_is_bounded_by_the_number_of_images(count: int) -> None:
     labels = torch.arange(count) % 4
     temperature = fit_temperature(F.one_hot(labels).float(), labels)
-    assert temperature is not None
     probability = float((F.one_hot(labels[:1], 4) / temperature).softmax(1).max())
     assert probability == pytest.approx(1 - 0.75 / (count + 2), abs=1e-5)  # labels smoothed by 1 / (N + 2)
 
 
+# ---- the choice of a temperature
+
+
+def test_a_temperature_that_two_wrong_labels_of_120_require_is_not_used() -> None:
+    logits, labels = make_logits(5120)
+    val, val_labels, test, test_labels = logits[:120].clone(), labels[:120].clone(), logits[120:], labels[120:]
+    for row in (3, 50):
+        val[row, 1] += 25  # class 1 with probability 1
+        val_labels[row] = 0
+    fitted = fit_temperature(val, val_labels)
+    assert error_of((test / fitted).softmax(1), test_labels) > error_of(test.softmax(1), test_labels) + 0.05
+    reason = "because one fitted on 120 validation images does not improve left-out images"
+    assert choose_temperature(val, val_labels, None) == (1.0, f"1, {reason}")
+    assert choose_temperature(val, val_labels, 0.9) == (0.9, f"model.temperature, {reason}")
+
+
+@pytest.mark.parametrize("scale", [0.4, 3.0])
+def test_a_temperature_that_improves_left_out_images_is_used(scale: float) -> None:
+    logits, labels = make_logits(120, scale)
+    fitted = fit_temperature(logits, labels)
+    assert choose_temperature(logits, labels, None) == (fitted, "fitted on 120 validation images")
+    assert choose_temperature(logits, labels, fitted)[0] == fitted
+
+
 def test_no_temperature_is_fitted_on_too_few_images_or_non_finite_logits() -> None:
-    logits, labels = make_logits(20)
-    assert fit_temperature(logits, labels) is not None
-    assert fit_temperature(logits[:19], labels[:19]) is None
-    assert fit_temperature(logits[:0], labels[:0]) is None
+    logits, labels = make_logits(20, 3.0)
+    assert choose_temperature(logits, labels, 0.5)[0] != 0.5
+    for few in (19, 0):
+        assert choose_temperature(logits[:few], labels[:few], 0.5) == (0.5, "model.temperature")
     logits[3, 2] = torch.nan
-    assert fit_temperature(logits, labels) is None
+    assert choose_temperature(logits, labels, None)[0] is None
+
+
+# ---- the error of a perfectly calibrated net
+
+
+def test_the_error_of_a_perfectly_calibrated_net_is_that_of_labels_drawn_from_its_probabilities() -> None:
+    errors = []
+    for seed in range(300):
+        generator = torch.Generator().manual_seed(seed)
+        probabilities = (2 * torch.randn(60, 5, generator=torch.Generator().manual_seed(9))).softmax(1)
+        errors.append(error_of(probabilities, torch.multinomial(probabilities, 1, generator=generator)[:, 0]))
+    perfect = perfect_error(probabilities.amax(1))
+    assert perfect["mean"] == pytest.approx(statistics.fmean(errors), rel=0.05)
+    assert perfect["high"] == pytest.approx(sorted(errors)[285], rel=0.08)
+    assert perfect == perfect_error(probabilities.amax(1))
+
+
+def test_the_error_of_few_images_with_one_probability_is_that_of_a_binomial_variable() -> None:
+    chances = [math.comb(10, hits) * 0.7**hits * 0.3 ** (10 - hits) for hits in range(11)]
+    mean = sum(chance * abs(hits / 10 - 0.7) for hits, chance in enumerate(chances))
+    perfect = perfect_error(torch.full((10,), 0.7))
+    assert perfect["mean"] == pytest.approx(mean, rel=0.1)
+    assert perfect["high"] == pytest.approx(0.3)  # 4 or 10 hits: 4.7 and 2.8 %; 3 or fewer: 1.1 %

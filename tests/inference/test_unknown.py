@@ -4,16 +4,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import onnxruntime
 import pytest
 import torch
 
 import cifar_lit
 from cifar_lit.base.errors import UsageError
 from cifar_lit.cli.classify import classify
-from cifar_lit.inference.export import Options, export
-from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import load_model_file, save_weights
 from cifar_lit.inference.rejection import STORED_RATES, novelty, reject_scores, threshold
 
@@ -70,23 +66,6 @@ def test_predictions_are_marked_as_unknown_at_the_chosen_rate(run: Path, stored:
     without = cifar_lit.load(run).predict_batch(IMAGES, reject=0.2)
     assert {prediction.unknown for prediction in without} == {None}
     assert [prediction.novelty for prediction in without] == pytest.approx(energies)
-
-
-@pytest.mark.slow
-def test_exported_files_have_the_output_unknown_with_a_rate(stored: Path, tmp_path: Path) -> None:
-    net, sample = load_model_file(stored), NetImages(IMAGES, None, "noise")
-    predictions = cifar_lit.load(stored).predict_batch(IMAGES, reject=0.2)
-    expected = [prediction.unknown for prediction in predictions]
-    for to in ("onnx", "torch-export"):
-        export(net, to, tmp_path / to, sample, Options(reject=0.2))
-    session = onnxruntime.InferenceSession(tmp_path / "onnx", providers=["CPUExecutionProvider"])
-    probabilities, unknown = session.run(["probabilities", "unknown"], {"images": IMAGES.numpy()})
-    assert (unknown.dtype, unknown.tolist()) == (np.bool_, expected)
-    best = [prediction.probability for prediction in predictions]  # at the temperature
-    assert probabilities.max(1).tolist() == pytest.approx(best, abs=1e-5)
-    assert session.get_modelmeta().custom_metadata_map["reject"] == "0.2"
-    _, unknown = torch.export.load(tmp_path / "torch-export").module()(IMAGES)
-    assert unknown.tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,11 +20,26 @@ def results_of(hits: dict[str, list[bool]], covered: list[bool] | None = None) -
     return group_results({"camera": values}, is_hit, None if covered is None else torch.tensor(covered))["camera"]
 
 
-def test_the_worst_group_is_the_one_that_is_surely_bad_and_not_one_of_two_unlucky_images() -> None:
+def test_a_group_that_is_worse_than_all_by_more_than_chance_comes_first_and_no_unlucky_one() -> None:
     groups = results_of({"good": [True] * 50, "unlucky": [False] * 2, "bad": [True] * 20 + [False] * 30, "": [True]})
-    assert [group["value"] for group in groups] == ["bad", "unlucky", "good", ""]
+    assert [group["value"] for group in groups] == ["bad", "", "good", "unlucky"]
     assert (groups[0]["images"], groups[0]["accuracy"]) == (50, 0.4)
     assert groups[0]["interval"] == pytest.approx(wilson_interval(20, 50), abs=1e-6)
+    total, draws = (
+        71 / 103,
+        [math.comb(50, right) * (71 / 103) ** right * (32 / 103) ** (50 - right) for right in range(21)],
+    )
+    assert groups[0]["p"] == pytest.approx(4 * sum(draws))
+    assert groups[3]["p"] == pytest.approx(3 * (1 - total) ** 2)  # Holm: the second smallest of four
+
+
+def test_of_a_thousand_equally_good_patients_none_is_called_worse() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hits = torch.rand(1000, 8, generator=generator) < 0.98
+    groups = results_of({f"patient {number}": row for number, row in enumerate(hits.tolist())})
+    assert len(groups) == 1000 and [group["value"] for group in groups[:2]] == ["patient 0", "patient 1"]
+    line = "0 of 1,000 groups by camera worse than all images by more than chance"
+    assert group_lines({"groups": {"camera": groups}}) == [line]
 
 
 def test_the_coverage_of_a_group_is_the_share_of_its_images_with_the_true_class_in_their_set() -> None:
@@ -32,11 +48,11 @@ def test_the_coverage_of_a_group_is_the_share_of_its_images_with_the_true_class_
     assert coverage == {"east": pytest.approx(2 / 3, abs=1e-6), "west": 0}
 
 
-def test_a_line_names_the_worst_group_and_how_many_are_clearly_below_the_accuracy_of_all() -> None:
+def test_a_line_names_the_worst_group_and_how_many_are_worse_by_more_than_chance() -> None:
     hits = {"": [True] * 8 + [False] * 42, "east": [True] * 60, "west": [True] * 55 + [False] * 5}
-    low, high = wilson_interval(8, 50)
-    assert group_lines({"accuracy": 123 / 170, "groups": {"camera": results_of(hits)}}) == [
-        f"worst of 3 groups by camera: no value with accuracy 0.1600 ({low:.4f} … {high:.4f}), 50 images; "
-        "1 of 3 are clearly below 0.7235, and 0.1 would be by chance"
+    groups = results_of(hits)
+    assert group_lines({"groups": {"camera": groups}}) == [
+        "1 of 3 groups by camera worse than all images by more than chance: no value with accuracy 0.1600, 50 images "
+        f"(p = {groups[0]['p']:.2g}, corrected for the number of groups)"
     ]
     assert group_lines({"accuracy": 0.5}) == []

@@ -17,7 +17,7 @@ from cifar_lit.base.threads import choose_threads
 from cifar_lit.inference.load import load
 from cifar_lit.inference.model_file import weights_file
 from cifar_lit.inference.rejection import check_rate
-from cifar_lit.inference.sets import requested_sets
+from cifar_lit.inference.sets import check_coverage
 
 DESCRIPTION = """Serve the net of a run over HTTP, with a web page to try it at /.
 
@@ -42,7 +42,8 @@ def serve(argv: list[str]) -> None:
         classifier = load(file, device)
         check_rate(settings.reject, classifier.card.reject)
         classifier.reject = settings.reject
-        classifier.coverage = requested_sets(settings, classifier.card.coverage)
+        check_coverage(settings.coverage, classifier.card.coverage)
+        classifier.coverage = settings.coverage
         # Leave one core to the connections: torch's threads spin while they wait.
         torch.set_num_threads(max(1, choose_threads()[0] - 1))
         size = "×".join(map(str, classifier.card.input_shape))
