@@ -105,7 +105,7 @@ def test_classes_are_called_worse_only_beyond_chance_of_as_many_classes(tmp_path
     labels = torch.arange(10).repeat_interleave(100)
     for mistakes, line in ((6, "No class is less accurate than all images"), (12, "and not by chance: c3 (p")):
         predicted = labels.clone()
-        predicted[300 : 300 + mistakes] = 4  # of the others, 1 in 50 is wrong; alone, 6 of 100 would be p = 0.03
+        predicted[300 : 300 + mistakes] = 4  # 1 in 50 of the others is wrong; alone, 6 of 100 would be p = 0.03
         predicted[::50] = (labels[::50] + 5) % 10
         table = PredictionTable(torch.arange(1000), labels, predicted, torch.full((1000,), 0.9).double())
         assert line in " ".join(render(tmp_path, {}, data_of([f"c{n}" for n in range(10)], 1000, 8), table).split())
