@@ -120,6 +120,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}s"
 
 
+def rate_text(images: float) -> str:
+    """Return a number of images per second as text, with a decimal if it is small."""
+    return f"{images:.{0 if images >= 10 else 1}f} images/s"
+
+
 SECONDS_BETWEEN_LINES = 10.0
 
 

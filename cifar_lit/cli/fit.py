@@ -105,7 +105,7 @@ def run_command(command: Command) -> Training:
             run.folder.test_weights(settings.ckpt_path, contents)
             work = predict if command.name == "predict" else evaluate
             result = work(run, trainer, model, data)
-        if trainer.is_global_zero and not command.brief:
+        if trainer.is_global_zero and not command.title:
             print_result(result, run, data)
     return Training(run, model, data)
 
@@ -301,16 +301,15 @@ def build_data_and_model(
 
 def run_callbacks(command: Command, run: Run, data: ImageData, parts: Namespace) -> list[Callback]:
     """Return the callbacks of the run, with the start card and the features."""
-    lines = not command.brief
     further: list[Callback] = []
     if run.trains:
-        if lines:
+        if not command.brief:
             further.append(StartCard(run))
         further.append(SlowdownWarning())
         for name in FEATURES:
             if parts[name] is not None:
                 further.append(parts[name])
-    return run.callbacks(len(data.split[1]) > 0, lines, further)
+    return run.callbacks(len(data.split[1]) > 0, command.title, further)
 
 
 def build_trainer(parts: Namespace, run: Run, data: ImageData, callbacks: list[Callback], ranks: int) -> pl.Trainer:

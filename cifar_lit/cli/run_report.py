@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.table import Column, Table
 
 from cifar_lit.base.files import display_path
-from cifar_lit.base.text import counted, listed, say
+from cifar_lit.base.text import counted, listed, rate_text, say
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
@@ -134,8 +134,7 @@ def _print_results(run: Run, results: Results, data: ImageData) -> None:
         say(*score_lines(val, data), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:
         speed = metrics["images_per_second"]
-        digits = 1 if speed and speed < 10 else 0  # no "1 images/s"
-        say(f"trained in {metrics['train_seconds']:.1f} s" + (f" · {speed:.{digits}f} images/s" if speed else ""))
+        say(f"trained in {metrics['train_seconds']:.1f} s" + (f" · {rate_text(speed)}" if speed else ""))
     say(f"run {display_path(run.folder.path)}")
     if run.trains:
         _print_next(run, data)

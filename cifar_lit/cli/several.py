@@ -43,7 +43,7 @@ def train_each(
     logs: Path | None = None,
     after: Callable[[Training], None] = lambda training: None,
 ) -> list[Path]:
-    """Train and test once with the settings of each training, with a line of output each. Return the run folders.
+    """Train and test once with the settings of each training, and print a line for each. Return the run folders.
 
     Args:
         command: the command. Its flags for several trainings are ignored.
@@ -53,9 +53,11 @@ def train_each(
         after: called after each training, with its data and predictions still in memory.
     """
     runs = []
+    has_card = False
     for title, settings in trainings.items():
         flags = [f"--{name}={value}" for name, value in settings.items()]
-        training = replace(command, several={}, brief=True, flags=[*command.flags, *flags])
+        training = replace(command, several={}, brief=has_card, flags=[*command.flags, *flags])
+        training.title = title.partition(" (")[0]
         run = None
         if logs:
             training.logs = str(logs)
@@ -65,7 +67,7 @@ def train_each(
             if run:
                 training.resume = str(run)
             run = _train(training, after)
-            state = ""
+            state, has_card = "", True
         accuracy = read_metrics(run)["test"]["accuracy"]
         say(f"{title}: test accuracy {accuracy:.4f} · {display_path(run)}{state}")
         runs.append(run)

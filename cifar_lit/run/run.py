@@ -55,21 +55,19 @@ class Run(Callback):
         self.trackers: list[str] = []  # names of those that start with the training
         self.loggers: list[Logger] = []  # those that the Trainer gets when the folder is claimed
 
-    def callbacks(self, validates: bool, lines: bool = True, further: Sequence[Callback] = ()) -> list[Callback]:
+    def callbacks(self, validates: bool, title: str = "", further: Sequence[Callback] = ()) -> list[Callback]:
         """Return the Trainer's callbacks. The last one claims the folder, so that an earlier failure leaves none.
 
         Args:
             validates: keep the best checkpoint.
-            lines: print epochs.
+            title: begins the line of each epoch.
             further: called after those of the run.
         """
         callbacks: list[Callback] = [NoSignalHandlers(), self, self.clock]
         claim = LambdaCallback(setup=self.claim)
         if not self.trains:
             return [*callbacks, *further, claim]
-        if lines:
-            callbacks.append(EpochLines(self.clock))
-        callbacks.append(RandomState())
+        callbacks += [EpochLines(self.clock, title), RandomState()]
         if validates:
             callbacks.append(self.best)
         callbacks.append(self.last)

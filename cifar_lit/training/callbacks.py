@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.base.text import counted, note, say
+from cifar_lit.base.text import counted, note, rate_text, say
 from cifar_lit.training.loop import gather_rows, is_last_epoch
 
 if TYPE_CHECKING:
@@ -164,8 +164,9 @@ def last_epoch(trainer: pl.Trainer) -> int | None:
 class EpochLines(Callback):
     """Print one line per epoch: training and validation loss and accuracy, seconds, images per second."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, title: str = "") -> None:
         self._clock = clock
+        self._begin = f"{title} · " if title else ""
         self._last_line = (0.0, 0.0, 0)  # seconds, training seconds and images at the last line
         self._validated = False  # since the last line
 
@@ -194,7 +195,7 @@ class EpochLines(Callback):
         seconds, training, images = (end - start for end, start in zip(now, self._last_line, strict=True))
         self._last_line = now
         epochs = last_epoch(trainer) or "…"
-        epoch = f"epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}"
+        epoch = f"{self._begin}epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}"
         parts = []
         if self._validated:
             metrics = trainer.callback_metrics
@@ -207,7 +208,7 @@ class EpochLines(Callback):
         self._validated = False
         parts.append(f"{seconds:.1f} s")
         if images:  # a fit of the last layer alone takes no steps
-            parts.append(f"{images / max(training, 1e-9):.0f} images/s")
+            parts.append(rate_text(images / max(training, 1e-9)))
         loss, accuracy = pl_module.rows.epoch_means()
         whole = [epoch, f"train loss {loss:.4f} acc {accuracy:.4f}", *parts]
         rich.get_console().print(" · ".join(whole), highlight=False, soft_wrap=True)

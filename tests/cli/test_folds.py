@@ -50,7 +50,7 @@ def test_each_image_of_a_folder_is_tested_once_by_a_net_not_trained_on_it() -> N
     ]  # fmt: skip
     for number, run in enumerate(runs, 1):
         accuracy = f"test accuracy {metrics_of(run)['test']['accuracy']:.4f}"
-        assert answer.lines[number - 1] == f"fold {number} of 3: {accuracy} · {run}"
+        assert f"fold {number} of 3: {accuracy} · {run}" in answer.lines
     assert results["test"]["interval"] == pytest.approx(wilson_interval(correct, 33))
 
     labels = rows_of(folder / "label_errors.csv")

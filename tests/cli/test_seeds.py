@@ -26,12 +26,13 @@ def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -
     answer = run_command("train", *SMALL, "--seeds=1-3")
     assert answer.code == 0, answer.err
     accuracies = [f"test accuracy {metrics_of(GROUP / f'small-{n}')['test']['accuracy']:.4f}" for n in (2, 3, 1)]
-    assert answer.lines[:3] == [  # one line a training, without the cards of the trainings
+    epochs = [line.partition(" · train loss")[0] for line in answer.lines if "epoch " in line and "train loss" in line]
+    assert epochs == ["seed 2 · epoch 1/2", "seed 2 · epoch 2/2"]  # seed 1 was at its end
+    assert [line for line in answer.lines if "of 3)" in line] == [
         f"seed 1 (1 of 3): {accuracies[0]} · {GROUP}/small-2",
         f"seed 2 (2 of 3): {accuracies[1]} · {GROUP}/small-3",
         f"seed 3 (3 of 3): {accuracies[2]} · {GROUP}/small-1 is finished",
     ]
-    assert len(answer.lines) < 20
     assert answer.lines[-3:] == ["", "next:", f"  cifar-lit compare {GROUP} OTHER-SEEDS-FOLDER"]
     assert contents_of(GROUP / "small-1") == kept
     runs = [GROUP / name for name in ("small-2", "small-3", "small-1")]
@@ -48,7 +49,10 @@ def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -
 def test_a_finished_group_is_not_reused_and_groups_are_compared_seed_by_seed() -> None:
     for words in (("--seeds", "0-1"), ("--seeds", "0-1", "--lr", "0.001"), ("--seeds", "0-1")):
         assert run_command("train", *SHORT, *words).code == 0
-    assert sorted(path.name for path in GROUP.parent.iterdir()) == [f"small-seeds-{number}" for number in (1, 2, 3)]
+    answer = run_command("train", *SHORT, "--seeds", "0-1", "--lr", "0.01")  # in a log: a card, a line per epoch
+    begins = [line.split(" · ")[0].split("  ")[0] for line in answer.lines[:13]]
+    assert begins.count("data") == begins.count("run") == begins.count("seed 0") == begins.count("seed 1") == 1
+    assert sorted(path.name for path in GROUP.parent.iterdir()) == [f"small-seeds-{number}" for number in (1, 2, 3, 4)]
     other = GROUP.with_name("small-seeds-2")
     answer = run_command("compare", str(GROUP), str(other))
     accuracies = [[metrics_of(group / f"small-{n}")["test"]["accuracy"] for n in (1, 2)] for group in (GROUP, other)]

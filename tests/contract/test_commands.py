@@ -92,8 +92,8 @@ def test_fit_does_not_test_and_prints_the_command_that_does() -> None:
     assert metrics["test"] is None
     assert f"{metrics['val']['accuracy']:.4f}" in answer.out
     assert "test accuracy" not in answer.out
-    command = next(line.split() for line in answer.lines if line.strip().startswith("cifar-lit test "))
-    assert run_command(*command[1:]).code == 0
+    (command,) = (line.split("cifar-lit ")[1] for line in answer.lines if "cifar-lit test " in line)
+    assert run_command(*command.split()).code == 0
     assert metrics_of(Path("lightning_logs/small-2"))["test"]["images"] == 40
 
 
