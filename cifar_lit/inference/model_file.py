@@ -41,7 +41,7 @@ class ModelCard:
     # Scores that 2 % and 20 % of new images should exceed (see `run.card`); None without held-out images.
     reject: list[float] | None = None
     temperature: float | None = None  # divisor of the logits for probabilities; None without held-out images
-    temperature_source: str = ""  # where it comes from, and why
+    temperature_source: str = ""  # source of the temperature, and the reason
     resize: str = "crop"  # how images with another aspect ratio are resized, one of `RESIZES`
     levels: list[int] | None = None  # values of 16-bit images that become black and white; None for 0 and 65535
     # Scores of the true classes of held-out images for prediction sets, a list for each class, as `lac`.
