@@ -79,7 +79,7 @@ class Options(NamedTuple):
 
     calibration: NetImages | None = None  # training images for int8 ONNX; None for float
     reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
-    coverage: float | None = None  # probability of the prediction sets in the output `prediction_set`; None for no such output
+    coverage: float | None = None  # coverage of the output `prediction_set`; None for no such output
 
     @property
     def outputs(self) -> list[str]:
