@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from cifar_lit.base.files import display_path
-from cifar_lit.base.stats import binomial_tail, holm, wilson_interval
+from cifar_lit.base.stats import SIGNIFICANT, binomial_tail, holm, wilson_interval
 from cifar_lit.base.text import listed, note, printable_lines
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.inference.calibration import expected_calibration_error, reliability, tempered
@@ -211,7 +211,7 @@ def _class_rows(matrix: Tensor, classes: Sequence[str], trained: Sequence[int]) 
 def _worse_classes(rows: Sequence[dict[str, Any]], accuracy: float) -> str:
     """Return the classes that are less accurate than all images with p < 0.05, by Holm's test; empty for none."""
     tails = [binomial_tail(row["correct"], row["tested"], accuracy) for row in rows]
-    return listed(row["name"] for row, p in zip(rows, holm(tails), strict=True) if p < 0.05)
+    return listed(row["name"] for row, p in zip(rows, holm(tails), strict=True) if p < SIGNIFICANT)
 
 
 def _mistakes(data: ImageData, table: PredictionTable) -> list[Picture]:

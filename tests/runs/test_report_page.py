@@ -65,10 +65,12 @@ def test_headline_and_table_have_one_calibration_error_that_of_the_probabilities
 ) -> None:
     labels = torch.tensor([0, 0, 1, 1])
     table = PredictionTable(torch.arange(4), labels, labels.flip(0), torch.tensor([0.75] * 3 + [0.25]).double())
-    calibration = {"error": 0.4, "temperature": 0.5, "tempered_error": 0.625}
+    calibration = {"error": 0.4, "temperature": 0.5, "tempered_error": 0.625, "source": "a guess"}
+    calibration |= {"tempered_perfect": {"mean": 0.1, "high": 0.2}, "perfect": {"mean": 0.3, "high": 0.4}}
     page = render(tmp_path, {"test": {"calibration": calibration}}, data_of(["a", "b"], 4, 8), table)
     assert "<dt>calibration error</dt><dd>62.50 %</dd>" in page
-    assert "without it, the error is 40.00 %" in page
+    assert "without it, the error is 40.00 %" in page and "temperature 0.50 (a guess)" in page
+    assert "in 95 % of cases at most 20.00 %:\nthis net is overconfident." in page
     rows = re.findall(r"<tr><td>([^<]*)</td><td>([^<]*)</td><td>(\d+)</td></tr>", page)
     assert rows == [("75.0 %", "0.0 %", "3"), ("25.0 %", "0.0 %", "1")]
 
