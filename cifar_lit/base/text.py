@@ -48,6 +48,16 @@ def natural_key(name: str) -> tuple[list[tuple[int, str]], str]:
     return key, name
 
 
+def quoted(*words: str) -> str:
+    """Return words as typed into a shell, in double quotes where needed: Windows' cmd.exe knows no single ones."""
+    texts = []
+    for word in words:
+        if not re.fullmatch(r"[\w@%+=:,./~-]+", word):
+            word = '"' + re.sub(r'(["$`])', r"\\\1", word) + '"'
+        texts.append(word)
+    return " ".join(texts)
+
+
 def csv_cell(value: object) -> object:
     """Return a value for a spreadsheet cell. Text that would run as a formula gets an apostrophe in front.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +27,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.plugins import part_name
 from cifar_lit.base.settings import without_passwords
-from cifar_lit.base.text import note, note_once
+from cifar_lit.base.text import note, note_once, quoted
 from cifar_lit.base.threads import choose_threads
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.flags import Command
@@ -180,7 +179,7 @@ def naming_the_command_to_resume(command: Command, settings: Namespace, folder: 
     except BaseException as error:
         cause: Any = Interrupted.latest or error
         if folder.resumable:
-            cause.resume = f"{program(command.name)} --resume {shlex.quote(display_path(folder.path))}"
+            cause.resume = f"{program(command.name)} --resume {quoted(display_path(folder.path))}"
             if untrusted_parts(settings.as_dict(), folder.path.parent):
                 cause.resume += " --trust"
         if cause is error:
@@ -192,7 +191,7 @@ def program(command: str) -> str:
     """Return the start of a command line that runs `command` like this process: a script, cifar-lit or `python -m`."""
     path = Path(sys.argv[0])
     if path.suffix == ".py" and path.name != "__main__.py":
-        return f"python {shlex.quote(sys.argv[0])}"
+        return f"python {quoted(sys.argv[0])}"
     if path.suffix:
         return f"python -m cifar_lit {command}"
     return f"{path.name} {command}"

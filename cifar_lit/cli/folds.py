@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path, write_text
 from cifar_lit.base.stats import mean_interval, wilson_interval
-from cifar_lit.base.text import say
+from cifar_lit.base.text import quoted, say
 from cifar_lit.cli.fit import Training
 from cifar_lit.cli.flags import Command
 from cifar_lit.cli.launch import logs_of
@@ -88,5 +87,5 @@ def finish(folder: Path, runs: Sequence[Path], parts: Sequence[Mapping[str, Tens
         f"results {display_path(folder)}",
         "",
         "next:",
-        f"  cifar-lit review {shlex.quote(display_path(folder))}",
+        f"  cifar-lit review {quoted(display_path(folder))}",
     )

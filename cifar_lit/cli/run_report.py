@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 
 import lightning.pytorch as pl
@@ -10,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.table import Column, Table
 
 from cifar_lit.base.files import display_path
-from cifar_lit.base.text import counted, listed, rate_text, say
+from cifar_lit.base.text import counted, listed, quoted, rate_text, say
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData
@@ -154,7 +153,7 @@ def _print_test(test: Score, scores: Metrics, data: ImageData) -> None:
 
 def _print_next(run: Run, data: ImageData) -> None:
     """Print the two commands that most users need next."""
-    folder, trust = shlex.quote(display_path(run.folder.path)), ""
+    folder, trust = quoted(display_path(run.folder.path)), ""
     if untrusted_parts(run.settings, run.folder.path.parent):
         trust = " --trust"
     first = f"cifar-lit report {folder} --open{trust}"

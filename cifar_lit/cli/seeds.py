@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import display_path, read_json, write_text
 from cifar_lit.base.stats import ANY, SHARE, limits_text, mean_interval
-from cifar_lit.base.text import say
+from cifar_lit.base.text import quoted, say
 from cifar_lit.cli.fit import program
 from cifar_lit.cli.flags import Command, recipe_path
 from cifar_lit.cli.launch import logs_of
@@ -51,7 +50,7 @@ def train_seeds(command: Command) -> None:
         finish(path, record, train_each(command, trainings, path))
     except Interrupted as interruption:
         words = [*command.words, f"--seeds={text}"]
-        interruption.resume = f"{program('train')} {shlex.join(words)}"
+        interruption.resume = f"{program('train')} {quoted(*words)}"
         raise
     finally:
         folder.release()
@@ -114,4 +113,4 @@ def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
             say(line.replace("accuracy", "test accuracy"))
     write_text(path / FILE, json.dumps({**record, "runs": list(map(display_path, runs)), **spreads}, indent=2) + "\n")
     folder = display_path(path)
-    say(f"results {folder}", "", "next:", f"  cifar-lit compare {shlex.quote(folder)} OTHER-SEEDS-FOLDER")
+    say(f"results {folder}", "", "next:", f"  cifar-lit compare {quoted(folder)} OTHER-SEEDS-FOLDER")

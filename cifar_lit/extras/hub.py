@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import Failure, UsageError, check_packages, first_line
 from cifar_lit.base.files import display_path, write_text, writing
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.text import note, printable, say
+from cifar_lit.base.text import note, printable, quoted, say
 from cifar_lit.inference.load import HUB
 from cifar_lit.inference.model_file import MODEL, load_model_file, save_weights
 from cifar_lit.run.record import read_metrics
@@ -65,7 +64,7 @@ def export_to_hub(argv: list[str]) -> None:
         save_weights(partial, net.net.state_dict(), net.card)
     write_text(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
     write_text(folder / "README.md", card)
-    place = shlex.quote(display_path(folder))
+    place = quoted(display_path(folder))
     say(f"wrote {place} · licence {options.license} (--license)", "", "next: read README.md and config.yaml, then")
     say(f"  hf upload USER/NAME {place}")
 

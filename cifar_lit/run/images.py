@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import torch
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.text import listed, nfc, note_once
+from cifar_lit.base.text import listed, nfc, note_once, quoted
 from cifar_lit.base.trust import check_name
 from cifar_lit.data.image_set import ImageSet, spread_rows
 from cifar_lit.data.shapes import shapes
@@ -89,7 +88,7 @@ def _fit_to_net(run: Path, card: ModelCard, data: ImageData, all_classes: bool =
     known = [*map(nfc, card.classes)]
     new = [name for name in classes if nfc(name) not in known]
     if new and data.train_images.names and [nfc(name) for name in classes if name not in new] == known:
-        again = f"cifar-lit train --weights {shlex.quote(display_path(run))} --data-dir {data.settings.root}"
+        again = f"cifar-lit train --weights {quoted(display_path(run))} --data-dir {quoted(str(data.settings.root))}"
         note_once(f"{display_path(run)} does not know {listed(new)}, whose images are not used here. To learn: {again}")
         if not all_classes:
             data.keep_images(_names_of(data.train_images, known) + _names_of(data.test_images, known))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ import cifar_lit
 from cifar_lit.base.hardware import processor
 from cifar_lit.base.settings import without_passwords
 from cifar_lit.base.stats import SIGNIFICANT, binomial_tail, holm, wilson_interval
-from cifar_lit.base.text import natural_key
+from cifar_lit.base.text import natural_key, quoted
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.split import TEST, hashes, image_hashes
@@ -161,7 +160,7 @@ def _calibration_errors(probabilities: Tensor, labels: Tensor) -> tuple[float | 
 def typed_command() -> str:
     """Return the command line of this process without passwords."""
     program = Path(sys.argv[0]).name.replace("__main__.py", "cifar-lit")
-    return without_passwords(shlex.join([program, *sys.argv[1:]]))
+    return without_passwords(quoted(program, *sys.argv[1:]))
 
 
 def commit() -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from cifar_lit.base.files import display_path
 from cifar_lit.base.stats import SIGNIFICANT, binomial_tail, holm, wilson_interval
-from cifar_lit.base.text import listed, note, printable_lines
+from cifar_lit.base.text import listed, note, printable_lines, quoted
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.inference.calibration import expected_calibration_error, reliability, tempered
 from cifar_lit.inference.logits import set_logits
@@ -132,7 +131,7 @@ def render(
                        finalize=printable_lines, trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     return page.get_template("report.html.j2").render(
         title=run.absolute().name,
-        folder=shlex.quote(display_path(run)),
+        folder=quoted(display_path(run)),
         metrics=metrics,
         test=test,
         images=images,

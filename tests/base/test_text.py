@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from cifar_lit.base.text import csv_cell, duration_seconds, is_name, note, printable, say
+from cifar_lit.base.text import csv_cell, duration_seconds, is_name, note, printable, quoted, say
 
 
 @pytest.mark.parametrize("text", ["a b", "Ä", "猫", "👩‍💻", "❤️‍🔥", "می‌خواهم", "क्‍ष", "C:\\run", "x[bold]", ""])
@@ -62,3 +62,8 @@ def test_names_have_no_control_characters_and_are_valid_unicode() -> None:
 def test_a_duration_is_a_number_with_a_unit() -> None:
     assert [duration_seconds(text) for text in ("90s", "10m", "1.5h", "2d")] == [90, 600, 5400, 172_800]
     assert [duration_seconds(text) for text in ("", "90", "m", "-1m", "10 m", "10min", ".5h")] == [None] * 7
+
+
+def test_words_of_a_command_are_in_double_quotes_where_a_shell_would_read_them_otherwise() -> None:
+    words = ["--lr=1", "my photos", "{depth: 3}", "it's", "$HOME", '"', "*.png", "猫/a-1.yaml", ""]
+    assert quoted(*words) == '--lr=1 "my photos" "{depth: 3}" "it\'s" "\\$HOME" "\\"" "*.png" 猫/a-1.yaml ""'

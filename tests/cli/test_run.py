@@ -87,7 +87,7 @@ def test_passwords_of_urls_are_stored_nowhere_and_the_pictures_of_many_classes_a
         assert file.is_dir() or b"secret" not in file.read_bytes(), file
     assert config_of(NEW_RUN)["data"]["loading"]["url"] == "https://host/cifar.gz?part=1&sig="
     monkeypatch.setattr(sys, "argv", ["/bin/__main__.py", "train", url])
-    assert typed_command() == "cifar-lit train 'https://host/cifar.gz?part=1&sig='"
+    assert typed_command() == 'cifar-lit train "https://host/cifar.gz?part=1&sig="'
     assert (NEW_RUN / "curves.png").exists() and not (NEW_RUN / "confusion_matrix.png").exists()
 
 

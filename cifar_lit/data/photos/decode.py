@@ -20,7 +20,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from cifar_lit.base.errors import Failure, install_command
 from cifar_lit.base.hardware import core_count
-from cifar_lit.base.text import printable
+from cifar_lit.base.text import printable, quoted
 from cifar_lit.data.settings import RESIZES, Images
 
 HAS_HEIF = find_spec("pi_heif") is not None  # the extra `photos`
@@ -192,7 +192,7 @@ def remedy_for(names: Iterable[str]) -> str:
     found = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
     suffix, _ = counts.most_common(1)[0]
     extra = f"{install_command('photos')}, or " if suffix in HEIC_SUFFIXES else ""
-    return f" {found}: {extra}convert them: magick mogrify -format jpg '*{suffix}'"
+    return f" {found}: {extra}convert them: magick mogrify -format jpg {quoted(f'*{suffix}')}"
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:

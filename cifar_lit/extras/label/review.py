@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from cifar_lit.base.errors import check_packages
 from cifar_lit.base.files import display_path, read_json
 from cifar_lit.base.hardware import resolve_device
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.text import counted, note, say
+from cifar_lit.base.text import counted, note, quoted, say
 from cifar_lit.data.photos.table import read_table
 from cifar_lit.extras.label.journal import JOURNAL, Journal
 from cifar_lit.extras.label.queue import make_queue
@@ -145,4 +144,4 @@ def training_command(source: Path, table: Path, labels: Labels, data: ImageData)
         words += ["--data.split.folds", "0"]
     if data.settings.split.group:
         words += ["--data.split.group", "null"]
-    return f"cifar-lit train {shlex.join(words)}"
+    return f"cifar-lit train {quoted(*words)}"

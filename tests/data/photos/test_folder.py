@@ -66,7 +66,7 @@ def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
     for name in ("1.NEF", "2.nef", "3.jxl", "notes.md"):
         (root / "train/cat" / name).touch()
     scan(root)
-    assert " 2 .nef, 1 .jxl: convert them: magick mogrify -format jpg '*.nef'\n" in capsys.readouterr().err
+    assert ' 2 .nef, 1 .jxl: convert them: magick mogrify -format jpg "*.nef"\n' in capsys.readouterr().err
     (root / "train/fox").mkdir()
     (root / "train/fox/photo.jp2").touch()
     with pytest.raises(UsageError, match=r"no JPEG, .* for class fox\. .* 1 \.jp2: convert them: magick"):
