@@ -188,5 +188,5 @@ def test_unknown_loggers_and_missing_packages_are_named(monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match="wandb"):
         logger_names("wandbb")
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r'pip install -e'):
+    with pytest.raises(UsageError, match=r"pip install -e"):
         logger_names("csv, mlflow")
