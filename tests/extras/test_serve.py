@@ -7,7 +7,6 @@ import io
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -24,7 +23,7 @@ pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 from starlette.testclient import TestClient
 
 from cifar_lit.extras.serve.app import PAGE, Service
-from cifar_lit.extras.web import THIS_MACHINE, application
+from cifar_lit.extras.web import THIS_MACHINE, Server, application
 
 LIMIT = 100_000  # bytes
 CUT = picture()[:400]
@@ -102,6 +101,22 @@ def test_this_machine_is_answered_under_its_own_names_only(client: TestClient) -
 # ---- the command
 
 
+def test_unknown_and_prediction_sets_are_answered_only_if_asked_for(
+    reject_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apps = []
+    monkeypatch.setattr(Server, "run", lambda server, sockets: apps.append(server.config.app))
+    for flags in ((), ("--reject", "0.05", "--coverage", "0.5")):
+        assert run_command("serve", reject_run, "--port", "0", *flags).code == 0
+    plain, asked = (TestClient(app, "http://localhost") for app in apps)
+    answer = plain.post("/predict", content=picture()).json()
+    assert "unknown" not in answer and "prediction_set" not in answer
+    assert plain.get("/health").json().items() >= {"reject": None, "coverage": None}.items()
+    answer = asked.post("/predict", content=picture()).json()
+    assert answer["unknown"] is True and {*answer["prediction_set"]} <= {*CLASSES}
+    assert asked.get("/health").json().items() >= {"reject": 0.05, "coverage": 0.5}.items()
+
+
 @pytest.mark.slow
 def test_ctrl_c_stops_the_service_after_its_last_answer(served_run: Path) -> None:
     with running(served_run, "--host", "0.0.0.0") as service:
@@ -112,12 +127,14 @@ def test_ctrl_c_stops_the_service_after_its_last_answer(served_run: Path) -> Non
             assert "access-control-allow-origin" not in page.headers
         port = int(service.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-            head = f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(picture())}\r\n\r\n"
-            connection.sendall(head.encode() + picture()[:100])
-            time.sleep(0.5)
+            head = f"Host: a\r\nExpect: 100-continue\r\nContent-Length: {len(picture())}\r\n\r\n"
+            connection.sendall(f"POST /predict HTTP/1.1\r\n{head}".encode())
+            assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")  # the service waits for the picture
             service.process.send_signal(signal.SIGINT)
-            time.sleep(0.5)
-            connection.sendall(picture()[100:])
+            with pytest.raises(ConnectionRefusedError):
+                while True:  # until it has stopped listening
+                    socket.create_connection(("127.0.0.1", port)).close()
+            connection.sendall(picture())
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
         assert service.process.wait(20) == 0
         assert service.process.stdout is not None and service.process.stdout.read() == "stopped\n"

@@ -67,7 +67,17 @@ def test_a_picture_is_classified_after_an_unreadable_one(
     assert shares[0] == pytest.approx(best.probability, abs=0.001) and len(shares) == 4
     seen = "document.getElementById('seen')"
     assert page.evaluate(f"{seen}.decode().then(() => {seen}.naturalWidth)") == 16
-    page.wait_for_timeout(400)  # the animation of the bars
+    page.evaluate("Promise.all(document.getAnimations().map((animation) => animation.finished))")  # of the bars
     assert (opened.unloaded, opened.nameless, opened.errors, opened.low_contrasts) == ([], [], [], [])
     assert opened.overflow <= 0
     assert [url for url in opened.requests if not url.startswith((service.url, "blob:", "data:"))] == []
+
+
+def test_the_page_explains_unknown_pictures_and_prediction_sets(reject_run: Path, open_page: Open) -> None:
+    with running(reject_run, "--reject", "0.05", "--coverage", "0.5") as service:
+        opened = open_page(service.url)
+        give(opened, picture(), "drop")
+        opened.page.locator("#verdict", has_text="unknown").wait_for()
+        assert "5.0 % of the pictures of known classes are called unknown, too" in opened.page.inner_text("#detail")
+        assert opened.page.inner_text("#set").startswith("Prediction set: ")
+        assert "50.0 % of such sets contain the true class" in opened.page.inner_text("#set")

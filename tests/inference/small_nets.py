@@ -41,10 +41,14 @@ def write_net(
 
 
 def write_reject_net(folder: Path) -> Path:
-    """Write a run folder whose scores for --reject are fitted on noise. Noise has larger logits than pictures."""
+    """Write a run folder with prediction sets, and scores for --reject that are fitted on noise.
+
+    Noise has larger logits than pictures.
+    """
     net = load_model_file(write_net(folder))
     noise = torch.randint(0, 256, (100, 3, 32, 32), dtype=torch.uint8)
-    card = replace(net.card, reject=reject_scores(novelty(load(folder)(noise))))
+    scores = reject_scores(novelty(load(folder)(noise)))
+    card = replace(net.card, reject=scores, coverage={"lac": [[0.7] * 9] * 4})
     save_weights(folder / "model.safetensors", net.net.state_dict(), card)
     return folder
 

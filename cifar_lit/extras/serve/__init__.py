@@ -1,1 +1,1 @@
-"""The HTTP service of a net: `app` answers, `images` parses and decodes, `connections` limits the clients."""
+"""The HTTP service of a net, with a page."""

@@ -40,12 +40,15 @@ class Service:
         self.routes = [Route("/health", self._health), Route("/predict", self._predict, methods=["POST"])]
 
     async def _health(self, request: Request) -> Response:
+        coverage = self.classifier.coverage
         return JSONResponse({
             "status": "ok",
             "version": __version__,
             "net": self.classifier.card.net,
             "classes": self.classifier.classes,
             "image_size": self.classifier.preparation.size,
+            "reject": self.classifier.reject,
+            "coverage": coverage and coverage.rate,
             "max_bytes": self.max_bytes,
             "max_images": IMAGES,
         })  # fmt: skip

@@ -1,6 +1,7 @@
 "use strict";
 
 const find = (id) => document.getElementById(id);
+let net = {}; // what the service says about itself
 let lastRequest = 0; // answers to earlier requests are ignored
 
 function percent(value) {
@@ -27,9 +28,16 @@ function bar({ label, probability }) {
 }
 
 function show(answer) {
-  const chance = `with a probability of ${percent(answer.probability)}`;
+  const chance = `with a probability of ${percent(answer.probability)}`, alarms = percent(net.reject);
   find("verdict").textContent = answer.unknown ? "unknown" : answer.label;
-  find("detail").textContent = answer.unknown ? `most like ${answer.label}, ${chance}` : chance;
+  find("detail").textContent = answer.unknown
+    ? `This picture is unlike the known classes. If it is one of them, then ${answer.label}, ${chance}. ` +
+      `${alarms} of the pictures of known classes are called unknown, too, and some pictures of other things are not.`
+    : chance;
+  find("set").textContent = answer.prediction_set
+    ? `Prediction set: ${answer.prediction_set.join(", ")}. ` +
+      `${percent(net.coverage)} of such sets contain the true class, for pictures like those of the training.`
+    : "";
   find("status").textContent = `${find("verdict").textContent}, ${find("detail").textContent}`;
   find("seen").src = answer.seen;
   find("bars").replaceChildren(...answer.top.map(bar));
@@ -76,6 +84,7 @@ addEventListener("paste", (event) => classify(event.clipboardData.files));
 
 find("here").textContent = location.origin;
 ask("/health").then((health) => {
+  net = health;
   const names = health.classes.slice(0, 10).join(", ") + (health.classes.length > 10 ? ", …" : "");
   find("about").textContent = `${health.net} predicts ${health.classes.length} classes: ${names}.`;
 }).catch((error) => fail(error.message));
