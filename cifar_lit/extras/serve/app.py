@@ -40,7 +40,6 @@ class Service:
         self.routes = [Route("/health", self._health), Route("/predict", self._predict, methods=["POST"])]
 
     async def _health(self, request: Request) -> Response:
-        coverage = self.classifier.coverage
         return JSONResponse({
             "status": "ok",
             "version": __version__,
@@ -48,7 +47,7 @@ class Service:
             "classes": self.classifier.classes,
             "image_size": self.classifier.preparation.size,
             "reject": self.classifier.reject,
-            "coverage": coverage and coverage.rate,
+            "coverage": self.classifier.coverage,
             "max_bytes": self.max_bytes,
             "max_images": IMAGES,
         })  # fmt: skip
