@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -52,20 +51,6 @@ def test_a_journal_elsewhere_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(Failure, match="is a symlink pointing outside"):
         Journal(tmp_path / "run/review.jsonl", CLASSES)
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_line_that_fits_only_in_part_leaves_no_trace(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "review.jsonl", CLASSES)
-    journal.decide(made("1", "drop"))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "review.jsonl").stat().st_size + 9, before[1]))
-        with pytest.raises(OSError, match="File too large"):
-            journal.decide(made("2", "drop"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    journal.decide(made("3", "drop"))
-    assert [*Journal(tmp_path / "review.jsonl", CLASSES).decisions] == [*journal.decisions] == ["1", "3"]
 
 
 # ---- the table
