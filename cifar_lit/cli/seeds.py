@@ -10,7 +10,7 @@ from typing import Any
 
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import display_path, read_json, write_text
-from cifar_lit.base.stats import ANY, SHARE, limits_text, mean_interval
+from cifar_lit.base.stats import POSITIVE, SHARE, limits_text, mean_interval
 from cifar_lit.base.text import quoted, say
 from cifar_lit.cli.fit import program
 from cifar_lit.cli.flags import Command, recipe_path
@@ -21,7 +21,12 @@ from cifar_lit.run.record import read_metrics
 from cifar_lit.training.orderly_stop import Interrupted
 
 FILE = "seeds.json"
-RESULTS = {"loss": ANY, "train seconds": ANY, "accuracy with TTA": SHARE, "accuracy": SHARE}  # possible values
+RESULTS = {
+    "loss": POSITIVE,
+    "train seconds": POSITIVE,
+    "accuracy with TTA": SHARE,
+    "accuracy": SHARE,
+}  # possible values
 
 
 def train_seeds(command: Command) -> None:

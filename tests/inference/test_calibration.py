@@ -117,13 +117,5 @@ def test_the_error_of_a_perfectly_calibrated_net_is_that_of_labels_drawn_from_it
         errors.append(error_of(probabilities, torch.multinomial(probabilities, 1, generator=generator)[:, 0]))
     perfect = perfect_error(probabilities.amax(1))
     assert perfect["mean"] == pytest.approx(statistics.fmean(errors), rel=0.05)
-    assert perfect["high"] == pytest.approx(sorted(errors)[285], rel=0.08)
+    assert perfect["high"] == pytest.approx(sorted(errors)[285], rel=0.06)
     assert perfect == perfect_error(probabilities.amax(1))
-
-
-def test_the_error_of_few_images_with_one_probability_is_that_of_a_binomial_variable() -> None:
-    chances = [math.comb(10, hits) * 0.7**hits * 0.3 ** (10 - hits) for hits in range(11)]
-    mean = sum(chance * abs(hits / 10 - 0.7) for hits, chance in enumerate(chances))
-    perfect = perfect_error(torch.full((10,), 0.7))
-    assert perfect["mean"] == pytest.approx(mean, rel=0.1)
-    assert perfect["high"] == pytest.approx(0.3)  # 4 or 10 hits: 4.7 and 2.8 %; 3 or fewer: 1.1 %

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,14 +39,6 @@ def net_of(card: ModelCard) -> torch.nn.Module:
 def path(tmp_path: Path) -> Path:
     save_weights(tmp_path / "model.safetensors", net_of(CARD).state_dict(), CARD)
     return tmp_path / "model.safetensors"
-
-
-def rewrite_header(path: Path, changes: dict[str, dict[str, Any]]) -> None:
-    content = path.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:end])
-    text = json.dumps({name: {**value, **changes.get(name, {})} for name, value in header.items()}).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -89,17 +80,12 @@ def test_the_same_values_give_the_same_bytes_and_the_usual_file_mode(path: Path)
 # ---- damage
 
 
-def check_refused(path: Path, reason: str) -> None:
-    with pytest.raises(Failure, match=reason) as failed:
-        load_model_file(path)
-    assert "\n" not in str(failed.value)
-
-
 @pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
 def test_a_truncated_model_is_refused(path: Path, share: float) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    check_refused(path, "is damaged, or not a model.safetensors")
+    with pytest.raises(Failure, match="is damaged, or not a model"):
+        load_model_file(path)
 
 
 def test_an_error_about_a_checkpoint_names_the_run_to_use_instead(path: Path) -> None:
@@ -111,21 +97,6 @@ def test_an_error_about_a_checkpoint_names_the_run_to_use_instead(path: Path) ->
     path.unlink()
     with pytest.raises(UsageError, match=r"best\.ckpt is a checkpoint: name the folder of a finished run instead"):
         load_model_file(checkpoint)
-
-
-SWAPPED = json.dumps(asdict(replace(CARD, classes=["dog", "cat", "œuf"])))
-UNCHECKED = {"sha256": "0" * 64}
-
-
-@pytest.mark.parametrize("change", [-1, -1000, -20_000, {"card": SWAPPED}, UNCHECKED])
-def test_a_flipped_bit_or_a_changed_card_or_checksum_is_refused(path: Path, change: Any) -> None:
-    if isinstance(change, dict):
-        rewrite_header(path, {"__metadata__": change})
-    else:
-        content = bytearray(path.read_bytes())
-        content[change] ^= 1
-        path.write_bytes(content)
-    check_refused(path, r"is damaged \(its checksum differs\)")
 
 
 def test_a_file_of_another_program_is_refused(path: Path) -> None:

