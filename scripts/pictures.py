@@ -289,9 +289,14 @@ def draw_tensorboard() -> None:
 
 
 def draw_review() -> None:
-    """A label to review: the image, its suggested class, and similar training images."""
-    quickstart()
-    with service("cifar_lit", "review", str(RUNS / "quickstart-1"), "--port", "0", "--limit", "100") as address:
+    """A wrong label to review: the image, its suggested class, and similar training images."""
+    names, labels = images().classes, images().train_images.labels.tolist()
+    wrong = [name + (row % 50 == 0) for row, name in enumerate(labels)]
+    rows = [f"{row},{names[label % len(names)]}" for row, label in enumerate(wrong)]
+    Path("labels.csv").write_text("\n".join(["image,label", *rows, ""]), encoding="utf-8")
+    train = (sys.executable, str(ROOT / "scripts" / "train.py"), "--recipe", "quickstart", "--folds", "2")
+    subprocess.check_call([*train, "--data.labels", "labels.csv"], stdout=subprocess.DEVNULL)
+    with service("cifar_lit", "review", str(RUNS / "quickstart-folds-1"), "--port", "0") as address:
         page = window(900, 850, address)
         page.wait_for_selector("#review:not([hidden])")
         page.wait_for_selector("[aria-busy=false]")
