@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,8 +23,9 @@ class TextConsole(Console):
 
 
 def for_tables() -> Console:
-    """Return a console as wide as the terminal. Without a terminal, it has 200 columns: rich would wrap rows at 80."""
-    return TextConsole(width=None if sys.stdout.isatty() else 200, highlight=False)
+    """Return a console as wide as the terminal. Without a terminal and the variable COLUMNS, it has 100 columns."""
+    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return TextConsole(width=None if is_known else 100, highlight=False)
 
 
 def write_or_say(flag: str, name: str, text: str) -> None:

@@ -12,8 +12,8 @@ from cifar_lit.base.text import say
 from cifar_lit.cli import flags
 from cifar_lit.cli.console import for_tables
 
-# Columns of training times by the kind of machine, see `flags.machine_kind`: title, and name in the headers.
-TIMES = {"bf16": ("CPU, bf16", "CPU with bf16"), "cpu": ("CPU", "CPU without"), "gpu": ("GPU", "GPU")}
+# Kinds of machines, see `flags.machine_kind`, in words.
+TIMES = {"bf16": "two cores of a CPU with bf16", "cpu": "two cores of a CPU without bf16", "gpu": "a GPU"}
 
 
 def list_recipes(argv: list[str]) -> None:
@@ -31,22 +31,21 @@ def list_recipes(argv: list[str]) -> None:
     for name in flags.recipe_names():
         header = recipe_header(flags.recipe_path(name))
         accuracy, data, times = measured(header)
-        texts = [f"{times[column]:,.0f} s" if column in times else "–" for column in TIMES]
+        seconds = times.get(kind, math.inf)
+        time = "–" if math.isinf(seconds) else f"{seconds:,.0f} s"
         title = f"{name} *" if name == default else name
-        what = header[0].removeprefix(f"{name} — ")
-        rows.append((times.get(kind, math.inf), (title, what, accuracy, data, *texts)))
-    # Without column lines, the table fits 100 columns. At 80, only descriptions are wrapped.
+        rows.append((seconds, (title, header[0].removeprefix(f"{name} — "), accuracy, data, time)))
+    # At 80 columns, only descriptions are wrapped.
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("recipe", "what", "accuracy", "data"):
         table.add_column(title, no_wrap=title != "what")
-    for title, _ in TIMES.values():
-        table.add_column(title, no_wrap=True, justify="right")
+    table.add_column("time", no_wrap=True, justify="right")
     for _, row in sorted(rows):
         table.add_row(*row)
     for_tables().print(table)
     say(
         "",
-        f"* the default here. Training times: two cores or one GPU; sorted by those of this machine, {TIMES[kind][0]}.",
+        f"* the default here. Time: training on {TIMES[kind]}.",
         "train:    python scripts/train.py --recipe NAME",
         "details:  cifar-lit recipes NAME",
     )
@@ -74,7 +73,7 @@ def measured(header: list[str]) -> tuple[str, str, dict[str, float]]:
     accuracy = score.partition(" (")[0]
     data = fields.get("Data", details).partition(",")[0]
     times = {}
-    for kind, (_, phrase) in TIMES.items():
+    for kind, phrase in {"bf16": "CPU with bf16", "cpu": "CPU without", "gpu": "GPU"}.items():
         if found := re.search(rf"([\d.,]+) s on a {phrase}(;|$)", fields["Times"]):
             times[kind] = float(found[1].replace(",", ""))
     return accuracy, data, times

@@ -35,7 +35,7 @@ def logs(run_dir: Path) -> Path:
 
 def test_compare_prints_settings_results_and_a_significance_test(logs: Path, working_folder: Path) -> None:
     code = "import sys; from cifar_lit.cli import main; main(['compare', 'logs']); print('torch' in sys.modules)"
-    answer = run_process([sys.executable, "-c", code], working_folder)
+    answer = run_process([sys.executable, "-c", code], working_folder, COLUMNS="200")
     assert answer.err == ""
     rows = table_rows(answer.out)
     assert rows[:2] == [["logs/small-1", "0.05"], ["logs/small-2", "0.02"]]
