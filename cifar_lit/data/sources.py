@@ -85,7 +85,7 @@ def _load_reviewed(data: str | Source | Load, settings: DataSettings, train: boo
     table, dataset = str(settings.images.labels), part_name(data)
     if not table.lower().endswith(TABLES) or dataset == "folder":
         kinds = " or ".join(find_source(data).labels)
-        remedy = f"use {kinds}" if kinds else "leave data.labels out"
+        remedy = f"use {kinds}" if kinds else "leave data.labels out; a table of own images is named by --data-dir"
         raise UsageError(f"{dataset} has no labels called {table!r}: {remedy}")
     images = load_images(data, replace(settings, images=replace(settings.images, labels=None)), train)
     if train:

@@ -14,7 +14,6 @@ import torch
 import yaml
 from contract.command_line import SMALL, Answer, assert_refused, config_of, draw_folder, rows_of, run_command
 from inference.small_nets import write_net
-from PIL import Image
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.settings import Split
@@ -97,12 +96,14 @@ def test_a_training_takes_the_table_with_the_split_of_the_run(layout: str, revie
     for number, file in enumerate(sorted(Path("animals").rglob("*.png"))):
         file.rename(file.with_stem(f"{number}"))  # no name twice
     before = sorted(path.read_bytes() for path in Path("animals").rglob("*.png"))
-    root = "animals"
+    root, data = "animals", {}
     if layout == "table":
         lines = [f"{path.relative_to('animals')},{path.parent.name}" for path in Path("animals").rglob("*.png")]
-        Path("animals/labels.csv").write_text("\n".join(["path,label", *lines]))
+        cells = [f"{line},{number},{number % 2}" for number, line in enumerate(lines)]
+        Path("animals/labels.csv").write_text("\n".join(["filename,breed,herd,camera", *cells]))
         root = "animals/labels.csv"
-    run = write_run("runs/folder-1", root=root, val_size=6)
+        data = {"images": {"image_size": 16, "groups": "breed"}, "split": {"group": "herd"}}
+    run = write_run("runs/folder-1", root=root, val_size=6, **data)
     plain = ImageData(**config_of(run)["data"])
     names, (train, val) = plain.train_images.names, plain.split
     changed, kept, dropped, skipped = (Path("animals", names[row]).absolute() for row in train[[0, 1, 2, 3]])
@@ -119,6 +120,9 @@ def test_a_training_takes_the_table_with_the_split_of_the_run(layout: str, revie
     assert [rows[str(path)]["reviewed"] == "" for path in (changed, kept, skipped)] == [False, False, True]
     assert (rows[str(changed)]["label"], rows[str(changed)]["original_label"]) == ("owl", changed.parent.name)
     assert rows[str(kept)]["label"] == kept.parent.name
+    if layout == "table":
+        assert all(row["camera"] == str(int(row["herd"]) % 2) for row in rows.values())
+        assert {row["breed"] for row in rows.values()} == {*CLASSES}
 
     again = reviewed(run)
     shown = again.train_images.names
@@ -167,15 +171,14 @@ def test_a_cross_validation_is_reviewed_by_its_out_of_fold_predictions(review: C
     answer = review(visit, folds, "--limit", "5")
     assert answer.lines[-1] == (
         f"train with them: cifar-lit train --config {run}/config.yaml --data-dir {folds}/labels-reviewed.csv "
-        "--data.split.folds 0 --data.split.group null"
+        "--data.split.folds 0"
     )
     rows = rows_of(folds / "labels-reviewed.csv")
     assert len(rows) == 18 and "split" not in rows[0]
-    groups = [row["group"] for row in rows]
-    assert groups[0] == groups[1] == groups[6] != groups[2] and len(set(groups)) == 3
+    assert [row["herd"] for row in rows[:7]] == ["0", "0", "1", "1", "2", "2", "0"]
     with contextlib.chdir(folds):
         exported(Path(), "--data-dir", Path("../../animals/labels.csv"))
-    data = reviewed(run, root=str(folds / "labels-reviewed.csv"), split=Split(folds=2))
+    data = reviewed(run, root=str(folds / "labels-reviewed.csv"), split=Split(folds=2, group="herd"))
     assert data.train_images.labels.bincount().tolist() == [7, 5, 6]
 
 
@@ -226,35 +229,34 @@ def test_images_of_a_pool_or_a_table_are_labelled_and_trained_on(review: Callabl
         assert [image["name"] for image in client.get("images").json()["images"]] == ["2.png", "0.png"]
 
     review(listed, run, "--pool", "next.csv")
-    answer = review(decisions(("0.png", "relabel", "great heron"), ("2.png", "drop", None)), run, "--pool", "pool")
+    answer = review(decisions(("0.png", "relabel", "=great heron"), ("2.png", "drop", None)), run, "--pool", "pool")
     assert "left out 2 images: " in answer.err
+    answer = run_command("review", run, "--pool", "gone", "--port", "0")
+    assert answer.code == 2 and "there are no readable images in gone" in answer.error_lines[-1]
     row = exported(run)[-1]
     assert {**row, "reviewed": ""} == {
-        "path": first, "label": "great heron", "original_label": "", "reviewed": "", "split": "train"
+        "path": first, "label": "'=great heron", "original_label": "", "reviewed": "", "split": "train"
     }  # fmt: skip
     data = reviewed(run)
     assert first in (data.train_images.names or ()) and last not in (data.train_images.names or ())
-    assert list(data.classes) == ["cat", "dog", "great heron", "owl"]
+    assert list(data.classes) == ["=great heron", "cat", "dog", "owl"]
 
 
 def test_labels_of_a_built_in_set_are_reviewed_twice(run_dir: Path, review: Callable[..., Answer]) -> None:
     run = Path(shutil.copytree(run_dir, "runs/small-1"))
     plain = ImageData(**config_of(run)["data"])
-    Path("pool").mkdir()
-    Image.new("RGB", (16, 16)).save("pool/black.png")
-    black = str(Path("pool/black.png").absolute())
     first, second = (int(row) for row in plain.split[0][:2])
     answer = review(decisions((first, "relabel", "star"), (second, "drop", None)), run, "--limit", "0")
     assert answer.error_lines[-1] == missing_list(run)  # in the words of the report
-    review(decisions(("black.png", "relabel", "circle")), run, "--pool", "pool")
-    assert len(rows_of(run / "labels-reviewed.csv")) == 200
+    assert_refused(run_command("review", run, "--pool", "pool"), 2, "--pool adds files to your own images")
+    assert len(rows_of(run / "labels-reviewed.csv")) == 199
     again = run_command("train", *SMALL, "--epochs", "1", "--data.labels", run / "labels-reviewed.csv")
     assert again.code == 0, again.err
     data = ImageData(**config_of(Path("lightning_logs/small-1"))["data"])
-    assert [len(rows) for rows in data.split] == [160, 40]
+    assert [len(rows) for rows in data.split] == [159, 40]
     assert torch.equal(data.train_images.images[data.split[1]], plain.train_images.images[plain.split[1]])
     rows = exported(Path("lightning_logs/small-1"))
-    assert {row["image"] for row in rows} == {*map(str, range(200)), black} - {str(second)}
+    assert {row["image"] for row in rows} == {*map(str, range(200))} - {str(second)}
     changed = next(row for row in rows if row["image"] == str(first))
     assert (changed["label"], changed["original_label"], changed["reviewed"] == "") == ("star", "star", False)
 
@@ -326,7 +328,7 @@ def test_decisions_that_are_not_valid_and_requests_without_the_token_are_refused
         assert client.post("decide", json=good, headers={"Host": "evil.example"}).status_code == 400
         answer = client.post("decide", json={**good, "label": "x" * 20_000})
         assert (answer.status_code, "the body is larger than" in answer.json()["error"]) == (413, True), answer.text
-        for name in ("=1+1", "a\u202eb", ""):
+        for name in ("a\u202eb", ""):
             answer = client.post("decide", json={"item": 0, "action": "relabel", "label": name})
             assert (answer.status_code, "a class cannot be called" in answer.json()["error"]) == (422, True)
         assert (run / "review.jsonl").read_text() == ""
@@ -351,8 +353,6 @@ def test_invalid_inputs_get_one_line(run_dir: Path) -> None:
         (["own-1", "--prot", "1"], 2, "there is no flag --prot. Did you mean --port?"),
     ):
         assert_refused(run_command("review", *words), code, text)
-    answer = run_command("review", "own-1", "--pool", "gone", "--port", "0")
-    assert answer.code == 2 and "there are no readable images in gone" in answer.error_lines[-1]
     (run / "review.jsonl").write_text("{}\n")
     assert_refused(run_command("review", "own-1"), 1, "review.jsonl, line 1 is not a decision")
     (run / "folds.json").write_text('{"folds": ["../../elsewhere-1"]}')

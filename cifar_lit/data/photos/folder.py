@@ -15,8 +15,8 @@ from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.cache import Duplicates, Index, decoded
 from cifar_lit.data.photos.duplicates import group_files
-from cifar_lit.data.photos.layout import TABLES, File, Listing, Tree, scan
-from cifar_lit.data.photos.table import list_table
+from cifar_lit.data.photos.layout import File, Listing, Tree, part_of, scan
+from cifar_lit.data.photos.table import list_table, table_hint
 from cifar_lit.data.settings import DataSettings, Split
 from cifar_lit.data.sources import Source
 from cifar_lit.data.split import draw_rows
@@ -75,13 +75,18 @@ def _list_images(settings: DataSettings) -> Listing:
         layout = "a table, or a folder with train/<class>/… and test/<class>/…"
         raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
     root, group, wanted = settings.path, settings.split.group, settings.images
-    if root.suffix.lower() in TABLES and root.is_file():
+    if root.is_file():
         listing = list_table(root, group, wanted.skip_bad, wanted.group_names)
     else:
         if group is not None:
             fault = f"data.split.group names a column of a table, but {root} is not a table"
             raise UsageError(f"{fault}: list the images in a table")
-        listing = scan(root)
+        try:
+            listing = scan(root)
+        except UsageError as error:
+            raise UsageError(f"{error}{table_hint(root)}") from None
+        if any(map(part_of, listing.classes)) and (hint := table_hint(root)):
+            note_once(f"{root}: the classes are the folders {listed(listing.classes)}{hint}")
         if SUBFOLDER in wanted.group_names:
             listing = replace(listing, columns={SUBFOLDER: subfolders(listing)})
     if settings.only is not None:

@@ -21,7 +21,7 @@ SAME_FOLDERS = 0.7  # share of common names from which the folders in some folde
 # Parts by the names of folders, and by the words of a table's split column.
 PARTS = {
     "train": "train", "training": "train", "trainset": "train", "val": "val", "valid": "val", "validation": "val",
-    "dev": "val", "test": "test", "testing": "test", "testset": "test",
+    "dev": "val", "publictest": "val", "test": "test", "testing": "test", "testset": "test", "privatetest": "test",
 }  # fmt: skip
 
 
@@ -92,8 +92,7 @@ def part_of(name: str) -> str | None:
 def scan(root: Path) -> Listing:
     """Return the image files below a folder. Raise UsageError if `root` lacks the layout of a data set."""
     if not root.is_dir():
-        wrong = "is a file, not a folder; unpack it first" if root.exists() else "does not exist"
-        raise UsageError(f"{root} {wrong}: --data-dir must name a folder with {LAYOUT}")
+        raise UsageError(f"{root} does not exist: --data-dir must name a folder with {LAYOUT}")
     reader = _Reader(str(root))
     top = reader.unwrapped(str(root), lambda name: name.lower() in PARTS)
     if parts := reader.find_parts(top):
@@ -221,21 +220,17 @@ class _Reader:
     def tree(self, path: str) -> Tree:
         """Return the files of the class folders in `path`, which all have images."""
         folders, images = self.contents(path)
-        # A .txt may be anything.
-        entries = visible_entries(self.root)
-        tables = sorted(entry.path for entry in entries if entry.name.lower().endswith(TABLES[:-1]))
-        hint = f" Did you mean --data-dir {tables[0]}?" if tables else ""
         if images and len(folders) < 2:
             names = [Path(image).name for image in images]
             raise UsageError(
                 f"{len(names):,} images lie directly in {path} ({listed(names)}): "
-                f"move each into a folder named after its class, such as {Path(path) / 'cat' / names[0]}.{hint}"
+                f"move each into a folder named after its class, such as {Path(path) / 'cat' / names[0]}"
             )
         if not folders:
             remedy = remedy_for(entry.name for entry in Path(path).iterdir())
-            raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}{hint}")
+            raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}")
         if len(folders) == 1:
-            raise UsageError(f"{path} has one class only ({listed(folders)}), a classifier needs two or more.{hint}")
+            raise UsageError(f"{path} has one class only ({listed(folders)}), a classifier needs two or more")
         self.check_not_parts(path, folders)
         check_class_names([*folders], f"in {path}, the folder")
         self.stray += map(self.name, images)

@@ -6,11 +6,13 @@ import csv
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 import torch
 
@@ -18,146 +20,124 @@ from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.base.files import as_on_disk
 from cifar_lit.base.text import listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet, check_class_names
-from cifar_lit.data.photos.decode import IMAGES, Preparation, decode
-from cifar_lit.data.photos.layout import PARTS, Listing, Tree, file_at, note_similar_classes, sort_classes, walk
+from cifar_lit.data.photos.decode import IMAGES
+from cifar_lit.data.photos.layout import (
+    PARTS,
+    TABLES,
+    Listing,
+    Tree,
+    file_at,
+    note_similar_classes,
+    part_of,
+    sort_classes,
+    walk,
+)
 
-COLUMNS = {  # accepted names, ignoring case, spaces, hyphens and underscores
-    "path": (
-        "path", "file", "filename", "filepath", "image", "imagepath", "imagename", "imageid", "img", "imgpath", "id",
-    ),
-    "label": ("label", "labels", "class", "classname", "category", "target", "choice"),
-    "split": ("split", "set", "subset"),
-    "group": ("group",),
-}  # fmt: skip
+# Accepted names of columns, ignoring case, spaces, hyphens and underscores. The first has precedence.
+COLUMNS = {
+    "path": "path file filename filepath image imagepath imagename imageid img imgpath id",
+    "label": "label labels class classname category target choice breed species klasse classe clase 标签 类别",
+    "split": "split set subset usage partition",
+    "group": "group",
+}
+INDEX = re.compile(r"(Unnamed: \d+)?")  # the column of row numbers that pandas writes
+OWN = {"original_label", "reviewed"}  # columns that a review writes
+YES, NO = {"1", "1.0", "true", "yes"}, {"", "0", "0.0", "false", "no"}
+
+Record = dict[str, str]  # the cells of a row by column
 
 
 class Row(NamedTuple):
-    """A row of the table. `number` is 1 for the header row; `split` and `group` may be empty."""
+    """A row of the table. `number` is 1 for the header row; `split` is a part, empty, or another word."""
 
     number: int
+    cells: Record
     path: str
-    label: str
-    split: str
-    group: str
-    values: tuple[str, ...] = ()  # further columns, see `read_table`
+    label: str = ""
+    split: str = ""
+    group: str = ""
 
 
-def read_table(
-    table: Path, group: str | None = None, labelled: bool = True, columns: Sequence[str] = ()
-) -> Iterator[Row]:
-    """Yield the rows of a table.
+class Table(NamedTuple):
+    """The rows of a table, and the columns that are neither read nor asked for."""
 
-    The columns are named by the first row of CSV (with commas, semicolons or tabs), or by the keys of JSON objects. Of
-    two columns, the second name may be any. A list has no names: each line is a path, then a label.
+    rows: list[Row]
+    unused: list[str]
+
+
+def read_table(table: Path, group: str | None = None, labelled: bool = True, columns: Sequence[str] = ()) -> Table:
+    """Return the rows of a table.
+
+    The columns are named by the first row of CSV (with commas, semicolons, tabs or vertical bars), or by the keys of
+    JSON objects. Of two columns, the second name may be any. A list has no names: each line is a path, then a label.
+    The split may also be in columns of yes and no, such as is_valid or is_training_image.
 
     Args:
-        table: the file.
+        table: the file, in UTF-8 or UTF-16.
         group: the column of groups. Default: the column `group`, if the table has one.
         labelled: whether each row must have a label.
-        columns: names of further columns, for `Row.values`.
+        columns: further columns that must be there.
 
     Raises:
         UsageError: a column is missing, a row has no path or label, or the file is not a table.
     """
-    try:
-        text = table.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UsageError(f"{table} is not a UTF-8 text file: save it as CSV UTF-8") from None
-    if table.suffix.lower() in (".jsonl", ".ndjson"):
-        names, records = _objects(text)
-    else:
-        names, records = _cells(table, text)
+    records = _records(table)
+    names = [*dict.fromkeys(chain.from_iterable(cells for _, cells in records))]
+    binary = [name for name in names if {cells.get(name, "").lower() for _, cells in records} <= YES | NO]
+    # Columns by the part that yes means.
+    flags = {PARTS.get(_plain(name).removeprefix("is").removesuffix("image"), ""): name for name in binary}
+    flags.pop("", None)
+    if flags:
+        names.append("split")
+        other = "test" if "train" in flags else "train"
+        for _, cells in records:
+            parts = [part for part, name in flags.items() if cells.get(name, "").lower() in YES]
+            cells.setdefault("split", (parts or [other])[0])
+    places = _find_columns(names, {group, *flags.values()})
+    if group is not None:
+        places["group"] = group
     needed = ["path", "label"] if labelled else ["path"]
-    places = _places(table, names, group, needed)
-    further = [_place(table, names, column, "data.groups") for column in columns]
-    rows = 0
+    for column in filter(None, [*needed, *columns, group]):
+        if column not in places and column not in names:
+            raise UsageError(f"{table} {_missing_column(column, names, binary)}")
+    rows = []
     for number, cells in records:
-        if not any(cells):
-            continue
-        rows += 1
-        cells += [""] * (len(names) - len(cells))
-        values = {column: cells[place] for column, place in places.items()}
+        values = {column: cells.get(name, "") for column, name in places.items()}
         for column in needed:
             if not values[column]:
                 raise UsageError(f"{table}, row {number} has no {column}")
-        label, split, group_name = (nfc(values.get(column, "")) for column in ("label", "split", "group"))
-        yield Row(number, values["path"], label, split, group_name, tuple(nfc(cells[place]) for place in further))
-    if not rows:
-        raise UsageError(f"{table} has no rows below its column names, {', '.join(names)}")
+        split = values.get("split", "").lower()
+        values["split"] = PARTS.get(split, split)
+        rows.append(Row(number, cells, **values))
+    used = {*places.values(), *flags.values(), *columns, *OWN}
+    return Table(rows, [name for name in names if name not in used])
 
 
-def _places(table: Path, names: Sequence[str], group: str | None, needed: Sequence[str]) -> dict[str, int]:
-    """Return the place of each known column; raise UsageError if a needed one is missing."""
-    plain = [_plain(name) for name in names]
-    places: dict[str, int] = {}
-    unknown = [place for place, name in enumerate(names) if name != group]
+def _find_columns(names: Sequence[str], excluded: Container[str | None]) -> dict[str, str]:
+    """Return the names of the known columns. excluded: columns that cannot be the second of two."""
+    plain = {_plain(name): name for name in reversed(names)}
+    places: dict[str, str] = {}
     for column, aliases in COLUMNS.items():
-        for alias in reversed(aliases):  # the first has precedence
+        for alias in aliases.split():
             if alias in plain:
-                places[column] = plain.index(alias)
-        unknown = [place for place in unknown if plain[place] not in aliases]
-    labels = [name for place, name in enumerate(names) if plain[place] in COLUMNS["label"]]
-    if len(labels) > 1:
-        used = names[places["label"]]
-        note_once(f"{table}: {used} is used of the columns that may be the label, {', '.join(labels)}")
+                places.setdefault(column, plain.pop(alias))
+    others = [name for name in plain.values() if name not in excluded]
     absent = [column for column in ("path", "label") if column not in places]
-    if len(unknown) == len(absent) == 1:
-        places[absent[0]] = unknown[0]
-    rule = f"its first row must name the columns, {' and '.join(needed)} at least"
-    for column in needed:
-        if column not in places:
-            accepted = ", ".join(COLUMNS[column][:6])
-            fault = f"has no column for the {column} ({accepted}, …), only {', '.join(names)}"
-            raise UsageError(f"{table} {fault}: {rule}")
-    if group is not None:
-        places["group"] = _place(table, names, group, "data.split.group")
+    if len(others) == len(absent) == 1:
+        places[absent[0]] = others[0]
     return places
 
 
-def _place(table: Path, names: Sequence[str], column: str, setting: str) -> int:
-    if column not in names:
-        fault = f"{table} has no column {column!r} for {setting}, only {', '.join(names)}"
-        raise UsageError(f"{fault}.{nearest(column, names)}")
-    return names.index(column)
-
-
-Records = Iterator[tuple[int, list[str]]]  # number and cells of each row
-
-
-def _cells(table: Path, text: str) -> tuple[list[str], Records]:
-    """Return the column names of a CSV, a TSV or a list of paths and labels, and its rows."""
-    first = text.partition("\n")[0]
-    if table.suffix.lower() == ".txt" and not re.search("[,;\t]", first):
-        lines = enumerate(text.splitlines(), 1)
-        return ["path", "label"], ((number, line.strip().rsplit(maxsplit=1)) for number, line in lines)
-    delimiter = max(",;\t", key=first.count)
-    if table.suffix.lower() == ".tsv":
-        delimiter = "\t"
-    rows = _csv_rows(text, delimiter)
-    _, names = next(rows, (0, []))
-    if len(names) == 2 and names[0].lower().endswith(IMAGES):
-        return ["path", "label"], _csv_rows(text, delimiter)
-    return names, rows
-
-
-def _csv_rows(text: str, delimiter: str) -> Records:
-    reader = csv.reader(StringIO(text), delimiter=delimiter)
-    for cells in reader:
-        if cells:
-            yield reader.line_num, [cell.strip() for cell in cells]
-
-
-def _objects(text: str) -> tuple[list[str], Records]:
-    """Return the keys of all JSON objects, and the values of each in their order."""
-    objects: list[tuple[int, dict[str, object]]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                objects.append((number, dict(json.loads(line))))
-            except (TypeError, ValueError):
-                raise UsageError(f"row {number} of the table is no JSON object: write one object a line") from None
-    names = list(dict.fromkeys(name for _, values in objects for name in values))
-    return names, ((number, [_text(values.get(name)) for name in names]) for number, values in objects)
+def _missing_column(column: str, names: Sequence[str], binary: Sequence[str]) -> str:
+    """Return what to do about a missing column. binary: columns of yes and no."""
+    if column == "label" and len(binary) > 1:
+        fault = f"has a column of 0 and 1 for each class ({listed(binary)}), and such labels are not read"
+        return f"{fault}: add a column label with the name of the class, in pandas by table[classes].idxmax(axis=1)"
+    fault = f"has no column {column!r}, only {', '.join(names)}"
+    if column in COLUMNS:
+        accepted = COLUMNS[column].replace(" ", ", ")
+        return f"{fault}: its first row must name the columns, and may call this one {accepted}"
+    return f"{fault}.{nearest(column, names)}"
 
 
 def _plain(name: str) -> str:
@@ -165,10 +145,78 @@ def _plain(name: str) -> str:
     return re.sub("[ _-]", "", name.lower())
 
 
+# ---- Formats.
+
+
+def _records(table: Path) -> list[tuple[int, Record]]:
+    """Return the numbers and cells of the rows. Raise UsageError for a file that is not a table, or has no rows."""
+    suffix = table.suffix.lower()
+    if suffix not in TABLES:
+        formats = ", ".join(TABLES)
+        raise UsageError(f"{table} is not a table ({formats}): save a table as CSV, unpack an archive to a folder")
+    data = table.read_bytes()
+    try:
+        text = nfc(data.decode(json.detect_encoding(data)))
+    except UnicodeDecodeError:
+        raise UsageError(f"{table} is neither UTF-8 nor UTF-16 text: save it as CSV UTF-8") from None
+    if suffix in (".jsonl", ".ndjson"):
+        records = _objects(text)
+    elif suffix == ".txt" and not re.search("[,;\t|]", text.partition("\n")[0]):
+        records = _lines(text)
+    else:
+        records = _csv_rows(text, suffix)
+    rows = [(number, cells) for number, cells in records if any(cells.values())]
+    if not rows:
+        raise UsageError(f"{table} has no rows below the names of its columns")
+    return rows
+
+
+def _csv_rows(text: str, suffix: str) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of a CSV or TSV. Columns without a name, such as the index of pandas, are left out."""
+    text = re.sub(r"\Asep=.\r?\n", "", text)  # Excel's own line
+    first = text.partition("\n")[0]
+    delimiter = "\t" if suffix == ".tsv" else max(",;\t|", key=first.count)
+    names = next(csv.reader([first], delimiter=delimiter), [])
+    if len(names) == 2 and names[0].strip().lower().endswith(IMAGES):
+        text = f"path{delimiter}label\n{text}"
+    reader = csv.DictReader(StringIO(text), restval="", delimiter=delimiter)
+    for cells in reader:
+        named = {}
+        for name, cell in cells.items():
+            if not INDEX.fullmatch(name or ""):
+                # An apostrophe keeps spreadsheets from running a cell, see `csv_cell`.
+                named[name.strip()] = re.sub("^'(?=[=+@-])", "", cell.strip())
+        yield reader.line_num, named
+
+
+def _lines(text: str) -> Iterator[tuple[int, Record]]:
+    """Yield the lines of a list: a path, which ends with the suffix of an image or at the first blank; then a label."""
+    for number, line in enumerate(text.splitlines(), 1):
+        match = re.fullmatch(rf"\s*(.+?(?:{'|'.join(IMAGES)})|\S+)(?:\s+(.+?))?\s*", line, re.IGNORECASE)
+        if match:
+            yield number, {"path": match[1], "label": match[2] or ""}
+
+
+def _objects(text: str) -> Iterator[tuple[int, Record]]:
+    """Yield the cells of JSON objects."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                values = dict(json.loads(line))
+            except (TypeError, ValueError):
+                raise UsageError(f"row {number} of the table is no JSON object: write one object a line") from None
+            yield number, {name: _text(value) for name, value in values.items()}
+
+
 def _text(value: object) -> str:
-    if isinstance(value, dict | list | None):
+    if isinstance(value, list):
+        return "|".join(map(_text, value))
+    if isinstance(value, dict | None):
         return ""
-    return str(value).strip()
+    return nfc(str(value).strip())
+
+
+# ---- The images of a table.
 
 
 def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence[str] = ()) -> Listing:
@@ -183,11 +231,16 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
         UsageError: the table is invalid, or files are missing and not `skip_bad`.
     """
     folder = str(table.parent)
-    listed_rows = list(read_table(table, group, columns=columns))
+    listed_rows, unused = read_table(table, group, columns=columns)
+    if unused:
+        advice = "--data.groups gives the values of a column results of their own"
+        note_once(f"{table}: not used: {', '.join(unused)}; {advice}")
     found = find_files(table, folder, [row.path for row in listed_rows])
-    missing = [path for path in dict.fromkeys(row.path for row in listed_rows) if path not in found]
+    missing = [row.path for row in listed_rows if row.path not in found]
     if missing and not (skip_bad and found):
         remedy = "To leave them out: --data.skip_bad true" if found else "No image below it has such a name"
+        if "://" in missing[0]:
+            remedy = "Download them first"
         raise UsageError(
             f"{len(missing):,} of {len(listed_rows):,} images of {table} do not exist: {listed(missing)}; "
             f"paths are relative to {folder}/. {remedy}"
@@ -197,56 +250,50 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
     check_class_names(sorted(names), f"in {table}, the class")
     classes = sort_classes(names)
     note_similar_classes(str(table), classes)
+    several = [name for name in classes if re.search(r"[|;]|\S,\S", name)]
+    if several:
+        advice = "each combination is a class of its own. A net has one class an image: keep one label in a cell"
+        note_once(f"{table}: classes that name several ({listed(several)}): {advice}")
     if len(classes) == 1:
         raise UsageError(f"{table} has one class only ({classes[0]}), a classifier needs two or more")
     used = {row.split for row in rows.values()}
-    if used in ({"train"}, {"val"}, {"test"}, {"val", "test"}):
-        absent = "val or test" if "train" in used else "train"
-        raise UsageError(f"{table} has no {absent} rows: add some, or remove the split column to draw test images")
+    if used != {""} and not {"train"} < used <= {"train", "val", "test"}:
+        words = ", ".join(sorted(map(repr, used)))
+        advice = "each row needs train, val or test, and some train; or remove the column to draw test images"
+        raise UsageError(f"{table} has {words} in its split: {advice}")
     parts: dict[str, Tree] = {}
-    for part in ("train", "val", "test", "all"):
+    for part in ("train", "val", "test", ""):
         if part in used:
-            parts[part] = {name: [] for name in classes}
+            parts[part or "all"] = {name: [] for name in classes}
     files = [file_at(os.path.join(folder, path), path) for path in rows]  # noqa: PTH118
     for file in sorted(files, key=lambda file: (nfc(file.path), file)):
         row = rows[file.path]
-        parts[row.split][row.label].append(file)
+        parts[row.split or "all"][row.label].append(file)
     untrained = [name for name, members in next(iter(parts.values())).items() if not members]
     if untrained:
         raise UsageError(f"{table} has no training images of class {listed(untrained)}: add some, or remove the class")
     groups = {path: row.group for path, row in rows.items() if row.group}
-    by_column = {}
-    for place, column in enumerate(columns):
-        by_column[column] = {path: row.values[place] for path, row in rows.items()}
+    by_column = {name: {path: row.cells.get(name, "") for path, row in rows.items()} for name in columns}
     return Listing(f"of {table}", parts, groups, by_column)
 
 
 def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, str]) -> dict[str, Row]:
-    """Return the rows by the paths of their files, with `all` or a part of `PARTS` as split.
+    """Return the rows by the paths of their files.
 
     found: files by the paths in the table. Raise UsageError if rows contradict each other.
     """
     rows: dict[str, Row] = {}
-    same_files: dict[str, str] = {}  # path by the absolute path
     part_of_group: dict[str, str] = {}
     for row in listed_rows:
         path = found.get(row.path, row.path)
-        path = same_files.setdefault(os.path.abspath(os.path.join(table.parent, path)), path)  # noqa: PTH100, PTH118
-        part = PARTS.get(row.split.lower(), "all")
-        fault = ""
-        if row.split and part == "all":
-            fault = f"split {row.split!r} is none of {', '.join(PARTS)}.{nearest(row.split, PARTS)}"
-        row = row._replace(split=part)
         above = rows.setdefault(path, row)
-        first = next(iter(rows.values()))
-        if (part == "all") != (first.split == "all"):
-            fault = "some rows have a split, others none: give each one, or leave the column out"
-        elif row.group and part_of_group.setdefault(row.group, part) != part:
-            fault = f"group {row.group!r} is in {part_of_group[row.group]} and in {part}: leave it in one"
+        fault = ""
+        if row.group and part_of_group.setdefault(row.group, row.split) != row.split:
+            fault = f"group {row.group!r} is in {part_of_group[row.group]} and in {row.split}: leave it in one"
         for column in ("label", "split", "group"):
             before, here = getattr(above, column), getattr(row, column)
             if before != here:
-                fault = f"{path} has the {column} {here!r}, and {before!r} in a row above"
+                fault = f"{path} has the {column} {here!r}, and {before!r} in a row above: keep one row"
         if fault:
             raise UsageError(f"{table}, row {row.number}: {fault}")
     return rows
@@ -258,44 +305,66 @@ def _unique_rows(table: Path, listed_rows: Iterable[Row], found: Mapping[str, st
 def find_files(table: Path, folder: str, paths: Iterable[str]) -> dict[str, str]:
     """Return the files that paths of a table name, by the paths. Missing files are left out.
 
-    Backslashes, and accents in another Unicode form, are accepted. If no path has a file, the folders below `folder`
-    are searched: "0001" and "0001.jpg" may then be train/0001.jpg.
+    Backslashes, and accents in another Unicode form, are accepted. Other paths may differ in the case of letters, or be
+    the end of the path of an image below `folder`: 0001 may be train/0001.jpg. If no path has a file, the longest end
+    of all paths that fits is searched: C:\\pets\\cat\\1.jpg may be cat/1.JPG. Training images have precedence.
     """
-    unique = dict.fromkeys(paths)
     files: dict[str, str] = {}
-    for path in unique:
-        for spelling in (os.path.normpath(path.replace("\\", "/")), path):
-            place = as_on_disk(spelling, folder)
-            if os.path.lexists(place):
-                files[path] = place if os.path.isabs(spelling) else os.path.relpath(place, folder)  # noqa: PTH117
-                break
-    if files:
+    wanted: dict[str, list[str]] = {}  # parts of the other paths
+    for path in dict.fromkeys(paths):
+        plain = os.path.normpath(path.replace("\\", "/"))
+        place = as_on_disk(plain, folder)
+        if os.path.lexists(place):
+            files[path] = place if os.path.isabs(plain) else os.path.relpath(place, folder)  # noqa: PTH117
+        else:  # Label Studio writes /data/local-files/?d=PATH
+            wanted[path] = unquote(plain.rpartition("?d=")[2]).casefold().split("/")
+    if not wanted:
         return files
     endings = _files_by_ending(folder)
-    for path in unique:
-        fits = endings.get(nfc(path.replace("\\", "/")), [])
-        if len(fits) > 1:
-            raise UsageError(f"{table}: {path} may be {fits[0]} or {fits[1]}: write paths relative to {folder}")
-        if fits:
-            files[path] = fits[0]
-    if files:
-        name, file = next(iter(files.items()))
-        note_once(f"{table}: images are found by their names, such as {name} as {file}")
+    for start in range(1 if files else max(map(len, wanted.values()))):
+        found = {}
+        for path, parts in wanted.items():
+            fits = endings.get("/".join(parts[start:]), [])
+            if len(fits) > 1:
+                fits = [file for file in fits if "train" in map(part_of, file.split("/")[:-1])] or fits
+            if len(fits) > 1:
+                raise UsageError(f"{table}: {path} may be {fits[0]} or {fits[1]}: write paths relative to {folder}")
+            if fits:
+                found[path] = fits[0]
+        if found:
+            name, file = next(iter(found.items()))
+            note_once(f"{table}: images are found by their names, such as {name} as {file}")
+            return files | found
     return files
 
 
 def _files_by_ending(folder: str) -> dict[str, list[str]]:
-    """Return the images below a folder by all endings of their paths, with and without suffix."""
+    """Return the images below a folder by all endings of their paths in lower case, with and without suffix."""
     endings: dict[str, list[str]] = {}
     for entry in walk(folder, lambda error: None):
         if entry.name.lower().endswith(IMAGES):
-            file = os.path.relpath(entry.path, folder).replace(os.sep, "/")
-            names = nfc(file).split("/")
+            file = Path(entry.path).relative_to(folder).as_posix()
+            names = nfc(file).casefold().split("/")
             for start in range(len(names)):
                 ending = "/".join(names[start:])
                 endings.setdefault(ending, []).append(file)
-                endings.setdefault(os.path.splitext(ending)[0], []).append(file)  # noqa: PTH122
+                endings.setdefault(ending.rpartition(".")[0], []).append(file)
     return endings
+
+
+def table_hint(folder: Path) -> str:
+    """Return a remark about the table below a folder with most labels, or why none is read; empty without one."""
+    hint, most = "", 0
+    for entry in walk(str(folder), lambda error: None):
+        if entry.name.lower().endswith((*TABLES[:-1], ".json", ".xlsx", ".parquet", ".gz")):  # a .txt may be anything
+            try:
+                rows = read_table(Path(entry.path)).rows
+            except UsageError as error:
+                hint = hint or f" ({error})"
+                continue
+            if len(rows) > most and len({row.label for row in rows}) > 1:
+                hint, most = f" (did you mean --data-dir {entry.path}?)", len(rows)
+    return hint
 
 
 def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
@@ -303,36 +372,34 @@ def with_reviewed_labels(images: ImageSet, table: Path) -> ImageSet:
 
     Args:
         images: training images of a data set.
-        table: the table, see `read_table`. The column `image` holds the row of an image, or the file of a new one. Rows
-            with the split `val` become `val_rows`, at the end of the set.
+        table: the table, see `read_table`. The column `image` holds the row of an image. Rows with the split `val`
+            become `val_rows`, at the end of the set.
 
     Raises:
         UsageError: a row has an unknown class, image or split, or repeats an image.
-        DecodeError: a file cannot be read.
     """
-    height, width, channels = images.images.shape[1:]
-    files: list[torch.Tensor] = []
-    parts: dict[str, dict[str, tuple[int, int]]] = {"train": {}, "val": {}}  # place and label by image
-    for number, image, label, split, *_ in read_table(table):
-        is_row = image.isdecimal()
-        key = str(int(image)) if is_row else os.path.normpath(image)  # 7 and 07 are the same row
+    rows = sorted(read_table(table).rows, key=lambda row: row.split == "val")
+    labels: dict[int, int] = {}  # by image
+    for row in rows:
+        image = int(row.path) if row.path.isdecimal() else len(images)
         fault = ""
-        if label not in images.classes:
-            fault = f"the data set has no class {label!r}.{nearest(label, images.classes)}"
-        elif split not in ("", *parts):
-            fault = f"the split {split!r} is neither train nor val"
-        elif key in parts["train"] or key in parts["val"]:
-            fault = f"image {key} is in a row above"
+        if row.label not in images.classes:
+            fault = f"the data set has no class {row.label!r}.{nearest(row.label, images.classes)}"
+        elif row.split not in ("", "train", "val"):
+            fault = f"the split {row.split!r} is neither train nor val"
+        elif image >= len(images):
+            fault = f"the data set has no image {row.path}"
+        elif image in labels:
+            fault = f"image {image} is in another row"
         if fault:
-            raise UsageError(f"{table}, row {number}: {fault}")
-        place = int(image) if is_row else len(images) + len(files)
-        if not is_row:
-            file = as_on_disk(key, str(table.parent))
-            files.append(torch.from_numpy(decode(file, Preparation((height, width), channels))))
-        parts[split or "train"][key] = place, images.classes.index(label)
-    rows = {**parts["train"], **parts["val"]}
-    places, labels = torch.tensor([*rows.values()]).T.contiguous()
-    pixels = torch.cat([images.images, torch.stack(files)]) if files else images.images
-    val = range(len(parts["train"]), len(rows)) if parts["val"] else None
-    names = [name if name.isdecimal() else str((table.parent / name).absolute()) for name in rows]
-    return replace(images, images=pixels[places], labels=labels, val_rows=val, groups=None, mapped=False, names=names)
+            raise UsageError(f"{table}, row {row.number}: {fault}")
+        labels[image] = images.classes.index(row.label)
+    return replace(
+        images,
+        images=images.images[[*labels]],
+        labels=torch.tensor([*labels.values()]),
+        val_rows=range(sum(row.split != "val" for row in rows), len(rows)) or None,
+        groups=None,
+        mapped=False,
+        names=[*map(str, labels)],
+    )

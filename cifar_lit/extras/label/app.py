@@ -72,8 +72,7 @@ class Review:
         if name in self.journal.classes:
             return name
         if not is_cell(name):
-            rule = "use visible characters, and none of = + - @ at the start"
-            raise HTTPException(422, f"a class cannot be called {name!r}: {rule}")
+            raise HTTPException(422, f"a class cannot be called {name!r}: use visible characters")
         return name
 
 

@@ -120,6 +120,8 @@ def make_queue(
     With a pool, a folder or a table with a column path, they are its images, which have no label.
     """
     images, keys, net = data.train_images, labels.keys, classifier.net
+    if pool and labels.column == "image":
+        raise UsageError("--pool adds files to your own images, and this run has none: review it without --pool")
     if pool:
         files, pixels = _read_pool(Path(pool).expanduser(), classifier, limit)
     ranked = read_list(run, images)
@@ -163,7 +165,7 @@ def _stored(run: Path, net: LoadedNet, images: ImageSet, ranked: Sequence[Listed
 def _read_pool(place: Path, classifier: Classifier, limit: int | None) -> tuple[list[str], Tensor]:
     """Return the readable images of a folder or table: files, and pixels, uint8 (M, H, W, C)."""
     if place.name.lower().endswith(TABLES):
-        files = [str(place.parent / row.path) for row in read_table(place, labelled=False)]
+        files = [str(place.parent / row.path) for row in read_table(place, labelled=False).rows]
     else:
         files = [file.path for file in find_images([str(place)], sys.stdin.buffer) if file.error is None]
     paths = list(dict.fromkeys(os.path.normpath(Path(file).absolute()) for file in files))

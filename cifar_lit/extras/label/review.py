@@ -48,7 +48,6 @@ def review(argv: list[str]) -> None:
     classifier = load(weights_file(source), resolve_device(settings.accelerator))
     data = run_image_data(source, classifier.card, settings.dataset, settings.data_dir, all_classes=True)
     labels = current_labels(data)
-    labels.check()
     table = run / TABLE
     command = training_command(source, table, labels, data)
     folder = RunFolder(run.parent, run.name, run)
@@ -122,7 +121,7 @@ def _with_earlier_split(labels: Labels, table: Path, journal: Journal) -> Labels
     """Return the labels with the split of the table of an earlier review."""
     if not table.is_file():
         return labels
-    earlier = {row.path: row.split for row in read_table(table) if row.split}
+    earlier = {row.path: row.split for row in read_table(table).rows if row.split}
     split = labels.with_split_of(earlier)
     added = {*labels.keys} - earlier.keys() - journal.decisions.keys()
     if added and split is not labels:
@@ -142,6 +141,4 @@ def training_command(source: Path, table: Path, labels: Labels, data: ImageData)
         words += ["--data.labels", display_path(table)]
     if data.parts.folds:
         words += ["--data.split.folds", "0"]
-    if data.settings.split.group:
-        words += ["--data.split.group", "null"]
     return f"cifar-lit train {quoted(*words)}"

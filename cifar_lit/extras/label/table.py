@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import writing
-from cifar_lit.base.text import csv_cell, csv_text
-from cifar_lit.data.photos.layout import TABLES
+from cifar_lit.base.text import csv_text, printable
+from cifar_lit.data.photos.table import read_table
 from cifar_lit.data.sources import load_images
 from cifar_lit.extras.label.journal import Decision
 
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from cifar_lit.data.image_set import ImageSet
 
 TABLE = "labels-reviewed.csv"  # in the run folder
+OWN = ("path", "label", "original_label", "reviewed", "split")  # its own columns
 
 
 def is_cell(name: str) -> bool:
-    """Return whether a name is visible text, and no spreadsheet runs it as a formula."""
-    return bool(name) and csv_cell(name) == name
+    """Return whether a name is visible text, which a table holds unchanged."""
+    return bool(name) and printable(name) == name
 
 
 class Labels(NamedTuple):
@@ -32,15 +34,8 @@ class Labels(NamedTuple):
     column: str  # `path`, or `image` for a data set without files
     keys: list[str]  # see `Decision.image`
     labels: list[str]
-    extra: str  # a further column: `split` to keep train, val and test, or `group`; empty for none
-    values: list[str]  # cells of the further column
-    groups: list[object]  # images with equal values belong on one side of a split; None for no group
-
-    def check(self) -> None:
-        """Raise Failure for names that a spreadsheet would change or run."""
-        for name in (*self.keys, *self.labels):
-            if not is_cell(name):
-                raise Failure(f"{name!r} cannot be written to a table: rename it; after that, train again")
+    columns: dict[str, list[str]]  # further columns: `split` to keep train, val and test; those of the user's table
+    groups: list[object]  # images with equal values belong on one side of a split
 
     def with_split_of(self, earlier: Mapping[str, str]) -> Labels:
         """Return the labels with the split of an earlier table, whose splits are given by key.
@@ -48,44 +43,34 @@ class Labels(NamedTuple):
         A split drawn from a folder changes with its files, so the table keeps its own. Other images, which were added
         or dropped, are on the side of their group, and else trained on.
         """
-        if self.extra != "split":
+        if "split" not in self.columns or earlier.keys().isdisjoint(self.keys):  # the images were moved
             return self
-        if earlier.keys().isdisjoint(self.keys):  # the images were moved
-            return self
-        by_group = {}
-        for key, group in zip(self.keys, self.groups, strict=True):
-            if key in earlier and group is not None:
-                by_group[group] = earlier[key]
-        sides = []
-        for key, group in zip(self.keys, self.groups, strict=True):
-            sides.append(earlier.get(key, by_group.get(group, "train")))
-        return self._replace(values=sides)
+        groups = dict(zip(self.keys, self.groups, strict=True))
+        by_group = {group: earlier[key] for key, group in groups.items() if key in earlier}
+        split = [earlier.get(key, by_group.get(group, "train")) for key, group in groups.items()]
+        return self._replace(columns={**self.columns, "split": split})
 
     def write(self, path: Path, decisions: Mapping[str, Decision]) -> int:
         """Write the table of reviewed labels without dropped images; return its number of rows.
 
         Columns: `path` or `image`, `label`, `original_label`, `reviewed` (date, empty if the image was never reviewed)
-        and `extra`. New images have no original label, and are training images.
+        and `columns`. New images have no original label, and are training images.
         """
-        rows = []
-        for key, label, value in zip(self.keys, self.labels, self.values, strict=True):
+        rows = [[self.column, "label", "original_label", "reviewed", *self.columns]]
+        for key, label, *values in zip(self.keys, self.labels, *self.columns.values(), strict=True):
             made = decisions.get(key)
             if made is None or made.action == "skip":
-                rows.append([key, label, label, "", value])
+                rows.append([key, label, label, "", *values])
             elif made.label is not None:
-                rows.append([key, made.label, label, made.date, value])
+                rows.append([key, made.label, label, made.date, *values])
         own = {*self.keys}
         for key, made in decisions.items():
-            if key in own:
-                continue
-            if made.new and made.label is not None:
-                value = "train" if self.extra == "split" else key
-                rows.append([key, made.label, "", made.date, value])
-        columns = [self.column, "label", "original_label", "reviewed", self.extra]
-        count = len(columns) if self.extra else 4
+            if made.new and made.label is not None and key not in own:
+                values = ["train" if name == "split" else "" for name in self.columns]
+                rows.append([key, made.label, "", made.date, *values])
         with writing(path, "Free some space, or make the folder writable.") as partial:
-            partial.write_text(csv_text(row[:count] for row in (columns, *rows)), encoding="utf-8", newline="\n")
-        return len(rows)
+            partial.write_text(csv_text(rows), encoding="utf-8", newline="\n")
+        return len(rows) - 1
 
 
 def current_labels(data: ImageData) -> Labels:
@@ -95,42 +80,37 @@ def current_labels(data: ImageData) -> Labels:
     """
     if data.dataset == "folder":
         return _labels_of_files(data)
-    images, labels = data.train_images, data.settings.images.labels
-    if labels == "coarse":
+    images = data.train_images
+    if data.settings.images.labels == "coarse":
         raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
-    keys = [str(row) for row in range(len(images))]
-    if str(labels).lower().endswith(TABLES):
-        keys = list(images.names)
-    extra = "split"
-    if data.parts.folds:
-        extra = ""
-    return Labels("image", keys, _class_names(images), extra, _sides(data), _groups(images))
+    keys = [*images.names] or [str(row) for row in range(len(images))]
+    columns = {}
+    if not data.parts.folds:
+        columns["split"] = _sides(data)
+    return Labels("image", keys, _class_names(images), columns, _groups(images))
 
 
 def _labels_of_files(data: ImageData) -> Labels:
-    images, test = data.train_images, load_images("folder", data.settings, train=False)
-    trained = {*images.names}  # without test images, the validation images are the test set
-    test_rows = [row for row, name in enumerate(test.names) if name not in trained]
-    folder = data.settings.path.absolute()
-    if not folder.is_dir():  # the table of the images
+    settings, folder = data.settings, data.settings.path.absolute()
+    names = settings.images.group_names
+    if not folder.is_dir():
+        names += read_table(folder, settings.split.group).unused
         folder = folder.parent
-    keys = [os.path.normpath(folder / name) for name in images.names]
-    names = _class_names(images)
-    values = _sides(data)
-    groups = _groups(images)
-    test_names, test_groups = _class_names(test), _groups(test)
-    for row in test_rows:
-        keys.append(os.path.normpath(folder / test.names[row]))
-        names.append(test_names[row])
-        values.append("test")
-        groups.append(test_groups[row])
-    extra = "split"
-    if data.parts.folds and not test_rows:
-        extra = ""
-        if images.groups is not None:
-            extra = "group"
-            values = [*map(str, images.groups.tolist())]
-    return Labels("path", keys, names, extra, values, groups)
+    if settings.split.group:
+        names.append(settings.split.group)
+    settings = replace(settings, images=replace(settings.images, groups=names))
+    images, test = (load_images("folder", settings, train=train) for train in (True, False))
+    keys, labels, groups = [], [], []
+    columns: dict[str, list[str]] = {name: [] for name in names if name not in OWN}
+    for part in (images, test):
+        keys += [os.path.normpath(folder / name) for name in part.names]
+        labels += _class_names(part)
+        groups += _groups(part)
+        for name, values in columns.items():
+            values += part.columns[name]
+    if len(test) or not data.parts.folds:
+        columns["split"] = [*_sides(data), *["test"] * len(test)]
+    return Labels("path", keys, labels, columns, groups)
 
 
 def _class_names(images: ImageSet) -> list[str]:
@@ -138,20 +118,13 @@ def _class_names(images: ImageSet) -> list[str]:
 
 
 def _sides(data: ImageData) -> list[str]:
-    """Return `train` or `val` for each training image, of a cross-validation those of the data set itself."""
-    rows: Iterable[int]
+    """Return `train` or `val` for each training image, of a cross-validation `train`."""
     if data.parts.folds:
-        rows = data.train_images.val_rows or ()
-    else:
-        rows = data.split[1].tolist()
-    sides = ["train"] * len(data.train_images)
-    for row in rows:
-        sides[row] = "val"
-    return sides
+        return ["train"] * len(data.train_images)
+    return ["val" if part == "val" else "train" for part in data.parts.part_names()]
 
 
 def _groups(images: ImageSet) -> list[object]:
     """Return the group of each image, or of its near-duplicates. Numbers of different sets are unrelated."""
-    if images.groups is None:
-        return [None] * len(images)
-    return [(id(images), group) for group in images.groups.tolist()]
+    groups = range(len(images)) if images.groups is None else images.groups.tolist()
+    return [(id(images), group) for group in groups]

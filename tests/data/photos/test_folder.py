@@ -133,6 +133,11 @@ def replace_root(root: Path, *images: str) -> None:
         save(root / image)
 
 
+def copy_tables(root: Path) -> None:
+    for name, rows in {"a.csv": "1,a\n2,b", "labels.csv": "1,a\n2,b\n3,b", "z.csv": "1,a\n" * 9, "b.json": ""}.items():
+        (root / name).write_text(f"path,label\n{rows}")
+
+
 def archive_in_place(root: Path) -> None:
     shutil.rmtree(root)
     root.write_bytes(b"PK")
@@ -141,7 +146,7 @@ def archive_in_place(root: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (archive_in_place, "pets is a file, not a folder; unpack it first"),
+        (archive_in_place, "pets is not a table .*, unpack an archive to a folder"),
         (
             lambda root: [shutil.rmtree(root / part / "dog") for part in ("train", "test")],
             r"train has one class only \(cat\)",
@@ -160,8 +165,12 @@ def archive_in_place(root: Path) -> None:
             r"2 images lie directly in .*pets \(cat1.png, cat2.png\): move each .* such as .*pets/cat/cat1.png",
         ),
         (
-            lambda root: (replace_root(root, "images/cat1.png"), (root / "labels.csv").write_text("path,label")),
-            r"one class only \(images\), .* Did you mean --data-dir .*pets/labels.csv\?",
+            lambda root: (replace_root(root, "images/cat1.png"), copy_tables(root)),
+            r"one class only \(images\), .* \(did you mean --data-dir .*pets/labels.csv\?\)",
+        ),
+        (
+            lambda root: (replace_root(root, "images/cat1.png"), (root / "b.json").touch()),
+            r"one class only \(images\), .* \(.*pets/b.json is not a table",
         ),
         (
             lambda root: save(root / "train/a\tb/0.png"),
