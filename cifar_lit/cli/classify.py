@@ -116,6 +116,7 @@ def _sorted_argv(argv: list[str]) -> list[str]:
 def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]) -> int:
     """Classify the files and write rows; return the number of unreadable files."""
     from cifar_lit.inference.classify import classify_files, csv_rows, json_rows
+    from cifar_lit.inference.rejection import caveat
 
     top = min(settings.top, len(classifier.classes))
     failed = 0
@@ -137,6 +138,8 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
             failed += sum(row.error is not None for row in rows)
             if advance:
                 advance(len(rows))
+    if not (settings.csv or settings.jsonl) and classifier.card.reject:
+        note(caveat(classifier.reject or 0))
     return failed
 
 

@@ -35,7 +35,9 @@ class Prediction:
     probability: float  # 0 … 1
     top: tuple[tuple[str, float], ...]  # the most probable classes with their probabilities, the best first
     novelty: float  # energy of the logits: high for images that resemble none of the classes
-    unknown: bool | None  # whether the image is rejected; None if the model has no scores of held-out images
+    # Whether the image is rejected, None if the model has no scores of held-out images. It is a hint: more than half of
+    # the pictures of other subjects were not rejected, see docs/probabilities.md.
+    unknown: bool | None
     # Classes of which one is the true one with the probability `coverage`, the best first; None without `coverage`.
     prediction_set: tuple[str, ...] | None = None
 

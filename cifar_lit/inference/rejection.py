@@ -57,6 +57,11 @@ def check_rate(rate: float | None, scores: Sequence[float] | None = ()) -> None:
         raise UsageError(f"this model cannot reject images: train it with at least {MIN_HELD_OUT} validation images")
 
 
+def caveat(rate: float) -> str:
+    """Return what a rejection at a rate can and cannot do. docs/probabilities.md has measurements."""
+    return f"unknown is a hint: it marks about {100 * rate:g} % of images of the known classes, and misses many others"
+
+
 def threshold(scores: Sequence[float], rate: float, rates: Sequence[float] = STORED_RATES) -> float:
     """Return the score above which an image is unknown at a valid rate, for two scores and their `rates`."""
     low, high = map(math.sqrt, rates)
