@@ -69,6 +69,8 @@ def read_list(data: bytes) -> list[str]:
     there is no such file.
     """
     encoding = json.detect_encoding(data)
+    if encoding.startswith("utf-16-") and 5 * data.count(0) < 2 * len(data):  # `find . -print0` begins with .\0 as well
+        encoding = "utf-8"
     text = data.decode(encoding, "replace")
     if encoding.startswith("utf-8"):  # names need not be valid
         text = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
