@@ -88,8 +88,10 @@ def _fit_to_net(run: Path, card: ModelCard, data: ImageData, all_classes: bool =
     known = [*map(nfc, card.classes)]
     new = [name for name in classes if nfc(name) not in known]
     if new and data.train_images.names and [nfc(name) for name in classes if name not in new] == known:
-        again = f"cifar-lit train --weights {quoted(display_path(run))} --data-dir {quoted(str(data.settings.root))}"
-        note_once(f"{display_path(run)} does not know {listed(new)}, whose images are not used here. To learn: {again}")
+        place = display_path(run)
+        again = ("--config", f"{place}/config.yaml", "--weights", place, "--data-dir", str(data.settings.root))
+        fault = f"{place} does not know {listed(new)}, whose images are not used here"
+        note_once(f"{fault}. To learn: cifar-lit train {quoted(*again)}")
         if not all_classes:
             data.keep_images(_names_of(data.train_images, known) + _names_of(data.test_images, known))
     elif [*map(nfc, classes)] != known:

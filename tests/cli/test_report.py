@@ -104,7 +104,7 @@ def test_a_class_that_was_added_since_the_training_is_left_out(model: Path) -> N
     draw_folder(Path("images"), {"train/0": 5, "test/0": 2}, 16)  # the first one: all labels move
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}")
     answer = run_command("report", "bare")
-    learn = "To learn: cifar-lit train --weights bare --data-dir images"
+    learn = "To learn: cifar-lit train --config bare/config.yaml --weights bare --data-dir images"
     line = f"bare does not know 0, whose images are not used here. {learn}"
     assert (answer.code, answer.error_lines[0]) == (0, line)
     page = Path("bare/report.html").read_text()

@@ -209,8 +209,7 @@ def test_a_finetuned_run_is_reviewed_with_what_its_training_has_computed(
     monkeypatch.delattr("cifar_lit.extras.label.queue.logits_and_embeddings")
     answer = review(visit, run)
     assert (
-        "finetune-1 does not know ant, whose images are not used here. To learn: cifar-lit train --weights"
-        in answer.err
+        "finetune-1 does not know ant, whose images are not used here. To learn: cifar-lit train --config" in answer.err
     )
     assert (run / "label_errors.csv").read_bytes() == before
     assert [row["label"] for row in rows_of(run / "labels-reviewed.csv")].count("ant") == 9
