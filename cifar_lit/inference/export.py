@@ -250,9 +250,15 @@ FORMATS = {
         write_onnx,
         open_onnx,
         (
+            "  import json, numpy, onnxruntime",
+            "  from PIL import Image, ImageOps",
             "  session = onnxruntime.InferenceSession(FILE)",
-            '  session.run(None, {"images": images})  # uint8 (batch, C, H, W)',
-            "  session.get_modelmeta().custom_metadata_map  # class names",
+            "  about = session.get_modelmeta().custom_metadata_map",
+            '  height, width = json.loads(about["image_size"])',
+            '  picture = ImageOps.fit(Image.open("cat.jpg").convert("RGB"), (width, height))',
+            "  images = numpy.asarray(picture).transpose(2, 0, 1)[None]  # uint8 (batch, C, H, W)",
+            '  probabilities = session.run(None, {"images": images})[0]',
+            '  print(json.loads(about["classes"])[probabilities[0].argmax()])',
         ),
     ),
     "torch-export": Format(

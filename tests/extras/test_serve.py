@@ -147,7 +147,6 @@ def test_a_port_in_use_missing_packages_and_invalid_flags_are_reported(
         port = server.getsockname()[1]
         line = f"cannot listen on port {port} of 127.0.0.1: Address already in use"
         assert_refused(run_command("serve", served_run, "--port", port), 1, line)
-    assert_refused(run_command("serve", served_run, "--prot", "1"), 2, "no flag --prot. Did you mean --port?")
     assert_refused(run_command("serve", "nowhere"), 2, "there is no nowhere: name the folder of a finished run")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     line = 'serve needs missing packages (uvicorn): pip install -e ".[serve]" in the clone of cifar-lit'

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import yaml
 from contract.command_line import draw_folder
+from PIL import Image
 
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.cli.export import export
@@ -37,6 +39,10 @@ def test_a_run_is_exported_and_checked_on_its_test_images(run: Path, capsys: pyt
     assert lines[1] == "checking on 50 test images of shapes"
     assert "predicted classes agree on " in lines[2] and lines[3].endswith(" % of the file".replace(" %", "%"))
     assert lines[4].startswith(f"wrote {run}/model.int8.onnx · ") and (run / "model.int8.onnx").is_file()
+    Image.new("RGB", (20, 30), "red").save("cat.jpg")
+    exec(dedent("\n".join(lines[lines.index("use it:") + 1 :])), {})
+    (label,) = capsys.readouterr().out.split()
+    assert label in load_model_file(run).classes
 
 
 def test_a_model_without_a_run_is_checked_on_generated_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +85,6 @@ def test_data_dir_gives_the_folder_of_moved_images(run: Path, capsys: pytest.Cap
         ("RUN --to onnx --out RUN/model.safetensors", "is the model to export: name another file with --out FILE"),
         ("RUN --to onnx --images -1", "images"),
         ("RUN --to onnx --reject 0.9", "reject is a false-alarm rate"),
-        ("RUN --to onnx --quantise int8", "Did you mean --quantize"),
         ("runs/none --to onnx", "there is no runs/none"),
     ],
 )
