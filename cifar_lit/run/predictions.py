@@ -82,7 +82,8 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
         for rows in order.split(ROWS_AT_ONCE):
             table = []
             likeliest = probabilities[rows].topk(min(TOP, len(names)))
-            part = (indices[rows], labels[rows], likeliest.indices, likeliest.values, probabilities[rows])
+            first = probabilities[rows, :MAX_COLUMNS]  # all, or unused
+            part = (indices[rows], labels[rows], likeliest.indices, likeliest.values, first)
             for index, label, ranked, highest, values in zip(*map(Tensor.tolist, part), strict=True):
                 cells = [f"{value:.6f}" for value in values]
                 if len(names) > MAX_COLUMNS:
