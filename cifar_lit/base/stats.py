@@ -99,14 +99,6 @@ def paired_p(differences: Sequence[float]) -> float | None:
     return max(0.0, 1 - _t_within(freedom, math.atan(t / math.sqrt(freedom))))
 
 
-def image_interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % interval of a mean over test images; None for fewer than `MIN_VALUES` and for equal values."""
-    if not _has_spread(differences):
-        return None
-    half = Z95 * statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.fmean(differences) - half, statistics.fmean(differences) + half
-
-
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
     """Return the 95 % score interval of a fraction (E. B. Wilson, Probable Inference, the Law of Succession, 1927).
 

@@ -206,8 +206,10 @@ def pair_lines(tests: Sequence[PairTest]) -> list[str]:
         )
         lines.append("The test compares these trained nets, not their recipes: compare those over several seeds.")
     if len(tests) > 1:
-        counts = f"{counted(len(whole), 'pair')} and, apart from these, {counted(len(tests) - len(whole), 'group')}"
-        lines.append(f"p is corrected for the number of tests (Holm): {counts}")
+        line = f"p is corrected for the number of tests (Holm): {counted(len(whole), 'pair')}"
+        if len(tests) > len(whole):
+            line += f" and, apart from these, {counted(len(tests) - len(whole), 'group')}"
+        lines.append(line)
     return lines
 
 
@@ -221,7 +223,7 @@ def _ranked(test: PairTest) -> tuple[str, str]:
 def _counts(test: PairTest) -> str:
     better, worse = _ranked(test)
     more, fewer = sorted((test.only_first, test.only_second), reverse=True)
-    return f"{counted(more, 'image')} correct only in {better}, {fewer} only in {worse}."
+    return f"{counted(more, 'image')} correct only in {better}, {fewer:,} only in {worse}."
 
 
 # ---- files

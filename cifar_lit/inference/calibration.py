@@ -43,7 +43,7 @@ def choose_temperature(logits: Tensor, labels: Tensor, preset: float | None) -> 
         preset: temperature to use instead; None for 1. It is used for fewer than 20 images or non-finite logits, too.
     """
     if len(labels) < MIN_HELD_OUT or not logits.isfinite().all():
-        return preset, PRESET
+        return preset, PRESET if preset else ""
     images = f"{len(labels):,} validation images"
     folds = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)) % FOLDS
     temperatures = torch.empty(len(labels), 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cifar_lit.base.stats import POSITIVE, SHARE, holm, image_interval, mean_interval, paired_p
+from cifar_lit.base.stats import POSITIVE, SAME, SHARE, Z95, holm, mean_interval, paired_p
 from cifar_lit.runs.compare import SEED, Hits, RunRecord, differing, setting_text
 
 
@@ -103,13 +104,15 @@ def _runs_by_seed(group: Group) -> dict[str, tuple[str, float]]:
 
 def _over_images(first: Sequence[str], second: Sequence[str], hits: Mapping[str, Hits]) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean difference in correct predictions between these runs."""
-    tests = set()
-    for name in (*first, *second):
-        if name not in hits:
-            return None
-        tests.add((hits[name].fingerprint, len(hits[name].correct)))
-    if len(tests) > 1:
+    names = {*first, *second}
+    if not names <= hits.keys():
+        return None
+    if len({hits[name].fingerprint for name in names}) > 1:
         return None
     right = np.stack([hits[name].correct for name in first]).sum(0)
     other = np.stack([hits[name].correct for name in second]).sum(0)
-    return image_interval(((right - other) / len(first)).tolist())
+    differences = (right - other) / len(first)
+    if np.ptp(differences) < SAME:
+        return None
+    mean, half = float(differences.mean()), Z95 * float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return mean - half, mean + half

@@ -103,7 +103,7 @@ def test_no_temperature_is_fitted_on_too_few_images_or_non_finite_logits() -> No
     for few in (19, 0):
         assert choose_temperature(logits[:few], labels[:few], 0.5) == (0.5, "model.temperature")
     logits[3, 2] = torch.nan
-    assert choose_temperature(logits, labels, None)[0] is None
+    assert choose_temperature(logits, labels, None) == (None, "")
 
 
 # ---- the error of a perfectly calibrated net
