@@ -25,9 +25,9 @@ from variants import differences_of
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path, write_text
 from cifar_lit.base.stats import SHARE, limits_text, mean_interval
-from cifar_lit.cli.recipes import TIMES
 
 UNMEASURED = "not measured yet"
+KINDS = {"bf16": "CPU with bf16", "cpu": "CPU without", "gpu": "GPU"}  # as `cifar-lit recipes` reads them
 PAGES = ("README*.md", "docs/**/*.md", "results/**/*.md")
 RECIPES = "cifar_lit/recipes/*.yaml"
 BLOCK = re.compile(
@@ -227,7 +227,7 @@ def updated_header(text: str, root: Path) -> str:
         fields["Time"] = f"{texts[f'{name}: typical training']}; {texts[f'{name}: units']} the tutorial's ten epochs"
         fields["Hardware"] = f"{_machine(in_units[0])}, {in_units[0]['settings']['precision']}"
     times = dict(kind_and_time(name, figures) for figures in measured)
-    fields["Times"] = "; ".join(f"{time} on a {TIMES[kind][1]}" for kind, time in times.items()) or UNMEASURED
+    fields["Times"] = "; ".join(f"{time} on a {KINDS[kind]}" for kind, time in times.items()) or UNMEASURED
     for field, value in fields.items():
         text = re.sub(rf"^# {field}: .*$", f"# {field}:".ljust(12) + value, text, count=1, flags=re.MULTILINE)
     return text

@@ -67,7 +67,7 @@ def test_a_picture_is_classified_after_an_unreadable_one(
     assert shares[0] == pytest.approx(best.probability, abs=0.001) and len(shares) == 4
     seen = "document.getElementById('seen')"
     assert page.evaluate(f"{seen}.decode().then(() => {seen}.naturalWidth)") == 16
-    page.evaluate("Promise.all(document.getAnimations().map((animation) => animation.finished))")  # of the bars
+    page.evaluate("Promise.all(document.getAnimations().map((animation) => animation.finished))")  # the bars
     assert (opened.unloaded, opened.nameless, opened.errors, opened.low_contrasts) == ([], [], [], [])
     assert opened.overflow <= 0
     assert [url for url in opened.requests if not url.startswith((service.url, "blob:", "data:"))] == []
