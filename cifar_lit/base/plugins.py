@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from inspect import signature
+from inspect import isclass, isroutine, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +58,12 @@ def build_part(part: object, kind: type, *arguments: object, **settings: object)
     target = find_part(part)
     if isinstance(target, kind):
         return target
+    wanted = f"a {kind.__module__}.{kind.__name__}"
+    if not (isroutine(target) or isclass(target) or isinstance(target, partial)):
+        raise UsageError(f"{part_name(part)} must be {wanted}, or a class or function that returns one, not an object")
     built = target(*arguments, **accepted_arguments(target, settings))
     if not isinstance(built, kind):
-        raise UsageError(
-            f"{part_name(part)} must return a {kind.__module__}.{kind.__name__}, not a {type(built).__name__}"
-        )
+        raise UsageError(f"{part_name(part)} must return {wanted}, not a {type(built).__name__}")
     return built
 
 

@@ -42,7 +42,6 @@ from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.resume import check_unfinished, find_resumable, run_of
 from cifar_lit.run.run import Run
 from cifar_lit.train import Results, evaluate, fit, predict
-from cifar_lit.training.callbacks import SlowdownWarning
 from cifar_lit.training.checkpoint import (
     AtomicCheckpointIO,
     latest_valid_checkpoint,
@@ -304,7 +303,6 @@ def run_callbacks(command: Command, run: Run, data: ImageData, parts: Namespace)
     if run.trains:
         if not command.brief:
             further.append(StartCard(run))
-        further.append(SlowdownWarning())
         for name in FEATURES:
             if parts[name] is not None:
                 further.append(parts[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -12,7 +13,7 @@ from cifar_lit.base.files import display_path
 from cifar_lit.base.text import counted, listed, quoted, rate_text, say
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables
-from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.datamodule import ImageData, full_size
 from cifar_lit.run.loggers import feature_settings
 from cifar_lit.run.record import Metrics, group_lines, score_title, shown_scores, weights_text
 from cifar_lit.run.run import Run
@@ -57,6 +58,10 @@ def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: I
     if "precision" in run.notes:
         rows["precision"] += f" ({run.notes['precision']})"
     rows |= _step_rows(trainer, settings, data)
+    if data.side is not full_size and data.epochs:
+        sides = [data.side(epoch) or settings["input_shape"][1] for epoch in range(data.epochs)]
+        parts = [f"{counted(len(list(epochs)), 'epoch')} at {side} px" for side, epochs in groupby(sides)]
+        rows["images"] = ", then ".join(parts)
     if "resume" in run.notes:
         position = f"epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
         rows["resumes"] = f"{run.notes['resume']} at {position}"

@@ -38,7 +38,7 @@ def check_resolutions(resolutions: Mapping[int, float], height: int, width: int)
 
 @final
 class Resolutions(Callback):
-    """Train on smaller images first; the remaining epochs and all evaluation are at full size.
+    """Train on smaller images first; the remaining epochs, at least the last one, and all evaluation are at full size.
 
     Args:
         sides: share of the epochs by side in pixels, in the order of training, such as {24: 0.4, 28: 0.3}.
@@ -70,7 +70,7 @@ class Resolutions(Callback):
 
     def side(self, epoch: int, epochs: int | None) -> int | None:
         """Return the height in pixels of the images of an epoch, None for full size. epochs: number of all epochs."""
-        if epochs is None:
+        if epochs is None or epoch == epochs - 1:
             return None
         end = 0.0
         for side, share in self._sides.items():

@@ -14,7 +14,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.memory import FLOATS_AT_ONCE
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
-from cifar_lit.training.schedules import Schedule
+from cifar_lit.training.schedules import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
     from cifar_lit.data.image_set import Batch
@@ -40,33 +40,32 @@ class Whitening(Callback):
         self._schedule: Schedule | None = None  # schedule of the bias, until it ends
         self._end = math.inf  # steps, or epochs, of the schedule
 
+    def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
+        """Raise UsageError, before the run has a folder, if there is no schedule of the bias to shorten."""
+        net, h = pl_module.net, pl_module.hparams
+        if stage != "fit" or self.bias_epochs is None or not isinstance(net, WhitenedNet):
+            return
+        has_bias = net.whiten.bias.requires_grad  # type: ignore[union-attr]
+        if not has_bias or h["optimizer"] != "muon" or h["schedule"] not in SCHEDULES:
+            needs = "a net with a whitening bias to train, model.optimizer muon and one of our schedules"
+            raise UsageError(f"whitening.bias_epochs needs {needs}: leave it out")
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Shorten the schedule of the bias."""
         if not isinstance(pl_module.net, WhitenedNet):
             return
         pl_module.net.is_prepared = True
         self._reset(pl_module.net)
-        if self.bias_epochs is None:
-            return
         configs = trainer.lr_scheduler_configs
-        if not configs:  # rates are constant
+        if self.bias_epochs is None or not configs:  # without a scheduler, rates are constant
             return
-        schedule = configs[0].scheduler
-        self._end = self.shorten(schedule, configs[0].interval, trainer)
+        schedule: Any = configs[0].scheduler
+        self._end = self.bias_epochs
+        if configs[0].interval == "step":
+            self._end *= steps_per_epoch(trainer)
+        schedule.end_early("whitening", self._end)
         if not trainer.gradient_clip_val and trainer.world_size == 1:
-            self._schedule = schedule  # type: ignore[assignment]
-
-    def shorten(self, schedule: Any, interval: str, trainer: pl.Trainer) -> float:
-        """Let the rate of the bias fall to 0 early; return the steps (or epochs) of the schedule after which it is 0.
-
-        Raise UsageError for a net without such a bias.
-        """
-        end = self.bias_epochs or math.inf
-        if interval == "step":
-            end *= steps_per_epoch(trainer)
-        if not schedule.end_early("whitening", end):
-            raise UsageError("this net has no whitening layer with a bias to train: leave whitening.bias_epochs out")
-        return end
+            self._schedule = schedule
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
         """Initialise the layer here, so that the training time includes it, as in airbench."""

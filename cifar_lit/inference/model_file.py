@@ -17,7 +17,7 @@ from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import atomic_write, display_path
 from cifar_lit.base.trust import check_name
 from cifar_lit.data.photos.decode import Preparation
-from cifar_lit.models.registry import build_net, with_versions
+from cifar_lit.models.registry import build_net, lay_out, with_versions
 
 MODEL = "model.safetensors"
 FORMAT = "cifar-lit 1"
@@ -91,8 +91,9 @@ class LoadedNet(nn.Module):
         return logits
 
     def on(self, device: torch.device | str) -> LoadedNet:
-        """Move the net to a device, in evaluation mode and channels_last format (half the time on a CPU)."""
-        return self.eval().to(device).to(memory_format=torch.channels_last)
+        """Move the net to a device, in evaluation mode and its memory format (half the time on a CPU)."""
+        lay_out(self.net, self.card.net)
+        return self.eval().to(device)
 
     def logits(self, images: Tensor) -> Tensor:
         """Return float32 logits (B, classes), on the CPU, for any number B > 0 of uint8 images (B, C, H, W)."""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
 from traceback import walk_tb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cifar_lit.base.errors import UsageError, first_line, nearest
 from cifar_lit.base.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
+from cifar_lit.base.text import note_once
 
 
 class NetSpec(NamedTuple):
@@ -84,10 +85,35 @@ def build_net(
     if min(size) < min_size:
         raise UsageError(f"{name} cannot take {shape} images; the smallest size is {min_size}×{min_size}.")
     settings = {"channels": channels, "image_size": size, "num_classes": num_classes, "width": width, **options}
+    if width == 1 and is_own(name):
+        del settings["width"]  # a width of the user's net may mean something else, and has a default of its own
     if width != 1 and "width" not in accepted_arguments(spec.build, settings):
         raise UsageError(f"{name} takes no width: leave model.width at 1")
     built: nn.Module = build_part(spec.build, nn.Module, **settings)
     return built
+
+
+def is_own(name: str) -> bool:
+    """Return whether a net is the user's, by its name, import path or qualified class."""
+    return "." in name and not name.startswith(("timm", "torchvision.", "cifar_lit."))
+
+
+def lay_out(net: nn.Module, name: str) -> None:
+    """Set the memory format of a net's weights and maps.
+
+    channels_last is faster on CPUs and tensor cores. The user's own nets compute on contiguous images with contiguous
+    weights, as in plain torch, so that `view` works in them.
+    """
+    if is_own(name):
+        net.register_forward_pre_hook(_contiguous)
+        return
+    for parameter in net.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+def _contiguous(net: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (inputs[0].contiguous(), *inputs[1:])
 
 
 def check_net(net: str | Callable[..., nn.Module] | NetSpec, options: Mapping[str, object]) -> NetSpec:
@@ -105,10 +131,10 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
     """Return the spec of a net. Raise UsageError for an unknown name."""
     name = part_name(net)
     if name in NETS:  # checked first, because torchvision is slow to import
-        spec = NETS[name]
-        if isinstance(spec, NetSpec):
-            return spec
-        return resolve_name(spec)
+        target: object = NETS[name]
+        if isinstance(target, str):
+            target = resolve_name(target)
+        return _as_spec(target)
     if name.startswith("timm/"):
         from cifar_lit.models import pretrained
 
@@ -116,8 +142,7 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
         any_size = partial(pretrained.takes_any_size, name)
         return NetSpec(partial(pretrained.build_timm_net, name), any_size=any_size, options=pretrained.OPTIONS)
     if not isinstance(net, str) or is_import_path(net):
-        target = find_part(net)
-        return target if isinstance(target, NetSpec) else NetSpec(target, options=_option_names(target))
+        return _as_spec(find_part(net))
     from torchvision import models
 
     from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net
@@ -130,26 +155,32 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
     return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))
 
 
-def _option_names(build: Callable[..., object]) -> tuple[str, ...] | None:
-    """Return the names of a builder's own options; None if it accepts any."""
-    parameters = inspect.signature(build).parameters
+def _as_spec(target: Any) -> NetSpec:
+    """Return a spec, or that of a builder, whose further arguments are its options."""
+    if isinstance(target, NetSpec):
+        return target
+    parameters = inspect.signature(target).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return tuple(name for name in parameters if name not in ("channels", "image_size", "num_classes", "width"))
+        return NetSpec(target, options=None)
+    shape = ("channels", "image_size", "num_classes", "width")
+    return NetSpec(target, options=tuple(name for name in parameters if name not in shape))
 
 
 def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_classes: int) -> None:
     """Raise UsageError unless `net` maps images (B, *input_shape) to logits (B, num_classes).
 
-    Two blank images pass through the net in evaluation mode. Weights, buffers, modes and the CPU's random state do not
-    change.
+    Two images of noise pass through the net in evaluation mode. Weights, buffers, modes and the CPU's random state do
+    not change. A net that returns probabilities gets a note.
     """
-    weight = next(net.parameters(), torch.empty(0))
+    weight = next(net.parameters(), None)
+    if weight is None:
+        remedy = "make its layers attributes, and a list of layers an nn.ModuleList"
+        raise UsageError(f"{name} has no parameters to train: {remedy}")
     modes = {module: module.training for module in net.modules()}
     net.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = net(weight.new_zeros(2, *input_shape))
+            output = net(weight.new_empty(2, *input_shape).normal_())
     except Exception as error:
         if _NEEDS_GPU.search(str(error)):
             return  # the net only has GPU kernels, and is still on the CPU
@@ -160,11 +191,17 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
     finally:
         for module, mode in modes.items():
             module.training = mode
-    shape = tuple(getattr(output, "shape", ()))
-    if shape != (2, num_classes):
-        fault = f"returns a {type(output).__name__} of shape {shape} for 2 images, not (2, {num_classes})"
+    if not isinstance(output, Tensor):
+        raise UsageError(
+            f"{name} returns a {type(output).__name__}: return the logits alone, a tensor (images, classes)"
+        )
+    if output.shape != (2, num_classes):
+        fault = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
         remedy = f"the data have {num_classes} classes, so its last layer must have num_classes outputs"
         raise UsageError(f"{name} {fault}: {remedy}")
+    if is_own(name) and output.min() >= 0 and torch.allclose(output.sum(1), torch.ones(2).to(output), atol=1e-3):
+        remedy = "remove the softmax at its end, because the loss, the scores and classify apply one to its logits"
+        note_once(f"{name} returns probabilities: {remedy}")
 
 
 _NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)

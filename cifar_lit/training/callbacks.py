@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import psutil
 import rich
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.base.text import counted, note, rate_text, say
+from cifar_lit.base.text import counted, rate_text, say
 from cifar_lit.training.loop import gather_rows, is_last_epoch
 
 if TYPE_CHECKING:
@@ -209,55 +207,9 @@ class EpochLines(Callback):
         parts.append(f"{seconds:.1f} s")
         if images:  # a fit of the last layer alone takes no steps
             parts.append(rate_text(images / max(training, 1e-9)))
-        loss, accuracy = pl_module.rows.epoch_means()
-        whole = [epoch, f"train loss {loss:.4f} acc {accuracy:.4f}", *parts]
-        rich.get_console().print(" · ".join(whole), highlight=False, soft_wrap=True)
-
-
-class SlowdownWarning(Callback):
-    """Warn once if steps on the CPU take `FACTOR` times as long as before because other programs use its cores."""
-
-    FACTOR = 5.0
-    SECONDS = 0.3  # the time of a step is the mean over at least this time
-
-    def __init__(self) -> None:
-        self._usual, self._steps = math.inf, 0  # the shortest time of a step so far, and the steps of a measurement
-        self._has_warned = False
-        self._begin: tuple[float, float] | None = None  # wall-clock and processor time at the begin of a measurement
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: ImageClassifier, batch: Batch, batch_idx: int
-    ) -> None:
-        """Begin to measure. A GPU computes a step after it has ended here."""
-        if self._has_warned or not trainer.is_global_zero or pl_module.device.type != "cpu":
-            return
-        if self._begin is None:
-            self._begin, self._steps = (time.perf_counter(), time.process_time()), 0
-            psutil.cpu_percent()  # begins the interval that the next call measures
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
-    ) -> None:
-        """Compare the time of a step with the usual time."""
-        self._steps += 1
-        if self._begin is None:
-            return
-        seconds = time.perf_counter() - self._begin[0]
-        if seconds < self.SECONDS:
-            return
-        threads = torch.get_num_threads()
-        cores = (time.process_time() - self._begin[1]) / seconds
-        step = seconds / self._steps
-        self._begin = None
-        is_slow = step > self.FACTOR * self._usual
-        lacks_cores = cores < threads - 0.25
-        if is_slow and lacks_cores and psutil.cpu_percent() > 90:
-            fewer = f", or stop this training and add --resume --threads {max(1, int(cores))}" if threads > 1 else ""
-            slow = f"a step takes {step / self._usual:.0f} times its usual time, because other programs use the cores"
-            note(f"{slow} ({cores:.1f} are left for {counted(threads, 'thread')}): end them{fewer}")
-            self._has_warned = True
-        self._usual = min(self._usual, step)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Discard a measurement that a validation interrupts."""
-        self._begin = None
+        means = {**trainer.callback_metrics, **pl_module.rows.epoch_means()}
+        names = {"train/loss": "loss", "train/accuracy": "acc"}
+        texts = [f"{text} {float(means[name]):.4f}" for name, text in names.items() if name in means]
+        if texts:
+            parts.insert(0, f"train {' '.join(texts)}")
+        rich.get_console().print(" · ".join([epoch, *parts]), highlight=False, soft_wrap=True)

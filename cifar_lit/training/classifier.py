@@ -21,7 +21,7 @@ from cifar_lit.base.settings import changed_settings, plain_settings, saved_sett
 from cifar_lit.base.trust import TrustedNames
 from cifar_lit.data.image_set import Batch, Pair, as_batch
 from cifar_lit.models.fast_gradients import fast_gradients
-from cifar_lit.models.registry import build_net, check_net, check_shapes
+from cifar_lit.models.registry import build_net, check_net, check_shapes, lay_out
 from cifar_lit.training.loop import broadcast_from_first, steps_per_epoch
 from cifar_lit.training.loss import build_loss
 from cifar_lit.training.metrics import VIEWS, Evaluation, PredictionCollector, view_logits
@@ -43,7 +43,7 @@ def check_model(h: Mapping[str, Any]) -> None:
     optimizer_settings(h["optimizer"], h["optimizer_options"])
     schedule_settings(h["schedule"], h["schedule_options"])
     if "." not in h["loss"]:
-        check_choice("model.loss", h["loss"], ("cross_entropy",))
+        check_choice("model.loss", h["loss"], ("cross_entropy", "an import path"))
     check_choice("model.tta", h["tta"], VIEWS)
     if not h["lr"] > 0:
         raise UsageError(f"the learning rate must be above 0, not {h['lr']:g}: set --lr")
@@ -153,15 +153,14 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         input_shape = list(given_shape or DEFAULT_SHAPE)
         h.update(input_shape=input_shape, num_classes=num_classes)
         net = self.part("net")
+        name = part_name(net)
         if not isinstance(net, nn.Module):
             channels, height, width = input_shape
             shape: dict[str, Any] = {"channels": channels, "image_size": (height, width), "num_classes": num_classes}
             net = build_net(net, **shape, width=h["width"], options=h["net_options"])
         self.net = net
-        for parameter in self.net.parameters():
-            if parameter.ndim == 4:  # faster on CPUs and tensor cores
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-        check_shapes(self.net, h["net"], input_shape, num_classes)
+        lay_out(net, name)
+        check_shapes(net, name, input_shape, num_classes)
         self.evaluation = Evaluation(num_classes, self._metrics)
         self.views = Evaluation(num_classes)
         check_choice("model.monitor", h["monitor"], self.evaluation.names)
@@ -276,8 +275,7 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         """Log the means of the epoch for callbacks such as EarlyStopping."""
-        loss, accuracy = self.rows.epoch_means()
-        self._log_scalars({"train/loss": loss, "train/accuracy": accuracy}, logger=False)
+        self._log_scalars(self.rows.epoch_means(), logger=False)
         self.rows.epoch = [0.0, 0.0, 0.0]
 
     def _log_scalars(self, values: Mapping[str, float], **settings: Any) -> None:

@@ -66,10 +66,10 @@ class AdamWSettings:
     """AdamW, fused, with decoupled decay of weights (Loshchilov and Hutter, 2019).
 
     Args:
-        weight_decay: decay of weights, not of biases and norms.
+        weight_decay: decay of weights, not of biases and norms. The default is torch's.
     """
 
-    weight_decay: float = 0.0
+    weight_decay: float = 0.01
 
     def groups(self, net: nn.Module, lr: float) -> list[Group]:
         """Return the parameter groups of a net."""
@@ -90,7 +90,7 @@ class MuonSettings:
     is 106 here.
 
     Args:
-        momentum: momentum of the filters, from 0 to below 1.
+        momentum: momentum of the filters, from 0 to below 1. This default and the next are airbench's.
         nesterov: use Nesterov momentum for the filters.
         weight_decay: share that each step at the highest rate removes from parameters other than filters. airbench's
             decay of 2e-6 per image is 0.027 at batch size 2,000, because momentum multiplies it by 1 / (1 − 0.85).
@@ -99,8 +99,8 @@ class MuonSettings:
         rest_momentum: momentum of the SGD part.
     """
 
-    momentum: float = 0.0
-    nesterov: bool = False
+    momentum: float = 0.6
+    nesterov: bool = True
     weight_decay: float = 0.0
     bias_lr: float | None = None
     head_lr: float | None = None
@@ -155,7 +155,7 @@ def optimizer_settings(name: str, options: Mapping[str, object] | None) -> Optim
     """Return the settings of one of OPTIMIZERS, None for an import path; raise UsageError for invalid ones."""
     if "." in name:  # an import path, or the name of a class
         return None
-    check_choice("model.optimizer", name, tuple(OPTIMIZERS))
+    check_choice("model.optimizer", name, (*OPTIMIZERS, "an import path"))
     return options_of(OPTIMIZERS[name], options, OPTIONS, f"{name} has")
 
 

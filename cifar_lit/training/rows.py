@@ -92,10 +92,13 @@ class TrainingRows:
             self._hits.add_(logits.argmax(1).eq_(batch.labels).sum())
             self._images += len(batch.labels)
 
-    def epoch_means(self) -> tuple[float, float]:
-        """Return the mean training loss and accuracy of the epoch so far over all devices; NaN without images."""
+    def epoch_means(self) -> dict[str, float]:
+        """Return the mean training loss and accuracy of the epoch so far over all devices.
+
+        It is empty without images: nothing was trained, or a subclass has a `training_step` of its own.
+        """
         loss, hits, images = self.epoch
-        return (loss / images, hits / images) if images else (math.nan, math.nan)
+        return {"train/loss": loss / images, "train/accuracy": hits / images} if images else {}
 
     @property
     def _is_due(self) -> bool:

@@ -39,7 +39,7 @@ def schedule_settings(name: str, options: Mapping[str, object] | None) -> Schedu
     """Return the settings of one of SCHEDULES, None for an import path. Raise UsageError for other names or options."""
     if "." in name:  # an import path, or the name of a class
         return None
-    check_choice("model.schedule", name, SCHEDULES)
+    check_choice("model.schedule", name, (*SCHEDULES, "an import path"))
     settings = options_of(ScheduleSettings, options, OPTIONS, f"{name} has")
     if settings.every == "epoch" and (settings.warmup_epochs or name == "one_cycle"):
         raise UsageError(f"with a warm-up, the first epoch would train at a rate of 0: use {OPTIONS}.every step")
@@ -89,19 +89,13 @@ class Schedule(LambdaLR):
             raise UsageError(f"a warm-up of {warmup:g} takes all of {total:g} steps: lower {OPTIONS}.warmup_epochs")
         super().__init__(optimizer, partial(schedule_factor, name, total=total, warmup=warmup))
 
-    def end_early(self, role: str, length: float) -> bool:
-        """Let the rates of the groups with a role fall linearly to 0 over `length` steps (or epochs).
-
-        Returns whether there is such a group.
-        """
-        is_found = False
+    def end_early(self, role: str, length: float) -> None:
+        """Let the rates of the groups with a role fall linearly to 0 over `length` steps (or epochs)."""
         for index, group in enumerate(self.optimizer.param_groups):
             if group.get("role") == role:
-                is_found = True
                 self.lr_lambdas[index] = partial(_linear_to_zero, length)
                 rate = group["initial_lr"] * self.lr_lambdas[index](self.last_epoch)
                 self._last_lr[index] = group["lr"] = rate
-        return is_found
 
 
 def _linear_to_zero(length: float, done: float) -> float:

@@ -63,13 +63,13 @@ def balanced_accuracy(score: Score) -> float:
 
 
 def macro_f1(score: Score) -> float:
-    """Return the mean F1 (harmonic mean of precision and recall) of the classes that have images or were predicted."""
+    """Return the mean F1 (harmonic mean of precision and recall) of the classes that have images."""
     counts = np.array(score.confusion)
-    labelled_or_predicted = counts.sum(0) + counts.sum(1)
-    occurs = labelled_or_predicted > 0
-    if not occurs.any():
+    labelled, predicted = counts.sum(1), counts.sum(0)
+    if not labelled.any():
         return math.nan
-    return round(float(np.mean(2 * counts.diagonal()[occurs] / labelled_or_predicted[occurs])), 6)
+    f1 = 2 * counts.diagonal() / np.maximum(labelled + predicted, 1)
+    return round(float(f1[labelled > 0].mean()), 6)
 
 
 class BuiltIn(NamedTuple):

@@ -1,4 +1,4 @@
-"""The number of threads follows the free cores at the start; a note names the cause if steps become slow later."""
+"""The number of threads follows the free cores at the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -17,8 +16,6 @@ from cifar_lit.base import threads
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.hardware import core_count
 from cifar_lit.base.threads import VARIABLE, choose_threads, free_cores
-from cifar_lit.training import callbacks
-from cifar_lit.training.callbacks import SlowdownWarning
 
 
 @pytest.fixture(autouse=True)
@@ -157,84 +154,3 @@ def test_threads_of_a_configuration_are_limited_to_the_cores(small: None) -> Non
     refusal = run_command(*SMALL, "--threads", "1000000")
     assert refusal.code == 2 and "--threads 1000000: this process may use" in refusal.err
     assert run_command(*SMALL, "--threads", "0").code == 2
-
-
-# ---- slow steps
-
-
-class Steps:
-    """A training whose steps take a given time and get a given number of cores of a busy or an idle machine."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, threads: int, device: str = "cpu") -> None:
-        self.now = self.used = self.busy = 0.0
-        clock = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.used)
-        monkeypatch.setattr(callbacks, "time", clock)
-        monkeypatch.setattr(psutil, "cpu_percent", lambda: self.busy)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        self.module = SimpleNamespace(device=torch.device(device))
-        self.trainer = SimpleNamespace(is_global_zero=True)
-        self.callback = SlowdownWarning()
-
-    def run(self, seconds: float, cores: float, busy: float = 100, count: int = 40) -> None:
-        self.busy = busy
-        for batch in range(count):
-            self.callback.on_train_batch_start(self.trainer, self.module, None, batch)  # type: ignore[arg-type]
-            self.now += seconds
-            self.used += seconds * cores
-            self.callback.on_train_batch_end(self.trainer, self.module, None, None, batch)  # type: ignore[arg-type]
-
-    def validate(self, seconds: float) -> None:
-        self.now += seconds
-        self.callback.on_validation_start(self.trainer, self.module)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("threads", "cores", "remedy"),
-    [(2, 1.1, "end them, or stop this training and add --resume --threads 1"), (1, 0.4, "1 thread): end them")],
-)
-def test_steps_that_become_slow_because_cores_are_taken_give_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threads: int, cores: float, remedy: str
-) -> None:
-    steps = Steps(monkeypatch, threads)
-    steps.run(0.2, threads, 50)  # the first steps are slow
-    steps.run(0.02, threads, 50)
-    steps.run(0.06, cores)
-    steps.run(0.12, cores)
-    steps.run(5.0, cores)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("a step takes 6 times its usual time") and f"({cores} are left for {threads} " in line
-    assert line.endswith(remedy)
-
-
-@pytest.mark.parametrize(
-    ("slow", "cores", "busy", "device"),
-    [
-        (0.2, 0.3, 40, "cpu"),  # waits for a disk
-        (0.2, 1.9, 100, "cpu"),  # computes more
-        (0.09, 0.5, 100, "cpu"),  # less than five times
-        (0.2, 0.5, 100, "meta"),  # computed elsewhere
-    ],
-)
-def test_other_slow_steps_give_no_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    slow: float,
-    cores: float,
-    busy: float,
-    device: str,
-) -> None:
-    steps = Steps(monkeypatch, 2, device)
-    steps.run(0.02, 2.0)
-    steps.run(slow, cores, busy)
-    assert capsys.readouterr().err == ""
-
-
-def test_the_time_of_a_validation_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = Steps(monkeypatch, 2)
-    steps.run(0.02, 2.0)
-    steps.run(0.02, 0.5, count=2)
-    steps.validate(30.0)
-    steps.run(0.02, 0.5)
-    assert capsys.readouterr().err == ""

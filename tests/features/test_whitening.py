@@ -105,8 +105,11 @@ def test_a_whitening_bias_at_rate_0_gets_no_gradient_and_the_weights_are_bit_equ
 
 
 def test_a_bias_that_cannot_end_early_and_a_layer_without_whitening_are_refused() -> None:
-    with pytest.raises(UsageError, match="has no whitening layer with a bias to train"):
-        fitted(classifier(**{**SMALL, "optimizer": "sgd"}), shapes_data(), Whitening(1))
+    without_bias = {"net_options": {**SMALL["net_options"], "whiten_bias": False}}
+    for settings in ({"optimizer": "sgd"}, without_bias, {"schedule": torch.optim.lr_scheduler.ConstantLR}):
+        with pytest.raises(UsageError, match="bias_epochs needs a net with a whitening bias"):
+            trained = trainer(Whitening(1), LambdaCallback(setup=lambda *_: pytest.fail("has a folder")))
+            trained.fit(classifier(**{**SMALL, **settings}), shapes_data())
     with pytest.raises(UsageError, match="add the feature whitening"):
         fitted(classifier(**SMALL), shapes_data())
 

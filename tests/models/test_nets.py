@@ -4,12 +4,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.base.errors import Failure, UsageError
+from cifar_lit.base.text import note_once
+from cifar_lit.base.trust import trusting
+from cifar_lit.inference.model_file import ModelCard, build_loaded_net
 from cifar_lit.models.registry import NETS, NetSpec, build_net, check_shapes, net_spec
 
 
@@ -148,6 +153,10 @@ def test_torchvision_nets_train_on_grey_images_without_a_warning() -> None:
 
 CUSTOM_NETS = """
 from torch import nn
+from cifar_lit import ImageClassifier, ImageData
+from cifar_lit.base.text import note_once
+from cifar_lit.base.trust import trusting
+from cifar_lit.inference.model_file import ModelCard, build_loaded_net
 from cifar_lit.models.registry import NetSpec
 
 class Own(nn.Sequential):
@@ -167,6 +176,28 @@ def anything(**settings):
     return settings
 
 spec = NetSpec(Own, min_size=9, any_size=True)
+
+class Convolutions(nn.Module):
+    def __init__(self, num_classes, width: int = 16):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 8, 3, stride=2)
+        self.head = nn.Linear(8 * 49, num_classes)
+
+    def forward(self, images):
+        return self.head(self.second(self.first(images)).view(-1, 8 * 49))
+
+class Softmax(Convolutions):
+    def forward(self, images):
+        return super().forward(images).softmax(1)
+
+class Pair(Convolutions):
+    def forward(self, images):
+        return super().forward(images), images
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(10, 10)]
 """
 NO_PACKAGE = "no_such_package_at_all"
 
@@ -183,6 +214,8 @@ def custom_nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_custom_net_can_be_registered_or_named_by_its_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NETS, "mine", NetSpec(lambda **settings: nn.Flatten(), min_size=4))
     assert isinstance(build("mine", 4), nn.Flatten)
+    monkeypatch.setitem(NETS, "plain", lambda channels, num_classes: nn.Conv2d(channels, num_classes, 1))
+    assert build("plain", 4, 3, 5).out_channels == 5
     net = build("my_own_nets.Own", (8, 9), 1, 3, options={"depth": 2})
     assert net.depth == 2 and logits(net, 1, 8, 9).shape == (2, 3)
     assert not net_spec("my_own_nets.Own").any_size and net_spec("my_own_nets.spec").any_size
@@ -213,6 +246,44 @@ def test_a_custom_net_that_cannot_be_built_is_refused(name: Any, options: dict[s
     with pytest.raises((UsageError, Failure)) as refusal:
         build(name, 8, options=options)
     assert str(refusal.value).startswith(text) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.usefixtures("custom_nets")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_net_that_views_its_maps_trains_and_predicts(precision: str, tmp_path: Path) -> None:
+    """It gets contiguous images and weights, by name and as an object, and from a file; ours stay as they are."""
+    data = ImageData("shapes", images={"count": 60, "image_size": 16})
+    for net in ("my_own_nets.Convolutions", build("my_own_nets.Convolutions", 16)):
+        model = ImageClassifier(net)
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = L.Trainer(max_epochs=1, accelerator="cpu", precision=precision, **quiet)
+        trainer.fit(model, data)
+        trainer.test(model, data, verbose=False)
+        assert model.net.second.weight.is_contiguous()
+    card = ModelCard("my_own_nets.Convolutions", 1.0, [3, 16, 16], list("abcdefghij"), [0.5] * 3, [0.25] * 3)
+    with trusting(True):
+        net = build_loaded_net(card, model.net.state_dict()).on("cpu")
+    uint8 = data.test_images.images[:8].permute(0, 3, 1, 2)
+    logits = model.float().eval()((uint8 / 255 - 0.5) / 0.25)
+    torch.testing.assert_close(net.logits(uint8), logits.detach(), atol=1e-4, rtol=1e-4)
+    registered = ImageClassifier("lenet", num_classes=10).net
+    assert not registered[3].weight.is_contiguous()
+
+
+@pytest.mark.usefixtures("custom_nets")
+def test_what_a_net_returns_is_checked_once_and_without_false_alarms(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, line in (("Pair", "returns a tuple: return the logits"), ("Layers", "has no parameters to train")):
+        with pytest.raises(UsageError, match=line):
+            ImageClassifier(f"my_own_nets.{name}", num_classes=10, input_shape=[3, 16, 16])
+    note_once.cache_clear()
+    for name in ("Softmax", "Softmax", "Convolutions"):
+        ImageClassifier(f"my_own_nets.{name}", num_classes=10, input_shape=[3, 16, 16])
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    nn.init.constant_(flat[1].bias, 0.5)
+    nn.init.zeros_(flat[1].weight[:, :6])
+    check_shapes(flat, "my.flat", (3, 2, 2), 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("my_own_nets.Softmax returns probabilities: remove the softmax")
 
 
 class RandomNet(nn.Linear):

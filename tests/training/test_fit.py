@@ -150,7 +150,7 @@ class Losses(Callback):
         self.batches.append((step, float(outputs["loss"]) * accumulate, len(batch.labels)))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.epochs.append((pl_module.rows.epoch_means()[0], mean_loss(self.batches[self._epoch_start :])))
+        self.epochs.append((pl_module.rows.epoch_means()["train/loss"], mean_loss(self.batches[self._epoch_start :])))
         self._epoch_start = len(self.batches)
 
 

@@ -100,6 +100,8 @@ def test_without_images_a_class_has_no_accuracy_and_a_set_no_score() -> None:
     score = evaluate(LOGITS, torch.zeros_like(LABELS), batch_size=100)
     assert score.per_class[0] == score.accuracy
     assert all(math.isnan(accuracy) for accuracy in score.per_class[1:])
+    missing = Score(0.9, 0.1, 20, [0.8, 1.0, math.nan], [[8, 0, 2], [0, 10, 0], [0, 0, 0]]).values
+    assert (missing["macro_f1"], missing["balanced_accuracy"]) == (0.944444, 0.9)
     empty = Evaluation(3).compute()
     assert math.isnan(empty.accuracy) and math.isnan(empty.loss) and empty.images == 0
 

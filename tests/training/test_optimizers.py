@@ -61,9 +61,9 @@ def decay_alone(optimizer: Optimizer, net: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_sgd_and_adamw_equal_torchs_with_decay_on_weights_only(name: str) -> None:
-    settings: dict[str, Any] = {"momentum": 0.8, "nesterov": True} if name == "sgd" else {}
+    settings: dict[str, Any] = {"momentum": 0.8, "nesterov": True} if name == "sgd" else {"weight_decay": 0}
     ours, theirs = Whitened().double(), Whitened().double()
-    torchs = (SGD if name == "sgd" else AdamW)(theirs.parameters(), lr=0.01, **{"weight_decay": 0, **settings})
+    torchs = (SGD if name == "sgd" else AdamW)(theirs.parameters(), lr=0.01, **settings)
     expected = train(torchs, theirs, range(4))
     assert_close(train(build_optimizer(ours, name, 0.01, settings), ours, range(4)), expected, atol=1e-9)
     net = Whitened()
@@ -115,6 +115,16 @@ def test_parameters_are_grouped_by_type_with_rates_per_group() -> None:
     assert [group["momentum"] for group in groups] == [0.6, 0.85, 0.85, 0.85]
     assert [group["orthogonal"] for group in groups] == [True, False, False, False]
     assert {group["lr"] for group in groups_of(Whitened(), "muon")} == {0.25}
+
+
+def test_adamw_and_sgd_without_settings_are_torchs_and_muon_is_airbenchs() -> None:
+    for name, kind in (("adamw", AdamW), ("sgd", SGD)):
+        ours, torchs = groups_of(Whitened(), name)[0], kind([torch.zeros(1)], 0.25).param_groups[0]
+        assert {key: ours[key] for key in torchs.keys() - {"params", "fused"}} == {
+            key: torchs[key] for key in torchs.keys() - {"params", "fused"}
+        }
+    muon = groups_of(Whitened(), "muon")[0]
+    assert (muon["momentum"], muon["nesterov"]) == (0.6, True)
 
 
 @pytest.mark.parametrize(("input_lr", "rates"), [(0.1, [0.5, 0.5]), (0.02, [0.02, 0.1])])

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_runs import BATCHES, Rows, best_and_last, broken_data, classifier, fitted, shapes_data, stop_at
 
+from cifar_lit.training.callbacks import Clock, EpochLines
 from cifar_lit.training.checkpoint import read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.orderly_stop import Interrupted, OrderlyStop
@@ -46,3 +48,25 @@ def test_a_resumed_run_logs_each_row_once(stop: int, tmp_path: Path) -> None:
     first = run(stop=stop)
     middle = (tmp_path / "last.ckpt").rename(tmp_path / "middle.ckpt")
     assert first + run(middle) == expected
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_training_step_of_a_subclass_has_the_values_that_it_logs_and_no_zeros(
+    logs: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Own(ImageClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            images, labels = batch
+            loss = torch.nn.functional.cross_entropy(self(images), labels)
+            if logs:
+                self.log("train/loss", loss * 0 + 1.25)
+            return loss
+
+    logged, clock = Rows(), Clock()
+    done = fitted(Own(net="shapenet"), shapes_data(), clock, EpochLines(clock), logger=logged, log_every_n_steps=3)
+    names = {"train/loss"} if logs else set()
+    assert {name for name in done.callback_metrics if name.startswith("train/")} == names
+    assert {name for row in logged.rows for name in row[1] if name.startswith("train/")} == names
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == done.current_epoch and all(("train loss 1.2500 · val" in line) == logs for line in lines)
+    assert not any("acc 0.0000" in line or "nan" in line for line in lines)
