@@ -138,7 +138,7 @@ def test_each_epoch_prints_one_line(capsys: Any) -> None:
     expected: list[str] = []
 
     def note(trainer: pl.Trainer, model: Any) -> None:
-        loss, accuracy = model.rows.epoch_means()
+        loss, accuracy = model.rows.epoch_means().values()
         expected.append(f"epoch {trainer.current_epoch + 1}/4 · train loss {loss:.4f} acc {accuracy:.4f}")
         if trainer.current_epoch % 2:
             loss, accuracy = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "accuracy"))
