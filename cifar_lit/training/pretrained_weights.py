@@ -53,19 +53,11 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
             missing = [path for path in missing if not path.startswith(head)]
     if missing:
         fault = f"{weights} does not hold weights of {name}: {len(missing)} of {len(initial)} tensors"
-        remedy = _remedy(name, missing, initial)
+        remedy = "name their net with --net"
+        if name in SMALL_STEM:
+            remedy += f" ({name} has other first layers for images of at most {MAX_SMALL} pixels; timm/{name} has not)"
         raise UsageError(f"{fault}, such as {missing[0]}, are missing or have another shape; {remedy}")
     net.load_state_dict(with_versions(net, {**initial, **usable}))
-
-
-def _remedy(name: str, missing: list[str], initial: Mapping[str, Tensor]) -> str:
-    """Return what to do about weights of another net, or of the same net for another image size."""
-    if name not in SMALL_STEM or missing != ["conv1.weight"]:
-        return "name their net with --net"
-    choice = "use such images, as the weights did"
-    if initial["conv1.weight"].shape[-1] == 3:
-        choice = f"use timm/{name}, or larger images"
-    return f"for images of at most {MAX_SMALL} pixels {name} has other first layers; {choice} (--data.image_size)"
 
 
 def net_head(net: nn.Module) -> nn.Linear:

@@ -6,7 +6,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.cli import LightningCLI
 from parts import COMBINATIONS, IMAGES, PlainData, PlainModel, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -67,19 +66,3 @@ def test_a_users_module_trains_and_is_needed_again_to_load_the_checkpoint(tmp_pa
     assert loaded.net is other and torch.equal(other[1].weight, net[1].weight)
     with pytest.raises(UsageError, match="There is no net named 'Sequential'"):
         ImageClassifier.load_from_checkpoint(tmp_path / "own.ckpt", weights_only=True)
-
-
-def test_lightning_cli_trains_tests_and_repeats_its_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = ["--data.dataset", "shapes", "--data.images.count", str(IMAGES), "--data.images.image_size", "16"]
-    flags = [*data, "--trainer.accelerator", "cpu", "--model.net", "lenet"]
-    LightningCLI(ImageClassifier, ImageData, args=["fit", "--trainer.max_epochs", "1", *flags])
-    (run_folder,) = (tmp_path / "lightning_logs").iterdir()
-    (checkpoint,) = (run_folder / "checkpoints").glob("*.ckpt")
-    LightningCLI(ImageClassifier, ImageData, args=["test", "--ckpt_path", str(checkpoint), *flags])
-    printed = capsys.readouterr().out
-    assert "test/accuracy" in printed and "test/loss" in printed
-    LightningCLI(ImageClassifier, ImageData, args=["fit", "--config", str(run_folder / "config.yaml")])
-    assert len(list((tmp_path / "lightning_logs").glob("*/checkpoints/*.ckpt"))) == 2

@@ -68,13 +68,9 @@ def test_a_namespace_of_other_objects_is_not_loaded(tmp_path: Path) -> None:
 
 def test_first_layers_for_another_image_size_are_named_with_the_remedy(tmp_path: Path) -> None:
     small, large = (build_net("resnet18", channels=3, image_size=side, num_classes=2) for side in (32, 128))
-    for net, other, line in (
-        (small, large, "for images of at most 64 pixels resnet18 has other first layers; use such images"),
-        (large, small, r"has other first layers; use timm/resnet18, or larger images \(--data\.image_size\)"),
-    ):
-        torch.save(net.state_dict(), tmp_path / "a.pth")
-        with pytest.raises(UsageError, match=line):
-            load_pretrained(other, "resnet18", str(tmp_path / "a.pth"))
+    torch.save(small.state_dict(), tmp_path / "a.pth")
+    with pytest.raises(UsageError, match=r"resnet18 has other first layers for images of at most 64 pixels; timm/resn"):
+        load_pretrained(large, "resnet18", str(tmp_path / "a.pth"))
 
 
 def test_grey_images_give_the_logits_of_the_same_images_in_colour(file: str) -> None:
