@@ -207,7 +207,7 @@ class EpochLines(Callback):
         parts.append(f"{seconds:.1f} s")
         if images:  # a fit of the last layer alone takes no steps
             parts.append(rate_text(images / max(training, 1e-9)))
-        means = {**trainer.callback_metrics, **pl_module.rows.epoch_means()}
+        means: dict[str, Any] = {**trainer.callback_metrics, **pl_module.rows.epoch_means()}
         names = {"train/loss": "loss", "train/accuracy": "acc"}
         texts = [f"{text} {float(means[name]):.4f}" for name, text in names.items() if name in means]
         if texts:
