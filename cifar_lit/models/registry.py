@@ -44,7 +44,6 @@ class NetSpec(NamedTuple):
 # Specs by name, or the place of one (MODULE:NAME): a module is imported when its net is used.
 NETS: dict[str, NetSpec | str] = {
     "whitened": "cifar_lit.models.whitened:SPEC",
-    "wide_resnet": "cifar_lit.models.wide_resnet:SPEC",
     "shapenet": "cifar_lit.models.tutorial_nets:SHAPENET",
     "tudui": "cifar_lit.models.tutorial_nets:TUDUI",
     "sjnet": "cifar_lit.models.tutorial_nets:TUDUI",  # the name of the same net in another tutorial

@@ -24,8 +24,6 @@ def logits(net: nn.Module, channels: int, height: int, width: int) -> Tensor:
 
 
 def build(name: Any, image_size: Any = 32, channels: int = 3, num_classes: int = 10, **settings: Any) -> Any:
-    if name == "wide_resnet":  # its own depth and width take seconds
-        settings = {"options": {"depth": 10, "widen": 2}, **settings}
     return build_net(name, channels=channels, image_size=image_size, num_classes=num_classes, **settings)
 
 
@@ -43,8 +41,6 @@ DEPTH = {"options": {"depth": 3}}
         ("tudui", {}, 145_578, None),
         ("sjnet", {}, 145_578, None),
         ("lenet", {}, 62_006, None),
-        ("wide_resnet", {}, 36_479_194, 5_243_328_768),  # Zagoruyko and Komodakis: 36.5 M, 5.2 G
-        ("wide_resnet", {"depth": 40, "widen": 4}, 8_949_210, None),  # 8.9 M
         ("shapenet", {}, 98_970, None),
         ("resnet18", {}, 11_173_962, 555_422_720),
     ],
@@ -106,7 +102,6 @@ def test_width_scales_only_the_hidden_layers(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "text"),
     [
-        ("wide_resnet", {"options": {"depth": 27}}, "depth must be 6·n"),
         ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 takes no width: leave model.width at 1"),
         ("lenet", DEPTH, "net_options of lenet has no 'depth'. It has none: leave model.net_options out"),
         ("alexnet", {}, "alexnet cannot take 32×32 images; the smallest size is 63×63"),
