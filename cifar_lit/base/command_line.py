@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from argparse import Action
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace
@@ -25,6 +25,7 @@ SYNONYMS = {
     "pretrained": "weights",
     "ema": "weight_average.decay",
     "output-dir": "logs",
+    "data.train_count": "data.split.share",
 }
 # Settings of classes that the program sets.
 DERIVED = {}
@@ -70,50 +71,32 @@ def add_coverage(parser: ArgumentParser) -> None:
     parser.add_argument("--coverage", type=float | None, default=None, metavar="P", help=what)
 
 
-class ShortFlag(Action):
-    """A short flag, which sets a setting as its long flag does.
-
-    jsonargparse would also accept an alias among the `option_strings` of an action as a key of configuration files.
-    """
-
-    def __init__(self, flag: str, setting: str, long: Action) -> None:
-        super().__init__([f"--{flag}"], long.dest)
-        self.flag, self.setting, self.long = flag, setting, long
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Give the value to the long flag."""
-        self.long(parser, namespace, values, f"--{self.setting}")
-
-
-def add_short_flags(parser: ArgumentParser, short: Mapping[str, str]) -> None:
-    """Add short flags for settings, and name them in the help. short: settings by flag, without dashes."""
-    options = parser._option_string_actions
-    for flag, setting in short.items():
-        # A feature is one option, whose settings the parser finds by the name before the first dot.
-        long = options.get(f"--{setting}") or options.get(f"--{setting.partition('.')[0]}")
-        if long is None:  # a feature that was deleted
-            continue
-        options[f"--{flag}"] = ShortFlag(flag, setting, long)
-        long.help = f"short: --{flag}; {long.help}"
-
-
 def parsed(
     parser: ArgumentParser,
     argv: list[str],
     further: Iterable[str] = (),
-    files: Iterable[Mapping[str, Any]] = (),
+    short: Mapping[str, str] | None = None,
+    files: Iterable[tuple[str, Mapping[str, Any]]] = (),
 ) -> Namespace:
     """Parse a command line; raise UsageError with one line.
 
     Args:
         further: valid flags that the parser does not have.
-        files: settings of configuration files. Later ones take precedence, and flags over all.
+        short: settings by short flag, for messages.
+        files: paths and settings of configuration files. Later ones take precedence, and flags over all.
     """
-    configs = [f"--config={json.dumps(values)}" for values in files]
+    configs = [(file, f"--config={json.dumps(values)}") for file, values in files]
     try:
-        return parser.parse_args([*configs, *argv])
+        return parser.parse_args([*(config for _, config in configs), *argv])
     except ArgumentError as error:
-        raise UsageError(_explain(str(error), parser, list(further))) from error
+        fault, place = error, ""
+    for file, config in configs:
+        try:
+            parser.parse_args([config])
+        except ArgumentError as alone:
+            if str(alone) == str(fault):
+                place = f"{file}: "
+    raise UsageError(place + _explain(str(fault), {*long_flags(parser), *further}, short or {})) from fault
 
 
 def instantiated(parser: ArgumentParser, settings: Namespace) -> Namespace:
@@ -132,14 +115,10 @@ def long_flags(parser: ArgumentParser) -> list[str]:
     return [option.removeprefix("--") for option in options if option.startswith("--")]
 
 
-def _explain(message: str, parser: ArgumentParser, further: Sequence[str]) -> str:
+def _explain(message: str, longer: Collection[str], short: Mapping[str, str]) -> str:
     """Return one line for a message of the parser, which may have several."""
-    flags = {*long_flags(parser), *further}
-    short = {}
-    for action in parser._option_string_actions.values():
-        if isinstance(action, ShortFlag):
-            short[action.flag] = action.setting
-    key = ".".join(re.findall(r'Parser key "(.+?)":', message))
+    flags = {*longer, *short}
+    key = ".".join(dict.fromkeys(re.findall(r'Parser key "(.+?)":', message)))
     if match := re.match(r"argument (\S+): expected one argument", message):
         return f"{match[1]} needs a value"
     if match := re.match(r"unrecognized arguments: -+([^\s=]+)", message):
@@ -150,13 +129,16 @@ def _explain(message: str, parser: ArgumentParser, further: Sequence[str]) -> st
         return DERIVED.get(name) or f"no setting is called {name}.{hint}"
     if match := re.search(r"Importing '(\S+?)' is not allowed", message):
         return REFUSED.format(match[1])
+    parts = sorted(flag for flag in longer if flag.startswith(f"{key}.") and not flag.endswith(".help"))
+    if parts and not re.search(r"Expected|required", message):
+        return f"{key} is a group: set its settings, {', '.join(parts[:3])} …"
     for flag, setting in short.items():
         if setting == key:
             message = f"--{flag}: {message}"
-    parts = [flag for flag in further if flag.rpartition(".")[0] == key]
+    line = _one_line(message)
     if parts:
-        message += f", settings: {', '.join(parts)}"
-    return _one_line(message)
+        line += f", settings: {', '.join(parts)}"
+    return line
 
 
 def _flag_hint(flag: str, flags: Collection[str]) -> str:
@@ -167,14 +149,17 @@ def _flag_hint(flag: str, flags: Collection[str]) -> str:
 
 
 # Begins of the lines of a message that a reader does not need.
-NOISE = ("Does not validate", "Subtypes", "Errors", "Given value type", "Expected a None", "Problem with")
+NOISE = (
+    *("Does not validate", "Subtypes", "Errors", "Given value type", "Given value: Namespace"),
+    *("Expected a None", "Expected a path", "Problem with"),
+)
 
 
 def _one_line(message: str) -> str:
     """Return a message of the parser without the lines that repeat its types."""
     lines = []
     for line in message.splitlines():
-        text = re.sub(r"<class '(.+?)'>|typing\.", r"\1", line.strip().removeprefix("- "))
+        text = re.sub(r"<class '(.+?)'>|typing\.|Parser key \"(.+?)\"", r"\1\2", line.strip().removeprefix("- "))
         if text and not text.startswith(NOISE):
             lines.append(text.removesuffix(":"))
     return ", ".join(lines)

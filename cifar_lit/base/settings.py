@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from cifar_lit.base.errors import UsageError, nearest
 from cifar_lit.base.plugins import part_name
@@ -84,16 +85,31 @@ _KINDS: dict[str, tuple[str, list[type]]] = {
 }
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's loader of plain values, which would silently take the last of equal keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raise ConstructorError for a repeated key."""
+        keys = set()
+        for key, _ in node.value:
+            if key.value in keys and key.value != "<<":
+                fault = f"{key.value} stands there a second time: remove one of them"
+                raise ConstructorError(problem=fault, problem_mark=key.start_mark)
+            keys.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def plain_values(file: Path) -> Any:
     """Return the values in a configuration file; empty for an empty file. Raise UsageError for invalid YAML."""
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = ""
         if mark:
             place = f" at line {mark.line + 1}, column {mark.column + 1}"
-        raise UsageError(f"{file} is not valid YAML{place}: check its indentation and brackets") from None
+        remedy = error.problem if isinstance(error, ConstructorError) else "check its indentation and brackets"
+        raise UsageError(f"{file} is not valid YAML{place}: {remedy}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{file} is not UTF-8 text: save it as UTF-8") from None
     if values is None:

@@ -91,15 +91,15 @@ def duration_seconds(text: str) -> float | None:
 def say(*lines: str) -> None:
     """Print lines on stdout."""
     for line in lines:
-        print(printable(line))
-    sys.stdout.flush()
+        print(printable(line), flush=True)  # does nothing without a console
 
 
 def note(*lines: str) -> None:
     """Print lines on stderr."""
+    if sys.stderr is None:  # a program without a console, such as pythonw
+        return
     for line in lines:
-        print(printable(line), file=sys.stderr)
-    sys.stderr.flush()
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def accept_any_encoding() -> None:
@@ -168,7 +168,7 @@ def progress(
         return
     started = last_line = time.monotonic()
     done, bar = 0, None
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         from rich.console import Console
         from rich.markup import escape
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

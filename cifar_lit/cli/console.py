@@ -24,7 +24,7 @@ class TextConsole(Console):
 
 def for_tables() -> Console:
     """Return a console as wide as the terminal. Without a terminal and the variable COLUMNS, it has 100 columns."""
-    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    is_known = "COLUMNS" in os.environ or sys.stdout is None or sys.stdout.isatty()
     return TextConsole(width=None if is_known else 100, highlight=False)
 
 

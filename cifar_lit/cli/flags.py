@@ -53,7 +53,7 @@ GROUPS = {
         Flag("precision", "P", "such as 32-true or bf16-mixed", "trainer.precision"),
         Flag("threads", "N", "CPU threads of each process (default: the free ones)"),
         Flag("nodes", "N", "number of machines", "trainer.num_nodes"),
-        Flag("rank-timeout", "S", "seconds that a process may keep the others waiting", "rank_timeout"),
+        Flag("rank-timeout", "S", "seconds that a process may keep others waiting (DDP)", "rank_timeout"),
     ),
     "output": (
         Flag("logs", "DIR", "folder for run folders (lightning_logs)"),
@@ -122,7 +122,7 @@ class Command:
         """Return the last value of a setting among the flags; None if it is not given."""
         for word in reversed(self.flags):
             flag, _, value = word.removeprefix("--").partition("=")
-            if SHORT.get(flag, flag) == setting:
+            if flag == setting:
                 return value
         return None
 
@@ -187,7 +187,7 @@ def parse(name: str, argv: list[str]) -> Command:
             key = "config"
         if key == "ckpt_path" and command.trains:
             key = "resume"
-        if not equals and key in (*SEVERAL, "recipe", "config", "logs"):
+        if not equals and key in (*SEVERAL, *SHORT, "recipe", "config", "logs"):
             raise UsageError(f"{flag} needs a value")
         if key in ("recipe", "logs", "resume"):
             setattr(command, key, value)
@@ -199,6 +199,8 @@ def parse(name: str, argv: list[str]) -> Command:
             command.flags.append("--help")
         elif key in FEATURES:
             command.flags.append(f"{flag}={SWITCH.get(value.lower(), value)}")
+        elif key in SHORT:
+            command.flags.append(f"--{SHORT[key]}={value}")
         elif key not in SWITCHES:
             command.flags.append(word)
         if key not in SEVERAL:

@@ -45,16 +45,6 @@ OWN = {
     "test RUN": "cifar_lit.cli.retest:test_again",
 }
 
-_SYNONYMS = {  # commands of other programs
-    **dict.fromkeys(("run", "start", "training"), "train"),
-    **dict.fromkeys(("eval", "evaluate", "score"), "test"),
-    **dict.fromkeys(("infer", "inference", "detect"), "classify"),
-    **dict.fromkeys(("annotate", "label", "relabel"), "review"),
-    **dict.fromkeys(("val", "valid"), "validate"),
-    **dict.fromkeys(("convert", "onnx"), "export"),
-    "list": "recipes",
-}
-
 
 def main(argv: list[str] | None = None, default: str = "fit") -> int:
     """Run a command line. A failure prints one line to stderr, and before it a traceback with --debug.
@@ -139,11 +129,9 @@ def _split(argv: list[str], default: str) -> tuple[str, list[str]]:
 
 
 def _command_hint(name: str, commands: list[str]) -> str:
-    """Return `" Did you mean X?"` for an unknown command, which may be a recipe or a command of another program."""
+    """Return `" Did you mean X?"` for an unknown command, which may be a recipe."""
     if name in flags.recipe_names():
         return f" Did you mean train --recipe {name}?"
-    if name.lower() in _SYNONYMS:
-        return f" Did you mean {_SYNONYMS[name.lower()]}?"
     return nearest(name, commands)
 
 

@@ -13,7 +13,8 @@ from jsonargparse import ActionConfigFile, Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
 
-from cifar_lit.base.command_line import PARSER_SETTINGS, SYNONYMS, add_short_flags, parsed
+from cifar_lit.base.command_line import PARSER_SETTINGS, SYNONYMS, parsed
+from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
 from cifar_lit.base.trust import check_found, limit_parser
 from cifar_lit.cli.flags import DEFAULT_RECIPES, FLAGS, LOGS, OWN, SHORT, Command, machine_kind, recipe_path
@@ -69,7 +70,6 @@ def settings_parser(name: str) -> LightningArgumentParser:
     for setting, (types, default) in OWN_SETTINGS.items():
         add(f"--{setting}", type=types, default=default, help=FLAGS[setting.replace("_", "-")].text)
     parser.add_method_arguments(pl.Trainer, name, skip=OBJECTS)
-    add_short_flags(parser, SHORT)
     return parser
 
 
@@ -81,10 +81,11 @@ def parse_settings(command: Command, resumed: Path | None) -> tuple[LightningArg
     found = run_with_settings(command, resumed)
     if found:
         limit_parser()
-    files = [file_settings(Path(config).expanduser()) for config in command.configs]
+    paths = [Path(config).expanduser() for config in command.configs]
     base = recipe_file(command, found)
     if base:
-        files.insert(0, file_settings(base))
+        paths.insert(0, base)
+    files = [file_settings(path) for path in paths]
     if found:
         files[0]["logs"] = LOGS
     drop_replaced_options(files, {part: command.value(f"model.{part}") for part in PARTS})
@@ -99,7 +100,8 @@ def parse_settings(command: Command, resumed: Path | None) -> tuple[LightningArg
     for feature in FEATURES:
         further += feature_settings(feature)
     parser = settings_parser(command.stage)
-    settings = parsed(parser, flags, further, [*files, own])
+    named = [*zip(map(display_path, paths), files, strict=True), ("", own)]
+    settings = parsed(parser, flags, further, SHORT, named)
     if found:
         check_found(settings.as_dict(), found.parent, command.flags)
     return parser, settings

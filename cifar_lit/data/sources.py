@@ -95,7 +95,11 @@ def _load_reviewed(data: str | Source | Load, settings: DataSettings, train: boo
 
 def _check_no_own_images(dataset: str, settings: DataSettings) -> None:
     """Raise UsageError if the root holds folders of images, but the data set is another."""
-    if settings.root is None or not _has_class_folders(settings.path):
+    if settings.root is None:
+        return
+    if not _has_class_folders(settings.path):
+        if dataset == "shapes":
+            raise UsageError(f"--data-dir {settings.root}: shapes are drawn: leave it out, or add --dataset folder")
         return
     source = find_source(dataset)
     if source.fixed and source.at_hand(settings):  # last, because it computes checksums

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from cifar_lit.base.errors import UsageError, first_line, nearest
-from cifar_lit.base.plugins import accepted_arguments, build_part, check_no_file, find_part, is_import_path, part_name
+from cifar_lit.base.plugins import (
+    accepted_arguments,
+    build_part,
+    check_no_file,
+    find_part,
+    is_import_path,
+    own_part_hint,
+    part_name,
+)
 from cifar_lit.base.text import note_once
 
 
@@ -150,7 +158,8 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
     if name not in names:
         check_no_file(name)
         valid = f"{', '.join(NETS)}, those of torchvision, and timm/NAME"
-        raise UsageError(f"There is no net named {name!r}.{nearest(name, names)} Nets: {valid}.")
+        hint = own_part_hint(name) or nearest(name, names)
+        raise UsageError(f"There is no net named {name!r}.{hint} Nets: {valid}.")
     return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))
 
 

@@ -42,11 +42,11 @@ def logged_settings(settings: Mapping[str, Any]) -> dict[str, object]:
 
 
 def feature_settings(settings: Mapping[str, Any]) -> dict[str, object]:
-    """Return the settings of all features by their full names; True for a feature without settings."""
+    """Return the settings of all features by their full names; "on" for a feature without settings."""
     shown: dict[str, object] = {}
     for feature, options in settings.items():
         if feature not in GROUPS and isinstance(options, dict):
-            shown |= _named(feature, options) or {feature: True}
+            shown |= _named(feature, options) or {feature: "on"}
     return shown
 
 

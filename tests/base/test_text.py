@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 
 import pytest
 
-from cifar_lit.base.text import csv_cell, duration_seconds, is_name, note, printable, quoted, say
+from cifar_lit.base.text import csv_cell, duration_seconds, is_name, note, printable, progress, quoted, say
 
 
 @pytest.mark.parametrize("text", ["a b", "Ä", "猫", "👩‍💻", "❤️‍🔥", "می‌خواهم", "क्‍ष", "C:\\run", "x[bold]", ""])
@@ -67,3 +68,12 @@ def test_a_duration_is_a_number_with_a_unit() -> None:
 def test_words_of_a_command_are_in_double_quotes_where_a_shell_would_read_them_otherwise() -> None:
     words = ["--lr=1", "my photos", "{depth: 3}", "it's", "$HOME", '"', "*.png", "猫/a-1.yaml", ""]
     assert quoted(*words) == '--lr=1 "my photos" "{depth: 3}" "it\'s" "\\$HOME" "\\"" "*.png" 猫/a-1.yaml ""'
+
+
+def test_a_program_without_a_console_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    say("a")
+    note("b")
+    with progress("reading", 2) as advance:
+        advance(2)

@@ -73,12 +73,3 @@ def test_weights_of_another_net_are_refused_before_a_run_folder_is_made() -> Non
     answer = run_command(*SMALL, "--weights", "weights.pth", "--net", "lenet")
     assert_refused(answer, 2, "does not hold weights of lenet")
     assert not Path("lightning_logs").exists()
-
-
-def test_a_flag_replaces_one_setting_of_a_feature_in_a_file() -> None:
-    Path("mine.yaml").write_text("finetune: {weights: imagenet, head_views: 1}\nwhitening: {bias_epochs: 3}\n")
-    words = ("--config", "mine.yaml", *SHAPENET, "--whitening.bias_epochs", "1", "--epochs", "1")
-    answer = run_command("fit", *SMALL, *words, "--trainer.fast_dev_run", "true")
-    assert answer.code == 0, answer.err
-    assert "finetune.weights weights.pth · finetune.head_views 1 · " in answer.out
-    assert "whitening.bias_epochs 1.0" in answer.out

@@ -54,7 +54,11 @@ def test_a_feature_is_turned_on_and_off_by_files_and_flags(
 
 
 def test_a_feature_without_a_value_is_turned_on() -> None:
-    assert parse("fit", ["--balanced", "--compile", "--lr", "1"]).flags == ["--balanced={}", "--compile={}", "--lr=1"]
+    assert parse("fit", ["--balanced", "--compile", "--lr", "1"]).flags == [
+        "--balanced={}",
+        "--compile={}",
+        "--model.lr=1",
+    ]
 
 
 def test_the_last_of_repeated_flags_wins() -> None:
@@ -68,7 +72,7 @@ def test_the_last_of_repeated_flags_wins() -> None:
 def test_resume_takes_an_optional_path_and_negative_numbers_are_values() -> None:
     for argv, resume in (("", None), ("--resume", ""), ("--resume a-1", "a-1"), ("--ckpt_path=a-1", "a-1")):
         command = parse("fit", [*argv.split(), "--lr", "-1e-3"])
-        assert (command.resume, command.flags) == (resume, ["--lr=-1e-3"])
+        assert (command.resume, command.flags) == (resume, ["--model.lr=-1e-3"])
 
 
 def test_switches_are_recognised_and_unknown_flags_are_left_to_the_parser() -> None:

@@ -72,7 +72,7 @@ def test_flags_that_contradict_the_launcher_are_refused(argv: str, environment: 
 def test_flags_stay_without_srun_and_in_interactive_shells(environment: dict[str, str]) -> None:
     command, before = parse("fit", ["--devices", "3"]), dict(environment)
     apply_launcher(command, environment)
-    assert command.flags == ["--devices=3"] and environment == before
+    assert command.flags == ["--trainer.devices=3"] and environment == before
 
 
 # ---- restarted jobs
@@ -125,7 +125,7 @@ def test_a_restarted_job_resumes_its_newest_run(capsys: pytest.CaptureFixture[st
     write_run(start_command(LINE, {**SLURM, "SLURM_JOB_ID": "8"}), "small-4")
     command = start_command(LINE, AGAIN)
     assert (command.resume, command.recipe, command.logs) == (str(newer), None, "lightning_logs")
-    assert command.flags == ["--lr=0.1"]  # flags override the settings of the run
+    assert command.flags == ["--model.lr=0.1"]  # flags override the settings of the run
     assert capsys.readouterr().err == "resuming lightning_logs/small-2 of job hill:7\n"
     assert start_command(LINE, SLURM).resume is None  # the same command again, in a job that was not restarted
     words = ["--resume", str(older)]

@@ -29,7 +29,14 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --config epochs.yaml", ["no setting is called epochs", "Did you mean trainer.max_epochs?"]),
     (f"{S} --net resnt18", ["'resnt18'", "Did you mean resnet18?"]),
     (f"{S} --dataset cifar1O", ["'cifar1O'", "Did you mean cifar10?", "fashion_mnist"]),
-    (f"{S} --model.optimizer adam", ["model.optimizer", "'adam'", "Did you mean adamw?"]),
+    (f"{S} --model.optimizer adam", ["model.optimizer", "torch.optim.Adam"]),
+    (f"{S} --net Net", ["Did you mean my_net.Net?"]),
+    (f"{S} --data.train_count 5", ["Did you mean --data.split.share?"]),
+    (f"{S} --config wrong.yaml", ["wrong.yaml: --lr: model.lr", "float", "fast"]),
+    (f"{S} --config twice.yaml", ["twice.yaml", "line 3, column 3: lr stands there a second time"]),
+    (f"{S} --data.images null", ["data.images is a group: set its settings, data.images.channels"]),
+    (f"{S} --weight_average true", ["required: decay, settings: weight_average.decay"]),
+    ("--recipe quickstart --data-dir nowhere", ["--data-dir nowhere: shapes are drawn: leave it out"]),
     (f"{S} --model.schedule cosin", ["model.schedule", "constant, cosine", "'cosin'", "Did you mean cosine?"]),
     (f"{S} --class_weights.kind balancd", ["class_weights.kind must be one of balanced, effective", "mean balanced?"]),
     (f"{S} --class_weights effective", ["class_weights", "effective", "class_weights.kind"]),
@@ -78,6 +85,9 @@ def files(working_folder: Path) -> Path:
         "epochs.yaml": "epochs: 3\n",
         "fsdp.yaml": "trainer: {strategy: {class_path: lightning.pytorch.strategies.FSDPStrategy}}",
         "loose.ckpt": "",
+        "my_net.py": "class Net: pass\nraise SystemExit",
+        "wrong.yaml": "model: {lr: fast}",
+        "twice.yaml": "model:\n  lr: 1\n  lr: 2\n",
     }.items():
         (working_folder / name).write_text(text)
     (working_folder / "photos").mkdir()
@@ -85,7 +95,7 @@ def files(working_folder: Path) -> Path:
 
 
 def test_every_synonym_stands_for_an_existing_flag() -> None:
-    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help").out))
+    flags = set(re.findall(r"--([\w.-]+)", run_command("fit", "--help-all").out))
     own = ("model.optimizer_options.weight_decay", "weight_average.decay")
     assert set(SYNONYMS.values()) - {*flags, *SHORT, *OWN, *own} == set()
 
