@@ -30,7 +30,14 @@ def test_the_start_card_lists_the_settings_of_a_feature_and_the_run_folder_is_co
     assert answer.lines.index(card) < answer.lines.index(fitted)
     assert " · validation accuracy 0." in fitted
     run = Path("lightning_logs/small-1")
-    files = {"model.safetensors", "metrics.json", "predictions.csv", "report.html", "checkpoints/best.ckpt"}
+    files = {
+        "model.safetensors",
+        "metrics.json",
+        "predictions.csv",
+        "report.html",
+        "checkpoints/best.ckpt",
+        "label_errors.csv",
+    }
     assert files <= files_of(run)
     assert metrics_of(run)["train_seconds"] > 0
 

@@ -101,7 +101,7 @@ def test_an_image_is_shown_with_its_nearest_training_images(tmp_path: Path) -> N
     probabilities = torch.tensor([[0.2, 0.7, 0.1]] * 3)
     missing = str(tmp_path / "gone.jpg")
     queue = Queue(
-        ["0", file, missing], ["cat", None, None], None, probabilities, embeddings[[0, 3, 3]], CLASSES, train, keys,
+        ["0", file, missing], ["cat", None, None], None, probabilities, embeddings[[0, 2, 2]], CLASSES, train, keys,
         [6, 5, 4, 3, 2, 1, 0], embeddings.flip(0),
     )  # fmt: skip
     shown = queue.details(0)
@@ -109,7 +109,7 @@ def test_an_image_is_shown_with_its_nearest_training_images(tmp_path: Path) -> N
     assert len(shown["nearest"]) == 5 and all(uri.startswith("data:image/png") for uri, _ in shown["nearest"])
     assert [name for name, _ in shown["top"]] == ["dog", "cat", "eel"]
     large = queue.details(1)
-    assert large["nearest"][0][1] == "cat"  # row 3
+    assert large["nearest"][0][1] == "eel"  # row 2
     assert large["picture"].startswith("data:image/jpeg")
     assert queue.details(2)["picture"] == ""
     assert [summary.name for summary in queue.summaries] == ["0", "large.jpg", "gone.jpg"]
