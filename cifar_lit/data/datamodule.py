@@ -182,7 +182,7 @@ class ImageData(TrustedNames, pl.LightningDataModule):
         """Reset the state of an earlier fit and warn about small classes."""
         if stage != "fit":
             return
-        self.parts.warn_of_few_images(self.batch_size)
+        self.parts.warn_of_few_images()
         self._train_loader = self._resumed = None
         self.make_train_loader, self.side = TrainLoader, full_size
 

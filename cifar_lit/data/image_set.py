@@ -76,6 +76,16 @@ class ImageSet:
         self.prefetch(rows)
         return self.images.index_select(0, rows)
 
+    def subset(self, rows: Tensor) -> ImageSet:
+        """Return the images at `rows`, int64 (B,), as a set."""
+        numbers = rows.tolist()
+        names: list[str] = []
+        if self.names:
+            names = [self.names[row] for row in numbers]
+        columns = {name: [values[row] for row in numbers] for name, values in self.columns.items()}
+        images, labels, groups = self.take(rows), self.labels[rows], self.groups_of(rows)
+        return ImageSet(images, labels, self.classes, groups=groups, names=names, columns=columns)
+
     def prefetch(self, rows: Tensor | None = None) -> None:
         """Prefetch memory-mapped images with madvise: those at `rows`, int64 (B,), or all of them.
 

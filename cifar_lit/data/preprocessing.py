@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.memory import free_memory
+from cifar_lit.base.text import note_once
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import Batch, ImageSet, spread_rows
 from cifar_lit.data.split import SplitImages
@@ -59,7 +60,7 @@ class Preprocessing:
             std = measured[1] if std is None else std
         mean, std = (value if isinstance(value, list) else [float(value)] * channels for value in (mean, std))
         if not len(mean) == len(std) == channels:
-            raise UsageError(f"data.mean and data.std need {channels} numbers, or one for all channels")
+            raise UsageError(f"data.images.mean and data.images.std need {channels} numbers, or one for all channels")
         return mean, std
 
     def normalise(self, images: Tensor, side: int | None = None) -> Tensor:
@@ -88,10 +89,15 @@ class Preprocessing:
 
 
 MEASURED = 50_000  # images, evenly spaced
+# A channel with less than this share of the largest standard deviation counts as constant. Divided by its own, the
+# noise of a JPEG would be all that a net sees of it.
+CONSTANT = 0.02
 
 
 def channel_statistics(images: ImageSet, rows: Tensor) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation of each channel for pixels in [0, 1], rounded to 4 digits.
+
+    A constant channel gets the mean deviation of the others, or 0.25 if there are none.
 
     rows: int64 (N,), rows to measure; of more than `MEASURED`, as many.
     """
@@ -105,7 +111,12 @@ def channel_statistics(images: ImageSet, rows: Tensor) -> tuple[list[float], lis
         squares += values.square().sum(0)
     mean = total / pixels
     std = (squares / pixels - mean.square()).clamp_min(1e-6).sqrt()
-    return [round(x, 4) for x in mean.tolist()], [max(round(x, 4), 1e-3) for x in std.tolist()]
+    varied = std > max(1e-3, CONSTANT * float(std.max()))
+    if not varied.all():
+        std[~varied] = std[varied].mean() if varied.any() else 0.25
+        count = f"{int((~varied).sum())} of {channels} channels of the training images"
+        note_once(f"{count} are constant: they are normalised as the others are on average (--data.std)")
+    return [round(x, 4) for x in mean.tolist()], [round(x, 4) for x in std.tolist()]
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -59,16 +59,16 @@ class Images:
     num_classes: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("data.resize", self.resize, RESIZES)
+        check_choice("data.images.resize", self.resize, RESIZES)
         if self.channels not in (None, 1, 3):
-            raise UsageError(f"data.channels must be 1 or 3, not {self.channels}")
+            raise UsageError(f"data.images.channels must be 1 or 3, not {self.channels}")
         if self.image_size is not None:
             parse_image_size(self.image_size)
         if self.levels is not None:
             black, white = self.levels
             if black >= white:
                 form = "two values, of black and of white, such as [0, 4095]"
-                raise UsageError(f"data.levels {list(self.levels)} must be {form}")
+                raise UsageError(f"data.images.levels {list(self.levels)} must be {form}")
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -96,6 +96,8 @@ def parse_image_size(value: ImageSize) -> tuple[int, int]:
     try:
         sizes = [int(side) for side in sides]
         height, width = sizes * 2 if len(sizes) == 1 else sizes
+        if min(sizes) < 1:
+            raise ValueError
     except ValueError:
         form = "a number of pixels for squares, or height x width, such as 96x128"
         raise UsageError(f"--data.image_size must be {form}, not {value!r}") from None
@@ -115,7 +117,7 @@ class Loading:
         url: URL or path of the archive, instead of the built-in sources.
 
     Raises:
-        UsageError: for an unknown placement.
+        UsageError: for invalid values.
     """
 
     placement: str = "auto"
@@ -125,7 +127,11 @@ class Loading:
     url: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("data.placement", self.placement, PLACEMENTS)
+        check_choice("data.loading.placement", self.placement, PLACEMENTS)
+        if self.workers < 0:
+            raise UsageError(f"--data.workers must be 0 or more processes, not {self.workers}")
+        if self.eval_batch_size < 1:
+            raise UsageError(f"--data.eval_batch_size must be 1 or more images, not {self.eval_batch_size}")
 
     @property
     def cache_path(self) -> Path:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from cifar_lit.base.errors import UsageError, nearest
@@ -109,13 +109,12 @@ def _check_no_own_images(dataset: str, settings: DataSettings) -> None:
 
 
 def _has_class_folders(root: Path) -> bool:
-    """Return whether `root` has images in `<class>/` or `train/<class>/`. Only looks at the first files of a folder."""
+    """Return whether `root` has images in `<class>/` or `train/<class>/`. Only looks at the first files."""
     from cifar_lit.data.photos.decode import IMAGES
 
     with suppress(OSError):
-        for folder in (*root.glob("*/"), *root.glob("train/*/")):
-            names = [path.name.lower() for path in islice(folder.iterdir(), 20)]
-            if any(name.endswith(IMAGES) for name in names):
+        for path in islice(chain(root.glob("*/*"), root.glob("train/*/*")), 1000):
+            if path.name.lower().endswith(IMAGES):
                 return True
     return False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,10 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
         is_single[rows] = False
         for label, count in class_counts.items():
             surplus[label] -= shares[label] * count
-        if imbalance_change(class_counts, surplus, totals) >= 0:
+        change = 0.0  # of the sum of squared relative surpluses
+        for label, count in class_counts.items():
+            change += count * (count + 2 * surplus[label]) / totals[label] ** 2
+        if change >= 0:
             continue
         if draw(rows, class_counts):
             for label, count in class_counts.items():
@@ -126,9 +129,7 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
 def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> Tensor:
     """Return the fold of each row for a cross-validation, int64 (N,) in [0, folds).
 
-    Folds are stratified, and as even as the classes allow. As in scikit-learn's StratifiedGroupKFold, groups of several
-    rows come first, in descending size. Each group goes to the fold with the fewest images of its classes. Single rows
-    are then distributed class by class.
+    Each fold but the first is drawn from the rows left as validation rows are, see `split_validation`.
 
     Args:
         labels: int64 (N,).
@@ -142,34 +143,14 @@ def fold_rows(labels: Tensor, groups: Tensor | None, folds: int, seed: int) -> T
         units, noun = len(groups.unique()), "groups of images"
     if not 2 <= folds <= units:
         raise UsageError(f"{folds} folds of {units:,} {noun} are invalid: choose from 2 to {units:,}")
-    classes, numbers, class_sizes = np.unique(labels.numpy(), return_inverse=True, return_counts=True)
-    totals: list[int] = class_sizes.tolist()
-    order = np.random.default_rng(seed).permutation(len(labels))
-    result = np.full(len(labels), -1)
-    counts = [[0] * len(classes) for _ in range(folds)]
-    sizes = [0] * folds
-    for rows, class_counts in list_groups(numbers, order, groups):
-        fold = min(range(folds), key=lambda fold: (imbalance_change(class_counts, counts[fold], totals), sizes[fold]))
-        result[rows] = fold
-        sizes[fold] += len(rows)
-        for label, count in class_counts.items():
-            counts[fold][label] += count
-    for label, rows in enumerate(rows_by_class(numbers, class_sizes)):
-        rows = rows[result[rows] < 0]
-        for row in rows[np.argsort(order[rows])].tolist():
-            fold = min(range(folds), key=lambda fold: (counts[fold][label], sizes[fold]))
-            result[row] = fold
-            sizes[fold] += 1
-            counts[fold][label] += 1
-    return torch.from_numpy(result)
-
-
-def imbalance_change(class_counts: Mapping[int, int], surplus: Sequence[float], totals: Sequence[int]) -> float:
-    """Return by how much a group increases the sum of squared relative surpluses of its classes."""
-    change = 0.0
-    for label, count in class_counts.items():
-        change += count * (count + 2 * surplus[label]) / totals[label] ** 2
-    return change
+    result = torch.zeros(len(labels), dtype=torch.int64)
+    rest = torch.arange(len(labels))
+    for fold in range(folds - 1, 0, -1):
+        rest_groups = None if groups is None else groups[rest]
+        left, drawn = split_validation(labels[rest], round(len(rest) / (fold + 1)), seed, rest_groups)
+        result[rest[drawn]] = fold
+        rest = rest[left]
+    return result
 
 
 def list_groups(labels: np.ndarray, order: np.ndarray, groups: Groups) -> list[tuple[np.ndarray, Counter[int]]]:
@@ -233,15 +214,7 @@ class SplitImages:
         """Test images."""
         if not self.folds:
             return load_images(self.dataset, self.settings, train=False)
-        images, rows = self.train_images, self.fold_rows
-        names: list[str] = []
-        if images.names:
-            names = [images.names[row] for row in rows.tolist()]
-        groups = images.groups_of(rows)
-        columns = {name: [values[row] for row in rows.tolist()] for name, values in images.columns.items()}
-        return ImageSet(
-            images.take(rows), images.labels[rows], images.classes, groups=groups, names=names, columns=columns
-        )
+        return self.train_images.subset(self.fold_rows)
 
     @cached_property
     def fold_rows(self) -> Tensor:
@@ -296,16 +269,13 @@ class SplitImages:
         images = self.train_images
         return torch.bincount(images.labels[self.split[0]], minlength=len(images.classes))
 
-    def warn_of_few_images(self, batch_size: int) -> None:
-        """Warn about classes with fewer than two training images, a large batch, and a small validation set."""
+    def warn_of_few_images(self) -> None:
+        """Warn about classes with fewer than two training images, and a small validation set."""
         classes = self.train_images.classes
         few = [name for name, count in zip(classes, self.class_counts.tolist(), strict=True) if count <= 1]
         if few:
             part = f"{len(few):,} of {len(classes):,} classes"
             note_once(f"{part} have fewer than 2 training images ({listed(few)}): add more")
-        count = len(self.split[0])
-        if count < batch_size:
-            note_once(f"{counted(count, 'training image')} are less than a batch of {batch_size}: lower --batch-size")
         count = len(self.split[1])
         if 0 < count < FEW_VALIDATION_IMAGES:
             remedy = "raise --data.val_size, or set it to 0 to train on all images and keep the last checkpoint"
@@ -375,8 +345,7 @@ def split_fault(parts: SplitImages, saved: list[Row] | None) -> str:
         "are missing": [name for name, _, _ in saved if name not in names],
         "have changed": [name for name, _, code in saved if (name, code) not in codes],
         "would change sides": [name for name, side, code in saved if (name, side, code) not in rows],
-        "are new": names.difference(name for name, _, _ in saved),
     }
-    fault, images = next((each for each in faults.items() if each[1]), ("are in another order", names))
+    fault, images = next((each for each in faults.items() if each[1]), ("are in another order", [*names]))
     text = f"images of this run {fault} ({len(images):,} of {len(saved):,}): {listed(images)}"
     return f"{text}. Restore the images and their table as they were, or start a new run"

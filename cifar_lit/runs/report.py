@@ -100,9 +100,7 @@ def _used(data: ImageData) -> ImageSet:
         return images
     keep = torch.ones(len(images), dtype=torch.bool)
     keep[data.parts.fold_rows] = False
-    rows = keep.nonzero()[:, 0]
-    names = [images.name(row) for row in rows.tolist()]
-    return ImageSet(images.images[rows], images.labels[rows], images.classes, names=names)
+    return images.subset(keep.nonzero()[:, 0])
 
 
 def render(

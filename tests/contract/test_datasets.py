@@ -50,12 +50,6 @@ def test_an_archive_placed_by_hand_is_used_and_a_damaged_one_is_named_and_kept()
     assert not Path("lightning_logs").exists()
 
 
-def test_data_url_replaces_the_mirrors() -> None:
-    answer = run_command(*SMALL, "--dataset", "cifar10", "--data.url", "http://127.0.0.1:9/a.gz", *NO_SHAPES)
-    line = answer.error_lines[-1]
-    assert answer.code == 1 and "127.0.0.1:9: " in line and "toronto" not in line, line
-
-
 # ---- folders
 
 

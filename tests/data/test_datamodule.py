@@ -54,17 +54,6 @@ def test_the_seed_of_the_run_changes_the_order_but_not_images_or_split() -> None
     assert rows_of(first.train_dataloader()) != rows_of(second.train_dataloader())
 
 
-def test_batches_are_normalised_by_given_or_measured_statistics() -> None:
-    data = shapes_data(mean=[0.1, 0.2, 0.3], std=[0.5, 0.6, 0.7])
-    batch = next(iter(data.train_dataloader()))
-    result = data.on_after_batch_transfer(batch, 0)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in data.statistics)
-    expected = (batch.images.permute(0, 3, 1, 2) / 255 - mean) / std
-    torch.testing.assert_close(result.images, expected, rtol=1e-5, atol=1e-5)
-    assert result.labels is batch.labels and result.indices is batch.indices
-    assert (result.loss_weight, result.targets) == (1.0, None)
-
-
 # ---- placement
 
 

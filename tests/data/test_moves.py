@@ -97,10 +97,7 @@ def test_alternating_flips_mirror_the_images_of_the_epoch_before():
     assert not torch.equal(epochs[0], looks(3, 0, 1000, flip="alternating"))
 
 
-def test_invalid_settings_and_a_crop_or_cutout_as_large_as_the_image_are_refused():
-    for settings in ({"crop": -1}, {"cutout": -2}, {"flip": "randon"}):
-        with pytest.raises(UsageError):
-            Augment(**settings)
+def test_a_crop_or_cutout_as_large_as_the_image_is_refused():
     for setting, (height, width) in product(("crop", "cutout"), ((8, 20), (20, 8))):
         with pytest.raises(UsageError, match=rf"data\.augment\.{setting} 8 is too large"):
             Augment(**{setting: 8}).check(height, width)

@@ -97,14 +97,6 @@ def test_folds_and_shares_stay_the_same(split: dict[str, Any], photos: Path) -> 
     assert sides(resumed) == before
 
 
-def test_the_test_images_are_those_of_the_start_although_the_test_comes_last(photos: Path) -> None:
-    data = own_data(photos)
-    data.train_dataloader()
-    before = sides(own_data(photos))
-    add_images(photos)
-    assert sides(data) == before
-
-
 # ---- images that were changed
 
 

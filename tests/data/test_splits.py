@@ -122,4 +122,17 @@ def test_channel_statistics_equal_numpys_over_the_selected_images(
     few = channel_statistics(whole, torch.from_numpy(selected))[0]
     spread = selected[np.arange(6) * len(selected) // 6]  # evenly, because folders are sorted by class
     np.testing.assert_allclose(few, (images[spread] / 255).mean((0, 1, 2)), atol=6e-5)
-    assert min(channel_statistics(as_set(torch.full((10, 2, 2, 3), 77, dtype=torch.uint8)), torch.arange(10))[1]) > 0
+
+
+def test_a_constant_channel_has_the_mean_deviation_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, images = torch.arange(10), torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).repeat(1, 1, 1, 3)
+    assert channel_statistics(as_set(images // 5), rows)[1] == [0.002] * 3  # two levels in every channel
+    images[..., 0] *= 20
+    images[..., 1] = 77
+    images[..., 2] *= 9
+    red, green, blue = channel_statistics(as_set(images), rows)[1]
+    assert green == pytest.approx((red + blue) / 2, abs=1e-4) and red > green > blue
+    images[..., 2] //= 45  # noise of a grey level
+    assert channel_statistics(as_set(images), rows)[1] == [red] * 3
+    assert "2 of 3 channels of the training images are constant: they are normalised as" in capsys.readouterr().err
+    assert channel_statistics(as_set(torch.full_like(images, 77)), rows)[1] == [0.25] * 3

@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.settings import Split
-from cifar_lit.data.split import take_share
 
 SHARES = (0.01, 0.25, 0.5, 0.75, 1.0)
-
-
-def image_set(labels: list[int], groups: Tensor | None = None) -> ImageSet:
-    images = torch.zeros(len(labels), 1, 1, 1, dtype=torch.uint8)
-    return ImageSet(images, torch.tensor(labels), tuple("abcde"[: max(labels) + 1]), groups=groups)
 
 
 @pytest.mark.parametrize("val_size", [0, 0.1])
@@ -38,17 +30,6 @@ def test_shares_are_nested_stratified_and_leave_validation_and_test_images_alone
         assert share == 0.01 or bool(((counts - share).abs() < 0.05).all()), counts
         smaller = rows
     assert torch.equal(train, whole.split[0])
-
-
-def test_groups_stay_whole_and_another_seed_draws_other_images() -> None:
-    groups = torch.arange(60) // 3
-    images = image_set([0, 1, 1] * 20, groups)
-    for share in SHARES:
-        taken = groups[take_share(images, torch.arange(60), share, 0)]
-        assert torch.equal(taken.unique(), taken.unique(return_counts=True)[0]) and len(taken) % 3 == 0
-        assert share == 0.01 or abs(len(taken) / 60 - share) <= 0.1
-    draws = [take_share(images, torch.arange(60), 0.5, seed).tolist() for seed in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])

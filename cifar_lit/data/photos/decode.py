@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 from cifar_lit.base.errors import Failure, install_command
 from cifar_lit.base.hardware import core_count
@@ -34,6 +36,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 KINDS = f"JPEG, PNG, WebP, BMP, GIF, TIFF, PPM{', AVIF or HEIC' if HAS_HEIF else ' or AVIF'}"
 HEIC_REMEDY = f"{install_command('photos')}, or convert it: magick mogrify -format jpg *.heic"
 DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit grey
+NEARLY_WHITE = 250  # grey level
 MEASURED = 300  # images, to find the levels of all
 UNREAD_SUFFIXES = (*HEIC_SUFFIXES, ".jp2", ".jxl", ".dng", ".cr2", ".nef", ".arw", ".psd", ".tga", ".svg", ".pdf")
 MISSING = "missing: there is no such file"
@@ -41,6 +44,7 @@ _CONVERTED_FIRST = {"La": "LA", "RGBa": "RGBA", "PA": "RGBA", "HSV": "RGB", "YCb
 
 # Pillow warns of large images before it refuses larger ones, and of damaged EXIF and tags.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # else a TIFF that Pillow does not read prints lines
 
 Levels = tuple[int, int]  # grey values that become black and white
 
@@ -68,7 +72,7 @@ class Preparation(NamedTuple):
 
     def describe(self) -> str:
         """Return what is done to an image, for people who do it with other programs."""
-        text = f"upright by EXIF, transparent parts white, {RESIZES[self.resize]} (bicubic, antialiased)"
+        text = f"upright by EXIF, transparent parts white or grey, {RESIZES[self.resize]} (bicubic, antialiased)"
         if self.levels:
             text += f", 16-bit values from {self.levels[0]} to {self.levels[1]} scaled to 0 … 255"
         return text
@@ -88,7 +92,7 @@ class DecodeError(Failure):
 def decode(source: str | Path | BinaryIO, preparation: Preparation = Preparation()) -> np.ndarray:  # noqa: B008, immutable
     """Decode an image of one of `FORMATS` (its first frame), upright according to its EXIF orientation.
 
-    Transparent parts become white; 16-bit grey is scaled to 8 bits.
+    Transparent parts become white, or grey where a white figure would vanish; 16-bit grey is scaled to 8 bits.
 
     source: path or open file.
 
@@ -105,6 +109,8 @@ def decode(source: str | Path | BinaryIO, preparation: Preparation = Preparation
         if preparation.size is not None:
             side = 2 * max(preparation.size)
             image.draft(None, (side, side))  # a JPEG is decoded at a smaller scale, at least twice the final size
+        if math.prod(image.size) > 2 * (Image.MAX_IMAGE_PIXELS or math.inf):
+            raise OSError(f"{math.prod(image.size):,} pixels are too many to unpack: scale it down")
         is_deep_colour = ";16" in str(image.tile[:1]) and not image.mode.startswith("I")
         image.load()
         if is_deep_colour and np.asarray(image.convert("RGB")).max() < 16:  # Pillow keeps the upper 8 of 16 bits
@@ -169,30 +175,31 @@ def decode_all(paths: Iterable[str], preparation: Preparation) -> Iterator[np.nd
         except DecodeError as error:
             return error
 
-    cores = core_count()
-    pool = ThreadPoolExecutor(cores)
-    ahead: deque[Future[np.ndarray | DecodeError]] = deque()
-    try:
-        for path in paths:
-            ahead.append(pool.submit(work, path))
-            if len(ahead) > 4 * cores:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    cores, remaining = core_count(), iter(paths)
+    with ThreadPoolExecutor(cores) as pool:
+        while part := [*islice(remaining, 64 * cores)]:
+            yield from pool.map(work, part)
 
 
-def remedy_for(names: Iterable[str]) -> str:
-    """Return a sentence about files that can be converted, by their suffixes; empty if there are none."""
-    suffixes = (os.path.splitext(name)[1].lower() for name in names)  # noqa: PTH122
-    counts = Counter(suffix for suffix in suffixes if suffix in UNREAD_SUFFIXES)
+def remedy_for(names: Iterable[str], every: bool = False) -> str:
+    """Return a sentence about files by their suffixes, and what to do with the most common ones; empty without files.
+
+    every: whether to count all files, not only those that a program is known to convert.
+    """
+    suffixes = [os.path.splitext(name)[1].lower() for name in names]  # noqa: PTH122
+    counts = Counter(suffix for suffix in suffixes if every or suffix in UNREAD_SUFFIXES)
     if not counts:
         return ""
-    found = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
+    found = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common())
     suffix, _ = counts.most_common(1)[0]
-    extra = f"{install_command('photos')}, or " if suffix in HEIC_SUFFIXES else ""
-    return f" {found}: {extra}convert them: magick mogrify -format jpg {quoted(f'*{suffix}')}"
+    if suffix in UNREAD_SUFFIXES:
+        extra = f"{install_command('photos')}, or " if suffix in HEIC_SUFFIXES else ""
+        remedy = f"{extra}convert them: magick mogrify -format jpg {quoted(f'*{suffix}')}"
+    elif suffix:
+        remedy = "save them as PNG or JPEG"
+    else:
+        remedy = "add that of their format, such as .jpg"
+    return f" {found}: {remedy}"
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:
@@ -205,7 +212,18 @@ def _open(data: bytes) -> ImageFile.ImageFile:
         pi_heif = import_module("pi_heif")
         pi_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
         formats = ("HEIF",)
-    return Image.open(io.BytesIO(data), formats=formats)
+    try:
+        return Image.open(io.BytesIO(data), formats=formats)
+    except Image.DecompressionBombError:
+        if not data.startswith(b"\xff\xd8"):
+            raise
+        return JpegImagePlugin.JpegImageFile(io.BytesIO(data))  # `draft` scales it down before it is unpacked
+    except UnidentifiedImageError:
+        if data.startswith(b"version https://git-lfs"):
+            raise OSError("a pointer of Git LFS, the image is not here: git lfs pull") from None
+        if data.startswith((b"II*\0", b"MM\0*")):
+            raise OSError("a TIFF of another kind, such as 13 channels: save three as RGB with 8 bits") from None
+        raise
 
 
 def _check_complete(data: bytes, file_format: str | None) -> None:
@@ -256,8 +274,10 @@ def _as_mode(image: Image.Image, mode: str, levels: Levels | None) -> Image.Imag
     elif image.mode in _CONVERTED_FIRST:
         image = image.convert(_CONVERTED_FIRST[image.mode])
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        figure = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", figure.size, "white"), figure)
+        if np.asarray(image.convert("L")).min() > NEARLY_WHITE:
+            image = Image.alpha_composite(Image.new("RGBA", figure.size, "grey"), figure)
     return image if image.mode == mode else image.convert(mode)
 
 

@@ -28,7 +28,6 @@ MIN_CORRELATION = 0.98  # between thumbnails of near-duplicates
 # Groups above both this share of the images and this number are ignored.
 MAX_SHARE, FEW = 0.1, 10
 CHUNK_BYTES = 1 << 22  # images read at once
-CHUNK_PAIRS = 1 << 14
 
 # Number of 1 bits of each 16-bit word.
 _ONES = np.unpackbits(np.arange(1 << 16, dtype="<u2")[:, None].view(np.uint8), axis=1).sum(1, dtype=np.uint8)
@@ -68,14 +67,10 @@ def near_duplicates(images: np.ndarray) -> list[list[int]]:
 
 
 def _thumbnails(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row (N,), thumbnail, uint8 (N, 81, C), and hash, uint16 (8, N), of each image with enough contrast.
-
-    The arrays are preallocated: for a million images, concatenation would need half a gigabyte more.
-    """
-    rows = np.empty(len(images), np.int64)
-    thumbnails = np.empty((len(images), SIDE * SIDE, images.shape[3]), np.uint8)
-    words = np.empty((HASH_BITS // 16, len(images)), np.uint16)
-    count = 0
+    """Return row (N,), thumbnail, uint8 (N, 81, C), and hash, uint16 (8, N), of each image with enough contrast."""
+    rows: list[np.ndarray] = []
+    thumbnails: list[np.ndarray] = []
+    words: list[np.ndarray] = []
     step = max(1, CHUNK_BYTES // images[0].nbytes)
     with progress("looking for near-duplicates", len(images), min_seconds=5) as advance:
         for start in range(0, len(images), step):
@@ -88,26 +83,21 @@ def _thumbnails(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
             across = grey[:, :-1, 1:] - grey[:, :-1, :-1] > MIN_STEP
             down = grey[:, 1:, :-1] - grey[:, :-1, :-1] > MIN_STEP
             bits = torch.cat([across.flatten(1), down.flatten(1)], 1).numpy()
-            new = slice(count, count + len(clear))
-            rows[new] = start + clear.numpy()
-            thumbnails[new] = small.round().to(torch.uint8).flatten(2).mT.numpy()
-            words[:, new] = np.packbits(bits, axis=1, bitorder="little").view("<u2").T
-            count += len(clear)
+            rows.append(start + clear.numpy())
+            thumbnails.append(small.round().to(torch.uint8).flatten(2).mT.numpy())
+            words.append(np.packbits(bits, axis=1, bitorder="little").view("<u2").T)
             advance(len(part))
-    return rows[:count], thumbnails[:count], words[:, :count]
+    return np.concatenate(rows), np.concatenate(thumbnails), np.concatenate(words, 1)
 
 
 def _correlations(thumbnails: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return the correlation of pairs of thumbnails, with each channel centred: float32 (pairs,)."""
-    result = np.empty(len(left), np.float32)
-    for start in range(0, len(left), CHUNK_PAIRS):
-        part = slice(start, start + CHUNK_PAIRS)
-        first, second = (thumbnails[rows[part]].astype(np.float32) for rows in (left, right))
-        first -= first.mean(1, keepdims=True)
-        second -= second.mean(1, keepdims=True)
-        squares = np.square(first).sum((1, 2)) * np.square(second).sum((1, 2))
-        result[part] = (first * second).sum((1, 2)) / np.sqrt(squares)
-    return result
+    first, second = (thumbnails[rows].astype(np.float32) for rows in (left, right))
+    first -= first.mean(1, keepdims=True)
+    second -= second.mean(1, keepdims=True)
+    squares = np.square(first).sum((1, 2)) * np.square(second).sum((1, 2))
+    correlations: np.ndarray = (first * second).sum((1, 2)) / np.sqrt(squares)
+    return correlations
 
 
 def connect(firsts: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from cifar_lit.base.text import counted, listed, nfc, note_once
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.cache import Duplicates, Index, decoded
 from cifar_lit.data.photos.duplicates import group_files
-from cifar_lit.data.photos.layout import File, Listing, Tree, part_of, scan
+from cifar_lit.data.photos.layout import LAYOUT, File, Listing, Tree, part_of, scan
 from cifar_lit.data.photos.table import list_table, table_hint
 from cifar_lit.data.settings import DataSettings, Split
 from cifar_lit.data.sources import Source
@@ -54,10 +54,13 @@ def folder(settings: DataSettings, train: bool) -> ImageSet:
         return draw_test(listing, duplicates, split)
 
     images, index = decoded(settings, lambda duplicates: files_of(arrange(duplicates)))
-    if index.bad and not settings.images.skip_bad:
-        faults = f"{len(index.bad):,} of {len(index.files):,} images {listing.where} cannot be read"
-        remedy = "repair or remove them, or leave them out with --data.skip_bad true"
-        raise Failure(f"{faults}: {_with_reasons(index.bad)}; {remedy}")
+    if index.bad:
+        count = f"{len(index.bad):,} of {len(index.files):,} images {listing.where}"
+        faults = f"{count} cannot be read: {_with_reasons(index.bad)}"
+        if not settings.images.skip_bad:
+            remedy = "mend or remove them, or leave them out with --data.skip_bad true"
+            raise Failure(f"{faults}; {remedy}. To resume a run, restore them as they were")
+        note_once(f"{faults}; they are left out")
     parts = dict(arrange(index.duplicates))
     if index.duplicates:
         _report_duplicates(parts, index.duplicates, listing.where)
@@ -72,8 +75,7 @@ def folder(settings: DataSettings, train: bool) -> ImageSet:
 def _list_images(settings: DataSettings) -> Listing:
     """Return the image files of a folder or a table, without those that were added since a resumed training began."""
     if settings.root is None:
-        layout = "a table, or a folder with train/<class>/… and test/<class>/…"
-        raise UsageError(f"the data set `folder` needs --data-dir PATH: {layout}")
+        raise UsageError(f"the data set `folder` needs --data-dir PATH: a table, or {LAYOUT}")
     root, group, wanted = settings.path, settings.split.group, settings.images
     if root.is_file():
         listing = list_table(root, group, wanted.skip_bad, wanted.group_names)
@@ -103,7 +105,6 @@ def _image_set(images: np.ndarray, index: Index, listing: Listing, parts: Mappin
     paths: list[str] = []
     val_rows = None
     for part, tree in parts.items():
-        _report_unreadable(part, tree, index.bad, listing.where)
         first = len(labels)
         for label, members in enumerate(tree.values()):
             readable = [file.path for file in members if file.path not in index.bad]
@@ -127,15 +128,6 @@ def _image_set(images: np.ndarray, index: Index, listing: Listing, parts: Mappin
         skipped=[*index.bad],
         columns={name: [values.get(path, "") for path in paths] for name, values in listing.columns.items()},
     )
-
-
-def _report_unreadable(part: str, tree: Tree, bad: Mapping[str, str], where: str) -> None:
-    """Report the files of a part that are left out."""
-    members = files_of({part: tree})
-    skipped = {file.path: bad[file.path] for file in members if file.path in bad}
-    if skipped:
-        total = f"{len(members):,} {part} images {where}"
-        note_once(f"{len(skipped):,} of {total} are left out: {_with_reasons(skipped)}")
 
 
 FOLDER = Source(folder, at_hand=lambda settings: settings.root is not None and settings.path.exists())
@@ -191,10 +183,19 @@ def draw_test(listing: Listing, duplicates: Duplicates, split: Split) -> dict[st
 
 
 def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: str) -> None:
-    """Report the number of near-duplicates, or of held-out images that are near-duplicates of training images."""
+    """Report near-duplicates of two classes, and those of training images in other parts, else the number of all."""
     part_of: dict[str, str] = {}
+    class_of: dict[str, str] = {}
     for part, tree in parts.items():
-        part_of |= {file.path: part for file in files_of({part: tree})}
+        for name, files in tree.items():
+            part_of |= {file.path: part for file in files}
+            class_of |= {file.path: name for file in files}
+    mixed: list[tuple[str, str]] = []
+    for first, *others in map(sorted, duplicates):
+        mixed += [(path, first) for path in others if class_of[path] != class_of[first]]
+    if mixed:
+        pair = " and ".join(mixed[0])
+        note_once(f"classes share {counted(len(mixed), 'image')} {where}, such as {pair}: remove the wrong one")
     across: list[tuple[str, str]] = []
     for paths in duplicates:
         trained = [path for path in paths if part_of.get(path) == "train"]
@@ -233,5 +234,8 @@ def keep_only(listing: Listing, only: frozenset[str], root: Path) -> Listing:
 
 
 def _with_reasons(bad: Mapping[str, str]) -> str:
-    """Return the first unreadable files with their reasons, and the number of further ones."""
-    return listed(f"{name} ({reason})" for name, reason in bad.items())
+    """Return the reasons why files are unreadable, each with its first files and the number of further ones."""
+    names: dict[str, list[str]] = {}
+    for name, reason in bad.items():
+        names.setdefault(reason, []).append(name)
+    return listed(f"{listed(files)} ({reason})" for reason, files in names.items())

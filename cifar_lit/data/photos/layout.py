@@ -16,7 +16,7 @@ from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.photos.decode import IMAGES, KINDS, remedy_for
 
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
-LAYOUT = "ROOT/train/<class>/… and ROOT/test/<class>/…, or ROOT/<class>/…"
+LAYOUT = "a folder for each class (animals/cat/1.jpg, animals/dog/1.jpg), or train/ and test/ with such folders"
 SAME_FOLDERS = 0.7  # share of common names from which the folders in some folders are the same classes
 # Parts by the names of folders, and by the words of a table's split column.
 PARTS = {
@@ -26,11 +26,13 @@ PARTS = {
 
 
 class File(NamedTuple):
-    """A file: path below the root with "/" between its parts, size in bytes, and modification time."""
+    """A file: path below the root with "/" between its parts, and what changes when another file takes its place."""
 
     path: str
-    bytes: int
-    mtime_ns: int
+    bytes: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    inode: int = 0
 
 
 def file_at(place: str, path: str) -> File:
@@ -38,8 +40,8 @@ def file_at(place: str, path: str) -> File:
     try:
         status = os.stat(place)  # noqa: PTH116 (faster than Path for many files)
     except OSError:
-        return File(path, 0, 0)
-    return File(path, status.st_size, status.st_mtime_ns)
+        return File(path)
+    return File(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 Tree = dict[str, list[File]]  # the sorted files of each class, in label order
@@ -170,7 +172,9 @@ class _Reader:
                 return {}
             missing = "test" if "train" in parts else "train"
             alone = f"to train and test on the images of {name}/ alone: --data-dir {leading}"
-            raise UsageError(f"{top} has {name}/ but no {missing}/<class>/…: expected {LAYOUT}; {alone}")
+            if others:
+                alone += f"; if {name} is a class like {listed(others)}, rename its folder"
+            raise UsageError(f"{top} has {name}/ but no {missing}/ with class folders: expected {LAYOUT}; {alone}")
         if others:
             kept = " and ".join(f"{self.name(path)}/" for path in parts.values())
             note_once(f"{self.root}: only {kept} are used, not {', '.join(others)}")
@@ -211,8 +215,7 @@ class _Reader:
         if len(missing) == len(tree):
             return {}
         if missing:
-            kind = "test" if part == "test" else "validation"
-            note_once(f"{self.root}: no {kind} images of class {listed(missing)}, so the scores leave it out")
+            note_once(f"{self.root}: no {part} images of class {listed(missing)}, so the scores leave it out")
         return tree
 
     # ---- Class folders.
@@ -227,7 +230,7 @@ class _Reader:
                 f"move each into a folder named after its class, such as {Path(path) / 'cat' / names[0]}"
             )
         if not folders:
-            remedy = remedy_for(entry.name for entry in Path(path).iterdir())
+            remedy = remedy_for((entry.name for entry in visible_entries(path)), True)
             raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}")
         if len(folders) == 1:
             raise UsageError(f"{path} has one class only ({listed(folders)}), a classifier needs two or more")
@@ -237,7 +240,8 @@ class _Reader:
         note_similar_classes(self.root, sorted(folders))
         tree = {name: self.files(folders[name]) for name in sort_classes(folders)}
         if empty := [name for name, files in tree.items() if not files]:
-            remedy = remedy_for(self.ignored) or " Add some or remove the folder."
+            others = [file for file in self.ignored if not {*nfc(file).split("/")}.isdisjoint(empty)]
+            remedy = remedy_for(others, True) or " Add some or remove the folder."
             raise UsageError(f"no {KINDS} image in {path} for class {listed(empty)}.{remedy}")
         return tree
 
@@ -283,6 +287,7 @@ class _Reader:
 
 
 OnError = Callable[[OSError], object]
+ICLOUD = ".icloud"  # .IMG_1.jpg.icloud stands for IMG_1.jpg, which iCloud has not downloaded
 # Thumbnails, bins and snapshots of Synology, QNAP, Windows, Linux and macOS, in lower case. They repeat photos in
 # another size, or keep deleted ones.
 SYSTEM_FOLDERS = {
@@ -305,7 +310,7 @@ def visible_entries(
     Args:
         folder: its path.
         on_error: callback with the error of a folder that cannot be read. Without it, the error is raised.
-        skipped: list to which the paths of hidden and system folders are added.
+        skipped: list to which the paths of hidden and system folders, and of placeholders of iCloud, are added.
     """
     try:
         with os.scandir(folder) as found:
@@ -318,7 +323,7 @@ def visible_entries(
     for entry in entries:
         if not is_skipped(entry.name):
             yield entry
-        elif skipped is not None and is_folder(entry):
+        elif skipped is not None and (entry.name.endswith(ICLOUD) or is_folder(entry)):
             skipped.append(entry.path)
 
 
@@ -356,7 +361,15 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def skipped_text(skipped: Iterable[str]) -> str:
-    """Return a line about hidden and system folders that were skipped, by their paths."""
+    """Return a line about hidden and system folders and placeholders of iCloud that were skipped, by their paths."""
     folders = set(skipped)
-    names = sorted({os.path.basename(path) for path in folders})  # noqa: PTH119
-    return f"{counted(len(folders), 'hidden or system folder')} skipped ({listed(names)})"
+    absent = sorted(path for path in folders if path.endswith(ICLOUD))
+    folders.difference_update(absent)
+    texts = []
+    if folders:
+        names = sorted({os.path.basename(path) for path in folders})  # noqa: PTH119
+        texts.append(f"{counted(len(folders), 'hidden or system folder')} skipped ({listed(names)})")
+    if absent:
+        count = f"{counted(len(absent), 'image')} not downloaded from iCloud, such as {absent[0]}"
+        texts.append(f"{count}: choose Download Now in the Finder")
+    return "; ".join(texts)

@@ -52,6 +52,13 @@ def test_each_format_decodes_to_saved_pixels(tmp_path: Path, file_format: str, s
     assert np.abs(pixels.astype(int) - np.asarray(blocks(24, 32)).astype(int)).mean() <= tolerance
 
 
+def test_white_figures_on_a_transparent_ground_are_seen_on_grey() -> None:
+    image = Image.new("RGBA", (8, 8), (255, 255, 255, 0))
+    image.paste((255, 255, 255, 255), (0, 0, 4, 8))
+    pixels = decode(io.BytesIO(encoded(image, "PNG")))
+    assert (pixels[:, :4] == 255).all() and (pixels[:, 4:] == 128).all()
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparency_is_blended_with_white(mode: str) -> None:
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
@@ -151,7 +158,12 @@ def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_pa
         "a.jpg": "cut short",
         "b.jpg": "not a JPEG, PNG",
         "c.jpg": "missing: there is no such file",
+        "d.jpg": "a pointer of Git LFS, the image is not here: git lfs pull",
+        "e.tif": "a TIFF of another kind",
     }
+    (tmp_path / "d.jpg").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 904052\n")
+    channels = b"\x15\1\3\0\1\0\0\0"  # the tag of the number of channels
+    (tmp_path / "e.tif").write_bytes(encoded(blocks(), "TIFF").replace(channels + b"\3", channels + b"\15"))
     for name, reason in reasons.items():
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)
@@ -166,6 +178,10 @@ def test_images_above_twice_pillows_limit_fail(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
     with pytest.raises(DecodeError, match="could be decompression bomb"):
         decode(io.BytesIO(encoded(blocks(32, 40), "PNG")))
+    jpeg = encoded(blocks(64, 80), "JPEG")
+    with pytest.raises(DecodeError, match="5,120 pixels are too many to unpack: scale it down"):
+        decode(io.BytesIO(jpeg))
+    assert decode(io.BytesIO(jpeg), Preparation((4, 5))).shape == (4, 5, 3)  # unpacked at an eighth
 
 
 def test_many_files_are_decoded_in_order_and_a_damaged_one_is_named(tmp_path: Path) -> None:

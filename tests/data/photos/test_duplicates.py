@@ -13,7 +13,7 @@ from own_images import decodings, open_set, photo, save_photo
 from PIL import Image, ImageEnhance
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.data.photos import cache, duplicates
+from cifar_lit.data.photos import cache
 from cifar_lit.data.photos.decode import Preparation, pixels_of
 from cifar_lit.data.photos.duplicates import near_duplicates
 from cifar_lit.data.settings import Split
@@ -50,16 +50,6 @@ def test_a_changed_image_is_a_near_duplicate_of_its_original_only(change: str, c
     assert near_duplicates(images) == [[row, 150 + row] for row in range(40)]
 
 
-def test_groups_of_near_duplicates_do_not_depend_on_order_or_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = [photo(seed) for seed in (*range(60), 7, 7, 9, 7)]
-    assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
-    order = np.random.default_rng(0).permutation(len(pictures))
-    groups = near_duplicates(stack(pictures)[order])
-    assert sorted(sorted(order[group].tolist()) for group in groups) == [[7, 60, 61, 63], [9, 62]]
-    monkeypatch.setattr(duplicates, "CHUNK_BYTES", 10 * 32 * 32 * 3)
-    assert near_duplicates(stack(pictures)) == [[7, 60, 61, 63], [9, 62]]
-
-
 def test_a_large_group_of_similar_images_is_not_reported_as_duplicates() -> None:
     part, images = stack([photo(0)])[0], stack([photo(seed) for seed in range(100)])
     assert near_duplicates(np.concatenate([images, np.repeat(part[None], 15, 0)])) == []
@@ -82,6 +72,12 @@ def twins(tmp_path: Path) -> Path:
             photo(number).save(path.with_suffix(".jpg"), quality=60)
             photo(number, 50).save(path.with_name(f"{number:02}-small.png"))
     return tmp_path / "twins"
+
+
+def test_an_image_in_two_classes_is_named(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_photo(twins / "b/copy.png", 8)
+    open_set(twins)
+    assert f"classes share 1 image below {twins}, such as b/copy.png and a/08.png: remove" in capsys.readouterr().err
 
 
 def motifs(images: torch.Tensor) -> set[int]:

@@ -74,5 +74,5 @@ def test_levels_may_be_set_and_are_named_otherwise(tmp_path: Path, capsys: pytes
     assert data.train_images.levels == (1000, 1510) and 120 < data.train_images.images.max() < 130
     assert "16-bit values" not in capsys.readouterr().err
     for levels in ([5, 5], [9, 5]):
-        with pytest.raises(UsageError, match=r"data.levels \[.*must be two values, of black and of white"):
+        with pytest.raises(UsageError, match=r"data.images.levels \[.*must be two values, of black and of white"):
             Images(levels=levels)
