@@ -27,7 +27,7 @@ from cifar_lit.base.files import display_path, write_text
 from cifar_lit.base.stats import SHARE, limits_text, mean_interval
 
 UNMEASURED = "not measured yet"
-KINDS = {"bf16": "CPU with bf16", "cpu": "CPU without", "gpu": "GPU"}  # as `cifar-lit recipes` reads them
+KINDS = {"bf16": "CPU with bf16", "cpu": "CPU without", "gpu": "GPU"}  # read by `cifar-lit recipes`
 PAGES = ("README*.md", "docs/**/*.md", "results/**/*.md")
 RECIPES = "cifar_lit/recipes/*.yaml"
 BLOCK = re.compile(
