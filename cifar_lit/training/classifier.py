@@ -310,12 +310,16 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
         self._evaluated(batch)
 
     def test_step(self, batch: Batch | Pair, batch_idx: int) -> None:
-        """Score one batch, also with test-time augmentation if `tta` is set."""
-        plain = self._evaluated(batch)
-        views = self.hparams["tta"]
-        if views != "none":
-            images, labels = batch
-            self.views.update(view_logits(self.net, images.type(self.dtype), views, plain), labels)
+        """Score one batch, also with test-time augmentation if `tta` is set.
+
+        It computes without autocast, in float32 as the net of `model.safetensors` does.
+        """
+        with torch.autocast(self.device.type, enabled=False):
+            plain = self._evaluated(batch)
+            views = self.hparams["tta"]
+            if views != "none":
+                images, labels = batch
+                self.views.update(view_logits(self.net, images.type(self.dtype), views, plain), labels)
 
     def _evaluated(self, batch: Batch | Pair) -> Tensor:
         batch = as_batch(batch)
@@ -351,15 +355,19 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Batch | Pair, batch_idx: int) -> dict[str, Tensor]:
-        """Return `probabilities` (B, classes) of a batch without padding, and its `labels` and `indices`, if any."""
-        if isinstance(batch, Tensor):
-            return {"probabilities": self(batch).float().softmax(1)}
-        batch = as_batch(batch)
-        counted = batch.labels >= 0
-        values = {"labels": batch.labels, "probabilities": self(batch.images).float().softmax(1)}
-        if len(batch.indices):
-            values["indices"] = batch.indices
-        return {name: value[counted] for name, value in values.items()}
+        """Return `probabilities` (B, classes) of a batch without padding, and its `labels` and `indices`, if any.
+
+        They are computed as in a test.
+        """
+        with torch.autocast(self.device.type, enabled=False):
+            if isinstance(batch, Tensor):
+                return {"probabilities": self(batch).float().softmax(1)}
+            batch = as_batch(batch)
+            counted = batch.labels >= 0
+            values = {"labels": batch.labels, "probabilities": self(batch.images).float().softmax(1)}
+            if len(batch.indices):
+                values["indices"] = batch.indices
+            return {name: value[counted] for name, value in values.items()}
 
     # ---- checkpoints
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from small_runs import classifier, shapes_data, trainer
 from torch import Tensor, nn
 
 from cifar_lit.training.metrics import VIEWS, view_logits
@@ -37,3 +38,14 @@ def test_logits_are_the_weighted_mean_over_views_in_at_least_float32(views: str,
             torch.testing.assert_close(result, expected)
         net, images = net.bfloat16(), images.bfloat16()
         assert view_logits(net, images, views, net(images)).dtype == torch.float32
+
+
+def test_tests_in_bfloat16_score_the_float32_net_of_the_file_and_begin_anew() -> None:
+    model, data, results = classifier(tta="mirror"), shapes_data(), []
+    for precision in ("32-true", "bf16-mixed", "bf16-mixed"):
+        tests = trainer(precision=precision)
+        tests.test(model, data, verbose=False)
+        (batch,) = tests.predict(model, data)
+        results.append((model.score, model.views_score, batch["probabilities"].tolist()))
+        assert torch.allclose(model.predictions["probabilities"].float(), batch["probabilities"], atol=1e-6)
+    assert results[0] == results[1] == results[2] and model.views_score.images == 24
