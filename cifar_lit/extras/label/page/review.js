@@ -171,11 +171,10 @@ addEventListener("keydown", (event) => {
   const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", b: "back", w: "write" }[event.key.toLowerCase()]);
   if (typing) {
     if (event.key === "Enter" && event.target.value) find("classes").firstElementChild?.click();
-    if (event.key === "Escape") find("search").value = "", find("keys").onchange = () => {
-  localStorage.keys = find("keys").checked;
-  document.body.classList.toggle("silent", !find("keys").checked);
-};
-find("search").oninput();
+    if (event.key === "Escape") {
+      event.target.value = "";
+      event.target.oninput();
+    }
     if (event.key === "Enter" || event.key === "Escape") event.target.blur();
   } else if (control && event.key === "z") goBack();
   else if (control || event.altKey || event.repeat || !find("keys").checked) return;
