@@ -105,7 +105,7 @@ def draw_rows(labels: np.ndarray, sizes: np.ndarray, order: np.ndarray, groups: 
         is_single[rows] = False
         for label, count in class_counts.items():
             surplus[label] -= shares[label] * count
-        change = 0.0  # of the sum of squared relative surpluses
+        change = 0.0  # change of the sum of squared relative surpluses
         for label, count in class_counts.items():
             change += count * (count + 2 * surplus[label]) / totals[label] ** 2
         if change >= 0:
@@ -239,6 +239,10 @@ class SplitImages:
                 rows = rows[~torch.isin(rows, self.fold_rows)]
             labels, groups = images.labels[rows], images.groups_of(rows)
             in_train, in_val = split_validation(labels, self.val_size, self.settings.split.seed, groups)
+            wanted = self.val_size if self.val_size >= 1 else self.val_size * len(rows)
+            if not wanted / 2 <= len(in_val) <= wanted * 2:
+                count = f"{counted(len(in_val), 'validation image')} of {len(rows):,}, not {wanted:.0f}"
+                note_once(f"{count}: images of a group stay together, and the groups are large")
             train, val = rows[in_train], rows[in_val]
         return take_share(images, train, self.settings.split.share, self.settings.split.seed), val
 

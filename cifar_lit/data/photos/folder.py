@@ -183,7 +183,7 @@ def draw_test(listing: Listing, duplicates: Duplicates, split: Split) -> dict[st
 
 
 def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: str) -> None:
-    """Report near-duplicates of two classes, and those of training images in other parts, else the number of all."""
+    """Report images of two classes, and held-out images that are near-duplicates of training images, else of any."""
     part_of: dict[str, str] = {}
     class_of: dict[str, str] = {}
     for part, tree in parts.items():

@@ -57,6 +57,11 @@ def test_a_large_group_of_similar_images_is_not_reported_as_duplicates() -> None
     assert near_duplicates(np.repeat(part[None], 6, 0)) == [[*range(6)]]
 
 
+def test_the_same_photo_in_other_colours_is_no_near_duplicate() -> None:
+    images = stack([photo(seed) for seed in range(20)])
+    assert near_duplicates(np.concatenate([images, images[..., ::-1]])) == []
+
+
 # ---- in a data set
 
 KIND = "near-duplicates (the same except for scaling, encoding, a slight crop or brightness)"

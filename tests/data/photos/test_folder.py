@@ -219,3 +219,14 @@ def test_groups_need_images_that_have_the_column(root: Path, dataset: str, group
     data = ImageData(dataset, place, images={"groups": groups})
     with pytest.raises(UsageError, match=rf"data\.groups: the images of {dataset} have no '{groups}': use a table"):
         _ = data.test_images
+
+
+def test_a_validation_part_far_from_its_share_is_noted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["path,label,camera"]
+    for value in range(60):
+        path = save(root / f"{value}.png", value)
+        rows.append(f"{path.name},{value % 2},{value % 3}")
+    (root / "labels.csv").write_text("\n".join(rows))
+    data = ImageData("folder", str(root / "labels.csv"), split=Split(group="camera"))
+    told = f"{len(data.split[1])} validation images of 40, not 4: images of a group stay together"
+    assert told in capsys.readouterr().err
