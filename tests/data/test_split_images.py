@@ -18,6 +18,7 @@ from cifar_lit.data.datamodule import ImageData
         ({"share": "half"}, r"data\.split\.share must be a number, not 'half'"),
         ({"group": 3}, r"data\.split\.group must be text, not 3"),
         ({"test_size": 0.0}, r"data\.split\.test_size must be between 0 and 1"),
+        ({"share": 0.0}, "above 0 and at most 1"),
         ({"test_size": 1.0}, r"data\.split\.test_size must be between 0 and 1"),
         ({"folds": 3, "fold": 3}, "folds are counted from 0"),
     ],

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.settings import Split
 
@@ -30,9 +29,3 @@ def test_shares_are_nested_stratified_and_leave_validation_and_test_images_alone
         assert share == 0.01 or bool(((counts - share).abs() < 0.05).all()), counts
         smaller = rows
     assert torch.equal(train, whole.split[0])
-
-
-@pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])
-def test_an_invalid_share_is_refused(share: float) -> None:
-    with pytest.raises(UsageError, match="above 0 and at most 1"):
-        Split(share=share)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +142,3 @@ def test_the_environment_sets_the_cache_folder(root: Path, tmp_path: Path, monke
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "named"))
     open_set(root)
     assert list((tmp_path / "named").glob("pets-*/index.json"))
-
-
-def test_concurrent_openings_decode_once(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    during_the_decoding(monkeypatch, lambda: time.sleep(0.2))  # seconds, until the others wait for the lock
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(lambda _: len(open_set(root)), range(3))) == [5] * 3
-    assert decodings(capsys) == 7
