@@ -116,7 +116,7 @@ def test_a_misspelt_name_is_refused_before_images_are_loaded(files: Path, monkey
 def test_a_net_that_does_not_fit_the_data_is_refused_with_both_shapes_and_without_a_run_folder(files: Path) -> None:
     (files / "misfit.py").write_text(
         "from torch import nn\nclass Net(nn.Sequential):\n"
-        "    def __init__(self, channels, image_size, num_classes, width, inputs=784, outputs=4):\n"
+        "    def __init__(self, channels, image_size, num_classes, inputs=784, outputs=4):\n"
         "        super().__init__(nn.Flatten(), nn.Linear(inputs, outputs))\n"
     )
     for options, parts in (
