@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cifar_lit.base.text import csv_cell, duration_seconds, is_name, note, printable, progress, quoted, rate_text, say
+from cifar_lit.base.text import csv_cell, duration_seconds, is_name, note, printable, progress, quoted, say
 
 
 @pytest.mark.parametrize("text", ["a b", "Ä", "猫", "👩‍💻", "❤️‍🔥", "می‌خواهم", "क्‍ष", "C:\\run", "x[bold]", ""])
@@ -68,12 +68,6 @@ def test_a_duration_is_a_number_with_a_unit() -> None:
 def test_words_of_a_command_are_in_double_quotes_where_a_shell_would_read_them_otherwise() -> None:
     words = ["--lr=1", "my photos", "{depth: 3}", "it's", "$HOME", '"', "*.png", "猫/a-1.yaml", ""]
     assert quoted(*words) == '--lr=1 "my photos" "{depth: 3}" "it\'s" "\\$HOME" "\\"" "*.png" 猫/a-1.yaml ""'
-
-
-def test_a_speed_is_plural_and_a_small_one_has_a_decimal() -> None:
-    assert [rate_text(speed) for speed in (1.0, 9.94, 10.4, 7340.2)] == [
-        "1.0 images/s", "9.9 images/s", "10 images/s", "7340 images/s"
-    ]  # fmt: skip
 
 
 def test_a_program_without_a_console_prints_nothing(
