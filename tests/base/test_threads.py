@@ -55,7 +55,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, cores: int, share: float, torch_thr
     [
         (2, 1.8, 2),
         (2, 1.33, 1),
-        (8, 4.0, 4),
     ],
 )
 def test_free_cores_are_the_processor_time_that_a_thread_per_core_gets(

@@ -11,7 +11,7 @@ from contract.command_line import SCRIPTS, run_process
 SCRIPT = (sys.executable, SCRIPTS / "train.py")
 
 
-@pytest.mark.parametrize("package", ["torch", "lightning", "numpy", "PIL", "jsonargparse", "yaml"])
+@pytest.mark.parametrize("package", ["torch", "lightning", "numpy", "PIL", "jsonargparse"])
 @pytest.mark.parametrize(
     "words", [SCRIPT, (sys.executable, "-m", "cifar_lit", "train", "--recipe", "cpu91")], ids=["a", "b"]
 )
