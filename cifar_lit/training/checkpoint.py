@@ -296,7 +296,11 @@ def latest_valid_checkpoint(path: Path) -> ValidCheckpoint:
 def describe_net(settings: Mapping[str, Any]) -> str:
     """Return the name and the shapes of a net from the hyper-parameters of its model."""
     shape = "×".join(map(str, settings.get("input_shape", "?")))
-    return f"{settings.get('net', 'an unknown net')} ({shape}, {settings.get('num_classes', '?')} classes)"
+    width = settings.get("width", 1.0)
+    net = f"{settings.get('net', 'an unknown net')}"
+    if width != 1.0:
+        net += f" width {width:g}"
+    return f"{net} ({shape}, {settings.get('num_classes', '?')} classes)"
 
 
 def load_weights(model: pl.LightningModule, path: str | Path, checkpoint: dict[str, Any]) -> None:

@@ -89,6 +89,13 @@ def test_a_temperature_that_two_wrong_labels_of_120_require_is_not_used() -> Non
     assert choose_temperature(val, val_labels, 0.9) == (0.9, f"model.temperature, {reason}")
 
 
+def test_a_temperature_that_improves_only_the_images_it_was_fitted_on_is_not_used() -> None:
+    logits, labels = make_logits(60)
+    fitted = fit_temperature(logits, labels)
+    assert F.cross_entropy(logits / fitted, labels) < F.cross_entropy(logits, labels)
+    assert choose_temperature(logits, labels, None)[0] == 1
+
+
 @pytest.mark.parametrize("scale", [0.4, 3.0])
 def test_a_temperature_that_improves_left_out_images_is_used(scale: float) -> None:
     logits, labels = make_logits(120, scale)

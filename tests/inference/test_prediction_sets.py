@@ -133,7 +133,9 @@ def test_a_test_measures_sets_and_groups_at_the_temperature() -> None:
     assert sets is not None
     shares = [group["coverage"] for group in test["groups"]["site"]]
     assert shares == pytest.approx([float(hits(sets, labels)[start::2].mean()) for start in (0, 1)], abs=1e-6)
-    assert test["calibration"]["tempered_error"] == calibration_of(warm, labels, card)["error"]
+    calibration = calibration_of(warm, labels, card)
+    for name in ("error", "perfect"):
+        assert test["calibration"][f"tempered_{name}"] == calibration[name]
 
 
 # ---- the same sets everywhere

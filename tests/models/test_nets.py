@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import squeezenet1_1
 
 from cifar_lit import ImageClassifier, ImageData
 from cifar_lit.base.errors import Failure, UsageError
@@ -246,7 +247,7 @@ def test_a_custom_net_that_cannot_be_built_is_refused(name: Any, options: dict[s
 @pytest.mark.usefixtures("custom_nets")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_net_that_views_its_maps_trains_and_predicts(precision: str, tmp_path: Path) -> None:
-    """It gets contiguous images and weights, by name and as an object, and from a file; ours stay as they are."""
+    """It gets contiguous images and weights, by name and as an object, and from a file; not ours and torchvision's."""
     data = ImageData("shapes", images={"count": 60, "image_size": 16})
     for net in ("my_own_nets.Convolutions", build("my_own_nets.Convolutions", 16)):
         model = ImageClassifier(net)
@@ -262,7 +263,8 @@ def test_a_net_that_views_its_maps_trains_and_predicts(precision: str, tmp_path:
     logits = model.float().eval()((uint8 / 255 - 0.5) / 0.25)
     torch.testing.assert_close(net.logits(uint8), logits.detach(), atol=1e-4, rtol=1e-4)
     registered = ImageClassifier("lenet", num_classes=10).net
-    assert not registered[3].weight.is_contiguous()
+    theirs = ImageClassifier(squeezenet1_1(num_classes=10), num_classes=10).net
+    assert not registered[3].weight.is_contiguous() and not theirs.features[0].weight.is_contiguous()
 
 
 @pytest.mark.usefixtures("custom_nets")

@@ -62,6 +62,8 @@ def test_with_more_than_20_classes_a_row_has_the_five_most_probable_and_ascii_ha
     assert header == f"index,label,predicted,probability,{ranks}"
     assert row.startswith("0,c3,c20,0.090909,c19,0.086580,c18,") and row.endswith(",c16,0.073593")
     assert np.load(tmp_path / "probabilities.npy").shape == (1, 21)
+    write_predictions(tmp_path / "p.csv", [predictions], replace(IMAGES, classes=names, names=["bär.png"]))
+    assert (tmp_path / "p.csv").read_text(encoding="utf-8").startswith("\ufeff")
 
 
 def test_a_table_ranks_mistakes_by_confidence() -> None:

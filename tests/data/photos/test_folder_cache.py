@@ -68,6 +68,9 @@ def test_swapped_files_of_equal_size_and_time_are_decoded_again(root: Path) -> N
     spare = cat.rename(root / "spare")
     dog.rename(cat), spare.rename(dog)
     assert values(root) == [0, 1, 2, 80, 3, 4, 70]
+    save(cat, 90)
+    os.utime(cat, (1, 1))
+    assert values(root) == [0, 1, 2, 90, 3, 4, 70]
 
 
 def test_each_way_of_resizing_and_each_number_of_channels_has_its_own_images(root: Path) -> None:
