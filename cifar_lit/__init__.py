@@ -6,8 +6,8 @@
     trainer = L.Trainer(max_epochs=3)
     trainer.fit(ImageClassifier(net="resnet18"), ImageData("cifar10", root="data"))
 
-`load(run)` returns the trained classifier of a run folder. The names are imported on first use, because importing torch
-takes seconds.
+`save(model, data, folder)` writes a net as a run folder, and `load(run)` returns its classifier. The names are imported
+on first use, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ if sys.version_info < (3, 11):  # noqa: UP036
     raise SystemExit("cifar-lit needs Python 3.11 or later: activate its virtual environment")
 
 __version__ = "0.2.0"
-__all__ = ["ImageClassifier", "ImageData", "__version__", "load"]
+__all__ = ["ImageClassifier", "ImageData", "__version__", "load", "save"]  # noqa: F822 (imported on first use)
 
 _MODULES = {
     "ImageClassifier": "cifar_lit.training.classifier",
     "ImageData": "cifar_lit.data.datamodule",
     "load": "cifar_lit.inference.load",
+    "save": "cifar_lit.run.save",
 }
 
 

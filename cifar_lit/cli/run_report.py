@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import groupby
+from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -15,7 +16,7 @@ from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables
 from cifar_lit.data.datamodule import ImageData, full_size
 from cifar_lit.run.loggers import feature_settings
-from cifar_lit.run.record import Metrics, group_lines, score_title, shown_scores, weights_text
+from cifar_lit.run.record import Metrics, group_lines, read_metrics, score_title, scores_of, shown_scores, weights_text
 from cifar_lit.run.run import Run
 from cifar_lit.train import Results
 from cifar_lit.training.loop import steps_per_epoch
@@ -118,6 +119,24 @@ def score_lines(scores: Metrics, data: ImageData) -> list[str]:
     return lines
 
 
+def new_class_lines(metrics: Metrics, weights: str) -> list[str]:
+    """Return a line about the classes of the run whose weights a training began with, if it has further classes.
+
+    weights: the setting `finetune.weights`. The test images of that run may be others.
+    """
+    before = scores_of(read_metrics(Path(weights).expanduser())).get("per_class", {})
+    old = []
+    new = []
+    for name, accuracy in metrics["test"]["per_class"].items():
+        if name in before:
+            old.append(f"{name} {before[name]} → {accuracy}")
+        else:
+            new.append(f"{name} {accuracy}")
+    if not old or not new:
+        return []
+    return [f"accuracy of the classes of {weights}: {listed(old)}; of new ones: {listed(new)}"]
+
+
 def print_result(result: Results | int | None, run: Run, data: ImageData) -> None:
     """Print the results, the number of predictions, or that a `fast_dev_run` has ended."""
     if isinstance(result, Results):
@@ -134,6 +153,7 @@ def _print_results(run: Run, results: Results, data: ImageData) -> None:
     say(f"weights: {weights_text(metrics)}")
     if results.test:
         _print_test(results.test.score, metrics["test"], data)
+        say(*new_class_lines(metrics, (run.settings.get("finetune") or {}).get("weights", "imagenet")))
     elif val:
         say(*score_lines(val, data), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:

@@ -20,6 +20,7 @@ from cifar_lit.base.trust import check_found, limit_parser
 from cifar_lit.cli.flags import DEFAULT_RECIPES, FLAGS, LOGS, OWN, SHORT, Command, machine_kind, recipe_path
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.datamodule import ImageData
+from cifar_lit.data.sources import check_used
 from cifar_lit.features import FEATURES, feature_class, feature_settings
 from cifar_lit.run.resume import run_of
 from cifar_lit.training.classifier import ImageClassifier
@@ -102,6 +103,9 @@ def parse_settings(command: Command, resumed: Path | None) -> tuple[LightningArg
     parser = settings_parser(command.stage)
     named = [*zip(map(display_path, paths), files, strict=True), ("", own)]
     settings = parsed(parser, flags, further, SHORT, named)
+    for flag in command.flags:
+        if not flag.endswith("=null"):
+            check_used(settings.data.dataset, flag.partition("=")[0].removeprefix("--data."))
     if found:
         check_found(settings.as_dict(), found.parent, command.flags)
     return parser, settings

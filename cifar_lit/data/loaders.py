@@ -14,12 +14,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.memory import return_freed_memory
@@ -305,18 +305,18 @@ def read_ahead(
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")  # on a machine with one core
-        loader = DataLoader(
-            cast("Dataset[Item]", items),
+        loader: Any = DataLoader(
+            items,  # type: ignore[arg-type]
             batch_size=None,
             num_workers=workers,
-            collate_fn=cast("Any", make),
+            collate_fn=make,  # type: ignore[arg-type]
             pin_memory=pin_memory,
             multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
             worker_init_fn=_start_worker,
             # Without a generator, the loader would draw its seed from torch's global generator.
             generator=torch.Generator(),
         )
-        iterator: Any = iter(loader)
+        iterator = iter(loader)
     # At exit, Python sends SIGTERM to its children and joins them. Workers ignore it, so shut them down first.
     atexit.register(iterator._shutdown_workers)
     try:

@@ -46,6 +46,25 @@ SOURCES: dict[str, Source | str] = {
 }
 
 
+# Data sets that use a setting of the data; all use the others.
+USED_BY = {
+    **dict.fromkeys(("images.image_size", "images.channels"), ("folder", "shapes")),
+    **dict.fromkeys(("images.count", "images.num_classes"), ("shapes",)),
+    **dict.fromkeys(
+        ("images.resize", "images.levels", "images.skip_bad", "images.groups", "split.group", "split.test_size"),
+        ("folder",),
+    ),
+    "loading.url": ("cifar10", "cifar100", "fashion_mnist"),
+}
+
+
+def check_used(dataset: str, setting: str) -> None:
+    """Raise UsageError if a built-in data set does not use a setting, such as `images.count`."""
+    users = USED_BY.get(setting, (dataset,))
+    if dataset in SOURCES and dataset not in users:
+        raise UsageError(f"--data.{setting} is for {' and '.join(users)}, and {dataset} does not use it: leave it out")
+
+
 def load_images(data: str | Source | Load, settings: DataSettings, train: bool) -> ImageSet:
     """Return the training or test images of a data set.
 

@@ -22,7 +22,6 @@ _CLASSES = {
     "weight_average": "WeightAverage",
     "skip_easy": "SkipEasy",
     "class_weights": "ClassWeights",
-    "balanced": "Balanced",
     "resolutions": "Resolutions",
     "whitening": "Whitening",
     "early_stop": "EarlyStop",

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.base.errors import UsageError, check_choice
+from cifar_lit.base.errors import check_choice
 
 if TYPE_CHECKING:
     from cifar_lit.data.image_set import Batch
@@ -53,11 +53,9 @@ class ClassWeights(Callback):
         self.weights = torch.empty(0)
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Count the training images of each class; raise UsageError if another feature balances the classes."""
+        """Count the training images of each class."""
         if stage != "fit":
             return
-        if pl_module.class_balance is not None:
-            raise UsageError("class_weights balances the classes, as another feature does: leave one of them out")
         counts = trainer.datamodule.class_counts  # type: ignore[attr-defined]
         pl_module.class_balance = torch.tensor(class_weights(counts, self._kind))
         self.weights = pl_module.class_balance.to(trainer.strategy.root_device)

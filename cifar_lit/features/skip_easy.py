@@ -148,8 +148,6 @@ class SkipEasy(Callback):
         if stage != "fit":
             return
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
-        if data.make_train_loader is not TrainLoader:
-            raise UsageError("skip_easy sets the order of the images, as another feature does: leave one of them out")
         skip_from = first_hard_batch(self._start, data.fit_length)
         pl_module.needs_length = "skip_easy"
         pl_module.loss.changes.insert(0, self.record)  # before changes of the losses

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import lightning as L
 import pytest
-import report
 import seeds
 import step
 import torch
@@ -82,21 +81,6 @@ def test_variants_are_compared_seed_by_seed_on_held_out_images_and_a_finished_tr
     assert json.loads(Path("f.json").read_text())["runs"] == first["runs"]  # new trainings would have other times
 
 
-@pytest.mark.parametrize(
-    ("flags", "recipe", "named"),
-    [('["--lr", "0.2"]', "quickstart", "variant 'low'"), ('["--lr", "0.1"]', "cpu91", "recipe")],
-)
-def test_trainings_of_other_variants_or_of_another_recipe_are_not_continued(
-    flags: str, recipe: str, named: str
-) -> None:
-    earlier = {"recipe": "quickstart", "held_out": 100, "changes": {"unchanged": [], "low": ["--lr", "0.1"]}}
-    Path("f.json").write_text(json.dumps({"settings": earlier, "runs": {"unchanged": [], "low": []}}))
-    Path("v.json").write_text(f'{{"low": {flags}}}')
-    with pytest.raises(SystemExit, match=f"another {named}: choose another --json file"):
-        line = ["v.json", "--recipe", recipe, "--held-out", "100", "--runs", "1", "--json", "f.json"]
-        variants.run(line)
-
-
 def test_several_seeds_are_recorded_in_a_file(working_folder: Path) -> None:
     assert run_command("train", *SMALL, "--epochs", "1", "--seeds", "0-1").code == 0
     seeds.run(Path("lightning_logs/small-seeds-1"), Path("new/f.json"))
@@ -104,13 +88,3 @@ def test_several_seeds_are_recorded_in_a_file(working_folder: Path) -> None:
     runs = record["recipes"]["small"]["runs"]
     assert [(run["seed"], run["first"]) for run in runs] == [(0, True), (1, False)]
     assert record["environment"]["versions"]["torch"] and record["settings"]["flags"]
-
-
-def test_a_cpu_without_a_product_number_is_recorded_with_family_and_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = tmp_path / "cpuinfo"
-    info.write_text("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\nstepping\t: 1\n")
-    monkeypatch.setattr(report, "Path", lambda path: info)
-    assert report.exact_cpu("AMD EPYC") == "AMD EPYC (family 26, model 2)"
-    assert report.exact_cpu("AMD EPYC 9755 128-Core Processor") == "AMD EPYC 9755 128-Core Processor"

@@ -53,9 +53,16 @@ def test_a_feature_is_turned_on_and_off_by_files_and_flags(
         assert getattr(weights, "kind", None) == kind
 
 
+def test_a_typed_setting_that_the_data_set_does_not_use_is_refused() -> None:
+    for flag, users in (("--data.count", "shapes"), ("--data.images.resize", "folder")):
+        with pytest.raises(UsageError, match=f"is for {users}, and cifar10 does not use it: leave it out"):
+            settings_of("--recipe", "quickstart", "--dataset", "cifar10", flag, "3" if users == "shapes" else "squash")
+    assert settings_of("--recipe", "quickstart", "--dataset", "cifar10").data.dataset == "cifar10"  # the recipe's count
+
+
 def test_a_feature_without_a_value_is_turned_on() -> None:
-    assert parse("fit", ["--balanced", "--compile", "--lr", "1"]).flags == [
-        "--balanced={}",
+    assert parse("fit", ["--class_weights", "--compile", "--lr", "1"]).flags == [
+        "--class_weights={}",
         "--compile={}",
         "--model.lr=1",
     ]

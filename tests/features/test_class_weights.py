@@ -10,10 +10,8 @@ from small_runs import BATCHES, Rows, classifier, features, fitted, shapes_data
 from torch import Tensor
 from torch.nn import functional as F
 
-from cifar_lit.base.errors import UsageError
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.image_set import Batch
-from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.class_weights import ClassWeights, class_weights
 
 COUNTS = [5000, 50, 0, 500]
@@ -104,9 +102,3 @@ def test_a_fit_counts_its_training_images_and_validates_without_weights() -> Non
     assert rows.curve("val/loss") == pytest.approx({BATCHES: F.cross_entropy(logits, labels).item()}, abs=1e-5)
     fitted(model, unequal_data(), max_epochs=1)
     assert not model.loss.changes  # a fit does not inherit the weights of another
-
-
-def test_balancing_the_classes_twice_is_refused() -> None:
-    for pair in ((ClassWeights(), Balanced()), (Balanced(), ClassWeights())):
-        with pytest.raises(UsageError, match="balances the classes, as another feature does"):
-            fitted(classifier(), shapes_data(), *pair)

@@ -14,7 +14,6 @@ from small_runs import BATCHES, At, classifier, fitted, same, shapes_data, weigh
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.augment import Augment
 from cifar_lit.data.image_set import Batch, ImageSet
-from cifar_lit.features.balanced import Balanced
 from cifar_lit.features.skip_easy import HardRoundsLoader, LastLosses, SkipEasy
 
 MOVES: dict[str, Any] = {"augment": {"flip": "alternating", "crop": 1}}
@@ -99,9 +98,6 @@ def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(UsageError, match=r"skip_easy\.share is a share of the images, above 0 and below 1"):
         SkipEasy(1.0)
-    for pair in ((SkipEasy(), Balanced()), (Balanced(), SkipEasy())):
-        with pytest.raises(UsageError, match="sets the order of the images, as another feature does"):
-            fitted(classifier(), shapes_data(), *pair)
     with pytest.raises(UsageError, match=r"needs the length of the training: set --epochs or --trainer\.max_steps"):
         fitted(classifier(), shapes_data(), SkipEasy(), max_epochs=-1)
 

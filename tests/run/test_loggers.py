@@ -118,12 +118,12 @@ def read_events(run: RunFolder) -> EventAccumulator:
 
 def test_the_hparams_of_a_run_are_those_of_its_net_and_features() -> None:
     model = {"net": "lenet", "optimizer_options": {"momentum": 0.9}, "schedule_options": None}
-    features = {"weight_average": {"decay": 0.9}, "balanced": {}, "resolutions": {"sides": {8: 0.5}}}
+    features = {"weight_average": {"decay": 0.9}, "compile": {}, "resolutions": {"sides": {8: 0.5}}}
     data, trainer = {"dataset": "shapes", "batch_size": 32, "root": "home"}, {"max_epochs": 3, "devices": 2}
     settings = {"seed_everything": 5, "recipe": "small", "logs": "runs", "model": model, "data": data, **features}
     assert logged_settings({**settings, "trainer": trainer}) == {
         "recipe": "small", "seed": 5, "dataset": "shapes", "batch_size": 32, "max_epochs": 3, "model.net": "lenet",
-        "model.optimizer_options": "{'momentum': 0.9}", "weight_average.decay": 0.9, "balanced": True,
+        "model.optimizer_options": "{'momentum': 0.9}", "weight_average.decay": 0.9, "compile": "on",
         "resolutions.sides": "{8: 0.5}",
     }  # fmt: skip
 
