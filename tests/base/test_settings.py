@@ -1,11 +1,13 @@
-"""Which settings may change when a training is resumed."""
+"""Files of settings, and which settings may change when a training is resumed."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.settings import changed_settings, plain_settings
+from cifar_lit.base.settings import changed_settings, plain_settings, plain_values
 
 LONGER = {"trainer.max_epochs": 5}
 
@@ -42,3 +44,8 @@ def test_functions_and_objects_are_compared_by_name() -> None:
         "data.dataset": "cifar_lit.base.settings.plain_settings",
         "data.augment": {"policy": "builtins.object"},
     }
+
+
+def test_a_file_may_merge_several_mappings(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("a: &a {x: 1}\nb: &b {y: 2}\nc: {<<: *a, <<: *b}\n")
+    assert plain_values(tmp_path / "a.yaml")["c"] == {"x": 1, "y": 2}

@@ -46,10 +46,12 @@ def test_the_console_shows_the_start_card_epochs_interval_and_how_to_load_the_ne
     assert f"weights: best of epoch {tested['epoch']} (step {5 * tested['epoch']})" in lines
 
 
-def test_the_start_card_counts_optimizer_steps_and_epochs() -> None:
+def test_the_start_card_counts_optimizer_steps_and_epochs_of_each_size() -> None:
     words = ("--trainer.accumulate_grad_batches", "2", "--trainer.max_epochs", "null", "--trainer.max_steps", "8")
-    answer = run_command("fit", *SMALL, *words, "--skip_easy.share", "0.5")
+    sizes = ("--net", "shapenet", "--resolutions.sides", "{8: 0.5}")
+    answer = run_command("fit", *SMALL, *words, *sizes, "--skip_easy.share", "0.5")
     assert answer.code == 0
+    assert " 2 epochs at 8 px, then 1 epoch at 16 px" in answer.out
     assert " · 3 steps per epoch" in answer.out and " · 3 epochs · " in answer.out
     assert "skip_easy.share 0.5 · skip_easy.start 0.6" in answer.out
 

@@ -11,7 +11,9 @@ import pytest
 from contract.command_line import SMALL, assert_refused, config_of, contents_of, metrics_of, run_command
 
 from cifar_lit.base.errors import Failure
+from cifar_lit.cli.flags import parse
 from cifar_lit.cli.seeds import finish, read_seeds
+from cifar_lit.cli.several import check_several
 from cifar_lit.training.orderly_stop import Interrupted
 
 GROUP = Path("lightning_logs/small-seeds-1")
@@ -121,3 +123,9 @@ def test_invalid_seeds_are_refused_in_one_line_and_leave_nothing(words: tuple[st
     command, *rest = words
     assert_refused(run_command(command, *SMALL, *rest), 2, line)
     assert not Path("lightning_logs").exists()
+
+
+def test_several_trainings_use_one_device_of_many() -> None:
+    command = parse("train", ["--seeds", "0-4"])
+    check_several(command)
+    assert command.value("trainer.devices") == "1"

@@ -1,8 +1,7 @@
-"""The fingerprint of a run's data, and what `compare` says about runs on different data."""
+"""The fingerprint of a run's data."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.data.settings import Split
 from cifar_lit.data.split import SplitImages
 from cifar_lit.run.results import data_record
-from cifar_lit.runs.compare import data_differences, read_run
 
 HASHES = ("images", "labels", "split")
 
@@ -74,26 +72,3 @@ def test_a_table_with_other_labels_changes_only_the_fingerprint_of_the_labels(an
     first, reviewed = (record(root=name) for name in ("labels.csv", "labels-reviewed.csv"))
     assert same(animals, first) == ["images", "labels"]
     assert same(first, reviewed) == ["images", "split"]
-
-
-def test_compare_says_what_differs_between_the_data_of_runs(working_folder: Path) -> None:
-    first = {"images": "i", "labels": "l", "split": "s", "train": 20, "classes": 2}
-    data = {
-        "a": first,
-        "same": first,
-        "older": None,
-        "labels": {**first, "labels": "x"},
-        "share": {**first, "split": "x", "train": 5},
-        "images": {**first, "images": "x", "labels": "x", "train": 19},
-    }
-    runs = []
-    for name, record in data.items():
-        Path(name).mkdir()
-        Path(name, "metrics.json").write_text(json.dumps({"data": record}))
-        runs.append(read_run(Path(name)))
-    assert data_differences(runs[:3]) == []
-    assert data_differences(runs) == [
-        "a and labels used different data: labels",
-        "a and share used different data: split",
-        "a and images used different data: images (20 and 19 training images)",
-    ]
