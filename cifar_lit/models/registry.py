@@ -157,9 +157,10 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
     names = [*NETS, *models.list_models(module=models)]
     if name not in names:
         check_no_file(name)
-        valid = f"{', '.join(NETS)}, those of torchvision, and timm/NAME"
         hint = own_part_hint(name) or nearest(name, names)
-        raise UsageError(f"There is no net named {name!r}.{hint} Nets: {valid}.")
+        raise UsageError(
+            f"There is no net named {name!r}.{hint} Nets: {', '.join(NETS)}, those of torchvision, and timm/NAME."
+        )
     return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))
 
 
@@ -204,9 +205,12 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
             f"{name} returns a {type(output).__name__}: return the logits alone, a tensor (images, classes)"
         )
     if output.shape != (2, num_classes):
-        fault = f"returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes})"
         remedy = f"the data have {num_classes} classes, so its last layer must have num_classes outputs"
-        raise UsageError(f"{name} {fault}: {remedy}")
+        if output.shape[:1] != (2,):
+            remedy = "flatten by x.flatten(1) instead of x.view(-1, …), and build its layers for image_size"
+        raise UsageError(
+            f"{name} returns a tensor of shape {tuple(output.shape)} for 2 images, not (2, {num_classes}): {remedy}"
+        )
     if is_own(name) and output.min() >= 0 and torch.allclose(output.sum(1), torch.ones(2).to(output), atol=1e-3):
         remedy = "remove the softmax at its end, because the loss, the scores and classify apply one to its logits"
         note_once(f"{name} returns probabilities: {remedy}")

@@ -104,5 +104,6 @@ def check_unfinished(run: Path, needs_test: bool) -> None:
     if is_finished(run, needs_test):
         results = display_path(run / "metrics.json")
         raise UsageError(
-            f"{display_path(run)} is finished: its results are in {results}. Start a new run without --resume."
+            f"{display_path(run)} is finished: its results are in {results}. "
+            "Start a new run without --resume; --weights RUN trains the weights of this one on."
         )
