@@ -11,6 +11,7 @@ import yaml
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import write_text
+from cifar_lit.base.settings import without_passwords
 from cifar_lit.inference.model_file import MODEL, save_weights
 from cifar_lit.run.card import fitted_card, model_card
 from cifar_lit.run.predictions import write_predictions
@@ -43,7 +44,7 @@ def save(model: ImageClassifier, data: ImageData, folder: str | Path) -> None:
     settings = {"dataset": data.dataset, "root": data.settings.root, "val_size": data.given["data.val_size"]}
     for name in ("split", "images", "loading"):
         settings[name] = asdict(getattr(data.settings, name))
-    write_text(path / "config.yaml", yaml.safe_dump({"data": settings}))
+    write_text(path / "config.yaml", without_passwords(yaml.safe_dump({"data": settings})))
     if model.score and tested:
         write_predictions(path / "predictions.csv", [tested], data.test_images)
         scores = test_scores(Tested(model.score, predictions=tested), data.test_images, card, card.coverage)

@@ -297,9 +297,9 @@ def describe_net(settings: Mapping[str, Any]) -> str:
     """Return the name and the shapes of a net from the hyper-parameters of its model."""
     shape = "×".join(map(str, settings.get("input_shape", "?")))
     width = settings.get("width", 1.0)
-    net = f"{settings.get('net', 'an unknown net')}"
+    net = settings.get("net", "an unknown net")
     if width != 1.0:
-        net += f" width {width:g}"
+        net += f" width {width}"
     return f"{net} ({shape}, {settings.get('num_classes', '?')} classes)"
 
 

@@ -58,6 +58,8 @@ def test_a_typed_setting_that_the_data_set_does_not_use_is_refused() -> None:
         with pytest.raises(UsageError, match=f"is for {users}, and cifar10 does not use it: leave it out"):
             settings_of("--recipe", "quickstart", "--dataset", "cifar10", flag, "3" if users == "shapes" else "squash")
     assert settings_of("--recipe", "quickstart", "--dataset", "cifar10").data.dataset == "cifar10"  # the recipe's count
+    settings_of("--dataset", "cifar10", "--data.levels", "null")  # takes back what a recipe sets
+    settings_of("--dataset", "my_data.photos", "--data.count", "5")  # a function may use all
 
 
 def test_a_feature_without_a_value_is_turned_on() -> None:

@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_net_is_refused_with_both_nets(run_dir: Path) ->
     checkpoint = run_dir / "checkpoints/best.ckpt"
     for flags, other in (
         (["--net", "tudui"], "not of tudui (3×16×16, 4 classes)"),
-        (["--model.width", "2"], "not of lenet width 2 (3×16×16, 4 classes)"),
+        (["--model.width", "2"], "not of lenet width 2.0 (3×16×16, 4 classes)"),
     ):
         answer = run_command("test", "--ckpt_path", checkpoint, *flags)
         assert_refused(answer, 1, f"{checkpoint} holds weights of lenet (3×16×16, 4 classes)", other)
