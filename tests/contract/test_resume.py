@@ -86,7 +86,7 @@ def test_a_finished_run_is_reported_as_finished_and_unchanged(run_dir: Path) -> 
 def test_two_processes_keep_the_split_of_a_run_and_prolong_it(working_folder: Path) -> None:
     images = {"ant": 30, "bee": 30}
     draw_noise(Path("photos"), images)
-    settings = [*OWN_IMAGES, "--data-dir", "photos", "--data.count", "10000", "--data.val_size", "0.2"]
+    settings = [*OWN_IMAGES, "--data-dir", "photos", "--data.val_size", "0.2"]
     assert run_command(*SMALL, *settings, "--model.schedule", "constant").code == 0
     run = Path("lightning_logs/small-1")
     before = metrics_of(run)
