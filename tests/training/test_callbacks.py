@@ -94,7 +94,7 @@ def test_every_device_counts_the_global_batch_and_skips_an_empty_part(parts: tup
 
 
 class Pair:
-    """The first of two devices. The state of the other is all sevens."""
+    """The first of two devices. The other one was seeded with 5."""
 
     world_size, global_rank = 2, 0
 
@@ -103,21 +103,21 @@ class Pair:
         return self
 
     def reduce(self, rows: torch.Tensor, reduce_op: str) -> torch.Tensor:
-        rows[1] = 7
+        rows[1] = torch.Generator().manual_seed(5).get_state()
         return rows
 
 
 def test_each_device_restores_its_own_random_state() -> None:
-    own, pair, checkpoint = torch.get_rng_state(), Pair(), dict[str, Any]()
-    model, restored = SimpleNamespace(device=own.device), RandomState()
+    pair, checkpoint = Pair(), dict[str, Any]()
+    model, restored = SimpleNamespace(device=torch.device("cpu")), RandomState()
     RandomState().on_save_checkpoint(pair, model, checkpoint)
-    (states,) = checkpoint["random_state"]
-    assert torch.equal(states[0], own) and (states[1] == 7).all()
-    expected = torch.rand(3)
-    restored.on_load_checkpoint(pair, model, checkpoint)
-    torch.manual_seed(99)
-    restored.on_train_start(pair, model)
-    assert torch.equal(torch.rand(3), expected)
+    expected = [torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5))]
+    for rank in (0, 1):
+        pair.global_rank = rank
+        restored.on_load_checkpoint(pair, model, checkpoint)
+        torch.manual_seed(99)
+        restored.on_train_start(pair, model)
+        assert torch.equal(torch.rand(3), expected[rank])
 
 
 def test_another_number_of_devices_derives_random_states_from_checkpoint_and_rank() -> None:
