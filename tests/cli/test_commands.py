@@ -51,6 +51,7 @@ def test_recipes_are_sorted_by_their_time_on_this_kind_of_machine_and_mark_the_d
 ) -> None:
     machine = replace(hardware.detect_machine(), bf16=bf16, gpus=())
     monkeypatch.setattr(hardware, "detect_machine", lambda: machine)
+    monkeypatch.setenv("COLUMNS", "100")
     lines = run_command("recipes").lines
     assert max(map(len, lines)) <= 100
     rows = [re.split(r"  +", line) for line in lines[1 : len(flags.recipe_names()) + 1]]
