@@ -86,4 +86,4 @@ def test_a_training_succeeds_without_an_optional_part_whose_commands_and_flags_a
         assert f"there is no flag --{part.stem}." in refusals[0]
     else:
         assert len(refusals) == len(lines)
-        assert all("No module named 'cifar_lit.extras." in refusal for refusal in refusals)
+        assert all("cifar-lit: cifar_lit.extras." in refusal for refusal in refusals)

@@ -25,6 +25,7 @@ from cifar_lit.features.compile import Compile
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.features.whitening import Whitening
 from cifar_lit.training.classifier import ImageClassifier
+from cifar_lit.training.loop import steps_per_epoch
 
 AUTOCAST = {"32-true": False, "bf16-mixed": True}  # precisions of the bare loop
 
@@ -87,8 +88,10 @@ class BareLoop:
         self.optimizer, self.schedule = configured["optimizer"], configured["lr_scheduler"]
         self._end_of_bias = math.inf
         if Whitening in features and self.schedule["scheduler"] is not None and features[Whitening].bias_epochs:
-            schedule, interval = self.schedule["scheduler"], self.schedule["interval"]
-            self._end_of_bias = features[Whitening].shorten(schedule, interval, trainer)
+            self._end_of_bias = features[Whitening].bias_epochs
+            if self.schedule["interval"] == "step":
+                self._end_of_bias *= steps_per_epoch(trainer)
+            self.schedule["scheduler"].end_early("whitening", self._end_of_bias)
         self.average = None
         if WeightAverage in features:
             average = get_ema_multi_avg_fn(features[WeightAverage].decay)

@@ -32,6 +32,8 @@ import sys
 words = sys.argv[1:]
 if words[0] == "train":
     words[1:3] = {SETTINGS}
+    place = words.index("--data-dir")  # its images are drawn
+    del words[place : place + 2]
 from cifar_lit.cli import main
 sys.exit(main(words))
 """
