@@ -13,10 +13,9 @@ from torch import Tensor
 from cifar_lit.base.files import atomic_write, write_array
 from cifar_lit.base.text import csv_text
 from cifar_lit.data.image_set import ImageSet
-from cifar_lit.run.record import GROUP
+from cifar_lit.run.record import FEW_CLASSES, GROUP
+from cifar_lit.training.score import TOP
 
-MAX_COLUMNS = 20  # classes with a column each
-TOP = 5  # classes of a row with more of them
 ROWS_AT_ONCE = 4096  # rows converted to Python numbers in one step
 
 
@@ -53,7 +52,7 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
     """Write `predictions.csv` in the order of the data set, and `probabilities.npy` beside it.
 
     Columns: index, label, predicted, probability, and probability_<class> of every class, with six digits. With more
-    than `MAX_COLUMNS` classes, the most probable ones follow instead: class_2, probability_2 and so on. The array has
+    than `FEW_CLASSES` classes, the most probable ones follow instead: class_2, probability_2 and so on. The array has
     the same rows and all classes, float32 (N, classes).
 
     Args:
@@ -73,7 +72,7 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
         further["path"] = images.names
 
     columns = [f"probability_{name}" for name in names]
-    if len(names) > MAX_COLUMNS:
+    if len(names) > FEW_CLASSES:
         columns = [f"{column}_{rank}" for rank in range(2, TOP + 1) for column in ("class", "probability")]
     with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         if not "".join([*names, *images.names]).isascii():
@@ -82,11 +81,11 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
         for rows in order.split(ROWS_AT_ONCE):
             table = []
             likeliest = probabilities[rows].topk(min(TOP, len(names)))
-            first = probabilities[rows, :MAX_COLUMNS]  # all, or unused
+            first = probabilities[rows, :FEW_CLASSES]  # all, or unused
             part = (indices[rows], labels[rows], likeliest.indices, likeliest.values, first)
             for index, label, ranked, highest, values in zip(*map(Tensor.tolist, part), strict=True):
                 cells = [f"{value:.6f}" for value in values]
-                if len(names) > MAX_COLUMNS:
+                if len(names) > FEW_CLASSES:
                     cells = []
                     for number, value in zip(ranked[1:], highest[1:], strict=True):
                         cells += [names[number], f"{value:.6f}"]

@@ -15,7 +15,7 @@ from cifar_lit.base.text import counted
 from cifar_lit.training.score import METRICS
 
 GROUP = "group_"  # begins the columns of groups in predictions.csv
-FEW_CLASSES = 20
+FEW_CLASSES = 20  # at most so many have names and numbers each in pictures and tables
 Metrics = dict[str, Any]  # contents of metrics.json, or its `test` or `val` part; see docs/schema/metrics.schema.json
 
 

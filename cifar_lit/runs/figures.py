@@ -28,7 +28,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from cifar_lit.base.files import atomic_write
 from cifar_lit.base.text import printable
-from cifar_lit.run.record import read_curves
+from cifar_lit.run.record import FEW_CLASSES, read_curves
 
 own_style = style.context("default")
 
@@ -97,7 +97,6 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
 
 # ---- Confusion matrix
 
-MAX_NAMED = 20  # classes with names and numbers
 MAX_DRAWN = 200  # classes of a picture
 
 
@@ -112,7 +111,7 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Figure:
     # Black numbers are legible on all cells.
     axes.imshow(mistakes, cmap="Oranges", vmin=0, vmax=1.7 * np.nanmax(mistakes, initial=1))
     axes.set(xlabel="predicted class", ylabel="true class")
-    if count <= MAX_NAMED:
+    if count <= FEW_CLASSES:
         for (label, predicted), images in np.ndenumerate(matrix.numpy()):
             if images:
                 axes.text(predicted, label, images, ha="center", va="center", fontsize=9)
