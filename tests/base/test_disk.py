@@ -87,15 +87,3 @@ def test_the_file_is_synced_before_the_rename_and_its_folder_after_it(
     (part, renamed), folder = synced
     assert part.endswith(PART) and not renamed
     assert folder == (tmp_path.name, True)
-
-
-def test_a_symlink_in_place_of_the_file_its_part_or_its_predecessor_is_not_followed(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.write_text("unchanged")
-    a, b = tmp_path / "a", tmp_path / "b"
-    for link in (a, b, tmp_path / f"a{PART}", tmp_path / f"b{PART}"):
-        link.symlink_to(target)
-    write(a, "1", b)
-    write(a, "2", b)
-    assert (a.read_text(), b.read_text(), target.read_text()) == ("2", "1", "unchanged")
-    assert not a.is_symlink() and not b.is_symlink()

@@ -11,8 +11,6 @@ import pytest
 from contract.command_line import RECIPE, environment, run_process
 from PIL import Image
 
-from cifar_lit.base.files import display_path
-
 # Runs command lines without the modules and functions that Windows lacks and that torch does not need on Linux.
 PROGRAM = """
 import mmap, os, signal, socket, sys, time
@@ -64,7 +62,3 @@ def test_messages_escape_what_a_console_cannot_show() -> None:
     program = "from cifar_lit.base.text import *; accept_any_encoding(); say('2 × 3 岩\\udc80'); note('·')"
     answer = run_process([sys.executable, "-c", program], Path.cwd(), PYTHONIOENCODING="ascii")
     assert (answer.out, answer.err) == ("2 \\xd7 3 \\u5ca9\\udc80\n", "\\xb7\n")
-
-
-def test_paths_are_printed_with_slashes() -> None:
-    assert display_path(Path("lightning_logs", "small-1").absolute()) == "lightning_logs/small-1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .command_line import ROOT, SCRIPTS, SMALL, assert_refused, metrics_of, rows_of, run_command, run_process
+from .command_line import SCRIPTS, SMALL, assert_refused, metrics_of, rows_of, run_command, run_process
 
 TRAINER_COMMANDS = ("fit", "train", "validate", "test", "predict")
 OTHERS = (
@@ -121,10 +121,3 @@ def test_validate_without_validation_images_is_refused(run_dir: Path) -> None:
 
 
 # ---- recipes, devices
-
-
-def test_recipes_lists_every_packaged_recipe() -> None:
-    answer = run_command("recipes")
-    assert answer.code == 0
-    names = [path.stem for path in (ROOT / "cifar_lit/recipes").glob("*.yaml")]
-    assert [name for name in names if not re.search(rf"\b{name}\b", answer.out)] == []

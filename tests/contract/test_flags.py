@@ -70,12 +70,6 @@ def test_a_flag_changes_one_setting_of_a_recipes_feature() -> None:
     assert printed_config("--recipe", "cpu91", "--skip_easy.share", "0.4")["skip_easy"] == {"share": 0.4, "start": 0.2}
 
 
-def test_recipe_takes_a_packaged_name_or_a_path(working_folder: Path) -> None:
-    assert printed_config("--recipe", "quickstart")["data"]["dataset"] == "shapes"
-    assert printed_config("--recipe", "resnet18")["model"]["net"] == "resnet18"
-    assert printed_config("--recipe", working_folder / "small.yaml")["model"]["net"] == "lenet"
-
-
 def test_flags_override_config_files_and_config_files_override_the_recipe() -> None:
     Path("one.yaml").write_text("model: {lr: 1, label_smoothing: 0.1}\ndata: {batch_size: 11}\n")
     Path("two.yaml").write_text("model: {label_smoothing: 0.2}\n")

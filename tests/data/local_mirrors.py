@@ -22,7 +22,6 @@ class Mirror:
     stall_after: int = -1  # bytes until the server stalls
     content_type: str = "application/octet-stream"
     promised: int = -1  # a wrong Content-Length
-    location: str = ""  # target of redirects
     requests: list[tuple[str, int]] = field(default_factory=list)  # (path, first byte) of every request
     url: str = ""
 
@@ -30,10 +29,6 @@ class Mirror:
         path = handler.path.lstrip("/")
         first = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
         self.requests.append((path, first))
-        if self.location:
-            handler.send_response(302)
-            handler.send_header("Location", self.location)
-            return handler.end_headers()
         if self.status or path not in self.files:
             return handler.send_error(self.status or 404)
         content = self.files[path]

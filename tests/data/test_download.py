@@ -122,11 +122,6 @@ def test_the_next_mirror_continues_from_the_valid_bytes(
     assert len(bad.requests) == attempts and good.requests == [("a.gz", start)]
 
 
-def test_a_redirect_to_a_local_file_is_refused(mirror: Callable[..., Mirror], target: Path) -> None:
-    get(target, mirror(location="file:///etc/passwd"), mirror())
-    assert target.read_bytes() == CONTENT
-
-
 @pytest.mark.parametrize("promised", [0, 50_000, 200_000])
 def test_a_mirror_with_a_wrong_length_is_skipped(mirror: Callable[..., Mirror], target: Path, promised: int) -> None:
     get(target, mirror(promised=promised), mirror())

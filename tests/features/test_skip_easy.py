@@ -53,15 +53,6 @@ def test_late_epochs_repeat_the_images_that_are_hardest_at_each_round() -> None:
         assert torch.equal(before, after.flip(1))
 
 
-def test_images_without_a_loss_count_as_hardest() -> None:
-    losses = LastLosses(4, torch.device("cpu"))
-    losses.latest[torch.tensor([0, 2])] = torch.tensor([3.0, 1.0])
-    assert losses.gather().tolist() == [3.0, float("inf"), 1.0, float("inf")]
-    losses.latest[2] = 0.0
-    assert losses.gather().tolist() == [3.0, float("inf"), 0.0, float("inf")]
-    assert losses.latest.tolist() == [-1.0] * 4
-
-
 @pytest.mark.parametrize("step", [9, SKIPS_AT + 1, 2 * BATCHES])
 def test_a_resumed_run_shows_the_same_images(step: int, tmp_path: Path) -> None:
     shown: dict[int, list[int]] = {}

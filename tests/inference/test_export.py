@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from cifar_lit.base.errors import Failure
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference import export as module
-from cifar_lit.inference.export import FORMATS, Check, Options, check, export, refuse_disagreement
+from cifar_lit.inference.export import FORMATS, Check, Options, check, export
 from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import LoadedNet, ModelCard, load_model_file
 from cifar_lit.models.registry import build_net
@@ -162,21 +161,6 @@ def test_the_check_finds_errors_at_one_batch_size_and_counts_agreement() -> None
         return lambda batch: rows[batch.flatten().int()]
 
     assert check(table(before), table(after), numbers, torch.tensor([0, 1, 2, 0])) == Check(4, 1.0, 3, (0.75, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("int8", "difference", "agreeing", "accuracy", "is_kept"),
-    [
-        (False, 9e-5, 100, 0.9, True), (False, 2e-4, 100, 0.9, False), (False, float("nan"), 100, 0.9, False),
-        (True, 0.3, 95, 0.885, True), (True, 0.3, 94, 0.9, False), (True, 0.3, 99, 0.87, False),
-    ],
-)  # fmt: skip
-def test_the_limits_of_disagreement(
-    int8: bool, difference: float, agreeing: int, accuracy: float, is_kept: bool
-) -> None:
-    refused = nullcontext() if is_kept else pytest.raises(Failure, match="not kept")
-    with refused:
-        refuse_disagreement(Check(100, difference, agreeing, (0.9, accuracy)), int8)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import PART
 from cifar_lit.run.folder import RunFolder
 from cifar_lit.run.record import read_curves, read_metrics
-from cifar_lit.run.resume import check_unfinished, find_resumable, run_of
+from cifar_lit.run.resume import find_resumable, run_of
 
 
 def test_each_run_gets_the_next_number_of_its_recipe_and_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -130,17 +129,6 @@ def test_resume_prefers_the_newest_unfinished_run_with_a_checkpoint_and_names_it
     assert find_resumable(tmp_path, "", needs_test=False) == unfinished / "checkpoints/last.ckpt"
     assert capsys.readouterr().err.startswith(f"resuming {unfinished}: the newest run, {newest}, is finished")
     assert find_resumable(tmp_path, "", needs_test=True).parent.parent.name == "fitted-1"
-
-
-def test_a_run_is_finished_after_its_test_or_after_the_fit_if_no_test_is_needed(tmp_path: Path) -> None:
-    check_unfinished(tmp_path, needs_test=False)
-    (tmp_path / "metrics.json").write_text(json.dumps({"val": {"accuracy": 0.5}, "test": None}))
-    check_unfinished(tmp_path, needs_test=True)
-    with pytest.raises(UsageError, match=r"is finished: its results are in .*metrics\.json"):
-        check_unfinished(tmp_path, needs_test=False)
-    (tmp_path / "metrics.json").write_text(json.dumps({"test": {"accuracy": 0.5}}))
-    with pytest.raises(UsageError, match="is finished"):
-        check_unfinished(tmp_path, needs_test=True)
 
 
 def test_a_row_that_is_cut_short_is_left_out_and_empty_cells_are_dropped(tmp_path: Path) -> None:

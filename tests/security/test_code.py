@@ -149,17 +149,6 @@ def test_a_foreign_run_may_name_classes_of_the_libraries(run_dir: Path, working_
     assert run_command("test", "--ckpt_path", run / "checkpoints/best.ckpt").code == 0
 
 
-def test_a_class_that_is_an_option_of_a_net_is_not_built(run_dir: Path, working_folder: Path) -> None:
-    makes_folder = {
-        "class_path": "lightning.fabric.loggers.csv_logs._ExperimentWriter",
-        "init_args": {"log_dir": "ran"},
-    }
-    run = copy_run(run_dir)
-    change_config(run, model={"net_options": {"a": makes_folder}})
-    assert_refused(run_command("test", "--ckpt_path", run / "checkpoints/best.ckpt"), 2, "lenet has no 'a'")
-    assert not Path("ran").exists()
-
-
 @pytest.mark.parametrize("further", [(), ("--logs", "MODULE.x/y"), ("--data-dir", "MODULE.*")])
 def test_the_name_of_a_folder_allows_no_package(run_dir: Path, own: str, further: tuple[str, ...]) -> None:
     run = Path(shutil.copytree(run_dir, f"{own}.run"))
@@ -167,12 +156,6 @@ def test_the_name_of_a_folder_allows_no_package(run_dir: Path, own: str, further
     words = [word.replace("MODULE", own) for word in further]
     assert_untrusted(run_command("test", "--ckpt_path", run / "checkpoints/best.ckpt", *words), f"{own}.Net")
     assert_untrusted(run_command("report", run, "--accelerator", "cpu"), f"{own}.Net")
-
-
-def test_a_report_reads_the_data_of_a_foreign_run_only_with_trust(run_dir: Path, own: str) -> None:
-    run = copy_run(run_dir)
-    change_config(run, data={"dataset": f"{own}.load"})
-    assert_untrusted(run_command("report", run, "--accelerator", "cpu"), f"{own}.load")
 
 
 @pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir ['ran']", "!!python/name:os.system ''"])

@@ -13,7 +13,6 @@ SLURM = {
     **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "night", "SLURM_CLUSTER_NAME": "hill", "SLURM_STEP_ID": "0"},
     **{"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
 }
-QUEUED = "is being requeued and will resume automatically"
 
 
 class Stage(NamedTuple):

@@ -106,12 +106,6 @@ def test_without_images_a_class_has_no_accuracy_and_a_set_no_score() -> None:
     assert math.isnan(empty.accuracy) and math.isnan(empty.loss) and empty.images == 0
 
 
-def test_a_score_has_the_values_of_a_users_metrics() -> None:
-    score = Score(0.5, 1.25, 4, [0.5, 0.5], [[1, 1], [1, 1]], {"top5": 1.0})
-    ours = {"val/loss": 1.25, "val/accuracy": 0.5, "val/balanced_accuracy": 0.5, "val/macro_f1": 0.5}
-    assert score.logged("val") == {**ours, "val/top5": 1.0}
-
-
 # ---- the best checkpoint
 
 

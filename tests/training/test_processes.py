@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from contract.command_line import Answer, files_of
-from forked_runs import QUEUED, SLURM, Stage, run_stages, scontrol
+from forked_runs import Stage, run_stages
 from real_runs import (
     SETTINGS,
     STEPS_PER_EPOCH,
@@ -52,7 +52,6 @@ WORDS = ["train", *SETTINGS]
 ODD = [*WORDS, "--data.count", "119", "--epochs", "2", "--checkpoint-every", "4"]
 HOST = ["--data.placement", "host", "--data.workers", "1"]
 ONE, TWO, THREE = (["train", "--resume", "--trust", "--devices", number] for number in "123")
-TASKS = [{**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
 AGENT = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
 STOP_AT, END = STEPS_PER_EPOCH + 6, (2, 3 * STEPS_PER_EPOCH, 2)
 CASES = {
@@ -60,10 +59,6 @@ CASES = {
         Stage(WORDS, 2, at(STOP_AT, signal.SIGINT), [130] * 2, (1, STOP_AT + 1, 2)),
         Stage(TWO, 2, at(STOP_AT + STEPS_PER_EPOCH, signal.SIGKILL), [-9] * 2, (1, 2 * STEPS_PER_EPOCH, 2)),
         Stage(TWO, 2, {}, [0] * 2, END),
-    ],
-    "two tasks of SLURM": [
-        Stage(WORDS, TASKS, at(STOP_AT, signal.SIGUSR1, AT_STEP_RANK="1"), [138] * 2, (1, STOP_AT + 1, 2)),
-        Stage(WORDS, TASKS, {"SLURM_RESTART_COUNT": "1"}, [0] * 2, END),
     ],
     "torchrun restarts both": [
         Stage(WORDS, 2, AGENT | at(STOP_AT, signal.SIGKILL, AT_STEP_RANK="1"), [1, -9], (0, STEPS_PER_EPOCH, 2)),
@@ -83,9 +78,7 @@ def stages(
 ) -> Iterator[Future[tuple[Path, dict[str, list[list[int]]]]]]:
     """Run all cases in the background. The result is their folder and the exit codes of every stage of each case."""
     folder = tmp_path_factory.mktemp("stages")
-    path = {"PATH": scontrol(folder / "bin")}
-    cases = {name: [stage._replace(environment=path | stage.environment) for stage in CASES[name]] for name in CASES}
-    yield pool.submit(lambda: (folder, forking(run_stages, cases=cases, folder=str(folder))))
+    yield pool.submit(lambda: (folder, forking(run_stages, cases=CASES, folder=str(folder))))
 
 
 def test_two_processes_share_batches_and_train_the_same_net(pair_run: Future[tuple[Path, Answer]], alone: Path) -> None:
@@ -147,10 +140,6 @@ def test_a_run_in_stages_ends_like_an_uninterrupted_one(
         assert "Traceback" not in text
         assert text.count("Resume with:") == (stage.codes[0] in (1, 129, 130, 143))
         assert text.count("stopping after this step") == (2 if stage.codes[0] == 130 else 0)
-    if name == "two tasks of SLURM":
-        assert QUEUED in printed[0][0] and printed[0][1] == printed[1][1] == ""
-        assert (root / "bin/requests").read_text().split()[:2] == ["requeue", "7"]
-        assert "at epoch 2, step 20" in printed[1][0]
     if name == "torchrun restarts both":
         assert "another process of this run ended early" in printed[0][0]
         assert printed[1][0].count("resuming lightning_logs/tudui-1 of job torchrun:forks") == 1
