@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-from collections.abc import Container
 from contextlib import suppress
 
 HANGUP: int | None = getattr(signal, "SIGHUP", None)  # not on Windows
@@ -25,11 +24,10 @@ def stop_signals() -> list[int]:
     return numbers
 
 
-def ignore_stop_signals(*, but: Container[int] = ()) -> None:
-    """Ignore STOP_SIGNALS, except `but`, in a worker process. The main process handles them and ends its workers."""
+def ignore_stop_signals() -> None:
+    """Ignore STOP_SIGNALS in a worker process. The main process handles them and ends its workers."""
     for number in STOP_SIGNALS:
-        if number not in but:
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def accept_hangup() -> None:

@@ -246,9 +246,6 @@ def choose_devices(command: Command, trainer: Namespace, machine: hardware.Machi
     devices = hardware.count_devices(machine, trainer.accelerator, trainer.devices)
     if command.name == "predict" and devices > 1:
         raise UsageError("predict runs on one device: leave --devices out, or give one")
-    ranks = devices * trainer.num_nodes
-    if sys.platform == "win32" and ranks > 1 and machine.kind(trainer.accelerator) == "gpu":
-        raise UsageError("several GPUs need NCCL, which torch does not have on Windows: use --devices 1, or WSL 2")
     if trainer.num_nodes > 1 and "MASTER_ADDR" not in os.environ and not by_slurm(os.environ):
         names = "MASTER_ADDR, MASTER_PORT and NODE_RANK"
         raise UsageError(f"--nodes {trainer.num_nodes} needs {names} on each machine, or torchrun or SLURM")

@@ -169,7 +169,7 @@ def _report(error: BaseException, debug: bool) -> int:
 
         note(*"".join(traceback.format_exception(error)).splitlines())
     try:
-        from cifar_lit.cli.errors import explain_error, is_timeout
+        from cifar_lit.cli.errors import explain_error
     except (ImportError, OSError) as missing:
         error = missing
     if fault := unusable_package(error):
@@ -182,8 +182,4 @@ def _report(error: BaseException, debug: bool) -> int:
         line = requeue(os.environ, getattr(error, "resume", None))
     if line:
         note(*line.split("\n"))
-    if is_timeout(error):
-        from cifar_lit.cli.ranks import end_frozen_parent
-
-        end_frozen_parent()
     return code

@@ -14,7 +14,6 @@ import threading
 import time
 
 import lightning.pytorch as pl
-import psutil
 from lightning.pytorch.callbacks import Callback
 
 from cifar_lit.base.text import note
@@ -69,11 +68,3 @@ def end_with_parent() -> None:
         os.environ[PARENT] = str(os.getpid())
     elif sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
-def end_frozen_parent() -> None:
-    """Kill the process that started this rank, unless it ends by itself."""
-    if is_child():
-        time.sleep(2 * EXIT_SECONDS)
-    if is_child():
-        psutil.Process(os.getppid()).kill()

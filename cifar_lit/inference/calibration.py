@@ -20,6 +20,7 @@ from cifar_lit.inference.sets import MIN_HELD_OUT
 
 BISECTIONS = 20  # relative error of the temperature: 6e-6
 FOLDS = 5
+BINS = 15
 DRAWS = 2000
 PRESET = "model.temperature"
 
@@ -99,24 +100,24 @@ class Bin(NamedTuple):
     accuracy: float  # NaN for an empty bin
 
 
-def reliability(probability: Tensor, hits: Tensor, bins: int = 15) -> list[Bin]:
+def reliability(probability: Tensor, hits: Tensor) -> list[Bin]:
     """Return bins of equal width over the probability of the predicted class.
 
     probability: float (N,) in 0 … 1. hits: bool (N,), whether the prediction is correct.
     """
-    indices = _bin_indices(probability, bins)
-    counts = torch.bincount(indices, minlength=bins)
-    confidence = torch.bincount(indices, probability.double(), minlength=bins) / counts
-    accuracy = torch.bincount(indices, hits.double(), minlength=bins) / counts
+    indices = _bin_indices(probability)
+    counts = torch.bincount(indices, minlength=BINS)
+    confidence = torch.bincount(indices, probability.double(), minlength=BINS) / counts
+    accuracy = torch.bincount(indices, hits.double(), minlength=BINS) / counts
     columns = zip(counts.tolist(), confidence.tolist(), accuracy.tolist(), strict=True)
-    return [Bin(index / bins, (index + 1) / bins, *column) for index, column in enumerate(columns)]
+    return [Bin(index / BINS, (index + 1) / BINS, *column) for index, column in enumerate(columns)]
 
 
-def _bin_indices(probability: Tensor, bins: int) -> Tensor:
-    return (probability.double() * bins).ceil().long().sub(1).clamp(0, bins - 1)
+def _bin_indices(probability: Tensor) -> Tensor:
+    return (probability.double() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
 
 
-def perfect_error(probability: Tensor, bins: int = 15) -> dict[str, float]:
+def perfect_error(probability: Tensor) -> dict[str, float]:
     """Return the expected calibration error that a perfectly calibrated net shows on as many images.
 
     It is above 0 by chance. The predictions are drawn as correct with these probabilities, `DRAWS` times.
@@ -127,13 +128,13 @@ def perfect_error(probability: Tensor, bins: int = 15) -> dict[str, float]:
     Returns:
         `mean`, and `high`, which 5 % of the draws exceed.
     """
-    indices = _bin_indices(probability, bins).numpy()
+    indices = _bin_indices(probability).numpy()
     shares = probability.double().numpy()
     generator = np.random.default_rng(0)
     errors = np.empty(DRAWS)
     for draw in range(DRAWS):
         hits = generator.random(len(shares)) < shares
-        errors[draw] = np.abs(np.bincount(indices, hits - shares, minlength=bins)).sum() / len(shares)
+        errors[draw] = np.abs(np.bincount(indices, hits - shares, minlength=BINS)).sum() / len(shares)
     return {"mean": round(float(errors.mean()), 6), "high": round(float(np.quantile(errors, 0.95)), 6)}
 
 

@@ -25,17 +25,16 @@ BLOCK_NUMBERS = 2**23  # numbers per block of patches: 64 MiB in float64
 
 
 @torch.no_grad()
-def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
+def whitening_filters(images: Tensor, patch: int) -> Tensor:
     """Return C·patch² filters that whiten the patches of `images`, followed by the negated filters.
 
     The uncentred covariance of the patches, computed in float64, is V·diag(e)·Vᵀ. The filters are the columns of V
-    divided by √(e + eps) (Coates and Ng, 2012; as in airbench). They are in descending order of e, so that a narrow
+    divided by √(e + EPS) (Coates and Ng, 2012; as in airbench). They are in descending order of e, so that a narrow
     next layer receives the strongest directions. The first non-zero component of each eigenvector is positive.
 
     Args:
         images: float (N, C, height, width), N ≥ 1, normalised.
         patch: side of the patches in pixels.
-        eps: added to the eigenvalues.
 
     Returns:
         (2·C·patch², C, patch, patch), with dtype and device of the images.
@@ -50,7 +49,7 @@ def whitening_filters(images: Tensor, patch: int, eps: float = EPS) -> Tensor:
     magnitudes = vectors.abs()
     first = (magnitudes > 1e-3 * magnitudes.amax(0)).byte().argmax(0, keepdim=True)
     signs = vectors.gather(0, first).sign()
-    filters = (vectors * signs / (values + eps).sqrt()).T.reshape(size, channels, patch, patch)
+    filters = (vectors * signs / (values + EPS).sqrt()).T.reshape(size, channels, patch, patch)
     return torch.cat((filters, -filters)).type_as(images)
 
 

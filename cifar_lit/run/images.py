@@ -14,7 +14,6 @@ from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import listed, nfc, note_once, quoted
 from cifar_lit.base.trust import check_name
 from cifar_lit.data.image_set import ImageSet, spread_rows
-from cifar_lit.data.shapes import shapes
 from cifar_lit.data.sources import find_source
 from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import ModelCard
@@ -135,17 +134,15 @@ def run_images(run: Path, card: ModelCard, data_dir: str | None, train: bool, co
 
 
 def run_or_drawn_images(run: Path, card: ModelCard, data_dir: str | None, count: int) -> NetImages:
-    """Return test images, or generated shapes if there are none, with the reason in `what`.
+    """Return test images, or random images if there are none, with the reason in `what`.
 
-    Shapes are grey unless the net takes 3 channels. With `data_dir`, the error of `run_images` is raised instead.
+    With `data_dir`, the error of `run_images` is raised instead.
     """
     try:
         return run_images(run, card, data_dir, train=False, count=count)
     except (UsageError, Failure) as error:
         if data_dir is not None:
             raise
-        channels, height, width = card.input_shape
-        colours = 3 if channels == 3 else 1
-        drawn = shapes(False, image_size=[height, width], channels=colours, count=count or 1000).images
-        images = drawn.permute(0, 3, 1, 2).expand(-1, channels, -1, -1).contiguous()
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(256, (count or 1000, *card.input_shape), dtype=torch.uint8, generator=generator)
         return NetImages(images, None, f"{len(images):,} generated images without labels ({error})")

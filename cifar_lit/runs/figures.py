@@ -122,11 +122,11 @@ def confusion_matrix(matrix: Tensor, classes: Sequence[str]) -> Figure:
     return figure
 
 
-def _tick(name: str, limit: int = 18) -> str:
+def _tick(name: str) -> str:
     """Return a short name for an axis. Dollar signs are escaped, as matplotlib parses formulas between them."""
     plain = printable(name)
-    if len(plain) > limit:
-        plain = plain[: limit - 1] + "…"
+    if len(plain) > 18:
+        plain = plain[:17] + "…"
     return plain.replace("$", r"\$")
 
 

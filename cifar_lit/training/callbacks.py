@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +113,8 @@ def wait_for_device(pl_module: pl.LightningModule) -> None:
 class RandomState(Callback):
     """Save and restore the random state of every device, so that a resumed run draws the same numbers (dropout).
 
-    With another number of devices, each device derives a seed from the saved states and its rank. Dropout masks are
-    then reproducible, but differ from those of an uninterrupted run.
+    With another number of devices, the states stay those of the seed of the run. Dropout masks are then reproducible,
+    but differ from those of an uninterrupted run.
     """
 
     def __init__(self) -> None:
@@ -135,13 +134,8 @@ class RandomState(Callback):
         self._restored = checkpoint.get("random_state")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the state of this device, or derive a seed for another number of devices."""
-        if self._restored is None:
-            return
-        if len(self._restored[0]) != trainer.world_size:
-            saved = b"".join(states.numpy().tobytes() for states in self._restored)
-            digest = hashlib.sha256(trainer.global_rank.to_bytes(8, "big") + saved).digest()
-            torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        """Restore the state of this device."""
+        if self._restored is None or len(self._restored[0]) != trainer.world_size:
             return
         # Clone the rows, because torch reads a state through an aligned pointer, and a row may not be aligned.
         cpu_state, *device_states = (states[trainer.global_rank].clone() for states in self._restored)

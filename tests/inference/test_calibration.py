@@ -35,10 +35,10 @@ def error_of(probabilities: Tensor, labels: Tensor) -> float:
 
 def test_a_bin_includes_its_upper_end() -> None:
     probability = torch.tensor([0.0, 0.2, 0.2000001, 0.5, 1.0], dtype=torch.float64)
-    bins = reliability(probability, torch.tensor([True, False, True, True, True]), bins=5)
-    assert [part.images for part in bins] == [2, 1, 1, 0, 1]
-    assert (bins[0].accuracy, bins[0].confidence) == (0.5, pytest.approx(0.1))
-    assert math.isnan(bins[3].accuracy)
+    bins = reliability(probability, torch.tensor([True, False, True, True, True]))
+    assert [part.images for part in bins] == [1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1]
+    assert (bins[2].accuracy, bins[2].confidence) == (0, pytest.approx(0.2))
+    assert math.isnan(bins[1].accuracy)
 
 
 def test_the_calibration_error_equals_that_of_torchmetrics_with_fifteen_bins() -> None:

@@ -120,20 +120,6 @@ def test_each_device_restores_its_own_random_state() -> None:
         assert torch.equal(torch.rand(3), expected[rank])
 
 
-def test_another_number_of_devices_derives_random_states_from_checkpoint_and_rank() -> None:
-    def drawn(state: int, rank: int, world: int) -> list[float]:
-        device, restored = SimpleNamespace(world_size=world, global_rank=rank, is_global_zero=False), RandomState()
-        restored.on_load_checkpoint(device, None, {"random_state": [torch.full((2, 5056), state, dtype=torch.uint8)]})
-        torch.rand(int(torch.randint(5, ())))  # random draws of the setup
-        restored.on_train_start(device, None)
-        return torch.rand(3).tolist()
-
-    first = drawn(0, 0, 1)
-    assert drawn(0, 0, 1) == first
-    others = [drawn(1, 0, 1), drawn(0, 1, 3), drawn(0, 2, 3)]
-    assert all(other != first for other in others) and others[1] != others[2]
-
-
 def test_each_epoch_prints_one_line(capsys: Any) -> None:
     expected: list[str] = []
 
