@@ -284,13 +284,6 @@ def has_fashion_mnist(settings: DataSettings) -> bool:
     return all((_fashion_folder(settings) / filename).exists() for filename, _ in FashionMNIST.resources)
 
 
-CIFAR10 = Source(
-    partial(cifar, "cifar10"), partial(has_cifar, "cifar10"), {"image_size": 32, "channels": 3, "num_classes": 10}
-)
-CIFAR100 = Source(
-    partial(cifar, "cifar100"),
-    partial(has_cifar, "cifar100"),
-    {"image_size": 32, "channels": 3, "num_classes": 100},
-    labels={"fine": 100, "coarse": 20},
-)
-FASHION_MNIST = Source(fashion_mnist, has_fashion_mnist, {"image_size": 28, "channels": 1, "num_classes": 10})
+CIFAR10 = Source(partial(cifar, "cifar10"), partial(has_cifar, "cifar10"), 3)
+CIFAR100 = Source(partial(cifar, "cifar100"), partial(has_cifar, "cifar100"), 3, labels={"fine": 100, "coarse": 20})
+FASHION_MNIST = Source(fashion_mnist, has_fashion_mnist, 1)

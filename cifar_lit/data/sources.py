@@ -26,13 +26,13 @@ class Source:
 
     load: returns the training (True) or test images. Downloads, decodes or draws them if necessary.
     at_hand: whether `load` only reads: nothing has to be downloaded or unpacked, and no lock is taken.
-    fixed: settings with only one valid value, such as {"image_size": 32}.
+    channels: 1 or 3, if all of its images have them.
     labels: number of classes by kind of labels, if there are several kinds; `data.labels` selects one.
     """
 
     load: Load
     at_hand: Callable[[DataSettings], bool] = lambda settings: True
-    fixed: Mapping[str, int] = field(default_factory=dict)
+    channels: int | None = None
     labels: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -44,7 +44,7 @@ SOURCES: dict[str, Source | str] = {
     "folder": "cifar_lit.data.photos.folder.FOLDER",
     "shapes": "cifar_lit.data.shapes.SHAPES",
 }
-
+BUILT_IN = frozenset(SOURCES)  # a program may add others
 
 # Data sets that use a setting of the data; all use the others.
 USED_BY = {
@@ -61,7 +61,7 @@ USED_BY = {
 def check_used(dataset: str, setting: str) -> None:
     """Raise UsageError if a built-in data set does not use a setting, such as `images.count`."""
     users = USED_BY.get(setting, (dataset,))
-    if dataset in SOURCES and dataset not in users:
+    if dataset in BUILT_IN and dataset not in users:
         raise UsageError(f"--data.{setting} is for {' and '.join(users)}, and {dataset} does not use it: leave it out")
 
 
@@ -81,13 +81,9 @@ def load_images(data: str | Source | Load, settings: DataSettings, train: bool) 
         return _load_reviewed(data, settings, train)
     if dataset in SOURCES and dataset != "folder":
         _check_no_own_images(dataset, settings)
-    fixed = dict(source.fixed)
-    if labels is not None:
-        fixed["num_classes"] = source.labels[labels]
-    for name, value in fixed.items():
-        given = getattr(settings.images, name)
-        if given not in (None, value):
-            raise UsageError(f"data.{name} of {dataset} is {value}, not {given}: leave it out")
+    for name in ("image_size", "channels", "num_classes"):
+        if getattr(settings.images, name) is not None:
+            check_used(dataset, f"images.{name}")
     images = source.load(settings, train)
     for name in settings.images.group_names:
         if name not in images.columns:
@@ -121,7 +117,7 @@ def _check_no_own_images(dataset: str, settings: DataSettings) -> None:
             raise UsageError(f"--data-dir {settings.root}: shapes are drawn: leave it out, or add --dataset folder")
         return
     source = find_source(dataset)
-    if source.fixed and source.at_hand(settings):  # last, because it computes checksums
+    if dataset != "shapes" and source.at_hand(settings):  # computes checksums
         return
     reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"
     raise UsageError(f"{reason}: add --dataset folder to train on them, or leave --data-dir out")

@@ -25,6 +25,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import write_array
 from cifar_lit.base.text import progress, say
 from cifar_lit.data.sources import find_source
+from cifar_lit.inference.logits import FEATURES, OUT_OF_FOLD
 from cifar_lit.inference.model_file import read_card
 from cifar_lit.models.pretrained import Pretraining, pretraining_of
 from cifar_lit.training.checkpoint import RunCheckpoint
@@ -35,8 +36,6 @@ from cifar_lit.training.pretrained_weights import IMAGENET, load_pretrained, net
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
-
-OUT_OF_FOLD, FEATURES = "out_of_fold.npy", "features.npy"  # `runs.label_errors` and `review` read them
 
 
 @final
@@ -76,7 +75,7 @@ class Finetune(Callback):
             pretraining = Pretraining(card.mean, card.std, (card.input_shape[1], card.input_shape[2]))
         if not pretraining:
             return
-        is_grey = 1 in (images.channels, find_source(data.dataset).fixed.get("channels"))
+        is_grey = 1 in (images.channels, find_source(data.dataset).channels)
         for name in ("mean", "std"):
             if getattr(images, name) is None:
                 channels = getattr(pretraining, name)

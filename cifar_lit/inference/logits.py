@@ -14,6 +14,9 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.inference.model_file import LoadedNet, batch_size_of
 
 READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
+# Files of a run with one row per training image, NaN for those without: probabilities by predictors that were not
+# fitted on the image; and embeddings.
+OUT_OF_FOLD, FEATURES = "out_of_fold.npy", "features.npy"
 
 
 class NetImages(NamedTuple):

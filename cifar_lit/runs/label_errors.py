@@ -17,12 +17,9 @@ from cifar_lit.base.text import csv_cell, csv_text
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.photos.duplicates import near_duplicates
 from cifar_lit.data.split import image_hashes
-from cifar_lit.inference.logits import READ_AT_ONCE
+from cifar_lit.inference.logits import OUT_OF_FOLD, READ_AT_ONCE
 from cifar_lit.runs.figures import GALLERY_SIZE, Picture, data_uri
 
-# `finetune` writes these for its images: probabilities by predictors that were not fitted on the image, NaN if there
-# are none; and embeddings.
-OUT_OF_FOLD, FEATURES = "out_of_fold.npy", "features.npy"
 LIST = "label_errors.csv"
 SIDE = 36  # pixels of the images that are searched for near-duplicates
 

@@ -22,9 +22,8 @@ pytest.importorskip("uvicorn", reason="pip install 'cifar-lit[serve]'")
 from starlette.testclient import TestClient
 
 from cifar_lit.extras.web import Server
+from cifar_lit.inference.logits import FEATURES, OUT_OF_FOLD
 from cifar_lit.runs.label_errors import (
-    FEATURES,
-    OUT_OF_FOLD,
     list_training_labels,
     listed_images,
     missing_list,

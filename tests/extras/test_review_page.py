@@ -16,7 +16,8 @@ from extras.serving import Running, running
 from inference.small_nets import write_net
 
 from cifar_lit.data.datamodule import ImageData
-from cifar_lit.runs.label_errors import FEATURES, OUT_OF_FOLD, list_training_labels
+from cifar_lit.inference.logits import FEATURES, OUT_OF_FOLD
+from cifar_lit.runs.label_errors import list_training_labels
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,9 @@ from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features import finetune
 from cifar_lit.features.finetune import Finetune, fit_head, out_of_fold
 from cifar_lit.features.weight_average import WeightAverage
+from cifar_lit.inference.logits import FEATURES, OUT_OF_FOLD
 from cifar_lit.models.registry import build_net
-from cifar_lit.runs.label_errors import FEATURES, OUT_OF_FOLD, rank_labels
+from cifar_lit.runs.label_errors import rank_labels
 from cifar_lit.training.classifier import ImageClassifier
 
 

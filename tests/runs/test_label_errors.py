@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.inference.logits import OUT_OF_FOLD
 from cifar_lit.runs.label_errors import (
-    OUT_OF_FOLD,
     Suspects,
     find_duplicates,
     list_training_labels,

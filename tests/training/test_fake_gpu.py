@@ -21,7 +21,6 @@ from cifar_lit.cli.flags import packaged_recipe
 from cifar_lit.data import augment, preprocessing
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.loaders import EvalLoader, TrainLoader
-from cifar_lit.data.sources import find_source
 from cifar_lit.models.whitened import WhitenedNet
 from cifar_lit.training.metrics import VIEWS, view_logits
 from cifar_lit.training.optimizers import build_optimizer
@@ -46,8 +45,7 @@ def uncached() -> Iterator[None]:
 
 def shape_of(data: dict[str, Any]) -> tuple[int, int, int]:
     """Return classes, side and channels of the images of a recipe."""
-    fixed = find_source(data.get("dataset", "cifar10")).fixed
-    known = {"num_classes": 10, "image_size": 32, "channels": 3, **fixed, **data.get("images", {})}
+    known = {"num_classes": 10, "image_size": 32, "channels": 3, **data.get("images", {})}
     return known["num_classes"], known["image_size"] or 32, known["channels"] or 3
 
 

@@ -24,10 +24,10 @@ from cifar_lit.data.photos.table import read_table
 from cifar_lit.extras.label.table import Labels, is_cell
 from cifar_lit.inference.classify import find_images
 from cifar_lit.inference.load import Classifier
-from cifar_lit.inference.logits import logits_and_embeddings
+from cifar_lit.inference.logits import FEATURES, OUT_OF_FOLD, logits_and_embeddings
 from cifar_lit.inference.model_file import LoadedNet
 from cifar_lit.runs.figures import data_uri
-from cifar_lit.runs.label_errors import FEATURES, OUT_OF_FOLD, Listed, missing_list, read_list
+from cifar_lit.runs.label_errors import Listed, missing_list, read_list
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
