@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import pickle
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
@@ -217,20 +216,8 @@ def cifar(name: str, settings: DataSettings, train: bool) -> ImageSet:
                     with tarfile.open(fetch(archive.name, urls, reader.tgz_md5, archive)) as tar:
                         tar.extractall(root, filter="data")  # a file truncated by a kill fails the md5 check
                     data = reader(root, train)
-    images, labels, classes = torch.from_numpy(np.ascontiguousarray(data.data)), data.targets, data.classes
-    if settings.images.labels == "coarse":  # torchvision returns only the fine labels
-        file = base / "test"
-        if train:
-            file = base / "train"
-        labels = _unpickled(file)["coarse_labels"]
-        classes = _unpickled(base / "meta")["coarse_label_names"]
-    return ImageSet(images, torch.tensor(labels, dtype=torch.int64), tuple(classes))
-
-
-def _unpickled(file: Path) -> dict[str, object]:
-    """Return the contents of a file of CIFAR-100, whose md5 was checked."""
-    contents: dict[str, object] = pickle.loads(file.read_bytes(), encoding="latin1")
-    return contents
+    images = torch.from_numpy(np.ascontiguousarray(data.data))
+    return ImageSet(images, torch.tensor(data.targets, dtype=torch.int64), tuple(data.classes))
 
 
 def fashion_mnist(settings: DataSettings, train: bool) -> ImageSet:
@@ -285,5 +272,5 @@ def has_fashion_mnist(settings: DataSettings) -> bool:
 
 
 CIFAR10 = Source(partial(cifar, "cifar10"), partial(has_cifar, "cifar10"), 3)
-CIFAR100 = Source(partial(cifar, "cifar100"), partial(has_cifar, "cifar100"), 3, labels={"fine": 100, "coarse": 20})
+CIFAR100 = Source(partial(cifar, "cifar100"), partial(has_cifar, "cifar100"), 3)
 FASHION_MNIST = Source(fashion_mnist, has_fashion_mnist, 1)

@@ -33,8 +33,7 @@ class Images:
         levels: values of 16-bit grey images that become black and white, such as [7000, 7400]; by default the range of
             your own images.
         skip_bad: skip damaged and missing images instead of stopping.
-        labels: labels of cifar100: fine, 100 classes (the default), or coarse, 20 groups of five classes. Or a table
-            written by `cifar-lit review`, for data sets that are not your own images.
+        labels: table of labels written by `cifar-lit review`, for data sets that are not your own images.
         groups: columns of the table, such as camera,site, whose values get results of their own; or `folder`, the
             folders below the class folders. They are only reported: `split.group` keeps groups on one side.
         mean: mean of each channel, for pixels in [0, 1]; measured on the training images if not given.

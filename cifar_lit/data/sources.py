@@ -6,9 +6,9 @@ Data sets from elsewhere are named by import path (`my_data.load`), or added to 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -27,13 +27,11 @@ class Source:
     load: returns the training (True) or test images. Downloads, decodes or draws them if necessary.
     at_hand: whether `load` only reads: nothing has to be downloaded or unpacked, and no lock is taken.
     channels: 1 or 3, if all of its images have them.
-    labels: number of classes by kind of labels, if there are several kinds; `data.labels` selects one.
     """
 
     load: Load
     at_hand: Callable[[DataSettings], bool] = lambda settings: True
     channels: int | None = None
-    labels: Mapping[str, int] = field(default_factory=dict)
 
 
 # Data sets by name: a `Source`, or the import path of one, whose module is imported with its first use.
@@ -76,8 +74,8 @@ def load_images(data: str | Source | Load, settings: DataSettings, train: bool) 
         UsageError: the name is unknown, or the settings do not fit the data set.
         Failure: the images are not available.
     """
-    source, dataset, labels = find_source(data), part_name(data), settings.images.labels
-    if labels is not None and labels not in source.labels:
+    source, dataset = find_source(data), part_name(data)
+    if settings.images.labels is not None:
         return _load_reviewed(data, settings, train)
     if dataset in SOURCES and dataset != "folder":
         _check_no_own_images(dataset, settings)
@@ -93,14 +91,13 @@ def load_images(data: str | Source | Load, settings: DataSettings, train: bool) 
 
 
 def _load_reviewed(data: str | Source | Load, settings: DataSettings, train: bool) -> ImageSet:
-    """Return images whose labels are in the table `data.labels`. Raise UsageError for other names of labels."""
+    """Return images whose labels are in the table `data.labels`. Raise UsageError if it is no table."""
     from cifar_lit.data.photos.layout import TABLES
     from cifar_lit.data.photos.table import with_reviewed_labels
 
     table, dataset = str(settings.images.labels), part_name(data)
     if not table.lower().endswith(TABLES) or dataset == "folder":
-        kinds = " or ".join(find_source(data).labels)
-        remedy = f"use {kinds}" if kinds else "leave data.labels out; a table of own images is named by --data-dir"
+        remedy = "leave data.labels out; a table of own images is named by --data-dir"
         raise UsageError(f"{dataset} has no labels called {table!r}: {remedy}")
     images = load_images(data, replace(settings, images=replace(settings.images, labels=None)), train)
     if train:

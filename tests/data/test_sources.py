@@ -37,19 +37,14 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
 
 
-def small_cifar(
-    monkeypatch: pytest.MonkeyPatch, reader: type, labels_key: str, classes: list[str], more: Any = None
-) -> dict[str, bytes]:
-    """Return a CIFAR archive with PER_FILE images per file, and patch the checksums of torchvision's `reader`.
-
-    `more` has additional entries by file name.
-    """
+def small_cifar(monkeypatch: pytest.MonkeyPatch, reader: type, labels_key: str, classes: list[str]) -> dict[str, bytes]:
+    """Return a CIFAR archive with PER_FILE images per file, and patch the checksums of torchvision's `reader`."""
     data = np.zeros((PER_FILE, 3, 32, 32), np.uint8)
     data[0, :, 0, 0] = FIRST_PIXEL
     batch = {"data": data.reshape(PER_FILE, -1), labels_key: [i % len(classes) for i in range(PER_FILE)]}
     names = [name for name, _ in reader.train_list + reader.test_list]
     contents = {**dict.fromkeys(names, batch), reader.meta["filename"]: {reader.meta["key"]: classes}}
-    files = {name: pickle.dumps({**content, **(more or {}).get(name, {})}) for name, content in contents.items()}
+    files = {name: pickle.dumps(content) for name, content in contents.items()}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         for name, content in files.items():
@@ -117,23 +112,11 @@ def test_concurrent_loads_download_and_unpack_cifar10_once(cifar: Served, monkey
     assert {path.name for path in cifar.root.iterdir() if path.suffix != ".lock"} == {FOLDER, ARCHIVE}
 
 
-def test_cifar100_has_fine_and_coarse_labels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    coarse, fine = {"train": [1, 1, 0, 1], "test": [0, 1, 1, 0]}, [0, 1, 2, 0]
-    more: dict[str, dict[str, Any]] = {part: {"coarse_labels": labels} for part, labels in coarse.items()}
-    more["meta"] = {"coarse_label_names": ["fish", "fruit"]}
-    packed = small_cifar(monkeypatch, datasets.CIFAR100, "fine_labels", ["apple", "pear", "trout"], more)
+def test_cifar100_has_its_fine_labels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packed = small_cifar(monkeypatch, datasets.CIFAR100, "fine_labels", ["apple", "pear", "trout"])
     (tmp_path / "cifar-100-python.tar.gz").write_bytes(*packed.values())
-    for part in ("train", "test"):
-        for kind, labels, classes in (
-            (None, fine, ("apple", "pear", "trout")),
-            ("fine", fine, ("apple", "pear", "trout")),
-            ("coarse", coarse[part], ("fish", "fruit")),
-        ):
-            images = load_images(
-                "cifar100", DataSettings(root=str(tmp_path), images=Images(labels=kind)), part == "train"
-            )
-            assert (images.labels.tolist(), images.classes) == (labels, classes)
-            assert images.images[0, 0, 0].tolist() == FIRST_PIXEL
+    images = load_images("cifar100", DataSettings(root=str(tmp_path)), train=True)
+    assert (images.labels.tolist(), images.classes) == ([0, 1, 2, 0], ("apple", "pear", "trout"))
 
 
 def test_without_a_url_the_default_mirrors_are_tried(cifar: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import writing
 from cifar_lit.base.text import csv_text, printable
 from cifar_lit.data.photos.table import read_table
@@ -81,8 +80,6 @@ def current_labels(data: ImageData) -> Labels:
     if data.dataset == "folder":
         return _labels_of_files(data)
     images = data.train_images
-    if data.settings.images.labels == "coarse":
-        raise UsageError("the coarse labels of cifar100 cannot be reviewed: review a run on the fine labels")
     keys = [*images.names] or [str(row) for row in range(len(images))]
     columns = {}
     if not data.parts.folds:
