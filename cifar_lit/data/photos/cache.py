@@ -33,7 +33,7 @@ from cifar_lit.data.photos.duplicates import near_duplicates
 from cifar_lit.data.photos.layout import File
 from cifar_lit.data.settings import DataSettings
 
-FORMAT = 6  # incremented when files of the cache or pixels of the decoder change
+FORMAT = 7  # incremented when files of the cache, pixels of the decoder or near-duplicates change
 OWN_SIZE = 64  # pixels; if no size is set, images of one common size up to this keep it
 COMMON_SIZE = (32, 32)  # (H, W) of all other images if no size is set
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on

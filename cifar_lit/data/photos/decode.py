@@ -192,11 +192,13 @@ def remedy_for(names: Iterable[str], every: bool = False) -> str:
         return ""
     found = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common())
     suffix, _ = counts.most_common(1)[0]
-    if suffix in UNREAD_SUFFIXES:
+    if ".icloud" in counts:
+        remedy = "choose Download Now in the Finder"
+    elif suffix in UNREAD_SUFFIXES:
         extra = f"{install_command('photos')}, or " if suffix in HEIC_SUFFIXES else ""
         remedy = f"{extra}convert them: magick mogrify -format jpg {quoted(f'*{suffix}')}"
     elif suffix:
-        remedy = "save them as PNG or JPEG"
+        remedy = "save them as PNG or JPEG if they are pictures"
     else:
         remedy = "add that of their format, such as .jpg"
     return f" {found}: {remedy}"

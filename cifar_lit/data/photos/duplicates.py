@@ -1,4 +1,4 @@
-"""Near-duplicates: images that differ only in scale, encoding, a slight crop or brightness.
+"""Near-duplicates: images that differ only in scale, encoding, brightness or a central crop by up to 3 %.
 
 Candidates are neighbours after sorting the images (M. Hernández and S. Stolfo, The Merge/Purge Problem, SIGMOD 1995) by
 random bits of a difference hash, other bits in each pass (M. Charikar, Similarity Estimation Techniques from Rounding
@@ -9,9 +9,11 @@ not of pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from cifar_lit.base.text import progress
@@ -26,52 +28,49 @@ MIN_CONTRAST = 6.0  # standard deviation of a thumbnail in grey levels; plainer 
 PASSES, NEIGHBOURS = 8, 32
 MAX_BITS = 24  # different bits, of 128
 MIN_CORRELATION = 0.98  # between thumbnails of near-duplicates
-# Groups above both this share of the images and this number are ignored.
+# In a group above both this share of the images and this number, only identical images are copies of each other.
 MAX_SHARE, FEW = 0.1, 10
+PAIRS = 1 << 14  # compared at once
 CHUNK_BYTES = 1 << 22  # images read at once
-
-# Number of 1 bits of each 16-bit word.
-_ONES = np.unpackbits(np.arange(1 << 16, dtype="<u2")[:, None].view(np.uint8), axis=1).sum(1, dtype=np.uint8)
 
 
 def near_duplicates(images: np.ndarray) -> list[list[int]]:
     """Return the rows of each group of near-duplicates among uint8 images (N, H, W, C), ascending.
 
-    Pairs that share an image are in the same group. Images with almost no contrast have no near-duplicates. A group of
-    more than a tenth of the images is ignored, because then most images of the data set look alike.
+    Pairs that share an image are in the same group. Images with almost no contrast have no near-duplicates. In a group
+    of more than a tenth of the images only identical ones count, because most images of such a data set look alike.
     """
     if len(images) < 2:
         return []
-    rows, thumbnails, words = _thumbnails(images)
+    rows, thumbnails, bits = _thumbnails(images)
     firsts = np.arange(len(rows))
     rng = np.random.default_rng(0)
     for _ in range(PASSES):
-        key = np.zeros(len(rows), np.uint64)
-        for bit in rng.permutation(HASH_BITS)[:64].tolist():
-            key <<= np.uint64(1)
-            key |= words[bit // 16] >> np.uint16(bit % 16) & np.uint16(1)
-        order = np.argsort(key, kind="stable")
-        ordered = words[:, order]
+        drawn = bits.take(rng.permutation(HASH_BITS)[:64], 1)
+        order = np.argsort(np.packbits(drawn, axis=1).view(">u8")[:, 0], kind="stable")
+        ordered = bits[order]
         for step in range(1, min(NEIGHBOURS, len(order) - 1) + 1):
-            near = _ONES[ordered[:, step:] ^ ordered[:, :-step]].sum(0, dtype=np.uint8) <= MAX_BITS
+            near = (ordered[step:] ^ ordered[:-step]).sum(1, dtype=np.uint8) <= MAX_BITS
             left, right = order[:-step][near], order[step:][near]
             is_new = firsts[left] != firsts[right]
             left, right = left[is_new], right[is_new]
             is_same = _correlations(thumbnails, left, right) >= MIN_CORRELATION
             connect(firsts, left[is_same], right[is_same])
-    sizes = np.bincount(firsts, minlength=len(rows))[firsts]
-    grouped = np.flatnonzero((sizes > 1) & (sizes <= max(FEW, MAX_SHARE * len(images))))
+    sizes = np.bincount(firsts)[firsts]
+    copies: dict[bytes, int] = {}
+    for row in np.flatnonzero(sizes > max(FEW, MAX_SHARE * len(images))).tolist():
+        firsts[row] = copies.setdefault(sha256(images[rows[row]]).digest(), row)
     groups: dict[int, list[int]] = {}
-    for first, row in zip(firsts[grouped].tolist(), rows[grouped].tolist(), strict=True):
+    for first, row in zip(firsts.tolist(), rows.tolist(), strict=True):
         groups.setdefault(first, []).append(row)
-    return list(groups.values())
+    return [group for group in groups.values() if len(group) > 1]
 
 
-def _thumbnails(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row (N,), thumbnail, uint8 (N, 81, C), and hash, uint16 (8, N), of each image with enough contrast."""
+def _thumbnails(images: np.ndarray) -> tuple[np.ndarray, Tensor, np.ndarray]:
+    """Return row (N,), thumbnail, uint8 (N, 81, C), and hash, bool (N, 128), of each image with enough contrast."""
     rows: list[np.ndarray] = []
-    thumbnails: list[np.ndarray] = []
-    words: list[np.ndarray] = []
+    thumbnails: list[Tensor] = []
+    bits: list[np.ndarray] = []
     step = max(1, CHUNK_BYTES // images[0].nbytes)
     with progress("looking for near-duplicates", len(images), min_seconds=5) as advance:
         for start in range(0, len(images), step):
@@ -83,22 +82,21 @@ def _thumbnails(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
             grey = small.mean(1)
             across = grey[:, :-1, 1:] - grey[:, :-1, :-1] > MIN_STEP
             down = grey[:, 1:, :-1] - grey[:, :-1, :-1] > MIN_STEP
-            bits = torch.cat([across.flatten(1), down.flatten(1)], 1).numpy()
+            bits.append(torch.cat([across.flatten(1), down.flatten(1)], 1).numpy())
             rows.append(start + clear.numpy())
-            thumbnails.append(small.round().to(torch.uint8).flatten(2).mT.numpy())
-            words.append(np.packbits(bits, axis=1, bitorder="little").view("<u2").T)
+            thumbnails.append(small.round().to(torch.uint8).flatten(2).mT)
             advance(len(part))
-    return np.concatenate(rows), np.concatenate(thumbnails), np.concatenate(words, 1)
+    return np.concatenate(rows), torch.cat(thumbnails), np.concatenate(bits)
 
 
-def _correlations(thumbnails: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def _correlations(thumbnails: Tensor, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return the correlation of pairs of thumbnails, with each channel centred: float32 (pairs,)."""
-    first, second = (thumbnails[rows].astype(np.float32) for rows in (left, right))
-    first -= first.mean(1, keepdims=True)
-    second -= second.mean(1, keepdims=True)
-    squares = np.square(first).sum((1, 2)) * np.square(second).sum((1, 2))
-    correlations: np.ndarray = (first * second).sum((1, 2)) / np.sqrt(squares)
-    return correlations
+    parts = []
+    for pairs in torch.from_numpy(np.stack((left, right), 1)).split(PAIRS):
+        both = thumbnails[pairs].float()
+        both -= both.mean(2, keepdim=True)
+        parts.append(F.cosine_similarity(*both.flatten(2).unbind(1)))
+    return torch.cat(parts).numpy()
 
 
 def connect(firsts: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:

@@ -184,31 +184,26 @@ def draw_test(listing: Listing, duplicates: Duplicates, split: Split) -> dict[st
 
 def _report_duplicates(parts: Mapping[str, Tree], duplicates: Duplicates, where: str) -> None:
     """Report images of two classes, and held-out images that are near-duplicates of training images, else of any."""
-    part_of: dict[str, str] = {}
-    class_of: dict[str, str] = {}
+    places: dict[str, tuple[str, str]] = {}  # part and class of each image
     for part, tree in parts.items():
         for name, files in tree.items():
-            part_of |= {file.path: part for file in files}
-            class_of |= {file.path: name for file in files}
-    mixed: list[tuple[str, str]] = []
-    for first, *others in map(sorted, duplicates):
-        mixed += [(path, first) for path in others if class_of[path] != class_of[first]]
-    if mixed:
-        pair = " and ".join(mixed[0])
-        note_once(f"classes share {counted(len(mixed), 'image')} {where}, such as {pair}: remove the wrong one")
-    across: list[tuple[str, str]] = []
+            places |= dict.fromkeys([file.path for file in files], (part, name))
+    mixed: list[str] = []
+    across: list[str] = []
     for paths in duplicates:
-        trained = [path for path in paths if part_of.get(path) == "train"]
-        if trained:
-            across += [(path, trained[0]) for path in paths if part_of.get(path, "train") != "train"]
-    kind = "near-duplicates (the same except for scaling, encoding, a slight crop or brightness)"
+        first, *others = sorted(paths, key=lambda path: (places[path][0] != "train", path))
+        mixed += [f"{path} and {first}" for path in others if places[path][1] != places[first][1]]
+        if places[first][0] == "train":
+            across += [f"{path} of {first}" for path in others if places[path][0] != "train"]
+    if mixed:
+        count = counted(len(mixed), "image")
+        note_once(f"classes share {count} {where}, such as {mixed[0]}: remove the wrong one")
+    kind = "near-duplicates (the same except for scaling, encoding, brightness or a central crop by up to 3 %)"
     if across:
-        example = f"such as {across[0][0]} of {across[0][1]}"
-        note_once(
-            f"{len(across):,} held-out images {where} are {kind} of training images, {example}: scores will be too high"
-        )
+        count = f"{len(across):,} held-out images {where}"
+        note_once(f"{count} are {kind} of training images, such as {across[0]}: scores will be too high")
     else:
-        count = f"{sum(map(len, duplicates)):,} of {len(part_of):,} images {where}"
+        count = f"{sum(map(len, duplicates)):,} of {len(places):,} images {where}"
         note_once(f"{count} are {kind} of each other: they are kept on one side of a split")
 
 

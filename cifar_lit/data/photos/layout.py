@@ -102,7 +102,7 @@ def scan(root: Path) -> Listing:
         reader.stray += map(reader.name, reader.contents(top)[1])
     else:
         trees = {"all": reader.tree(top)}
-    reader.note(top)
+    reader.note(top, next(iter(trees.values())))
     return Listing(f"below {root}", trees)
 
 
@@ -114,6 +114,7 @@ class _Reader:
         self.ignored: list[str] = []  # files that are not images
         self.stray: list[str] = []  # images that belong to no class
         self.skipped: list[str] = []  # hidden and system folders
+        self.nested: list[str] = []  # folders within class folders
 
     def name(self, path: str) -> str:
         """Return a path below the root with "/" between its parts."""
@@ -240,7 +241,8 @@ class _Reader:
         note_similar_classes(self.root, sorted(folders))
         tree = {name: self.files(folders[name]) for name in sort_classes(folders)}
         if empty := [name for name, files in tree.items() if not files]:
-            others = [file for file in self.ignored if not {*nfc(file).split("/")}.isdisjoint(empty)]
+            absent = {self.name(file) for file in self.skipped if file.endswith(ICLOUD)}
+            others = [file for file in (*self.ignored, *absent) if not {*nfc(file).split("/")}.isdisjoint(empty)]
             remedy = remedy_for(others, True) or " Add some or remove the folder."
             raise UsageError(f"no {KINDS} image in {path} for class {listed(empty)}.{remedy}")
         return tree
@@ -263,19 +265,28 @@ class _Reader:
         for path in paths:
             prefix = self.name(path)
             for entry in walk(path, skipped=self.skipped):
-                if is_folder(entry):
-                    continue
                 name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
-                if entry.name.lower().endswith(IMAGES):
+                if is_folder(entry):
+                    self.nested.append(name)
+                elif entry.name.lower().endswith(IMAGES):
                     files.append(file_at(entry.path, name))
                 else:
                     self.ignored.append(name)
         return sorted(files, key=lambda file: (nfc(file.path), file))
 
-    def note(self, top: str) -> None:
-        """Report the folder that was read, and what was left out."""
+    def note(self, top: str, classes: Iterable[str]) -> None:
+        """Report the folder that was read, what was left out, and folders of a class's name within another class."""
         if top != self.root:
             note_once(f"{self.root}: the images are those of {self.name(top)}/")
+        names = {name.casefold() for name in classes}
+        misplaced = []
+        for path in self.nested:
+            *above, name = nfc(path).casefold().split("/")
+            if name in names.difference(above):
+                misplaced.append(path)
+        if misplaced:
+            what = f"folders named like a class count for the class that they lie in: {listed(misplaced)}"
+            note_once(f"{self.root}: {what}. Move them if that is wrong")
         if self.skipped:
             note_once(f"{self.root}: {skipped_text(self.skipped)}")
         if stray := dict.fromkeys(self.stray):
