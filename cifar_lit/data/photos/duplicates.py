@@ -95,7 +95,8 @@ def _correlations(thumbnails: Tensor, left: np.ndarray, right: np.ndarray) -> np
     for pairs in torch.from_numpy(np.stack((left, right), 1)).split(PAIRS):
         both = thumbnails[pairs].float()
         both -= both.mean(2, keepdim=True)
-        parts.append(F.cosine_similarity(*both.flatten(2).unbind(1)))
+        first, second = both.flatten(2).unbind(1)
+        parts.append(F.cosine_similarity(first, second))
     return torch.cat(parts).numpy()
 
 
