@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -26,6 +26,9 @@ from cifar_lit.base.text import note, progress
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.settings import DataSettings
 from cifar_lit.data.sources import Source
+
+if TYPE_CHECKING:
+    from torchvision.datasets import CIFAR10 as CIFAR10Reader  # also the class of CIFAR-100
 
 STALL_SECONDS = 20.0  # timeout to connect, and between received bytes
 RETRY_PAUSE = 1.0  # seconds before a broken transfer resumes
@@ -190,7 +193,7 @@ CIFAR_MIRRORS = (
 FASHION_MIRROR = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 
 
-def _read_cifar(reader: Any, root: Path, train: bool) -> Any | None:
+def _read_cifar(reader: type[CIFAR10Reader], root: Path, train: bool) -> CIFAR10Reader | None:
     """Return a CIFAR read by torchvision's `reader`, None unless all unpacked files exist and have their md5s."""
     try:
         return reader(root, train)
@@ -203,21 +206,28 @@ def cifar(name: str, settings: DataSettings, train: bool) -> ImageSet:
     from torchvision import datasets  # here, as the import takes a second
 
     reader, root = getattr(datasets, name.upper()), settings.path
-    base, archive = root / reader.base_folder, root / reader.filename
     with disk_errors(root):
         data = _read_cifar(reader, root, train)
         if data is None:
-            with file_lock(Path(f"{base}.lock"), f"prepares {base}"):
-                data = _read_cifar(reader, root, train)  # another process may have prepared it meanwhile
-                if data is None:
-                    urls = [url.format(name=name, archive=archive.name) for url in CIFAR_MIRRORS]
-                    if settings.loading.url:
-                        urls = [settings.loading.url]
-                    with tarfile.open(fetch(archive.name, urls, reader.tgz_md5, archive)) as tar:
-                        tar.extractall(root, filter="data")  # a file truncated by a kill fails the md5 check
-                    data = reader(root, train)
+            data = _prepared_cifar(name, reader, settings, train)
     images = torch.from_numpy(np.ascontiguousarray(data.data))
     return ImageSet(images, torch.tensor(data.targets, dtype=torch.int64), tuple(data.classes))
+
+
+def _prepared_cifar(name: str, reader: type[CIFAR10Reader], settings: DataSettings, train: bool) -> CIFAR10Reader:
+    """Return a CIFAR after downloading and unpacking it, unless another process has prepared it meanwhile."""
+    root = settings.path
+    base, archive = root / reader.base_folder, root / reader.filename
+    urls = [url.format(name=name, archive=archive.name) for url in CIFAR_MIRRORS]
+    if settings.loading.url:
+        urls = [settings.loading.url]
+    with file_lock(Path(f"{base}.lock"), f"prepares {base}"):
+        data = _read_cifar(reader, root, train)
+        if data is not None:
+            return data
+        with tarfile.open(fetch(archive.name, urls, reader.tgz_md5, archive)) as tar:
+            tar.extractall(root, filter="data")  # a file truncated by a kill fails the md5 check
+    return reader(root, train)
 
 
 def fashion_mnist(settings: DataSettings, train: bool) -> ImageSet:

@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cifar_lit.base.files import atomic_write, write_array
+from cifar_lit.base.files import write_array, write_text
 from cifar_lit.base.text import csv_text
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.run.record import FEW_CLASSES, GROUP
 from cifar_lit.training.score import TOP
-
-ROWS_AT_ONCE = 4096  # rows converted to Python numbers in one step
 
 
 class PredictionTable(NamedTuple):
@@ -63,37 +61,40 @@ def write_predictions(path: Path, batches: Sequence[Mapping[str, Tensor]], image
         The number of rows.
     """
     indices = torch.cat([batch["indices"] for batch in batches])
-    labels = torch.cat([batch["labels"] for batch in batches])
-    probabilities = torch.cat([batch["probabilities"] for batch in batches])
     order = indices.argsort(stable=True)
+    labels = torch.cat([batch["labels"] for batch in batches])[order]
+    probabilities = torch.cat([batch["probabilities"] for batch in batches])[order]
     names = images.classes
     further = {f"{GROUP}{name}": values for name, values in images.columns.items()}
     if images.names:
         further["path"] = images.names
-
     columns = [f"probability_{name}" for name in names]
     if len(names) > FEW_CLASSES:
         columns = [f"{column}_{rank}" for rank in range(2, TOP + 1) for column in ("class", "probability")]
-    with atomic_write(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        if not "".join([*names, *images.names]).isascii():
-            file.write("\ufeff")  # Excel takes a table without a byte order mark for one of Windows' old code pages
-        file.write(csv_text([["index", "label", "predicted", "probability", *columns, *further]]))
-        for rows in order.split(ROWS_AT_ONCE):
-            table = []
-            likeliest = probabilities[rows].topk(min(TOP, len(names)))
-            first = probabilities[rows, :FEW_CLASSES]  # all, or unused
-            part = (indices[rows], labels[rows], likeliest.indices, likeliest.values, first)
-            for index, label, ranked, highest, values in zip(*map(Tensor.tolist, part), strict=True):
-                cells = [f"{value:.6f}" for value in values]
-                if len(names) > FEW_CLASSES:
-                    cells = []
-                    for number, value in zip(ranked[1:], highest[1:], strict=True):
-                        cells += [names[number], f"{value:.6f}"]
-                own = [values_of[index] for values_of in further.values()]
-                table.append([index, names[label], names[ranked[0]], f"{highest[0]:.6f}", *cells, *own])
-            file.write(csv_text(table))
-    write_array(path.with_name("probabilities.npy"), probabilities[order].float().contiguous().numpy())
+    rows = [["index", "label", "predicted", "probability", *columns, *further]]
+    likeliest = probabilities.topk(min(TOP, len(names)))
+    first = probabilities[:, :FEW_CLASSES]  # all, or unused
+    parts = (indices[order], labels, likeliest.indices, likeliest.values, first)
+    for index, label, ranked, highest, values in zip(*map(Tensor.tolist, parts), strict=True):
+        cells = [f"{value:.6f}" for value in values]
+        if len(names) > FEW_CLASSES:
+            cells = _next_classes([names[number] for number in ranked], highest)
+        own = [values_of[index] for values_of in further.values()]
+        rows.append([index, names[label], names[ranked[0]], f"{highest[0]:.6f}", *cells, *own])
+    mark = ""
+    if not "".join([*names, *images.names]).isascii():
+        mark = "\ufeff"  # Excel takes a table without a byte order mark for one of Windows' old code pages
+    write_text(path, mark + csv_text(rows))
+    write_array(path.with_name("probabilities.npy"), probabilities.float().contiguous().numpy())
     return len(order)
+
+
+def _next_classes(names: Sequence[str], probabilities: Sequence[float]) -> list[str]:
+    """Return the cells of an image's likeliest classes, without the first."""
+    cells = []
+    for name, probability in list(zip(names, probabilities, strict=True))[1:]:
+        cells += [name, f"{probability:.6f}"]
+    return cells
 
 
 def read_probabilities(run: Path, shape: tuple[int, ...]) -> Tensor | None:

@@ -66,8 +66,10 @@ def test_every_setting_is_a_flag_and_devices_are_a_number_a_list_or_auto() -> No
         assert str(printed_config(*SMALL, "--devices", devices)["trainer"]["devices"]) == devices
 
 
-def test_a_flag_changes_one_setting_of_a_recipes_feature() -> None:
+def test_a_flag_changes_one_setting_of_a_recipes_group_or_feature() -> None:
     assert printed_config("--recipe", "cpu91", "--skip_easy.share", "0.4")["skip_easy"] == {"share": 0.4, "start": 0.2}
+    augment = printed_config("--recipe", "folder", "--data.augment.flip", "none")["data"]["augment"]
+    assert augment == asdict(Augment(crop=3))
 
 
 def test_flags_override_config_files_and_config_files_override_the_recipe() -> None:
@@ -129,8 +131,3 @@ def test_all_augmentation_is_turned_off_by_null() -> None:
         assert printed_config("--recipe", "quickstart", *flags)["data"]["augment"] == asdict(Augment())
     flags = [*off, "--data.augment.crop", "1"]
     assert printed_config("--recipe", "quickstart", *flags)["data"]["augment"] == asdict(Augment(crop=1))
-
-
-def test_a_flag_keeps_the_other_augmentations_of_a_recipe() -> None:
-    augment = printed_config("--recipe", "folder", "--data.augment.flip", "none")["data"]["augment"]
-    assert augment == asdict(Augment(crop=3))
