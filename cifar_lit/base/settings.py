@@ -64,6 +64,8 @@ def group_of(kind: type[Options], settings: Options | Mapping[str, Any] | None, 
     """Return a group of settings that is given as an object or by name; None for the defaults."""
     if settings is None or isinstance(settings, Mapping):
         return options_of(kind, settings, setting, "It has")
+    if not isinstance(settings, kind):
+        raise UsageError(f"{setting} must be settings by name, or {kind.__name__}(…), not {settings!r}")
     return settings
 
 

@@ -169,10 +169,6 @@ class Batch:
         """Return the batch in page-locked memory. Called by torch's DataLoader."""
         return self._map(Tensor.pin_memory)
 
-    def clone(self) -> Batch:
-        """Return a copy in the same memory format."""
-        return self._map(Tensor.clone)
-
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         changed = replace(self, images=change(self.images), labels=change(self.labels), indices=change(self.indices))
         if self.targets is not None:

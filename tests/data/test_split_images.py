@@ -13,6 +13,7 @@ from cifar_lit.data.datamodule import ImageData
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
+        (3, r"data\.split must be settings by name, or Split\(…\), not 3"),
         ({"sed": 3}, r"data\.split has no setting 'sed'\. Did you mean seed\?"),
         ({"fold": 0.5}, r"data\.split\.fold must be a whole number, not 0\.5"),
         ({"share": "half"}, r"data\.split\.share must be a number, not 'half'"),

@@ -7,7 +7,7 @@ import torch
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.preprocessing import channel_statistics
-from cifar_lit.data.split import fold_rows, split_validation
+from cifar_lit.data.split import fold_rows, split_validation, take_share
 
 BALANCED = torch.arange(1000) % 10
 
@@ -99,6 +99,15 @@ def test_folds_keep_groups_together_and_are_nearly_stratified() -> None:
     assert_whole(groups, folds)
     table = torch.stack([torch.bincount(labels[folds == fold], minlength=4) for fold in range(5)])
     assert (table / torch.bincount(labels) - 0.2).abs().max() < 0.02
+
+
+def test_a_share_of_the_training_images_has_whole_groups() -> None:
+    labels, groups = patients(200, 4)
+    rows = torch.arange(len(labels))[::2]
+    images = ImageSet(torch.zeros(len(labels), 1, 1, 1, dtype=torch.uint8), labels, (*"abcd",), groups=groups)
+    taken = take_share(images, rows, 0.3, seed=0)
+    assert_whole(groups[rows], torch.isin(rows, taken))
+    assert abs(len(taken) / len(rows) - 0.3) < 0.03
 
 
 def as_set(images: torch.Tensor) -> ImageSet:

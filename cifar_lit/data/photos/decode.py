@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from cifar_lit.base.errors import Failure, install_command
 from cifar_lit.base.hardware import core_count
-from cifar_lit.base.text import printable, quoted
+from cifar_lit.base.text import counted, printable, quoted
 from cifar_lit.data.settings import RESIZES, Images
 
 HAS_HEIF = find_spec("pi_heif") is not None  # the extra `photos`
@@ -223,9 +223,16 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     except UnidentifiedImageError:
         if data.startswith(b"version https://git-lfs"):
             raise OSError("a pointer of Git LFS, the image is not here: git lfs pull") from None
-        if data.startswith((b"II*\0", b"MM\0*")):
-            raise OSError("a TIFF of another kind, such as 13 channels: save three as RGB with 8 bits") from None
-        raise
+        file = io.BytesIO(data)
+        try:
+            tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
+            file.seek(tags.next)
+            tags.load(file)
+            count, (bits, *_) = tags[TiffImagePlugin.SAMPLESPERPIXEL], tags[TiffImagePlugin.BITSPERSAMPLE]
+        except Exception:  # not a TIFF, or a damaged one
+            raise UnidentifiedImageError from None
+        kind = f"a TIFF of {counted(count, 'channel')} with {bits} bits"
+        raise OSError(f"{kind}, which is not read: save three as RGB with 8 bits") from None
 
 
 def _check_complete(data: bytes, file_format: str | None) -> None:

@@ -102,6 +102,7 @@ def scan(root: Path) -> Listing:
         reader.stray += map(reader.name, reader.contents(top)[1])
     else:
         trees = {"all": reader.tree(top)}
+        reader.check_not_parts(top)
     reader.note(top, next(iter(trees.values())))
     return Listing(f"below {root}", trees)
 
@@ -171,6 +172,10 @@ class _Reader:
             name = Path(leading).name
             if name.lower() not in PARTS:
                 return {}
+            inner = self.inner_folders(leading)
+            if len(others) > 1 and all(self.inner_folders(folders[other][0]) == inner for other in others):
+                note_once(f"{top}: {listed(folders)} are classes, because all hold the folders {listed(sorted(inner))}")
+                return {}
             missing = "test" if "train" in parts else "train"
             alone = f"to train and test on the images of {name}/ alone: --data-dir {leading}"
             if others:
@@ -235,7 +240,6 @@ class _Reader:
             raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}")
         if len(folders) == 1:
             raise UsageError(f"{path} has one class only ({listed(folders)}), a classifier needs two or more")
-        self.check_not_parts(path, folders)
         check_class_names([*folders], f"in {path}, the folder")
         self.stray += map(self.name, images)
         note_similar_classes(self.root, sorted(folders))
@@ -247,11 +251,15 @@ class _Reader:
             raise UsageError(f"no {KINDS} image in {path} for class {listed(empty)}.{remedy}")
         return tree
 
-    def check_not_parts(self, path: str, folders: Mapping[str, list[str]]) -> None:
-        """Raise UsageError if the class folders hold about the same folders: then they are the parts."""
+    def check_not_parts(self, path: str) -> None:
+        """Raise UsageError if the class folders hold about the same folders: then they are the parts.
+
+        A part's name among them, such as train, was found to be a class.
+        """
+        folders, _ = self.contents(path)
         inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
         every = set().union(*inner)
-        if len(every) < 2 or sum(map(len, inner)) < SAME_FOLDERS * len(every) * len(inner):
+        if len(every) < 2 or PARTS.keys() & map(str.lower, folders) or sum(map(len, inner)) < SAME_FOLDERS * len(every) * len(inner):
             return
         raise UsageError(
             f"the folders {listed(f'{name}/' for name in folders)} in {path} hold the same folders "

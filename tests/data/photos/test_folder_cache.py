@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,9 @@ def test_the_environment_sets_the_cache_folder(root: Path, tmp_path: Path, monke
     monkeypatch.setenv("CIFAR_LIT_CACHE", str(tmp_path / "named"))
     open_set(root)
     assert list((tmp_path / "named").glob("pets-*/index.json"))
+
+
+def test_two_processes_may_open_a_folder_at_once(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with get_context("spawn").Pool(2) as pool:
+        assert pool.map(values, [root, root]) == [[0, 1, 2, 3, 4]] * 2
+    assert capfd.readouterr().err.count("decoding images: 7/7") == 1

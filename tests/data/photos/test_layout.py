@@ -81,9 +81,24 @@ def test_classes_may_have_the_names_of_parts_or_folders_of_their_own(root: Path)
     assert [*scan(root).parts["all"]] == ["cat", "dog", "fox", "test_station", "train_station", "valid"]
 
 
+def test_a_class_may_have_the_name_of_a_part_and_the_folders_of_the_other_classes(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(root, *(f"{name}/{time}" for name in ("bus", "car", "train") for time in ("day", "night")))
+    assert counts(scan(root)) == {"all": {"bus": 4, "car": 4, "train": 4}}
+    assert f"{root}: bus, car, train are classes, because all hold the folders day, night\n" in capsys.readouterr().err
+
+
+def test_the_classes_of_a_part_may_hold_the_same_folders(root: Path) -> None:
+    fill(root, *(f"{part}/{name}/cam{n}" for part in ("train", "test") for name in ("cat", "dog") for n in "12"), count=1)
+    assert counts(scan(root)) == PARTED
+
+
 @pytest.mark.parametrize(
     ("folders", "text"),
     [
+        (["train/cat", "train/dog", "eval/cat", "eval/dog"], "if train is a class like eval, rename its folder"),
+        (["train/cat", "train/dog", "a/cat", "b/dog"], "if train is a class like a, b, rename its folder"),
         (
             ["entrenamiento/cat", "entrenamiento/dog", "prueba/cat", "prueba/dog"],
             r"hold the same folders \(cat, dog\), as parts do: rename the one with the training images to train/",
