@@ -259,7 +259,9 @@ class _Reader:
         folders, _ = self.contents(path)
         inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
         every = set().union(*inner)
-        if len(every) < 2 or PARTS.keys() & map(str.lower, folders) or sum(map(len, inner)) < SAME_FOLDERS * len(every) * len(inner):
+        if PARTS.keys() & map(str.lower, folders):
+            return
+        if len(every) < 2 or sum(map(len, inner)) < SAME_FOLDERS * len(every) * len(inner):
             return
         raise UsageError(
             f"the folders {listed(f'{name}/' for name in folders)} in {path} hold the same folders "
