@@ -40,16 +40,11 @@ class StartCard(Callback):
 
 def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: ImageData) -> dict[str, str]:
     """Return the rows of the start card by name."""
-    train, val = data.split
     device = trainer.strategy.root_device.type
-    counts = f"train {len(train):,} · validation {len(val):,} · {_classes_text(data)}"
     parameters = sum(parameter.numel() for parameter in model.net.parameters())  # type: ignore[union-attr,misc]
-    source = f"read by {counted(data.loading.workers, 'worker')}"
-    if data.placed("train").place == "device":
-        source = "in CPU memory" if device == "cpu" else "in GPU memory"
     settings = model.hparams
     rows = {
-        "data": f"{data.dataset} · {counts} · {source}",
+        "data": _data_text(data, device),
         "net": f"{settings['net']} · {parameters:,} parameters",
         "devices": f"{trainer.world_size} × {device}",
     }
@@ -72,12 +67,17 @@ def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: I
     return {name: value for name, value in rows.items() if value}
 
 
-def _classes_text(data: ImageData) -> str:
+def _data_text(data: ImageData, device: str) -> str:
+    train, val = data.split
     channels, height, width = data.input_shape
     names = ""
     if data.dataset == "folder":
         names = f" ({listed(data.classes)})"
-    return f"{data.class_count} classes{names} · {channels}×{height}×{width}"
+    source = f"read by {counted(data.loading.workers, 'worker')}"
+    if data.placed("train").place == "device":
+        source = "in CPU memory" if device == "cpu" else "in GPU memory"
+    counts = f"train {len(train):,} · validation {len(val):,} · {data.class_count} classes{names}"
+    return f"{data.dataset} · {counts} · {channels}×{height}×{width} · {source}"
 
 
 def _step_rows(trainer: pl.Trainer, settings: Mapping[str, object], data: ImageData) -> dict[str, str]:

@@ -71,10 +71,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Return the contents of a checkpoint; see `read_checkpoint`."""
         return read_checkpoint(Path(path))
 
-    def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, but no folder, as Lightning would."""
-        Path(path).unlink(missing_ok=True)
-
 
 class RunCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint that saves only at the end of epochs, and whose run folder may be moved."""

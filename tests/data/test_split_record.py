@@ -153,22 +153,9 @@ def test_other_images_of_a_function_are_refused(monkeypatch: pytest.MonkeyPatch)
 # ---- settings
 
 
-REFUSED = {
-    "split": Split(seed=7), "val_size": 0.3, "batch_size": 4, "image_size": 16, "augment": {"flip": "random"},
-    "mean": 0.1,
-}  # fmt: skip
-
-
 def changes_since(state: dict[str, Any], data: ImageData) -> dict[str, object]:
     """Return the settings of data that differ from those in a state."""
     return ImageClassifier().changes_since({"cifar_lit": {"settings": "{}"}, "ImageData": state}, data)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_must_not_change_are_refused_by_name(name: str, photos: Path) -> None:
-    state = own_data(photos).state_dict()
-    with pytest.raises(UsageError, match=rf"data\.[.\w]*{name}[.\w]* was .* in this run, not .*: leave it out"):
-        changes_since(state, own_data(photos, **{name: REFUSED[name]}))
 
 
 def test_the_place_of_the_images_and_their_loading_may_change(photos: Path) -> None:

