@@ -30,7 +30,6 @@ class Machine:
     gpu_fp16: bool = False  # whether float16 is fast on all GPUs
     mps: bool = False  # whether there is an Apple GPU
     cuda_build: bool = True  # whether this torch was built for GPUs
-    unsupported: str = ""  # name of a GPU that is too old for this torch
 
     def __str__(self) -> str:
         if self.gpus:
@@ -39,12 +38,6 @@ class Machine:
         if self.mps:
             return "an Apple GPU (mps)"
         return f"no GPU, only a CPU with {self.threads} threads"
-
-    def check_gpus(self) -> None:
-        """Raise UsageError if torch has no code for a GPU."""
-        if self.unsupported:
-            remedy = "Install torch 2.14 and its torchvision for CUDA 12.6 (pytorch.org/get-started/previous-versions)"
-            raise UsageError(f"this torch has no code for {self.unsupported}. {remedy}, or use --accelerator cpu")
 
     @property
     def devices(self) -> list[str]:
@@ -104,8 +97,6 @@ def detect_machine() -> Machine:
     oldest = min((gpu.major for gpu in gpus), default=0)
     if torch.version.hip:
         oldest = 9
-    built = [int(code) for code in re.findall(r"sm_(\d+)", " ".join(torch.cuda.get_arch_list()))]
-    too_old = [gpu.name for gpu in gpus if 10 * gpu.major + gpu.minor < min(built, default=0)]
     lacks_cores = [gpu.name for gpu in gpus if NO_TENSOR_CORES.search(gpu.name)]
     return Machine(
         cpu=_cpu_name(),
@@ -116,7 +107,6 @@ def detect_machine() -> Machine:
         gpu_fp16=oldest >= 7 and not lacks_cores,
         mps=torch.backends.mps.is_available(),
         cuda_build=torch.backends.cuda.is_built(),
-        unsupported=", ".join(too_old),
     )
 
 
@@ -166,8 +156,6 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
         names.append("cuda")
     if device not in names:
         raise UsageError(f"this machine has no device {name!r}: it has {', '.join(machine.devices)}")
-    if device.startswith("cuda"):
-        machine.check_gpus()
     return device
 
 
@@ -184,8 +172,6 @@ def choose_devices(machine: Machine, accelerator: str, devices: Devices) -> Devi
         if not machine.cuda_build:
             build = ", and this torch is a build for CPUs only"
         raise UsageError(f"this machine has {machine}{build}: leave --accelerator out, or use --accelerator cpu")
-    if kind == "gpu":
-        machine.check_gpus()
     parsed = parse_devices(devices)
     if kind == "cpu" and (isinstance(parsed, list) or parsed == -1):
         fault = f"--devices {devices} selects GPUs, but the accelerator is the CPU (this machine has {machine})"

@@ -79,10 +79,10 @@ def test_a_run_prints_no_warnings_or_tips_except_the_table_of_a_profiler(working
 def test_passwords_of_urls_are_stored_nowhere_and_the_pictures_of_many_classes_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(SOURCES, "cifar10", SOURCES["shapes"])
+    monkeypatch.setitem(SOURCES, "mine", SOURCES["shapes"])
     monkeypatch.setattr("cifar_lit.train.MAX_DRAWN", 3)
     url = "https://me:secret@host/cifar.gz?part=1&sig=secret"
-    words = (*ONE_EPOCH, "--dataset", "cifar10", f"--data.url={url}")
+    words = (*ONE_EPOCH, "--dataset", "mine", f"--data.url={url}")
     answer = run_command(*words)
     assert "type --data.url again to repeat this run from its config.yaml" in answer.err
     for file in NEW_RUN.rglob("*"):
