@@ -45,7 +45,7 @@ class Finetune(Callback):
     Args:
         weights: imagenet, or a file (.safetensors, .pth), or the folder of a finished run.
         head_views: number of views of each training image on which the last layer is first fitted. The first view is
-            plain, the others are augmented. 0 skips this fit.
+            plain, the others are augmented. 0 skips this fit. A run that knows all classes keeps its last layer.
         unfreeze: train the net after its last layer is fitted. With false, only the last layer is fitted.
         frozen: share of the net's parameter tensors, starting at the input, that stay fixed.
         input_lr: learning rate of the first trained layers. Rates rise geometrically to lr in the last layers (Howard
@@ -88,7 +88,11 @@ class Finetune(Callback):
         if stage != "fit":
             return
         if not trainer.ckpt_path:
-            load_pretrained(pl_module.net, pl_module.hparams["net"], self.weights)
+            card = read_card(self.weights)  # None unless a run wrote them
+            old = card.classes if card else []
+            classes = getattr(trainer.datamodule, "classes", ())  # type: ignore[attr-defined]
+            load_pretrained(pl_module.net, pl_module.hparams["net"], self.weights, old, classes)
+            self.knows_all = {*classes} <= {*old}
         if self.input_lr is not None:
             pl_module.regroup = partial(split_by_depth, pl_module.net, self.input_lr)
         parameters = list(pl_module.net.parameters())
@@ -117,12 +121,18 @@ class Finetune(Callback):
         features = gather_features(trainer, model, train, self.head_views)
         val_features = gather_features(trainer, model, val, 1)
         head, started = net_head(model.net), time.perf_counter()
-        if trainer.is_global_zero:
+        keeps_head = self.knows_all and self.unfreeze
+        if trainer.is_global_zero and not keeps_head:
             weight, bias = fit_head(features, labels[train], classes, self.head_views, model.class_balance)
+            scale = 1.0
+            if self.unfreeze and not has_norms(model.net):
+                scale = min(1.0, float(head.weight.norm()) / float(weight.norm()))
             with torch.no_grad():
-                head.weight.copy_(weight)
-                head.bias.copy_(bias)
+                head.weight.copy_(scale * weight)
+                head.bias.copy_(scale * bias)
         text = f"last layer fitted in {time.perf_counter() - started:.1f} s"
+        if keeps_head:
+            text = "last layer kept, which knows all classes"
         if trainer.is_global_zero:
             rows, plain = torch.cat((train, val)), torch.cat((features[: len(train)], val_features))
             write_rows(trainer, OUT_OF_FOLD, rows, out_of_fold(plain, labels[rows], classes))
@@ -144,6 +154,11 @@ class Finetune(Callback):
                 stop.best_score = torch.tensor(scores[stop.monitor])
         if trainer.is_global_zero:
             say(text)
+
+
+def has_norms(net: nn.Module) -> bool:
+    """Return whether a net has norms. Without any, a head of large weights makes gradients that SGD cannot follow."""
+    return any("Norm" in type(module).__name__ for module in net.modules())
 
 
 def write_rows(trainer: pl.Trainer, name: str, rows: Tensor, values: Tensor) -> None:

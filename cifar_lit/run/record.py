@@ -67,7 +67,7 @@ def weights_text(metrics: Metrics) -> str:
         return ""
     name = tested["checkpoint"].removesuffix(".ckpt")
     if not tested["step"]:
-        return f"{name}, from before the first training step (fitted last layer)"
+        return f"{name}, from before the first training step"
     return f"{name} of epoch {tested['epoch']} (step {tested['step']:,})"
 
 

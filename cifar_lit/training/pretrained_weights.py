@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -26,13 +26,20 @@ PACKAGES = {
 }
 
 
-def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
-    """Load pretrained weights into a net. The head stays unchanged if the weights are for other classes.
+def load_pretrained(
+    net: nn.Module, name: str, weights: str, old: Sequence[str] = (), classes: Sequence[str] = ()
+) -> None:
+    """Load pretrained weights into a net.
+
+    Rows of the head are kept for classes of the same name. Without names, the head stays as it is if the weights have
+    another number of classes.
 
     Args:
         net: the net, as built by `build_net`.
         weights: "imagenet" for the default weights of timm or torchvision, downloaded unless one of PACKAGES has them;
             or a file (safetensors or torch.save), or the folder of a finished run.
+        old: names of the classes of the weights, if known.
+        classes: names of the classes of the net.
 
     Raises:
         UsageError: for a missing file, or weights of another net.
@@ -40,6 +47,8 @@ def load_pretrained(net: nn.Module, name: str, weights: str) -> None:
     """
     initial = net.state_dict()
     loaded = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), initial)
+    if old:
+        loaded = {**loaded, **_rows_by_name(net, loaded, old, classes)}
     usable = {}
     for path in initial.keys() & loaded.keys():
         tensor = _for_channels(loaded[path], initial[path])
@@ -71,6 +80,21 @@ def head_path(net: nn.Module) -> str:
     if not paths or cast("nn.Linear", net.get_submodule(paths[-1])).bias is None:
         raise UsageError("a net must end with a linear layer with bias to be fine-tuned: choose another --net")
     return paths[-1]
+
+
+def _rows_by_name(
+    net: nn.Module, loaded: Mapping[str, Tensor], old: Sequence[str], classes: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return weight and bias of the head with the loaded rows of old classes; empty for the head of another net."""
+    head = {}
+    for name, values in net_head(net).state_dict(prefix=f"{head_path(net)}.").items():
+        if name not in loaded or loaded[name].shape != (len(old), *values.shape[1:]):
+            return {}
+        head[name] = values.clone()
+        for row, kind in enumerate(classes):
+            if kind in old:
+                head[name][row] = loaded[name][old.index(kind)]
+    return head
 
 
 def _for_channels(loaded: Tensor, initial: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from cifar_lit.features import finetune
 from cifar_lit.features.finetune import Finetune, fit_head, out_of_fold
 from cifar_lit.features.weight_average import WeightAverage
 from cifar_lit.inference.logits import FEATURES, OUT_OF_FOLD
+from cifar_lit.inference.model_file import ModelCard, save_weights
 from cifar_lit.models.registry import build_net
 from cifar_lit.runs.label_errors import rank_labels
 from cifar_lit.training.classifier import ImageClassifier
@@ -128,24 +129,54 @@ def test_a_fit_writes_predictions_of_unseen_heads_for_the_images_that_it_uses(
     file: str, tmp_path: Path, val_size: int
 ) -> None:
     split = {"share": 0.5, "seed": 0}
-    data = shapes_data(val_size=val_size, split=split, num_classes=3)
+    data = shapes_data(val_size=val_size, split=split, num_classes=3, augment={"flip": "random", "crop": 2})
     (tmp_path / "checkpoints").mkdir()
     callbacks = best_and_last(tmp_path / "checkpoints")
     if not val_size:
         callbacks = callbacks[1:]
     limit = min(val_size, 1.0)
-    fitted(model(num_classes=3), data, Finetune(file, unfreeze=False), *callbacks, limit_val_batches=limit)
+    tuned = model(num_classes=3)
+    fitted(tuned, data, Finetune(file, unfreeze=False), *callbacks, limit_val_batches=limit)
     written = torch.from_numpy(np.load(tmp_path / OUT_OF_FOLD))
     assert (written.dtype, tuple(written.shape)) == (torch.float32, (120, 3))
     used = torch.cat(data.split).sort().values
     assert written.isfinite().all(1).nonzero().flatten().tolist() == used.tolist() and len(used) < 120
     features = torch.from_numpy(np.load(tmp_path / FEATURES))  # for the images that `review` shows as similar
     rows = torch.cat(data.split)
+    with torch.no_grad():  # of the plain images, not of augmented ones
+        plain = tuned.net.eval()[:-1](data.preprocessing.normalise(data.train_images.take(rows)))  # type: ignore[index]
+    torch.testing.assert_close(features[rows].float(), plain, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(out_of_fold(features[rows], data.train_images.labels[rows], 3), written[rows])
     first = (tmp_path / OUT_OF_FOLD).stat().st_mtime_ns
     last = tmp_path / "checkpoints/last.ckpt"
     fitted(model(num_classes=3), data, Finetune(file), *callbacks, resume=last, limit_val_batches=limit)
     assert (tmp_path / OUT_OF_FOLD).stat().st_mtime_ns == first  # the head is not fitted again
+
+
+@pytest.mark.parametrize("views", [0, 1])
+@pytest.mark.parametrize("count", [10, 9])
+def test_a_run_keeps_the_rows_of_its_classes_unless_the_head_is_fitted_on_further_ones(
+    views: int, count: int, data: ImageData, tmp_path: Path
+) -> None:
+    card = ModelCard("shapenet", 1.0, [3, 16, 16], list(reversed(data.classes[:count])), [0.5], [0.25])
+    old = build_net("shapenet", channels=3, image_size=16, num_classes=count)
+    save_weights(tmp_path / "model.safetensors", old.state_dict(), card)
+    tuned = model(lr=1e-9)
+    fitted(tuned, data, Finetune(str(tmp_path), views), max_epochs=1)
+    kept = torch.allclose(tuned.net[-1].weight[:count], old[-1].weight.flip(0), atol=1e-5)  # type: ignore[index]
+    assert kept == (count == 10 or not views)
+
+
+def test_a_fitted_head_of_a_net_without_norms_is_no_larger_than_the_one_it_replaces(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 8), nn.Linear(8, 10))
+    nn.init.normal_(net[1].weight, std=1e-4)  # type: ignore[arg-type]
+    torch.save(net.state_dict(), tmp_path / "a.pth")
+    norm = net[2].weight.norm()
+    tuning, fixed = (Finetune(str(tmp_path / "a.pth"), unfreeze=unfreeze) for unfreeze in (True, False))
+    fitted(model(net=net, optimizer="sgd", lr=0.05), shapes_data(), tuning)  # a larger one makes the loss NaN
+    assert net[2].weight.norm() < 2 * norm
+    fitted(model(net=net), shapes_data(), fixed)
+    assert net[2].weight.norm() > 10 * norm
 
 
 def test_without_unfreezing_only_the_head_changes(file: str, data: ImageData, tmp_path: Path) -> None:

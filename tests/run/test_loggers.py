@@ -131,7 +131,7 @@ def test_the_hparams_of_a_run_are_those_of_its_net_and_features() -> None:
 def test_weights_from_before_the_first_step_are_named_as_such(run: RunFolder) -> None:
     run.test_weights("checkpoints/best.ckpt", {"epoch": 0, "global_step": 0})
     assert run.tested == {"checkpoint": "best.ckpt", "epoch": 0, "step": 0}
-    assert weights_text({"tested": run.tested}) == "best, from before the first training step (fitted last layer)"
+    assert weights_text({"tested": run.tested}) == "best, from before the first training step"
 
 
 def test_tensorboard_drops_points_after_the_resumed_step(run: RunFolder) -> None:

@@ -37,6 +37,17 @@ def test_pretrained_weights_are_loaded_except_a_head_for_other_classes(file: str
     assert same(weights(fresh[:-1]), weights(pretrained[:-1])) and same(weights(fresh[-1]), head)
 
 
+def test_rows_of_the_head_are_kept_for_classes_of_the_same_name(file: str) -> None:
+    pretrained, fresh = shapenet(), shapenet()
+    load_pretrained(pretrained, "shapenet", file)
+    initial = weights(fresh[-1])
+    load_pretrained(fresh, "shapenet", file, "abcdefghij", "jbxadefghi")
+    for name, loaded in weights(pretrained[-1]).items():
+        expected = loaded[[9, 1, 0, 0, 3, 4, 5, 6, 7, 8]]
+        expected[2] = initial[name][2]  # x is new
+        assert torch.equal(weights(fresh[-1])[name], expected)
+
+
 @pytest.mark.parametrize(
     ("containers", "prefix"),
     [
