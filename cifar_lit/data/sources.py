@@ -106,15 +106,12 @@ def _load_reviewed(data: str | Source | Load, settings: DataSettings, train: boo
 
 
 def _check_no_own_images(dataset: str, settings: DataSettings) -> None:
-    """Raise UsageError if the root holds folders of images, but the data set is another."""
+    """Raise UsageError for a root of drawn images, or one that holds folders of images for another data set."""
     if settings.root is None:
         return
-    if not _has_class_folders(settings.path):
-        if dataset == "shapes":
-            raise UsageError(f"--data-dir {settings.root}: shapes are drawn: leave it out, or add --dataset folder")
-        return
-    source = find_source(dataset)
-    if dataset != "shapes" and source.at_hand(settings):  # computes checksums
+    if dataset == "shapes":
+        raise UsageError(f"--data-dir {settings.root}: shapes are drawn: leave it out, or add --dataset folder")
+    if not _has_class_folders(settings.path) or find_source(dataset).at_hand(settings):  # computes checksums
         return
     reason = f"--data-dir {settings.root} holds folders of images, but the data set is {dataset}"
     raise UsageError(f"{reason}: add --dataset folder to train on them, or leave --data-dir out")

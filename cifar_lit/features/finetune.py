@@ -125,7 +125,8 @@ class Finetune(Callback):
         if trainer.is_global_zero and not keeps_head:
             weight, bias = fit_head(features, labels[train], classes, self.head_views, model.class_balance)
             scale = 1.0
-            if self.unfreeze and not has_norms(model.net):
+            if self.unfreeze and not any("Norm" in type(module).__name__ for module in model.net.modules()):
+                # Large weights would make gradients that SGD cannot follow in a net without norms.
                 scale = min(1.0, float(head.weight.norm()) / float(weight.norm()))
             with torch.no_grad():
                 head.weight.copy_(scale * weight)
@@ -154,11 +155,6 @@ class Finetune(Callback):
                 stop.best_score = torch.tensor(scores[stop.monitor])
         if trainer.is_global_zero:
             say(text)
-
-
-def has_norms(net: nn.Module) -> bool:
-    """Return whether a net has norms. Without any, a head of large weights makes gradients that SGD cannot follow."""
-    return any("Norm" in type(module).__name__ for module in net.modules())
 
 
 def write_rows(trainer: pl.Trainer, name: str, rows: Tensor, values: Tensor) -> None:

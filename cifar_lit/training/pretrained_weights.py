@@ -47,11 +47,14 @@ def load_pretrained(
     """
     initial = net.state_dict()
     loaded = _published(net, name) if weights == IMAGENET else _from_file(Path(weights).expanduser(), initial)
-    if old:
-        loaded = {**loaded, **_rows_by_name(net, loaded, old, classes)}
     usable = {}
     for path in initial.keys() & loaded.keys():
         tensor = _for_channels(loaded[path], initial[path])
+        if old and path.startswith(head_path(net)) and tensor.shape == (len(old), *initial[path].shape[1:]):
+            known, tensor = tensor, initial[path].clone()
+            for row, kind in enumerate(classes):
+                if kind in old:
+                    tensor[row] = known[old.index(kind)]
         if tensor.shape == initial[path].shape:
             usable[path] = tensor
     missing = [path for path in initial if path not in usable and "num_batches_tracked" not in path]
@@ -80,21 +83,6 @@ def head_path(net: nn.Module) -> str:
     if not paths or cast("nn.Linear", net.get_submodule(paths[-1])).bias is None:
         raise UsageError("a net must end with a linear layer with bias to be fine-tuned: choose another --net")
     return paths[-1]
-
-
-def _rows_by_name(
-    net: nn.Module, loaded: Mapping[str, Tensor], old: Sequence[str], classes: Sequence[str]
-) -> dict[str, Tensor]:
-    """Return weight and bias of the head with the loaded rows of old classes; empty for the head of another net."""
-    head = {}
-    for name, values in net_head(net).state_dict(prefix=f"{head_path(net)}.").items():
-        if name not in loaded or loaded[name].shape != (len(old), *values.shape[1:]):
-            return {}
-        head[name] = values.clone()
-        for row, kind in enumerate(classes):
-            if kind in old:
-                head[name][row] = loaded[name][old.index(kind)]
-    return head
 
 
 def _for_channels(loaded: Tensor, initial: Tensor) -> Tensor:
