@@ -36,6 +36,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "cropped by 3 %": lambda picture: picture.crop((2, 1, 95, 95)),
     "brighter": lambda picture: ImageEnhance.Brightness(picture).enhance(1.2),
     "less contrast": lambda picture: ImageEnhance.Contrast(picture).enhance(0.8),
+    "warmer": lambda picture: Image.fromarray((np.asarray(picture) * 0.6 + [100, 40, 0]).astype(np.uint8)),
     "all changes": lambda picture: as_jpeg(
         ImageEnhance.Brightness(picture.crop((1, 1, 95, 94)).resize((60, 60))).enhance(0.9)
     ),
