@@ -18,14 +18,14 @@ from cifar_lit.inference.calibration import tempered
 from cifar_lit.inference.model_file import save_weights
 from cifar_lit.inference.sets import MIN_HELD_OUT
 from cifar_lit.run.card import fitted_card, model_card
-from cifar_lit.run.predictions import prediction_table, write_predictions
+from cifar_lit.run.predictions import write_predictions
 from cifar_lit.run.record import Metrics, write_metrics
 from cifar_lit.run.results import Tested, run_metrics, test_scores, val_scores
 from cifar_lit.run.resume import PREVIOUS
 from cifar_lit.run.run import Run
 from cifar_lit.runs.figures import MAX_DRAWN, as_pixels, confusion_matrix, curve_figure, curves, save_picture
 from cifar_lit.runs.label_errors import list_training_labels
-from cifar_lit.runs.report import render
+from cifar_lit.runs.report import page_of
 from cifar_lit.training.checkpoint import load_weights, read_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.score import Score
@@ -109,8 +109,8 @@ def write_results(
         write_predictions(folder / "predictions.csv", [test.predictions], data.test_images)
         if run.trains:
             probabilities = tempered(test.predictions["probabilities"], card.temperature)
-            table = prediction_table({**test.predictions, "probabilities": probabilities})
-            write_text(folder / "report.html", render(folder, metrics, data, table))
+            predictions = {**test.predictions, "probabilities": probabilities}
+            write_text(folder / "report.html", page_of(folder, metrics, data, predictions, duplicates=None))
     write_metrics(folder, metrics)
     return Results(metrics, val, test)
 

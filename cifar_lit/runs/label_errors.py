@@ -40,14 +40,20 @@ class Suspects(NamedTuple):
     confident: int  # suspected labels that confident learning counts as wrong
 
 
+class Duplicates(NamedTuple):
+    """Duplicates between training and test images."""
+
+    pairs: Sequence[Pair]  # test images that are nearly a training image, but not identical
+    identical: int  # test images identical to a training image
+    conflicting: int  # identical test images with a different label
+
+
 class Findings(NamedTuple):
     """Suspected labels, and duplicates between training and test images."""
 
     train: Suspects | None  # None without a list
     test: Suspects
-    pairs: Sequence[Pair]  # test images that are nearly a training image, but not identical
-    identical: int  # test images identical to a training image
-    conflicting: int  # identical test images with a different label
+    duplicates: Duplicates | None  # None if they were not searched
 
 
 Listed = tuple[int, dict[str, str]]  # row of an image in its set, and its row of `LIST` by column
@@ -169,8 +175,8 @@ def missing_list(run: Path) -> str:
     return f"{fault}. To find them, train with --folds 5 or --recipe finetune, and review that run"
 
 
-def find_duplicates(train: ImageSet, test: ImageSet) -> tuple[list[Pair], int, int]:
-    """Return `pairs`, `identical` and `conflicting` of `Findings`."""
+def find_duplicates(train: ImageSet, test: ImageSet) -> Duplicates:
+    """Return the duplicates between training and test images."""
     rows: dict[int, int] = {}
     for row, key in enumerate(image_hashes(train).tolist()):
         rows.setdefault(key, row)
@@ -185,7 +191,7 @@ def find_duplicates(train: ImageSet, test: ImageSet) -> tuple[list[Pair], int, i
             if not is_identical[row]:
                 pairs.append(Pair(_labelled("Test", test, row), _labelled("Training", train, group[0])))
     conflicting = int((train.labels[same_rows[is_identical]] != test.labels[is_identical]).sum())
-    return pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting
+    return Duplicates(pairs[:GALLERY_SIZE], int(is_identical.sum()), conflicting)
 
 
 def _thumbnails(images: ImageSet) -> np.ndarray:

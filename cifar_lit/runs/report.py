@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from cifar_lit.runs.figures import (
     data_uri,
 )
 from cifar_lit.runs.label_errors import (
+    Duplicates,
     Findings,
     find_duplicates,
     listed_images,
@@ -66,11 +67,10 @@ FACTS = {
 def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
     """Return the page with suspected label errors and duplicates, from a pass over all images.
 
-    If the run was tested on the same test images, its predictions are used. Otherwise they are computed again. The
-    training has written the suspected labels of its own images.
+    If the run was tested on the same test images, its predictions are used. Otherwise they are computed again.
     """
     metrics = read_metrics(run)
-    train, test = data.train_images, data.test_images
+    test = data.test_images
     probabilities = None
     tested_on = scores_of(metrics).get("fingerprint")
     if tested_on == fingerprint(test.images, test.labels):
@@ -82,15 +82,27 @@ def inspected_page(run: Path, data: ImageData, net: LoadedNet) -> str:
         probabilities = set_logits(net, test, torch.arange(len(test)), "predicting the test images").softmax(1)
     probabilities = tempered(probabilities.double(), net.card.temperature)
     values = {"indices": torch.arange(len(test)), "labels": test.labels, "probabilities": probabilities}
+    return page_of(run, metrics, data, values, find_duplicates(_used(data), test))
+
+
+def page_of(
+    run: Path, metrics: Metrics, data: ImageData, predictions: Mapping[str, Tensor], duplicates: Duplicates | None
+) -> str:
+    """Return the page with suspected label errors. The training has written those of its own images.
+
+    Args:
+        metrics: contents of metrics.json.
+        predictions: `indices`, `labels` and `probabilities` for the test images, with the temperature of the net.
+        duplicates: None if they were not searched.
+    """
+    train, test = data.train_images, data.test_images
+    ranking = rank_labels(predictions["labels"], predictions["probabilities"])
+    tested = listed_images(test, predictions["indices"], ranking, ["test"] * len(test))
+    findings = Findings(None, suspect_labels(test, tested, "Test"), duplicates)
     suspected = read_list(run, train)
-    ranking = rank_labels(test.labels, probabilities)
-    tested = listed_images(test, torch.arange(len(test)), ranking, ["test"] * len(test))
-    findings = Findings(
-        None if suspected is None else suspect_labels(train, suspected, "Training"),
-        suspect_labels(test, tested, "Test"),
-        *find_duplicates(_used(data), test),
-    )
-    return render(run, metrics, data, prediction_table(values), findings)
+    if suspected is not None:
+        findings = findings._replace(train=suspect_labels(train, suspected, "Training"))
+    return render(run, metrics, data, prediction_table(predictions), findings)
 
 
 def _used(data: ImageData) -> ImageSet:
@@ -103,17 +115,10 @@ def _used(data: ImageData) -> ImageSet:
     return images.subset(keep.nonzero()[:, 0])
 
 
-def render(
-    run: Path,
-    metrics: Metrics,
-    data: ImageData,
-    predictions: PredictionTable,
-    findings: Findings | None = None,
-) -> str:
+def render(run: Path, metrics: Metrics, data: ImageData, predictions: PredictionTable, findings: Findings) -> str:
     """Return the page as HTML with all text escaped.
 
     metrics: contents of metrics.json. predictions: those for the test images, with the temperature of the net.
-    findings: suspected label errors and duplicates; None if they were not searched.
     """
     classes = data.classes
     matrix = predictions.confusion(len(classes))
@@ -149,6 +154,7 @@ def render(
         mean=float(predictions.probability.mean()),
         mistakes=_mistakes(data, predictions),
         findings=findings,
+        duplicates=findings.duplicates,
         missing_list=missing_list(run),
     )
 

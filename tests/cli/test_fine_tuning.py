@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from contract.command_line import SMALL, assert_refused, config_of, files_of, metrics_of, run_command
+from contract.command_line import SMALL, assert_refused, config_of, files_of, metrics_of, rows_of, run_command
 
 from cifar_lit.cli.run_report import new_class_lines
 from cifar_lit.models.registry import build_net
@@ -41,6 +42,8 @@ def test_the_start_card_lists_the_settings_of_a_feature_and_the_run_folder_is_co
         "label_errors.csv",
     }
     assert files <= files_of(run)
+    suspected = sum(row["suspected"] == "yes" for row in rows_of(run / "label_errors.csv"))
+    assert re.search(rf" training and validation images, {suspected}\s", (run / "report.html").read_text())
     assert metrics_of(run)["train_seconds"] > 0
 
 
