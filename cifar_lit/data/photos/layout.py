@@ -70,7 +70,7 @@ def sort_classes(names: Iterable[str]) -> list[str]:
     Folders and tables share the order, so that a run and a training on its reviewed labels have the same classes.
     """
     classes = sorted(names)
-    if all(re.fullmatch("-?[0-9]+([.][0-9]+)?", name) for name in classes):
+    if all(re.fullmatch("-?[0-9]+([.][0-9]+)?(e[0-9]+)?", name) for name in classes):
         classes.sort(key=Decimal)
     return classes
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from itertools import chain
@@ -35,14 +36,15 @@ from cifar_lit.data.photos.layout import (
 
 # Accepted names of columns, ignoring case, spaces, hyphens and underscores. The first has precedence.
 COLUMNS = {
-    "path": "path file filename filepath image imagepath imagename imageid img imgpath id",
-    "label": "label labels class classname category target choice breed species klasse classe clase 标签 类别",
+    "path": "path file filename filepath image imagepath imagename imageid img imgpath idcode id",
+    "label": "label labels class classname category target choice breed species diagnosis dx emotion klasse classe clase 标签 类别",
     "split": "split set subset usage partition",
     "group": "group",
 }
 INDEX = re.compile(r"(Unnamed: \d+)?")  # the column of row numbers that pandas writes
 OWN = {"original_label", "reviewed"}  # columns that a review writes
 YES, NO = {"1", "1.0", "true", "yes"}, {"", "0", "0.0", "false", "no"}
+MISSING = {"", "nan", "<na>", "null"}  # as pandas and databases write an empty cell
 
 Record = dict[str, str]  # the cells of a row by column
 
@@ -59,10 +61,11 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The rows of a table, and the columns that are neither read nor asked for."""
+    """The rows of a table, the columns that are neither read nor asked for, and those that hold the split."""
 
     rows: list[Row]
     unused: list[str]
+    split: str
 
 
 def read_table(table: Path, group: str | None = None, labelled: bool = True, columns: Sequence[str] = ()) -> Table:
@@ -84,16 +87,8 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True, col
     records = _records(table)
     names = [*dict.fromkeys(chain.from_iterable(cells for _, cells in records))]
     binary = [name for name in names if {cells.get(name, "").lower() for _, cells in records} <= YES | NO]
-    # Columns by the part that yes means.
-    flags = {PARTS.get(_plain(name).removeprefix("is").removesuffix("image"), ""): name for name in binary}
-    flags.pop("", None)
-    if flags:
-        names.append("split")
-        other = "test" if "train" in flags else "train"
-        for _, cells in records:
-            parts = [part for part, name in flags.items() if cells.get(name, "").lower() in YES]
-            cells.setdefault("split", (parts or [other])[0])
-    places = _find_columns(names, {group, *flags.values()})
+    flags = _part_columns(names, binary)
+    places = _find_columns(names, {group, *flags})
     if group is not None:
         places["group"] = group
     needed = ["path", "label"] if labelled else ["path"]
@@ -104,13 +99,33 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True, col
     for number, cells in records:
         values = {column: cells.get(name, "") for column, name in places.items()}
         for column in needed:
-            if not values[column]:
+            if values[column].lower() in MISSING:
                 raise UsageError(f"{table}, row {number} has no {column}")
         split = values.get("split", "").lower()
         values["split"] = PARTS.get(split, split)
+        parts = [part for name, part in flags.items() if cells.get(name, "").lower() in YES]
+        if len(parts) > 1:
+            raise UsageError(f"{table}, row {number} is in {listed(parts)} by its columns {listed(flags)}: leave one")
+        if flags:
+            values["split"] = parts[0] if parts else ("test" if "train" in flags.values() else "train")
         rows.append(Row(number, cells, **values))
-    used = {*places.values(), *flags.values(), *columns, *OWN}
-    return Table(rows, [name for name in names if name not in used])
+    used = {*places.values(), *flags, *columns, *OWN}
+    unused = [name for name in names if name not in used]
+    return Table(rows, unused, listed(flags or [places.get("split", "split")]))
+
+
+def _part_columns(names: Sequence[str], binary: Iterable[str]) -> dict[str, str]:
+    """Return columns such as is_valid, with the part that yes means. binary: columns of yes and no.
+
+    A column of the split has precedence. Without a column of labels, `train` may be a class.
+    """
+    known = _find_columns(names, names)
+    if "split" in known:
+        return {}
+    prefix = "" if "label" in known else "is"
+    flags = [name for name in binary if _plain(name).startswith(prefix)]
+    parts = {name: PARTS.get(_plain(name).removeprefix("is").removesuffix("image"), "") for name in flags}
+    return {name: part for name, part in parts.items() if part}
 
 
 def _find_columns(names: Sequence[str], excluded: Container[str | None]) -> dict[str, str]:
@@ -156,7 +171,7 @@ def _records(table: Path) -> list[tuple[int, Record]]:
         raise UsageError(f"{table} is not a table ({formats}): save a table as CSV, unpack an archive to a folder")
     data = table.read_bytes()
     try:
-        text = nfc(data.decode(json.detect_encoding(data)))
+        text = re.sub("\r\n?", "\n", nfc(data.decode(json.detect_encoding(data))))
     except UnicodeDecodeError:
         raise UsageError(f"{table} is neither UTF-8 nor UTF-16 text: save it as CSV UTF-8") from None
     if suffix in (".jsonl", ".ndjson"):
@@ -164,42 +179,50 @@ def _records(table: Path) -> list[tuple[int, Record]]:
     elif suffix == ".txt" and not re.search("[,;\t|]", text.partition("\n")[0]):
         records = _lines(text)
     else:
-        records = _csv_rows(text, suffix)
+        records = _csv_rows(text, table)
     rows = [(number, cells) for number, cells in records if any(cells.values())]
     if not rows:
         raise UsageError(f"{table} has no rows below the names of its columns")
     return rows
 
 
-def _csv_rows(text: str, suffix: str) -> Iterator[tuple[int, Record]]:
+def _csv_rows(text: str, table: Path) -> Iterator[tuple[int, Record]]:
     """Yield the rows of a CSV or TSV. Columns without a name, such as the index of pandas, are left out."""
-    text = re.sub(r"\Asep=.\r?\n", "", text)  # Excel's own line
+    text = re.sub(r'\A\n*("?sep=."?\n+)?', "", text)  # Excel's own line
     first = text.partition("\n")[0]
-    delimiter = "\t" if suffix == ".tsv" else max(",;\t|", key=first.count)
+    delimiter = "\t" if table.suffix.lower() == ".tsv" else max(",;\t|", key=first.count)
     names = next(csv.reader([first], delimiter=delimiter), [])
     if len(names) == 2 and names[0].strip().lower().endswith(IMAGES):
         text = f"path{delimiter}label\n{text}"
+    named = [name for name in names if name]
+    if len({*named}) < len(named):
+        raise UsageError(f"{table} has two columns with the same name ({first}): rename one")
+    csv.field_size_limit(2**31 - 1)
     reader = csv.DictReader(StringIO(text), restval="", delimiter=delimiter)
-    for cells in reader:
-        named = {}
-        for name, cell in cells.items():
+    for row in reader:
+        cells = {}
+        for name, cell in row.items():
             if not INDEX.fullmatch(name or ""):
                 # An apostrophe keeps spreadsheets from running a cell, see `csv_cell`.
-                named[name.strip()] = re.sub("^'(?=[=+@-])", "", cell.strip())
-        yield reader.line_num, named
+                cells[name.strip()] = re.sub("^'(?=[=+@-])", "", cell.strip())
+        yield reader.line_num, cells
 
 
 def _lines(text: str) -> Iterator[tuple[int, Record]]:
     """Yield the lines of a list: a path, which ends with the suffix of an image or at the first blank; then a label."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         match = re.fullmatch(rf"\s*(.+?(?:{'|'.join(IMAGES)})|\S+)(?:\s+(.+?))?\s*", line, re.IGNORECASE)
         if match:
             yield number, {"path": match[1], "label": match[2] or ""}
 
 
 def _objects(text: str) -> Iterator[tuple[int, Record]]:
-    """Yield the cells of JSON objects."""
-    for number, line in enumerate(text.splitlines(), 1):
+    """Yield the cells of JSON objects, one a line or in an array."""
+    texts = text.split("\n")
+    if text.lstrip().startswith("["):
+        with suppress(ValueError):
+            texts = [json.dumps(value) for value in json.loads(text)]
+    for number, line in enumerate(texts, 1):
         if line.strip():
             try:
                 values = dict(json.loads(line))
@@ -231,10 +254,12 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
         UsageError: the table is invalid, or files are missing and not `skip_bad`.
     """
     folder = str(table.parent)
-    listed_rows, unused = read_table(table, group, columns=columns)
+    listed_rows, unused, split = read_table(table, group, columns=columns)
     if unused:
         advice = "--data.groups gives the values of a column results of their own"
         note_once(f"{table}: not used: {', '.join(unused)}; {advice}")
+    if split != "split":
+        note_once(f"{table}: {split} is read as the split into training, validation and test images")
     found = find_files(table, folder, [row.path for row in listed_rows])
     missing = [row.path for row in listed_rows if row.path not in found]
     if missing and not (skip_bad and found):
@@ -247,10 +272,15 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
         )
     rows = _unique_rows(table, listed_rows, found)
     names = {row.label for row in rows.values()}
+    for path, row in rows.items():
+        whole = re.sub(r"^(-?\d+)\.0+$", r"\1", row.label)  # 1.0 is 1, if both are in the table
+        if whole in names:
+            rows[path] = row._replace(label=whole)
+    names = {row.label for row in rows.values()}
     check_class_names(sorted(names), f"in {table}, the class")
     classes = sort_classes(names)
     note_similar_classes(str(table), classes)
-    several = [name for name in classes if re.search(r"[|;]|\S,\S", name)]
+    several = [name for name in classes if re.search(r"[|;]|\S,\S|^\[.*,", name)]
     if several:
         advice = "each combination is a class of its own. A net has one class an image: keep one label in a cell"
         note_once(f"{table}: classes that name several ({listed(several)}): {advice}")
@@ -260,7 +290,7 @@ def list_table(table: Path, group: str | None, skip_bad: bool, columns: Sequence
     if used != {""} and not {"train"} < used <= {"train", "val", "test"}:
         words = ", ".join(sorted(map(repr, used)))
         advice = "each row needs train, val or test, and some train; or remove the column to draw test images"
-        raise UsageError(f"{table} has {words} in its split: {advice}")
+        raise UsageError(f"{table} has {words} in column {split}: {advice}")
     parts: dict[str, Tree] = {}
     for part in ("train", "val", "test", ""):
         if part in used:
@@ -321,10 +351,12 @@ def find_files(table: Path, folder: str, paths: Iterable[str]) -> dict[str, str]
     if not wanted:
         return files
     endings = _files_by_ending(folder)
-    for start in range(1 if files else max(map(len, wanted.values()))):
+    longest = max(map(len, wanted.values()))
+    # A folder in common keeps a missing image from being replaced by one of the same name.
+    for start in range(max(1, longest - 1) if files else longest):
         found = {}
         for path, parts in wanted.items():
-            fits = endings.get("/".join(parts[start:]), [])
+            fits = _fitting(endings, "/".join(parts[start:]))
             if len(fits) > 1:
                 fits = [file for file in fits if "train" in map(part_of, file.split("/")[:-1])] or fits
             if len(fits) > 1:
@@ -336,6 +368,14 @@ def find_files(table: Path, folder: str, paths: Iterable[str]) -> dict[str, str]
             note_once(f"{table}: images are found by their names, such as {name} as {file}")
             return files | found
     return files
+
+
+def _fitting(endings: Mapping[str, list[str]], path: str) -> list[str]:
+    """Return the files with the end of a path, else those with another suffix, or without Label Studio's prefix."""
+    for name in (path, re.sub(r"[.]\w+$", "", path), re.sub(r"(^|/)[0-9a-f]{8}-([^/]+)$", r"\1\2", path)):
+        if name in endings:
+            return endings[name]
+    return []
 
 
 def _files_by_ending(folder: str) -> dict[str, list[str]]:

@@ -84,7 +84,7 @@ def test_without_test_rows_val_is_the_test_set_and_validation_images_are_drawn_f
         ("is_train,valid", "true,", ",", "test"),
         ("Usage", "Training", "PublicTest", "val"),
         ("usage", "training", "PrivateTest", "test"),
-        ("split,is_valid", "train,1", "test,1", "test"),
+        ("is_train,valid", "1,0", "0,0", "test"),
     ],
 )
 def test_a_split_under_names_of_other_programs_is_read(
@@ -95,7 +95,10 @@ def test_a_split_under_names_of_other_programs_is_read(
     assert {part: [len(files) for files in tree.values()] for part, tree in parts.items()} == {
         "train": [2, 2], part: [1, 1]
     }  # fmt: skip
-    assert "not used" not in capsys.readouterr().err
+    columns = " and ".join(head.split(","))
+    note = f"{columns.replace(' and ', ', ')} is read as the split into training, validation and test images"
+    err = capsys.readouterr().err
+    assert note in err and "not used" not in err
 
 
 def test_columns_that_nothing_reads_are_named_in_one_note(pets: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,9 +106,13 @@ def test_columns_that_nothing_reads_are_named_in_one_note(pets: Path, capsys: py
     table = write(pets / "a.csv", ",image,label,fold,id,camera,is_valid", *rows)
     list_table(table, "camera", False, ("id",))
     assert capsys.readouterr().err.startswith(f"{table}: not used: fold, is_valid; --data.groups gives ")
+    rows = [f"{name},{name[:3]},{part},{place % 2}" for place, (name, _, part) in enumerate(ROWS)]
+    parts = list_table(write(pets / "b.csv", "path,label,split,is_valid", *rows), None, False).parts
+    assert [sum(map(len, tree.values())) for tree in parts.values()] == [3, 2, 1]  # as the split says
+    assert f"{pets / 'b.csv'}: not used: is_valid; " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("several", ["cat|dog", "cat;dog", "dog,cat"])
+@pytest.mark.parametrize("several", ["cat|dog", "cat;dog", "dog,cat", "['cat', 'dog']"])
 def test_labels_that_name_several_classes_are_noted(
     pets: Path, several: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +126,7 @@ def test_labels_that_name_several_classes_are_noted(
     "classes",
     [
         ("1", "2", "10"), ("-1", "09", "9", "100"), ("10", "2", "2b"), ("Zebra", "zebra", "Ähre", "é", "蜜蜂"),
-        ("-1.5", "0.0", "1.0", "2.0", "10.0"),
+        ("-1.5", "0.0", "1.0", "2.0", "1e1"),
     ],
 )  # fmt: skip
 def test_a_table_has_the_class_order_of_its_folder(tmp_path: Path, classes: tuple[str, ...]) -> None:
@@ -179,12 +186,17 @@ CAT, DOG = "cat/0.png,cat", "dog/3.png,dog"
         ("a.csv", [HEAD], "has no rows below the names of its columns"),
         ("a.csv", [HEAD, CAT, "cat/1.png,cat"], r"one class only \(cat\)"),
         ("a.csv", [HEAD, f"{CAT},train", "dog/3.png"], "row 3 has no label"),
-        ("a.csv", [HEAD, f"{CAT},tset", f"{DOG},tset"], "has 'tset' in its split: each row needs train, val or test"),
-        ("a.csv", [HEAD, f"{CAT},train", f"{DOG},"], "has '', 'train' in its split: each row needs"),
+        ("a.csv", [HEAD, CAT, "dog/3.png,NaN"], "row 3 has no label"),
+        ("a.csv", ["path,label,is_valid", f"{CAT},0", f"{DOG},0"], "has 'train' in column is_valid: each row needs"),
+        ("a.csv", ["path,label,is_valid,test", f"{CAT},1,1"], "row 2 is in val, test by its columns is_valid, test"),
+        ("a.csv", ["path,label,label", f"{CAT},dog"], r"the same name \(path,label,label\): rename one"),
+        ("a.csv", ["path,bus,train", "cat/0.png,1,0", "dog/3.png,0,1"], r"for each class \(bus, train\)"),
+        ("a.csv", [HEAD, f"{CAT},tset", f"{DOG},tset"], "has 'tset' in column split: each row needs train, val"),
+        ("a.csv", [HEAD, f"{CAT},train", f"{DOG},"], "has '', 'train' in column split: each row needs"),
         ("a.csv", [HEAD, f"{CAT},train", "cat/0.png,dog,train"], "row 3: cat/0.png has the label 'dog', and 'cat' in"),
         ("a.csv", [HEAD, f"{CAT},train,p1", "cat/1.png,cat,test,p1"], "row 3: group 'p1' is in train and in test"),
         ("a.csv", [HEAD, f"{CAT},train", f"{DOG},test"], "no training images of class dog"),
-        ("a.csv", [HEAD, f"{CAT},test", f"{DOG},test"], "has 'test' in its split: each row needs train, val or"),
+        ("a.csv", [HEAD, f"{CAT},test", f"{DOG},test"], "has 'test' in column split: each row needs"),
         ("a.csv", [HEAD, f"{CAT},,1", "cat/1.png,cat,,1", f"{DOG},,1", "dog/4.png,dog,,1"], "only one image or group"),
         ("a.csv", [HEAD, "cat/0.png,c\tt", DOG], r"in .*a.csv, the class 'c\\tt' has to be renamed"),
     ],
@@ -238,6 +250,10 @@ def test_an_unreadable_table_is_refused_in_one_line(pets: Path, name: str, conte
         ("a.csv", "image,choice", "/data/upload/{stem}/{stem}.png,{label}"),
         ("a.csv", "image,choice", "/data/local-files/?d=pets%2F{path},{label}"),
         ("a.csv", "path,label", "{label}/{stem}.{mixed},{label}"),
+        ("a.csv", "id_code,diagnosis", "{label}/{stem}.jpeg,{label}"),
+        ("a.csv", "image,choice", "/data/upload/3/1a2b3c4d-{stem}.png,{label}"),
+        ("a.csv", '\n\n"sep=;"\n\npath;label;text', "{path};{label};" + 200_000 * "x"),
+        ("a.jsonl", "", '{{"path": "{path}", "label": "{label}", "text": "\u2028"}}'),
     ],
 )
 def test_usual_columns_paths_and_lists_are_understood(pets: Path, name: str, head: str, row: str) -> None:
@@ -250,6 +266,20 @@ def test_usual_columns_paths_and_lists_are_understood(pets: Path, name: str, hea
     assert sorted(zip([*train.names, *test.names], [*train.labels.tolist(), *test.labels.tolist()], strict=True)) == [
         (name, int(name[:3] == "dog")) for name in NAMES
     ]
+
+
+def test_single_carriage_returns_and_an_array_of_objects_are_read(pets: Path) -> None:
+    rows = [{"path": path, "label": path[:3]} for path in NAMES]
+    (pets / "a.csv").write_bytes("\r".join(["path,label", *(",".join(row.values()) for row in rows)]).encode())
+    (pets / "a.jsonl").write_text(json.dumps(rows, indent=1))
+    for name in ("a.csv", "a.jsonl"):
+        tree = list_table(pets / name, None, False).parts["all"]
+        assert [file.path for files in tree.values() for file in files] == [*NAMES]
+
+
+def test_whole_numbers_with_and_without_decimals_are_one_class(pets: Path) -> None:
+    table = write(pets / "a.csv", "path,label", *map("{},{}".format, NAMES, ("0", "0.0", "1", "1.0", "2.0", "2.0")))
+    assert [*list_table(table, None, False).parts["all"]] == ["0", "1", "2.0"]
 
 
 def test_a_list_may_have_blanks_in_paths_and_labels(pets: Path) -> None:
@@ -276,6 +306,12 @@ def test_a_missing_image_is_not_replaced_by_one_of_another_folder(pets: Path) ->
     rows = [f"/old/{name},{name[:3]}" for name in (*NAMES, "cat/4.png")]
     with pytest.raises(UsageError, match=r"1 of 7 images .* do not exist: /old/cat/4\.png; "):
         list_table(write(pets / "a.csv", "path,label", *rows), None, False)
+
+
+def test_images_of_a_wrong_folder_are_found_by_class_folder_and_name(pets: Path) -> None:
+    rows = [f"{'old/' * (name in NAMES[:2])}{name},{name[:3]}" for name in NAMES]
+    tree = list_table(write(pets / "a.csv", "path,label", *rows), None, False).parts["all"]
+    assert [file.path for files in tree.values() for file in files] == [*NAMES]
 
 
 def test_a_table_of_missing_files_only_is_refused_with_the_reason(pets: Path) -> None:
