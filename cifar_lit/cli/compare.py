@@ -50,9 +50,8 @@ def compare(words: list[str]) -> None:
         raise UsageError(f"no run in {' '.join(settings.runs)}: give run folders, a pattern, or a folder of runs")
     differences = differing(runs)
     grouped = groups(runs)
-    hits = hits_by_run(runs)
-    tests, reasons = pairs(runs, hits)
-    over_seeds = seed_pairs(grouped, hits)
+    tests, reasons = pairs(runs, hits_by_run(runs))
+    over_seeds = seed_pairs(grouped)
     if settings.json:
         write_or_say("--json", settings.json, _as_json(runs, differences, grouped, tests, over_seeds))
     if settings.json == "-":
@@ -180,9 +179,6 @@ def seed_pair_lines(grouped: Sequence[Group], pair: SeedPairs) -> list[str]:
     lines = [f"{_label(grouped[pair.first])} minus {_label(grouped[pair.second])}: {mean}, {verdict}"]
     if limits := limits_text(seeds, "+.2f", 0.01):
         lines.append(f"  over seeds, on these test images: 95 % interval {limits}")
-    if pair.over_images:
-        low, high = pair.over_images
-        lines.append(f"  over test images, for these trained nets: 95 % interval {100 * low:+.2f} … {100 * high:+.2f}")
     return lines
 
 

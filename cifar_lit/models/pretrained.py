@@ -19,7 +19,7 @@ from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_si
 TIMM = "timm/"  # prefix of the names of timm's nets
 EXTRA = install_command("finetune")
 SIDE_STEP = 32  # pixels: most nets halve their images five times
-OPTIONS = ("side", "drop_rate", "drop_path_rate")
+OPTIONS = ("side",)
 
 
 class Pretraining(NamedTuple):
@@ -64,15 +64,11 @@ def build_timm_net(
     image_size: tuple[int, int],
     num_classes: int,
     side: int | None = None,
-    drop_rate: float | None = None,
-    drop_path_rate: float | None = None,
 ) -> nn.Module:
     """Return the timm net `name`, which has the prefix "timm/", with random weights; see `registry.build_net`.
 
     Args:
         side: the net first scales images so that their shorter side has this many pixels; None for no scaling.
-        drop_rate: dropout before the head.
-        drop_path_rate: stochastic depth.
 
     Raises:
         UsageError: if timm is not installed or has no such net, or the net cannot take images of this size.
@@ -86,8 +82,6 @@ def build_timm_net(
         short,
         num_classes=num_classes,
         in_chans=channels,
-        drop_rate=drop_rate,
-        drop_path_rate=drop_path_rate,
         **settings,
     )
     if not accepts_size(net, channels, size):

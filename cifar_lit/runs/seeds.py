@@ -1,16 +1,13 @@
-"""Group runs that differ in their seeds, and compare two groups over seeds and over test images."""
+"""Group runs that differ in their seeds, and compare two groups over equal seeds."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cifar_lit.base.stats import POSITIVE, SAME, SHARE, Z95, holm, mean_interval, paired_p
-from cifar_lit.runs.compare import SEED, Hits, RunRecord, differing, setting_text
+from cifar_lit.base.stats import POSITIVE, SHARE, holm, mean_interval, paired_p
+from cifar_lit.runs.compare import SEED, RunRecord, differing, setting_text
 
 
 class Group(NamedTuple):
@@ -70,49 +67,29 @@ class SeedPairs(NamedTuple):
     # `stats.mean_interval` of first minus second for equal seeds, and `p`, `stats.paired_p` of these differences,
     # corrected for the number of pairs (Holm). Other test images are not considered.
     over_seeds: dict[str, Any]
-    # Interval of the mean difference over test images like these, for these trained nets; None if the predictions are
-    # missing or the test images differ.
-    over_images: tuple[float, float] | None
 
 
-def seed_pairs(groups: Sequence[Group], hits: Mapping[str, Hits]) -> list[SeedPairs]:
+def seed_pairs(groups: Sequence[Group]) -> list[SeedPairs]:
     """Return the difference between each two of `groups` that share at least two seeds."""
     pairs = []
     for first, second in combinations(range(len(groups)), 2):
-        one, other = _runs_by_seed(groups[first]), _runs_by_seed(groups[second])
+        one, other = _by_seed(groups[first]), _by_seed(groups[second])
         shared = [seed for seed in one if seed in other]
         if len(shared) < 2:
             continue
-        differences = [one[seed][1] - other[seed][1] for seed in shared]
+        differences = [one[seed] - other[seed] for seed in shared]
         over_seeds = mean_interval(differences) | {"p": paired_p(differences)}
-        over_images = _over_images([one[seed][0] for seed in shared], [other[seed][0] for seed in shared], hits)
-        pairs.append(SeedPairs(first, second, over_seeds, over_images))
+        pairs.append(SeedPairs(first, second, over_seeds))
     tested = [pair.over_seeds for pair in pairs if pair.over_seeds["p"] is not None]
     for over_seeds, p in zip(tested, holm([each["p"] for each in tested]), strict=True):
         over_seeds["p"] = p
     return pairs
 
 
-def _runs_by_seed(group: Group) -> dict[str, tuple[str, float]]:
-    """Return name and accuracy of the first run of each known seed. A damaged run may have any value as its seed."""
-    runs: dict[str, tuple[str, float]] = {}
-    for seed, name, accuracy in zip(group.seeds, group.runs, group.accuracies, strict=True):
+def _by_seed(group: Group) -> dict[str, float]:
+    """Return the accuracy of the first run of each known seed. A damaged run may have any value as its seed."""
+    accuracies: dict[str, float] = {}
+    for seed, accuracy in zip(group.seeds, group.accuracies, strict=True):
         if seed is not None:
-            runs.setdefault(str(seed), (name, accuracy))
-    return runs
-
-
-def _over_images(first: Sequence[str], second: Sequence[str], hits: Mapping[str, Hits]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the mean difference in correct predictions between these runs."""
-    names = {*first, *second}
-    if not names <= hits.keys():
-        return None
-    if len({hits[name].fingerprint for name in names}) > 1:
-        return None
-    right = np.stack([hits[name].correct for name in first]).sum(0)
-    other = np.stack([hits[name].correct for name in second]).sum(0)
-    differences = (right - other) / len(first)
-    if np.ptp(differences) < SAME:
-        return None
-    mean, half = float(differences.mean()), Z95 * float(differences.std(ddof=1)) / math.sqrt(len(differences))
-    return mean - half, mean + half
+            accuracies.setdefault(str(seed), accuracy)
+    return accuracies

@@ -143,7 +143,7 @@ def test_a_fit_writes_predictions_of_unseen_heads_for_the_images_that_it_uses(
     assert written.isfinite().all(1).nonzero().flatten().tolist() == used.tolist() and len(used) < 120
     features = torch.from_numpy(np.load(tmp_path / FEATURES))  # for the images that `review` shows as similar
     rows = torch.cat(data.split)
-    with torch.no_grad():  # of the plain images, not of augmented ones
+    with torch.no_grad():  # features of the plain images
         plain = tuned.net.eval()[:-1](data.preprocessing.normalise(data.train_images.take(rows)))  # type: ignore[index]
     torch.testing.assert_close(features[rows].float(), plain, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(out_of_fold(features[rows], data.train_images.labels[rows], 3), written[rows])

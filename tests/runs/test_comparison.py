@@ -154,7 +154,7 @@ def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> No
     (other,) = groups(unseeded)
     assert other.accuracy["n"] == 3 and repeat_line(other) == ""
     (mixed,) = groups([unseeded[0], make_run("b-3", HALF, 7)])
-    assert seed_pairs([mixed, mixed], {}) == []  # they share one seed, and runs without a seed are not paired
+    assert seed_pairs([mixed, mixed]) == []  # they share one seed, and runs without a seed are not paired
 
 
 def test_the_recipe_is_no_setting_of_a_group() -> None:
@@ -176,7 +176,7 @@ def test_a_verdict_on_two_groups_needs_three_seeds_and_a_spread(differences: lis
     runs = [make_run(f"a-{seed}", [True] * (3 + n) + [False] * (7 - n), seed) for seed, n in enumerate(differences)]
     runs += [make_run(f"b-{seed}", [True] * 3 + [False] * 7, seed, lr=0.5) for seed in range(len(differences))]
     grouped = groups(runs)
-    (pair,) = seed_pairs(grouped, {})
+    (pair,) = seed_pairs(grouped)
     first, *lines = seed_pair_lines(grouped, pair)
     assert first == f"small · lr 0.1 minus small · lr 0.5: {words}"
     assert any("over seeds" in line for line in lines) == ("no verdict" not in words)
@@ -209,20 +209,15 @@ def test_p_values_are_corrected_for_the_number_of_pairs() -> None:
     assert pair_lines(tests)[-1].endswith("(Holm): 3 pairs")
 
 
-def test_groups_are_paired_by_seed_and_by_test_image() -> None:
+def test_groups_are_paired_by_seed() -> None:
     # Group a is right on 7, 6 and 8 of 10 images, group b on 6, 4 and 7.
     runs = [make_run(f"a-{seed}", [True] * n + [False] * (10 - n), seed) for seed, n in enumerate((7, 6, 8))]
     runs += [make_run(f"b-{seed}", [True] * n + [False] * (10 - n), seed, lr=0.5) for seed, n in enumerate((6, 4, 7))]
     grouped = groups(runs)
-    (pair,) = seed_pairs(grouped, hits_by_run(runs))
+    (pair,) = seed_pairs(grouped)
     assert (pair.first, pair.second, pair.over_seeds["n"]) == (0, 1, 3)
     assert pair.over_seeds["mean"] == pytest.approx(0.4 / 3) and pair.over_seeds["std"] == pytest.approx(0.1 / 3**0.5)
-    # The mean differences by image are 0 for four, 1/3 for four, and 0 for two: their deviation is 0.172133, and
-    # 1.96 · 0.172133 / sqrt(10) = 0.106689.
-    assert pair.over_images == pytest.approx((0.4 / 3 - 0.106689, 0.4 / 3 + 0.106689), abs=1e-5)
-    without = {name: hits for name, hits in hits_by_run(runs).items() if name != "b-1"}
-    assert seed_pairs(grouped, without)[0].over_images is None
-    ps = [each.over_seeds["p"] for each in seed_pairs([*grouped, grouped[1]], {})]
+    ps = [each.over_seeds["p"] for each in seed_pairs([*grouped, grouped[1]])]
     assert ps == [pytest.approx(2 * pair.over_seeds["p"])] * 2 + [None]
 
 

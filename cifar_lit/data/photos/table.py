@@ -37,14 +37,14 @@ from cifar_lit.data.photos.layout import (
 # Accepted names of columns, ignoring case, spaces, hyphens and underscores. The first has precedence.
 COLUMNS = {
     "path": "path file filename filepath image imagepath imagename imageid img imgpath idcode id",
-    "label": "label labels class classname category target choice breed species diagnosis dx emotion klasse classe clase 标签 类别",
+    "label": "label labels class classname category target choice breed species diagnosis emotion klasse clase 标签 类别",
     "split": "split set subset usage partition",
     "group": "group",
 }
 INDEX = re.compile(r"(Unnamed: \d+)?")  # the column of row numbers that pandas writes
 OWN = {"original_label", "reviewed"}  # columns that a review writes
 YES, NO = {"1", "1.0", "true", "yes"}, {"", "0", "0.0", "false", "no"}
-MISSING = {"", "nan", "<na>", "null"}  # as pandas and databases write an empty cell
+MISSING = {"", "nan", "<na>", "null"}  # an empty cell as pandas and databases write it
 
 Record = dict[str, str]  # the cells of a row by column
 
@@ -104,8 +104,6 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True, col
         split = values.get("split", "").lower()
         values["split"] = PARTS.get(split, split)
         parts = [part for name, part in flags.items() if cells.get(name, "").lower() in YES]
-        if len(parts) > 1:
-            raise UsageError(f"{table}, row {number} is in {listed(parts)} by its columns {listed(flags)}: leave one")
         if flags:
             values["split"] = parts[0] if parts else ("test" if "train" in flags.values() else "train")
         rows.append(Row(number, cells, **values))
