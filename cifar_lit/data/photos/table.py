@@ -37,7 +37,7 @@ from cifar_lit.data.photos.layout import (
 # Accepted names of columns, ignoring case, spaces, hyphens and underscores. The first has precedence.
 COLUMNS = {
     "path": "path file filename filepath image imagepath imagename imageid img imgpath idcode id",
-    "label": "label labels class classname category target choice breed species diagnosis emotion klasse clase 标签 类别",
+    "label": "label labels class classname category target choice breed species diagnosis dx klasse clase 标签 类别",
     "split": "split set subset usage partition",
     "group": "group",
 }
