@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from string import Template
 
 from jsonargparse import Namespace
 from jsonargparse.typing import NonNegativeInt
@@ -11,7 +12,7 @@ from cifar_lit.base.command_line import add_coverage, add_data_dir, command_pars
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.text import say
-from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, Check, Options, check_request, default_path
+from cifar_lit.inference.export import CALIBRATION_IMAGES, FORMATS, RESIZED, Check, Options, check_request, default_path
 from cifar_lit.inference.export import export as export_net
 from cifar_lit.inference.model_file import load_model_file, weights_file
 from cifar_lit.inference.rejection import check_rate
@@ -48,8 +49,9 @@ def export(argv: list[str]) -> None:
     _print_check(export_net(net, settings.to, path, sample, options))
     file = display_path(path)
     say(f"wrote {file} · {path.stat().st_size / 1e6:.2f} MB", "", "use it:")
-    for line in FORMATS[settings.to].usage:
-        say(line.replace("FILE", repr(file)))
+    lines = Template("\n".join(FORMATS[settings.to].usage))
+    mode = "L" if net.card.input_shape[0] == 1 else "RGB"
+    say(*lines.substitute(FILE=repr(file), MODE=mode, RESIZED=RESIZED[net.card.resize]).splitlines())
 
 
 def _settings(argv: list[str]) -> Namespace:

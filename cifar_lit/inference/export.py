@@ -204,7 +204,8 @@ class Format(NamedTuple):
     suffix: str
     write: Callable[[LoadedNet, Path, Options], None]  # raises Failure for a net that the format cannot express
     open: Callable[[Path], Runner]
-    # Lines that use the file: FILE stands for a Python string with its path.
+    # Lines that use the file: $FILE stands for a Python string with its path, $MODE for Pillow's mode of the net's images
+    # and $RESIZED for an expression of `RESIZED`.
     usage: tuple[str, ...]
 
 
@@ -244,6 +245,12 @@ def open_onnx(path: Path) -> Runner:
     return lambda images: torch.from_numpy(session.run(["probabilities"], {"images": images.contiguous().numpy()})[0])
 
 
+# How Pillow gives a picture the size of the net, by `ModelCard.resize`.
+RESIZED = {
+    "crop": "ImageOps.fit(picture, (width, height))",
+    "letterbox": 'ImageOps.pad(picture, (width, height), color="grey")',
+    "squash": "picture.resize((width, height))",
+}
 FORMATS = {
     "onnx": Format(
         ".onnx",
@@ -252,11 +259,14 @@ FORMATS = {
         (
             "  import json, numpy, onnxruntime",
             "  from PIL import Image, ImageOps",
-            "  session = onnxruntime.InferenceSession(FILE)",
+            "  session = onnxruntime.InferenceSession($FILE)",
             "  about = session.get_modelmeta().custom_metadata_map",
             '  height, width = json.loads(about["image_size"])',
-            '  picture = ImageOps.fit(Image.open("cat.jpg").convert("RGB"), (width, height))',
-            "  images = numpy.asarray(picture).transpose(2, 0, 1)[None]  # uint8 (batch, C, H, W)",
+            '  picture = Image.open("cat.jpg")  # for transparent and 16-bit pictures, see about["preparation"]',
+            "  picture.draft(None, (2 * max(height, width),) * 2)  # decodes a large JPEG at a smaller scale",
+            '  picture = ImageOps.exif_transpose(picture).convert("$MODE")',
+            "  picture = $RESIZED",
+            "  images = numpy.asarray(picture).reshape(1, height, width, -1).transpose(0, 3, 1, 2)  # uint8",
             '  probabilities = session.run(None, {"images": images})[0]',
             '  print(json.loads(about["classes"])[probabilities[0].argmax()])',
         ),
@@ -265,7 +275,7 @@ FORMATS = {
         ".pt2",
         write_program,
         open_program,
-        ("  torch.export.load(FILE).module()(images)  # uint8 (batch, C, H, W)",),
+        ("  torch.export.load($FILE).module()(images)  # uint8 (batch, C, H, W)",),
     ),
 }
 

@@ -6,12 +6,15 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 import yaml
 from contract.command_line import draw_folder
-from PIL import Image
+from inference.small_nets import write_net
+from PIL import ExifTags, Image
 
+import cifar_lit
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.cli.export import export
 from cifar_lit.inference.model_file import load_model_file, save_weights
@@ -39,10 +42,25 @@ def test_a_run_is_exported_and_checked_on_its_test_images(run: Path, capsys: pyt
     assert lines[1] == "checking on 50 test images of shapes"
     assert "predicted classes agree on " in lines[2] and lines[3].endswith(" % of the file".replace(" %", "%"))
     assert lines[4].startswith(f"wrote {run}/model.int8.onnx · ") and (run / "model.int8.onnx").is_file()
-    Image.new("RGB", (20, 30), "red").save("cat.jpg")
-    exec(dedent("\n".join(lines[lines.index("use it:") + 1 :])), {})
-    (label,) = capsys.readouterr().out.split()
-    assert label in load_model_file(run).classes
+
+
+@pytest.mark.parametrize(("resize", "channels", "size"), [("crop", 3, 900), ("letterbox", 1, 120), ("squash", 3, 30)])
+def test_the_printed_lines_give_a_turned_photo_the_probabilities_of_classify(
+    working_folder: Path, capsys: pytest.CaptureFixture[str], resize: str, channels: int, size: int
+) -> None:
+    pytest.importorskip("onnxruntime")
+    write_net(Path("run-1"), "lenet", channels, side=16, gain=3, resize=resize)
+    export(["run-1", "--to", "onnx", "--images", "2"])
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    photo = Image.effect_noise((7, 5), 200).resize((size, 2 * size), Image.Resampling.BICUBIC)
+    photo.convert("RGB").save("cat.jpg", exif=exif)
+    values: dict[str, Any] = {}
+    exec(dedent(capsys.readouterr().out.partition("use it:")[2]), values)
+    (expected,) = cifar_lit.load("run-1").predict("cat.jpg")
+    assert capsys.readouterr().out.split() == [expected.label]
+    classify_gives = sorted((probability for _, probability in expected.top), reverse=True)
+    assert sorted(values["probabilities"][0], reverse=True)[:3] == pytest.approx(classify_gives, abs=1e-5)
 
 
 def test_a_model_without_a_run_is_checked_on_generated_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
