@@ -139,7 +139,7 @@ def _run(settings: Namespace, classifier: Classifier, files: Sequence[ImageFile]
             if advance:
                 advance(len(rows))
     if not (settings.csv or settings.jsonl) and classifier.card.reject:
-        note(caveat(classifier.reject or 0))
+        note(caveat(classifier.reject))
     return failed
 
 

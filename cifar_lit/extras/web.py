@@ -56,12 +56,6 @@ def application(routes: Sequence[BaseRoute], page: Path, names: Sequence[str], r
     )
 
 
-def check_length(request: Request, limit: int) -> None:
-    """Raise HTTPException for a body that is larger than `limit` bytes. It has to declare its length."""
-    if int(request.headers["content-length"]) > limit:
-        raise HTTPException(413, f"the body is larger than {limit / 1e6:g} MB")
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, error.status_code)

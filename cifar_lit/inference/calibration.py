@@ -140,9 +140,6 @@ def perfect_error(probability: Tensor) -> dict[str, float]:
 
 def expected_calibration_error(bins: Sequence[Bin]) -> float:
     """Return Σ (images of a bin / images) · |accuracy − confidence|, in 0 … 1 (C. Guo et al., ICML 2017)."""
-    images = sum(part.images for part in bins)
-    error = 0.0
-    for part in bins:
-        if part.images:
-            error += part.images / images * abs(part.accuracy - part.confidence)
-    return error
+    filled = [part for part in bins if part.images]
+    error = sum(part.images * abs(part.accuracy - part.confidence) for part in filled)
+    return error / sum(part.images for part in filled)

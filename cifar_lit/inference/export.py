@@ -204,8 +204,8 @@ class Format(NamedTuple):
     suffix: str
     write: Callable[[LoadedNet, Path, Options], None]  # raises Failure for a net that the format cannot express
     open: Callable[[Path], Runner]
-    # Lines that use the file: $FILE stands for a Python string with its path, $MODE for Pillow's mode of the net's images
-    # and $RESIZED for an expression of `RESIZED`.
+    # Lines that use the file. $FILE stands for a Python string with its path, $MODE for Pillow's mode of the net's
+    # images, and $RESIZED for an expression of `RESIZED`.
     usage: tuple[str, ...]
 
 
@@ -291,7 +291,7 @@ def metadata(net: LoadedNet, options: Options) -> dict[str, str]:
     """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
     card = net.card
     channels, height, width = card.input_shape
-    colours = {1: "grey", 3: "RGB"}.get(channels, f"{channels} channels")
+    colours = "grey" if channels == 1 else "RGB"
     entries = {
         "format": FORMAT,
         "net": card.net,

@@ -173,9 +173,6 @@ def weights_file(path: str | Path) -> Path:
     if not file.exists():
         raise UsageError(f"there is no {file}: name the folder of a finished run, or a model.safetensors")
     if file.suffix == ".ckpt":
-        remedy = "the folder of a finished run"
-        run = file.parent.parent
-        if (run / MODEL).is_file():
-            remedy = display_path(run)
-        raise UsageError(f"{file} is a checkpoint: name {remedy} instead")
+        run = display_path(file.parent.parent)
+        raise UsageError(f"{file} is a checkpoint: name the finished run {run} instead")
     return file

@@ -57,8 +57,10 @@ def check_rate(rate: float | None, scores: Sequence[float] | None = ()) -> None:
         raise UsageError(f"this model cannot reject images: train it with at least {MIN_HELD_OUT} validation images")
 
 
-def caveat(rate: float) -> str:
-    """Return what a rejection at a rate can and cannot do. docs/probabilities.md has measurements."""
+def caveat(rate: float | None) -> str:
+    """Return what a rejection can and cannot do; empty without a rate. docs/probabilities.md has measurements."""
+    if rate is None:
+        return ""
     return f"unknown is a hint: it marks about {100 * rate:g} % of images of the known classes, and misses many others"
 
 

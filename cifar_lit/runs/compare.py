@@ -16,7 +16,7 @@ import numpy as np
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.settings import plain_values
-from cifar_lit.base.stats import holm, mcnemar, wilson_interval
+from cifar_lit.base.stats import holm, mcnemar
 from cifar_lit.base.text import natural_key
 from cifar_lit.run.folder import LOCK
 from cifar_lit.run.record import GROUP, changes_text, read_metrics, scores_of
@@ -72,9 +72,8 @@ class RunRecord:
         `low` and `high` are the limits of the 95 % interval of the test accuracy.
         """
         test, val = self.test, scores_of(self.metrics, "val")
-        figures = {"accuracy": test.get("accuracy"), "low": None, "high": None, "loss": test.get("loss")}
-        if images := test.get("images"):
-            figures["low"], figures["high"] = wilson_interval(round(test["accuracy"] * images), images)
+        low, high = test.get("interval") or (None, None)
+        figures = {"accuracy": test.get("accuracy"), "low": low, "high": high, "loss": test.get("loss")}
         figures["val_accuracy"] = val.get("accuracy")
         for name in ("train_seconds", "images_per_second", "parameters", "epochs"):
             figures[name] = self.metrics.get(name)

@@ -70,6 +70,6 @@ def test_other_data_are_named(own: Path, part: str, name: str, line: str) -> Non
 
 def test_what_is_no_tested_run_is_refused(own: Path) -> None:
     assert_refused(run_command("test", "none"), 2, "there is no none: name the folder of a finished run")
-    assert_refused(run_command("test", own / "checkpoints/best.ckpt"), 2, "is a checkpoint: name own-1 instead")
+    assert_refused(run_command("test", own / "checkpoints/best.ckpt"), 2, "name the finished run own-1 instead")
     (own / "metrics.json").write_text("{}")
     assert_refused(run_command("test", own), 2, "own-1 has no test results to compare with")

@@ -324,8 +324,6 @@ def test_decisions_that_are_not_valid_and_requests_without_the_token_are_refused
             assert client.get(f"http://localhost{path}").status_code == 404
         assert client.get("").status_code == 200
         assert client.post("decide", json=good, headers={"Host": "evil.example"}).status_code == 400
-        answer = client.post("decide", json={**good, "label": "x" * 20_000})
-        assert (answer.status_code, "the body is larger than" in answer.json()["error"]) == (413, True), answer.text
         for name in ("a\u202eb", ""):
             answer = client.post("decide", json={"item": 0, "action": "relabel", "label": name})
             assert (answer.status_code, "a class cannot be called" in answer.json()["error"]) == (422, True)

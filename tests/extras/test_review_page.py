@@ -93,6 +93,14 @@ def test_labels_are_reviewed_with_keys_and_buttons(review: Running, run: Path, o
     assert page.locator("#classes kbd").all_inner_texts() == ["0", "1", "2"] and page.input_value("#search") == ""
     page.keyboard.press("/")
     page.keyboard.type(" Great  heron")
+    questions: list[str] = []
+    page.once("dialog", lambda dialog: (questions.append(dialog.message), dialog.dismiss()))
+    page.keyboard.press("Enter")
+    assert questions == ["There is no class “Great heron” yet. Add it?"]
+    page.keyboard.press("s")  # further letters are still part of the name, not decisions
+    assert page.input_value("#search") == " Great  herons"
+    page.keyboard.press("Backspace")
+    page.once("dialog", lambda dialog: dialog.accept())
     page.keyboard.press("Enter")
     after(4)
     page.locator("#classes button", has_text="Great heron").click()  # listed from now on, without a search

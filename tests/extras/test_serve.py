@@ -111,7 +111,7 @@ def test_unknown_and_prediction_sets_are_answered_only_if_asked_for(
     plain, asked = (TestClient(app, "http://localhost") for app in apps)
     answer = plain.post("/predict", content=picture()).json()
     assert "unknown" not in answer and "prediction_set" not in answer
-    assert plain.get("/health").json().items() >= {"reject": None, "coverage": None}.items()
+    assert plain.get("/health").json().items() >= {"reject": None, "caveat": "", "coverage": None}.items()
     answer = asked.post("/predict", content=picture()).json()
     assert answer["unknown"] is True and {*answer["prediction_set"]} <= {*CLASSES}
     assert asked.get("/health").json().items() >= {"reject": 0.05, "coverage": 0.5}.items()

@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from cifar_lit import __version__
 from cifar_lit.data.photos.decode import DecodeError, decode
-from cifar_lit.extras.web import check_length
 from cifar_lit.inference.load import Classifier
+from cifar_lit.inference.rejection import caveat
 from cifar_lit.runs.figures import data_uri
 
 PAGE = Path(__file__).parent / "page"
@@ -47,13 +47,15 @@ class Service:
             "classes": self.classifier.classes,
             "image_size": self.classifier.preparation.size,
             "reject": self.classifier.reject,
+            "caveat": caveat(self.classifier.reject),
             "coverage": self.classifier.coverage,
             "max_bytes": self.max_bytes,
             "max_images": IMAGES,
         })  # fmt: skip
 
     async def _predict(self, request: Request) -> Response:
-        check_length(request, self.max_bytes)
+        if int(request.headers["content-length"]) > self.max_bytes:  # a body has to declare its length
+            raise HTTPException(413, f"the body is larger than {self.max_bytes / 1e6:g} MB")
         top = request.query_params.get("top", "3")
         if not top.isdecimal() or int(top) < 1:
             raise HTTPException(422, f"top must be a whole number from 1 on, not {top!r}")

@@ -51,7 +51,10 @@ function listClasses(top) {
   };
   find("classes").replaceChildren(...names.slice(0, 50).map(button));
   if (!text || !state.open || names.some((name) => name.toLowerCase() === text)) return;
-  const onclick = () => decide("relabel", typed);
+  const onclick = () => {
+    if (confirm(`There is no class “${typed}” yet. Add it?`)) decide("relabel", typed);
+    else find("search").focus();
+  };
   const words = withKey(`New class “${typed}”`, names.length ? "" : "Enter");
   find("classes").append(element("button", { onclick }, ...words));
 }
@@ -170,12 +173,12 @@ addEventListener("keydown", (event) => {
   const typing = event.target === find("search"), control = event.ctrlKey || event.metaKey;
   const button = find({ k: "keep", p: "predicted", d: "drop", s: "skip", b: "back", w: "write" }[event.key.toLowerCase()]);
   if (typing) {
-    if (event.key === "Enter" && event.target.value) find("classes").firstElementChild?.click();
     if (event.key === "Escape") {
       event.target.value = "";
       event.target.oninput();
     }
     if (event.key === "Enter" || event.key === "Escape") event.target.blur();
+    if (event.key === "Enter" && event.target.value) find("classes").firstElementChild?.click();
   } else if (control && event.key === "z") goBack();
   else if (control || event.altKey || event.repeat || !find("keys").checked) return;
   else if (event.key === "/") find("search").focus(), event.preventDefault();

@@ -28,16 +28,16 @@ function bar({ label, probability }) {
 }
 
 function show(answer) {
-  const chance = `with a probability of ${percent(answer.probability)}`, alarms = percent(net.reject);
+  const chance = `with a probability of ${percent(answer.probability)}`;
   find("verdict").textContent = answer.unknown ? "unknown" : answer.label;
   find("detail").textContent = answer.unknown
-    ? `This picture is unlike the known classes. If it is one of them, then ${answer.label}, ${chance}. ` +
-      `${alarms} of the pictures of known classes are called unknown, too, and some pictures of other things are not.`
+    ? `This picture is unlike the known classes. If it is one of them, then ${answer.label}, ${chance}.`
     : chance;
   find("set").textContent = answer.prediction_set
     ? `Prediction set: ${answer.prediction_set.join(", ")}. ` +
       `${percent(net.coverage)} of such sets contain the true class, for pictures like those of the training.`
     : "";
+  find("caveat").textContent = net.caveat;
   find("status").textContent = `${find("verdict").textContent}, ${find("detail").textContent}`;
   find("seen").src = answer.seen;
   find("bars").replaceChildren(...answer.top.map(bar));
