@@ -57,9 +57,10 @@ def settings_parser(name: str) -> LightningArgumentParser:
     add = parser.add_argument
     add("-c", "--config", action=ActionConfigFile, help=FLAGS["config"].text)
     add("--seed_everything", type=bool | int, default=0, help=f"{FLAGS['seed'].text}; true draws one")
-    parser.add_lightning_class_args(pl.Trainer, "trainer")
+    # Without sub_configs, which LightningCLI has: a file called `auto` would be read in place of the word.
+    settings: dict[str, Any] = {"fail_untyped": False, "instantiate": False}
+    parser.add_class_arguments(pl.Trainer, "trainer", **settings)
     parser.set_defaults({f"trainer.{setting}": value for setting, value in TRAINER_DEFAULTS.items()})
-    settings: dict[str, Any] = {"fail_untyped": False, "instantiate": False, "sub_configs": True}
     # The shape of the model comes from the data, and the seed of the data from --seed.
     parser.add_class_arguments(ImageClassifier, "model", skip={"input_shape", "num_classes"}, **settings)
     parser.add_class_arguments(ImageData, "data", skip={"seed"}, **settings)

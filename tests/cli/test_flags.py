@@ -62,6 +62,14 @@ def test_a_typed_setting_that_the_data_set_does_not_use_is_refused() -> None:
     settings_of("--dataset", "my_data.photos", "--data.count", "5")  # a function may use all
 
 
+def test_a_file_named_like_a_value_is_not_read_in_its_place(working_folder: Path) -> None:
+    words = ("--accelerator", "cpu", "--precision", "32-true", "--net", "lenet", "--model.optimizer", "adamw")
+    expected = settings_of("--recipe", "quickstart", *words)
+    for name in ("auto", "quickstart", "shapes", *words[1::2]):
+        (working_folder / name).write_text("hello")
+    assert settings_of("--recipe", "quickstart", *words) == expected
+
+
 def test_a_feature_without_a_value_is_turned_on() -> None:
     assert parse("fit", ["--class_weights", "--compile", "--lr", "1"]).flags == [
         "--class_weights={}",
