@@ -14,7 +14,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.stats import MIN_VALUES, SIGNIFICANT, limits_text
 from cifar_lit.base.text import counted, say
-from cifar_lit.cli.console import for_tables, write_or_say
+from cifar_lit.cli.console import for_tables, say_wrapped, unbroken, write_or_say
 from cifar_lit.runs.compare import (
     PairTest,
     RunRecord,
@@ -59,15 +59,15 @@ def compare(words: list[str]) -> None:
     if len(runs) > 1:
         _show_differences(runs, differences)
     _show_figures(runs)
-    say(*data_differences(runs))
+    say_wrapped(*data_differences(runs))
     _show_groups(grouped)
     if over_seeds:
         for pair in over_seeds:
-            say(*seed_pair_lines(grouped, pair))
+            say_wrapped(*seed_pair_lines(grouped, pair))
         if len(over_seeds) > 1:
             say(f"p is corrected for {len(over_seeds)} pairs (Holm).")
     else:  # a test of single nets says less
-        say(*pair_lines(tests), *reasons)
+        say_wrapped(*pair_lines(tests), *reasons)
     if settings.json:
         say(f"wrote {display_path(Path(settings.json).expanduser())}")
 
@@ -94,7 +94,7 @@ def _show_differences(runs: Sequence[RunRecord], differences: dict[str, list[str
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table, or a line for each row if the table is wider than the console.
+    """Print a table, or a paragraph for each row if the table is wider than the console.
 
     left: number of left-aligned columns.
     """
@@ -108,10 +108,11 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
     if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(table)
         return
-    say(f"{title}:")
+    say_wrapped(f"{title}:")
     for row in rows:
-        cells = [f"{column} {cell}" for column, cell in zip(columns, row, strict=True) if cell]
-        say(f"  {' · '.join(cells)}")
+        cells = [unbroken(f"{column} {cell}") for column, cell in zip(columns, row, strict=True) if cell]
+        say(f"  {row[0]}")
+        say_wrapped("    " + "\xa0· ".join(cells[1:]))
     say("")
 
 
@@ -153,7 +154,7 @@ def _show_groups(grouped: Sequence[Group]) -> None:
         columns = ["recipe", *names, "n", "test accuracy", "95 % interval of the mean", "train s"]
         title = "by recipe and settings, over seeds: mean ± standard deviation; interval by Student's t"
         _table(title, columns, rows, 1 + len(names))
-    say(*filter(None, map(repeat_line, grouped)))
+    say_wrapped(*filter(None, map(repeat_line, grouped)))
 
 
 def repeat_line(group: Group) -> str:
@@ -195,7 +196,8 @@ def pair_lines(tests: Sequence[PairTest]) -> list[str]:
         of_groups = [test for test in tests if test.group and test[:2] == pair[:2]]
         for test in of_groups:
             if test.p < SIGNIFICANT:
-                lines.append(f"  {test.group}: {_ranked(test)[1]} is worse (p = {test.p:.2g}): {_counts(test)}")
+                better, worse = _ranked(test)
+                lines.append(f"  {test.group}: {better} is better than {worse} (p = {test.p:.2g}): {_counts(test)}")
     if whole:
         lines.append(
             "p: probability of a difference at least as large if both runs were equally good (McNemar's mid-p)."
@@ -211,15 +213,15 @@ def pair_lines(tests: Sequence[PairTest]) -> list[str]:
 
 def _ranked(test: PairTest) -> tuple[str, str]:
     """Return the better run, then the other."""
+    first, second = unbroken(test.first), unbroken(test.second)
     if test.only_second > test.only_first:
-        return test.second, test.first
-    return test.first, test.second
+        return second, first
+    return first, second
 
 
 def _counts(test: PairTest) -> str:
-    better, worse = _ranked(test)
     more, fewer = sorted((test.only_first, test.only_second), reverse=True)
-    return f"{counted(more, 'image')} correct only in {better}, {fewer:,} only in {worse}."
+    return f"{counted(more, 'image')} correct only in the first, {fewer:,} only in the second."
 
 
 # ---- files

@@ -103,7 +103,7 @@ def run_command(command: Command) -> Training:
             run.folder.test_weights(settings.ckpt_path, contents)
             work = predict if command.name == "predict" else evaluate
             result = work(run, trainer, model, data)
-        if trainer.is_global_zero and not command.title:
+        if trainer.is_global_zero and not command.is_part:
             print_result(result, run, data)
     return Training(run, model, data)
 
@@ -303,7 +303,7 @@ def run_callbacks(command: Command, run: Run, data: ImageData, parts: Namespace)
         for name in FEATURES:
             if parts[name] is not None:
                 further.append(parts[name])
-    return run.callbacks(len(data.split[1]) > 0, command.title, further)
+    return run.callbacks(len(data.split[1]) > 0, further)
 
 
 def build_trainer(parts: Namespace, run: Run, data: ImageData, callbacks: list[Callback], ranks: int) -> pl.Trainer:

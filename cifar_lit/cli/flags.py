@@ -97,7 +97,7 @@ class Command:
     flags: list[str] = field(default_factory=list)  # all others, each with its value, such as `--lr=0.1`
     # Flags for several trainings with their values as typed.
     several: dict[str, str] = field(default_factory=dict)
-    title: str = ""  # one of several trainings: begins its lines, and its results are not printed
+    is_part: bool = False  # one of several trainings, whose results are not printed
     brief: bool = False  # print no start card
     job: str | None = None  # record of the scheduler's job, stored in the folder of a new run
     # The arguments as typed, without those for several trainings.

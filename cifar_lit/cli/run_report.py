@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from cifar_lit.base.files import display_path
 from cifar_lit.base.text import counted, listed, quoted, rate_text, say
 from cifar_lit.base.trust import untrusted_parts
-from cifar_lit.cli.console import for_tables
+from cifar_lit.cli.console import for_tables, say_wrapped, unbroken
 from cifar_lit.data.datamodule import ImageData, full_size
 from cifar_lit.run.loggers import feature_settings
 from cifar_lit.run.record import Metrics, group_lines, read_metrics, score_title, scores_of, shown_scores, weights_text
@@ -35,7 +35,7 @@ class StartCard(Callback):
             return
         rows = start_rows(self._run, trainer, pl_module, trainer.datamodule)  # type: ignore[attr-defined]
         for name, value in rows.items():
-            say(f"{name:<12} {value}")
+            say_wrapped(f"{name:<12} {value}", indent=13)
 
 
 def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: ImageData) -> dict[str, str]:
@@ -63,7 +63,7 @@ def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: I
         rows["resumes"] = f"{run.notes['resume']} at {position}"
     rows["features"] = " · ".join(f"{name} {value}" for name, value in feature_settings(run.settings).items())
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        rows["run"] = display_path(run.folder.path)
+        rows["run"] = unbroken(display_path(run.folder.path))
     return {name: value for name, value in rows.items() if value}
 
 
@@ -81,13 +81,16 @@ def _data_text(data: ImageData, device: str) -> str:
 
 
 def _step_rows(trainer: pl.Trainer, settings: Mapping[str, object], data: ImageData) -> dict[str, str]:
-    share = data.batch_size // trainer.world_size
-    relation = "=" if share * trainer.world_size == data.batch_size else "≈"
+    batch = counted(data.batch_size, "image")
+    if trainer.world_size > 1:
+        share = data.batch_size // trainer.world_size
+        relation = "=" if share * trainer.world_size == data.batch_size else "≈"
+        batch = f"{data.batch_size} {relation} {trainer.world_size} × {share}"
     steps = counted(steps_per_epoch(trainer), "step")
     epochs = counted(data.epochs, "epoch") if data.epochs else "unlimited epochs"
     optimizer = f"{settings['optimizer']} · lr {settings['lr']:g} · {settings['schedule']}"
     return {
-        "batch": f"{data.batch_size} {relation} {trainer.world_size} × {share} · {steps} per epoch",
+        "batch": f"{batch} · {steps} per epoch",
         "optimizer": f"{optimizer} · {epochs} · seed {data.seed}",
     }
 

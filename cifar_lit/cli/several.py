@@ -57,7 +57,7 @@ def train_each(
     for title, settings in trainings.items():
         flags = [f"--{name}={value}" for name, value in settings.items()]
         training = replace(command, several={}, brief=has_card, flags=[*command.flags, *flags])
-        training.title = title.partition(" (")[0]
+        training.is_part = True
         run = None
         if logs:
             training.logs = str(logs)
@@ -66,6 +66,7 @@ def train_each(
         if run is None or not is_finished(run, needs_test=True):
             if run:
                 training.resume = str(run)
+            say(title)
             run = _train(training, after)
             state, has_card = "", True
         accuracy = read_metrics(run)["test"]["accuracy"]

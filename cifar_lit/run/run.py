@@ -55,19 +55,18 @@ class Run(Callback):
         self.trackers: list[str] = []  # names of those that start with the training
         self.loggers: list[Logger] = []  # those that the Trainer gets when the folder is claimed
 
-    def callbacks(self, validates: bool, title: str = "", further: Sequence[Callback] = ()) -> list[Callback]:
+    def callbacks(self, validates: bool, further: Sequence[Callback] = ()) -> list[Callback]:
         """Return the Trainer's callbacks. The last one claims the folder, so that an earlier failure leaves none.
 
         Args:
             validates: keep the best checkpoint.
-            title: begins the line of each epoch.
             further: called after those of the run.
         """
         callbacks: list[Callback] = [NoSignalHandlers(), self, self.clock]
         claim = LambdaCallback(setup=self.claim)
         if not self.trains:
             return [*callbacks, *further, claim]
-        callbacks += [EpochLines(self.clock, title), RandomState()]
+        callbacks += [EpochLines(self.clock), RandomState()]
         if validates:
             callbacks.append(self.best)
         callbacks.append(self.last)

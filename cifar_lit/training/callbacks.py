@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cifar_lit.base.text import counted, rate_text, say
+from cifar_lit.base.text import counted, say
 from cifar_lit.training.loop import gather_rows, is_last_epoch
 
 if TYPE_CHECKING:
@@ -154,17 +154,16 @@ def last_epoch(trainer: pl.Trainer) -> int | None:
 
 
 class EpochLines(Callback):
-    """Print one line per epoch: training and validation loss and accuracy, seconds, images per second."""
+    """Print one line per epoch: training and validation loss and accuracy, and seconds."""
 
-    def __init__(self, clock: Clock, title: str = "") -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._begin = f"{title} · " if title else ""
-        self._last_line = (0.0, 0.0, 0)  # seconds, training seconds and images at the last line
+        self._last_line = 0.0  # seconds of the fit at the last line
         self._validated = False  # since the last line
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start counting here, also in a resumed run."""
-        self._last_line = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
+        self._last_line = self._clock.seconds
         self._validated = False
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -183,11 +182,9 @@ class EpochLines(Callback):
         """Print the line when its training loss is known."""
         if not trainer.is_global_zero:
             return
-        now = (self._clock.seconds, self._clock.training_seconds, self._clock.images)
-        seconds, training, images = (end - start for end, start in zip(now, self._last_line, strict=True))
-        self._last_line = now
+        seconds, self._last_line = self._clock.seconds - self._last_line, self._clock.seconds
         epochs = last_epoch(trainer) or "…"
-        epoch = f"{self._begin}epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}"
+        epoch = f"epoch {trainer.current_epoch + 1:>{len(str(epochs))}}/{epochs}"
         parts = []
         if self._validated:
             metrics = trainer.callback_metrics
@@ -199,8 +196,6 @@ class EpochLines(Callback):
             parts.append(f"val {' '.join(scores)}")
         self._validated = False
         parts.append(f"{seconds:.1f} s")
-        if images:  # a fit of the last layer alone takes no steps
-            parts.append(rate_text(images / max(training, 1e-9)))
         means: dict[str, Any] = {**trainer.callback_metrics, **pl_module.rows.epoch_means()}
         names = {"train/loss": "loss", "train/accuracy": "acc"}
         texts = [f"{text} {float(means[name]):.4f}" for name, text in names.items() if name in means]

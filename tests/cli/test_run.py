@@ -32,11 +32,12 @@ ONE_EPOCH = (*SMALL, "--epochs", "1")
 
 
 def test_the_console_shows_the_start_card_epochs_interval_and_how_to_load_the_net(training: Training) -> None:
-    card = dict(re.findall(r"^(\w+) {2,}(.*)$", training.answer.out, re.MULTILINE))
+    assert max(map(len, training.answer.lines)) <= 80
+    card = dict(re.findall(r"^(\w+) {2,}(.*)$", training.answer.out.replace("\n" + " " * 13, " "), re.MULTILINE))
     assert card["data"] == "shapes · train 160 · validation 40 · 4 classes · 3×16×16 · in CPU memory"
     assert card["net"].startswith("lenet · ")
     assert (card["devices"], card["precision"], card["run"]) == ("1 × cpu", "float32", str(NEW_RUN))
-    assert card["batch"].startswith("32 = 1 × 32 ")
+    assert card["batch"].startswith("32 images · ")
     lines, test = training.answer.lines, metrics_of(training.run_dir)["test"]
     assert sum(line.startswith("epoch ") for line in lines) == 2
     assert "95 % interval of the accuracy {:.4f} … {:.4f}".format(*test["interval"]) in lines

@@ -30,9 +30,9 @@ def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -
     answer = run_command("train", *SMALL, "--seeds=1-3")
     assert answer.code == 0, answer.err
     accuracies = [f"test accuracy {metrics_of(GROUP / f'small-{n}')['test']['accuracy']:.4f}" for n in (2, 3, 1)]
-    epochs = [line.partition(" · train loss")[0] for line in answer.lines if "epoch " in line and "train loss" in line]
-    assert epochs == ["seed 2 · epoch 1/2", "seed 2 · epoch 2/2"]  # seed 1 was at its end
-    assert [line for line in answer.lines if "of 3)" in line] == [
+    before, _, after = answer.out.partition("seed 2 (2 of 3)\n")
+    assert ("epoch 1/2" in before, "epoch 1/2" in after) == (False, True)  # seed 1 was at its end
+    assert [line for line in answer.lines if "of 3):" in line] == [
         f"seed 1 (1 of 3): {accuracies[0]} · {GROUP}/small-2",
         f"seed 2 (2 of 3): {accuracies[1]} · {GROUP}/small-3",
         f"seed 3 (3 of 3): {accuracies[2]} · {GROUP}/small-1 is finished",
@@ -53,8 +53,9 @@ def test_a_finished_group_is_not_reused() -> None:
     for words in (("--seeds", "0"), ("--seeds", "0", "--lr", "0.001"), ("--seeds", "0")):
         assert run_command("train", *SHORT, *words).code == 0
     answer = run_command("train", *SHORT, "--seeds", "0-1", "--lr", "0.01")  # in a log: a card, a line per epoch
-    begins = [line.split(" · ")[0].split("  ")[0] for line in answer.lines[:13]]
-    assert begins.count("data") == begins.count("run") == begins.count("seed 0") == begins.count("seed 1") == 1
+    begins = [line.split(" · ")[0].split("  ")[0] for line in answer.lines[:15]]
+    assert begins.count("data") == begins.count("run") == begins.count("seed 0 (1 of 2)") == 1
+    assert begins.count("epoch 1/1") == 2
     assert sorted(path.name for path in GROUP.parent.iterdir()) == [f"small-seeds-{number}" for number in (1, 2, 3, 4)]
 
 

@@ -234,12 +234,12 @@ def test_the_group_in_which_a_run_got_worse_is_named() -> None:
     ]
     tests, _ = compared(runs)
     # Camera east lost eight images: 1 / 2⁸, times four groups. Site x lost five: three times 1 / 2⁵ is above 0.05.
-    east = "  camera east: b is worse (p = 0.016): 8 images correct only in a, 0 only in b."
+    east = "  camera east: a is better than b (p = 0.016): 8 images correct only in the first, 0 only in the second."
     lines = pair_lines(tests)
     assert [line for line in lines if line.startswith("  ")] == [east]
     assert lines[-1].endswith("(Holm): 1 pair and, apart from these, 4 groups")
     again = make_run("c", [True] * 10 + [True, False] * 15, columns=CAMERAS)
-    assert not [line for line in pair_lines(compared([runs[0], again])[0]) if "worse" in line]
+    assert not [line for line in pair_lines(compared([runs[0], again])[0]) if "better than" in line]
 
 
 def test_settings_that_are_keys_in_another_run_are_listed_once() -> None:
