@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from cifar_lit.base.errors import Failure, UsageError
@@ -119,14 +120,19 @@ def build_loaded_net(card: ModelCard, weights: Mapping[str, Tensor]) -> LoadedNe
 def save_weights(path: Path, weights: Mapping[str, Tensor], card: ModelCard) -> None:
     """Write a net's state dict with its card, atomically. Equal values give equal bytes."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    metadata = {"format": FORMAT, "card": json.dumps(asdict(card))}
-    content = save(tensors)
+    places, data = _parts(save(tensors))
+    metadata = {"format": FORMAT, "card": json.dumps(asdict(card)), "sha256": sha256(data).hexdigest()}
     # safetensors itself writes the metadata in a random order.
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = json.dumps({"__metadata__": metadata, **json.loads(content[8:end])}, separators=(",", ":")).encode()
+    header = json.dumps({"__metadata__": metadata, **places}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # aligns the tensors to eight bytes
     with atomic_write(path) as partial, partial.open("wb") as file:
-        file.writelines((len(header).to_bytes(8, "little"), header, memoryview(content)[end:]))
+        file.writelines((len(header).to_bytes(8, "little"), header, data))
+
+
+def _parts(content: bytes) -> tuple[dict[str, Any], memoryview]:
+    """Return the header of a safetensors file, and the bytes of its tensors."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), memoryview(content)[end:]
 
 
 def read_card(path: str | Path) -> ModelCard | None:
@@ -150,18 +156,19 @@ def load_model_file(path: str | Path) -> LoadedNet:
     """
     file = weights_file(path)
     try:
-        with safe_open(file, framework="pt") as opened:
-            metadata: dict[str, str] = opened.metadata() or {}
-            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, no dict
+        content = file.read_bytes()
+        weights = load(content)
+        header, data = _parts(content)
+        metadata = header.get("__metadata__", {})
+        digest = sha256(data).hexdigest()
+        if metadata.get("sha256", digest) != digest:
+            raise OSError("its checksum differs")
     except (OSError, SafetensorError) as error:
         raise Failure(f"{file} is damaged, or not a model.safetensors ({error}): copy or train it again") from None
     if metadata.get("format") != FORMAT:
         raise UsageError(f"{file} holds no {FORMAT!r} model: name a run folder, or its model.safetensors")
     card = ModelCard(**json.loads(metadata["card"]))
     check_name(card.net)
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise Failure(f"{file}: the weights {name} are not finite numbers, because the training diverged")
     return build_loaded_net(card, weights)
 
 

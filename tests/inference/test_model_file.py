@@ -88,6 +88,14 @@ def test_a_truncated_model_is_refused(path: Path, share: float) -> None:
         load_model_file(path)
 
 
+def test_a_flipped_bit_in_the_weights_is_noticed(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Failure, match=r"is damaged, .*\(its checksum differs\): copy or train it again"):
+        load_model_file(path)
+
+
 def test_an_error_about_a_checkpoint_names_the_run_to_use_instead(path: Path) -> None:
     checkpoint = path.parent / "checkpoints" / "best.ckpt"
     checkpoint.parent.mkdir()
