@@ -23,13 +23,13 @@ USR1, TERM = str(int(signal.SIGUSR1)), str(int(signal.SIGTERM))
 def test_a_stop_counts_if_a_library_replaces_its_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib's compiled code replaces exceptions raised while it converts its arguments."""
 
-    def draw(*_: object) -> None:
+    def draw(*_: object, **__: object) -> None:
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
         raise ValueError("Invalid bounding box")
 
-    monkeypatch.setattr("cifar_lit.train.render", draw)
+    monkeypatch.setattr("cifar_lit.train.page_of", draw)
     answer = run_here([*WORDS, "--epochs", "1"], tmp_path)
     assert answer.code == 143 and "cifar-lit: stopped. Resume with:" in answer.err and "Invalid" not in answer.err
     monkeypatch.undo()
