@@ -57,6 +57,8 @@ def test_report_adds_label_errors_and_duplicates(own: Path, open_page: Open, mon
     wrong = sum(row["label"] != row["predicted"] for row in rows_of(own / "predictions.csv"))
     for each in (first, page):
         assert re.search(rf"Of 40 test images, {wrong}\s+have suspected labels", each)
+        shown = re.findall(r"<span>label (\w+) [\d.]+ %</span>\s*<span>predicted (\w+) ", each)
+        assert shown and not [pair for pair in shown if len({*pair}) == 1]
     assert headline(page)["test accuracy"] == f"{100 * test['accuracy']:.2f} %"
     assert "cifar-lit test own-1" in page
     assert opened == [(own / "report.html").absolute().as_uri()]
