@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -12,13 +14,15 @@ from rich.table import Column, Table
 
 from cifar_lit.base.command_line import PARSER_SETTINGS, parsed
 from cifar_lit.base.errors import Failure, first_line
-from cifar_lit.base.hardware import choose_precision, detect_machine, resolve_device
+from cifar_lit.base.hardware import choose_precision, detect_machine
+from cifar_lit.base.text import note
 from cifar_lit.cli.console import for_tables
 
 if TYPE_CHECKING:
     import torch
 
 CHECKED, TIMED = 3, 30  # steps
+LIMIT = 300  # seconds for a device
 BATCH = 64
 HALF = {"bf16-mixed": ("bfloat16",), "16-mixed": ("float16",)}  # further dtypes to check, by default precision
 # Largest relative error of a loss. On a CPU it is 1e-7 in float32, 2e-5 in bfloat16 and 3e-6 in float16.
@@ -30,10 +34,8 @@ def list_devices(argv: list[str]) -> None:
     description = "List the devices of this machine with the flags that select them."
     parser = ArgumentParser(prog="cifar-lit devices", description=description, **PARSER_SETTINGS)
     parser.add_argument("--check", action="store_true", help="check and time the same training steps on each device")
-    parser.add_argument("--accelerator", type=str, default="auto", help="with --check: auto, cpu, gpu or mps")
-    settings = parsed(parser, argv)
-    if settings.check:
-        check(settings.accelerator)
+    if parsed(parser, argv).check:
+        check()
     else:
         _list_machine()
 
@@ -55,9 +57,7 @@ def _list_machine() -> None:
     if machine.mps:
         table.add_row("mps", "Apple GPU", "shared", choices["mps"][0], "--accelerator mps")
     ram = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    bf16 = "bf16" if machine.bf16 else "no bf16"
-    cpu = f"{machine.cpu}, {machine.threads} threads, {bf16} in hardware"
-    table.add_row("cpu", cpu, ram, choices["cpu"][0], "--accelerator cpu")
+    table.add_row("cpu", f"{machine.cpu}, {machine.threads} threads", ram, choices["cpu"][0], "--accelerator cpu")
     console = for_tables()
     console.print(table)
     for kind, (precision, reason) in choices.items():
@@ -72,26 +72,27 @@ def _list_machine() -> None:
     console.print("test them: cifar-lit devices --check")
 
 
-def check(accelerator: str) -> None:
-    """Print a row for each device; raise UsageError for a missing accelerator, Failure if a device cannot train."""
-    machine = detect_machine()
-    prefix = "" if accelerator == "auto" else resolve_device(accelerator, machine)
-    table = Table("device", "precision", Column("images/s", justify="right"))
-    failed = []
-    for device in machine.devices:
-        if not device.startswith(prefix):
-            continue
+def check() -> None:
+    """Print rows for each device; raise Failure if a device cannot train. A driver that hangs ends the process."""
+    table = Table("device", "precision", Column("images/s", justify="right"), Column("× cpu", justify="right"))
+    failed, cpu = [], float("nan")
+    for device in detect_machine().devices:
+        note(f"checking {device}: this ends after {LIMIT} s if the driver hangs")
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
         try:
             speeds = try_device(device)
         except RuntimeError as error:
             table.add_row(device, f"fails: {first_line(error)}")
             failed.append(device)
             continue
+        if device == "cpu":  # the first one
+            cpu = max(speeds.values())
         for precision, speed in speeds.items():
-            table.add_row(device, precision, f"{speed:,.0f}")
+            table.add_row(device, precision, f"{speed:,.0f}", f"{speed / cpu:.1f}")
+    faulthandler.cancel_dump_traceback_later()
     console = for_tables()
     console.print(f"training steps of the net tudui with batches of {BATCH} images of 32 × 32 pixels")
-    console.print(table)
+    console.print("× cpu: speed as a multiple of the CPU's highest", table, sep="\n")
     if failed:
         remedy = "Update or restart the driver, or choose others with --devices or --accelerator cpu."
         raise Failure(f"{', '.join(failed)} cannot train. {remedy}")

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from cifar_lit.base.errors import Failure
 from cifar_lit.base.files import PART, write_text
-from cifar_lit.run.resume import JOB, newest_checkpoint
+from cifar_lit.run.resume import JOB, newest_checkpoint, run_of
 
 LOCK = ".lock"
 
@@ -60,8 +60,9 @@ class RunFolder:
 
     @property
     def resumable(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
-        return self.path != self.logs and newest_checkpoint(self.path).is_file()
+        """Whether there is a checkpoint to resume from. A folder that was deleted may have one, but no config.yaml."""
+        checkpoint = newest_checkpoint(self.path)
+        return checkpoint.is_file() and run_of(checkpoint) is not None
 
     def test_weights(self, path: str | Path, checkpoint: Mapping[str, Any]) -> None:
         """Record the checkpoint whose weights are tested, in epoch 0 before the first step."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from contract.command_line import run_command
+from contract.command_line import run_command, run_process
 
 from cifar_lit.base.errors import Failure
 from cifar_lit.base.hardware import Machine
@@ -21,8 +23,16 @@ def test_every_device_has_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = run_command("devices", "--check")
     assert answer.code == 0
     rows = [line.replace("│", " ").split() for line in answer.out.splitlines()]
-    assert ["cuda:0", "float32", "40"] in rows and ["cpu", "bfloat16", "20"] in rows
-    assert "cuda:0" not in run_command("devices", "--check", "--accelerator", "cpu").out
+    assert ["cuda:0", "float32", "40", "2.0"] in rows and ["cpu", "float32", "10", "0.5"] in rows
+
+
+def test_a_driver_that_hangs_ends_the_check_and_its_device_is_named(working_folder: Path) -> None:
+    code = (
+        "import threading; from cifar_lit.cli import devices, main; devices.LIMIT = 0.2; "
+        "devices.try_device = lambda device: threading.Event().wait(); main(['devices', '--check'])"
+    )
+    answer = run_process([sys.executable, "-c", code], working_folder)
+    assert (answer.code, answer.err.split(":")[0]) == (1, "checking cpu")
 
 
 def test_a_failing_device_is_reported_with_a_remedy_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +46,7 @@ def test_a_failing_device_is_reported_with_a_remedy_and_exit_code_1(monkeypatch:
     monkeypatch.setattr(devices, "try_device", try_device)
     answer = run_command("devices", "--check")
     assert answer.code == 1 and "fails: CUDA error: no kernel image" in answer.out
-    (line,) = answer.error_lines
+    line = answer.error_lines[-1]
     assert line.startswith("cifar-lit: cuda:0 cannot train. ") and "--accelerator cpu" in line
 
 

@@ -39,6 +39,15 @@ def test_the_first_process_claims_the_folder_once_and_the_others_follow(tmp_path
     assert (first.path.name, other.path.name) == ("fast-1", "fast-7")
 
 
+def test_a_folder_that_was_deleted_before_a_checkpoint_was_written_cannot_be_resumed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "fast")
+    (folder.claim() / "checkpoints").mkdir()
+    (folder.path / "checkpoints/best.ckpt").touch()
+    assert not folder.resumable
+    (folder.path / "config.yaml").touch()
+    assert folder.resumable
+
+
 def test_a_locked_folder_is_refused_and_after_its_release_exactly_one_process_gets_it(tmp_path: Path) -> None:
     first = RunFolder(tmp_path, "fast")
     path = first.claim()
