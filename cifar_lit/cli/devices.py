@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -78,7 +77,7 @@ def check() -> None:
     failed, cpu = [], float("nan")
     for device in detect_machine().devices:
         note(f"checking {device}: this ends after {LIMIT} s if the driver hangs")
-        faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(LIMIT, exit=True, file=2)
         try:
             speeds = try_device(device)
         except RuntimeError as error:
