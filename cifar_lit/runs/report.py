@@ -154,7 +154,6 @@ def render(run: Path, metrics: Metrics, data: ImageData, predictions: Prediction
         mean=float(predictions.probability.mean()),
         mistakes=_mistakes(data, predictions),
         findings=findings,
-        duplicates=findings.duplicates,
         missing_list=missing_list(run),
     )
 
