@@ -12,6 +12,7 @@ from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.base.files import display_path, read_json, write_text
 from cifar_lit.base.stats import POSITIVE, SHARE, limits_text, mean_interval
 from cifar_lit.base.text import quoted, say
+from cifar_lit.cli.console import say_wrapped
 from cifar_lit.cli.fit import program
 from cifar_lit.cli.flags import Command, recipe_path
 from cifar_lit.cli.launch import logs_of
@@ -115,7 +116,7 @@ def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
             line = f"{name} {mean_text(spreads[name])}"
             if limits := limits_text(spreads[name]):
                 line += f" · 95 % interval of the mean {limits}"
-            say(line.replace("accuracy", "test accuracy"))
+            say_wrapped(line.replace("accuracy", "test accuracy"))
     write_text(path / FILE, json.dumps({**record, "runs": list(map(display_path, runs)), **spreads}, indent=2) + "\n")
     folder = display_path(path)
     say(f"results {folder}", "", "next:", f"  cifar-lit compare {quoted(folder)} OTHER-SEEDS-FOLDER")

@@ -13,6 +13,7 @@ from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.hardware import is_one_device
 from cifar_lit.base.text import say
+from cifar_lit.cli.console import say_wrapped, unbroken
 from cifar_lit.cli.fit import Training, run_command
 from cifar_lit.cli.flags import Command
 from cifar_lit.run.record import read_metrics
@@ -70,7 +71,7 @@ def train_each(
             run = _train(training, after)
             state, has_card = "", True
         accuracy = read_metrics(run)["test"]["accuracy"]
-        say(f"{title}: test accuracy {accuracy:.4f} · {display_path(run)}{state}")
+        say_wrapped(f"{title}: test accuracy {accuracy:.4f} · {unbroken(display_path(run))}{state}")
         runs.append(run)
     return runs
 

@@ -32,7 +32,8 @@ def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -
     accuracies = [f"test accuracy {metrics_of(GROUP / f'small-{n}')['test']['accuracy']:.4f}" for n in (2, 3, 1)]
     before, _, after = answer.out.partition("seed 2 (2 of 3)\n")
     assert ("epoch 1/2" in before, "epoch 1/2" in after) == (False, True)  # seed 1 was at its end
-    assert [line for line in answer.lines if "of 3):" in line] == [
+    lines = answer.out.replace("\n    ", " ").splitlines()
+    assert [line for line in lines if "of 3):" in line] == [
         f"seed 1 (1 of 3): {accuracies[0]} · {GROUP}/small-2",
         f"seed 2 (2 of 3): {accuracies[1]} · {GROUP}/small-3",
         f"seed 3 (3 of 3): {accuracies[2]} · {GROUP}/small-1 is finished",
@@ -46,7 +47,7 @@ def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -
     assert results["runs"] == [str(run) for run in runs]
     assert results["accuracy"]["mean"] == pytest.approx(statistics.fmean(accuracies))
     expected = "test accuracy {mean:.4f} ± {std:.4f} · n = 3 · 95 % interval of the mean {low:.4f} … {high:.4f}"
-    assert expected.format(**results["accuracy"]) in answer.out.splitlines()
+    assert expected.format(**results["accuracy"]) in lines
 
 
 def test_a_finished_group_is_not_reused() -> None:
