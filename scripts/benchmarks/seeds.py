@@ -27,7 +27,7 @@ def run(folder: Path, file: Path) -> None:
         metrics = read_metrics(path)
         test = metrics["test"]
         entry = {key: metrics[key] for key in FIGURES} | {key: test[key] for key in SCORES}
-        entry |= {"views": test.get("tta"), "seconds": metrics["train_seconds"]}
+        entry |= {"views": test.get("tta"), "seconds": metrics["train_seconds"], "calibration": test["calibration"]}
         entry["first"] = path == first  # the first training of a process loads code
         entries.append(entry)
     content = {

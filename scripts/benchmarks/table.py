@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -285,6 +286,25 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "training time": spread_text(spread(run["seconds"] for run in warm), "s"),
         "start to result": spread_text(spread(cold), "s") if cold else "–",
         "peak memory": peak,
+        **calibration_texts([run["calibration"] for run in runs if run.get("calibration")]),
+    }
+
+
+def calibration_texts(shown: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the calibration error of runs as they are used, beside that of a perfectly calibrated net.
+
+    Earlier files have none.
+    """
+    if not shown:
+        return {}
+    kind = "" if shown[0]["tempered_error"] is None else "tempered_"
+    error = mean_interval([one[f"{kind}error"] for one in shown])
+    spread = "" if error["std"] is None else f" ± {error['std']:.4f}"
+    return {
+        "temperature": f"{statistics.mean(one['temperature'] or 1 for one in shown):.3g}",
+        "calibration error": f"{error['mean']:.4f}{spread} (n = {error['n']})",
+        "without temperature": f"{statistics.mean(one['error'] for one in shown):.4f}",
+        "of a perfect net": f"{statistics.mean(one[f'{kind}perfect']['mean'] for one in shown):.4f}",
     }
 
 

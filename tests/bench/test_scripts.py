@@ -87,4 +87,4 @@ def test_several_seeds_are_recorded_in_a_file(working_folder: Path) -> None:
     record = json.loads(Path("new/f.json").read_text())
     runs = record["recipes"]["small"]["runs"]
     assert [(run["seed"], run["first"]) for run in runs] == [(0, True), (1, False)]
-    assert record["environment"]["versions"]["torch"] and record["settings"]["flags"]
+    assert record["settings"]["flags"] and runs[1]["calibration"]["error"]

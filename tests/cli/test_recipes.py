@@ -16,14 +16,14 @@ NARROW_INSIDE = [*NARROW, "--model.net_options.inner", "[8, 8, 16]", "--model.sc
 SMALL_IMAGES = ["--data.image_size", "16", "--batch-size", "50", "--trainer.limit_train_batches", "2"]
 SMALLER = {
     **dict.fromkeys(("fast94", "fast96", "cpu90", "cpu91", "cpu92", "cpu93"), NARROW),
-    "laptop100": NARROW_INSIDE,
+    "cpu100": NARROW_INSIDE,
     "finetune": ["--data.image_size", "64", "--early_stop", "false"],
     "fashion_cnn": ["--data.image_size", "28", "--data.channels", "1"],
     "resnet18": SMALL_IMAGES,
 }
 
 # Nets that other recipes of the default tier train too.
-SLOW = ("finetune", "resnet18", "fast96", "cpu90", "cpu92", "cpu93", "laptop100", "sjnet")
+SLOW = ("finetune", "resnet18", "fast96", "cpu90", "cpu92", "cpu93", "cpu100", "sjnet")
 RECIPES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in recipe_names()]
 
 

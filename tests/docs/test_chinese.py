@@ -12,7 +12,7 @@ MIRROR = "https://dataset.bj.bcebos.com"
 # Only about downloads in China.
 ONLY_CHINESE = {
     f"python scripts/train.py --recipe cpu91 --data.url {MIRROR}/cifar/cifar-10-python.tar.gz",
-    f"python scripts/train.py --recipe laptop100 --data.url {MIRROR}/cifar/cifar-100-python.tar.gz",
+    f"python scripts/train.py --recipe cpu100 --data.url {MIRROR}/cifar/cifar-100-python.tar.gz",
     f"python scripts/train.py --recipe fashion_cnn --data.url {MIRROR}/fashion_mnist/",
     "python scripts/train.py --recipe cpu91 --data-dir datasets",
 }
