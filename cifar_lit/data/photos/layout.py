@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar_lit.base.errors import UsageError, nearest
+from cifar_lit.base.errors import UsageError
 from cifar_lit.base.text import counted, listed, natural_key, nfc, note_once
 from cifar_lit.data.image_set import check_class_names
 from cifar_lit.data.photos.decode import IMAGES, KINDS, remedy_for
@@ -163,10 +163,10 @@ class _Reader:
                 parts.setdefault(part, folders[name][0])
         others = [name for name, (path, *_) in folders.items() if path not in parts.values()]
         leading = parts.get("train", parts.get("test"))
-        # Classes may be called train and test. Then they hold images, not folders.
+        # A class may be called train or test. Then it holds images, not folders.
         if leading is None:
             return {}
-        if others and not self.inner_folders(leading):
+        if others and not self.inner_folders(leading) and not {"train", "test"} <= folders.keys():
             return {}
         if "train" not in parts or len(parts) == 1:
             name = Path(leading).name
@@ -174,8 +174,7 @@ class _Reader:
                 return {}
             inner = self.inner_folders(leading)
             if len(others) > 1 and all(self.inner_folders(folders[other][0]) == inner for other in others):
-                note_once(f"{top}: {listed(folders)} are classes, because all hold the folders {listed(sorted(inner))}")
-                return {}
+                return {}  # all are classes
             missing = "test" if "train" in parts else "train"
             alone = f"to train and test on the images of {name}/ alone: --data-dir {leading}"
             if others:
@@ -210,9 +209,8 @@ class _Reader:
         folders, images = self.contents(inner)
         extra = [name for name in folders if name not in train]
         if extra and len(folders) > 1:
-            texts = [f"{name}.{nearest(name, train)}".rstrip(".") for name in extra]
             raise UsageError(
-                f"the classes below {self.root} differ: only {self.name(inner)}/ has {listed(texts)}; "
+                f"the classes below {self.root} differ: only {self.name(inner)}/ has {listed(extra)}; "
                 "a class needs training images: add some, rename the folder or remove it"
             )
         self.stray += map(self.name, images)

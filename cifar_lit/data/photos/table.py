@@ -104,6 +104,8 @@ def read_table(table: Path, group: str | None = None, labelled: bool = True, col
         split = values.get("split", "").lower()
         values["split"] = PARTS.get(split, split)
         parts = [part for name, part in flags.items() if cells.get(name, "").lower() in YES]
+        if len(parts) > 1:
+            raise UsageError(f"{table}, row {number} is in {listed(parts)} by its columns {listed(flags)}: leave one")
         if flags:
             values["split"] = parts[0] if parts else ("test" if "train" in flags.values() else "train")
         rows.append(Row(number, cells, **values))
@@ -192,7 +194,7 @@ def _csv_rows(text: str, table: Path) -> Iterator[tuple[int, Record]]:
     names = next(csv.reader([first], delimiter=delimiter), [])
     if len(names) == 2 and names[0].strip().lower().endswith(IMAGES):
         text = f"path{delimiter}label\n{text}"
-    named = [name for name in names if name]
+    named = [name.strip() for name in names if name]
     if len({*named}) < len(named):
         raise UsageError(f"{table} has two columns with the same name ({first}): rename one")
     csv.field_size_limit(2**31 - 1)
