@@ -115,7 +115,7 @@ def finish(path: Path, record: Mapping[str, Any], runs: Sequence[Path]) -> None:
             spreads[name] = mean_interval(values[name], possible)
             line = f"{name} {mean_text(spreads[name])}"
             if limits := limits_text(spreads[name]):
-                line += f" · 95 % interval of the mean {limits}"
+                line += f" · 95 % interval {limits}"
             say_wrapped(line.replace("accuracy", "test accuracy"))
     write_text(path / FILE, json.dumps({**record, "runs": list(map(display_path, runs)), **spreads}, indent=2) + "\n")
     folder = display_path(path)

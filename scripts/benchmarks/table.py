@@ -274,9 +274,9 @@ def texts_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """
     warm = [run for run in runs if not run["first"]] or runs
     views = [run["views"] for run in runs if run["views"]]
-    # Only files of earlier versions have a time from the start of the process.
+    # Only files of earlier versions have a time from the start of the process, and the memory.
     cold = [run["cold_seconds"] for run in runs if run.get("cold_seconds") is not None]
-    memory, device = (max(run[name] or 0 for run in runs) for name in ("memory_mb", "device_memory_mb"))
+    memory, device = (max(run.get(name) or 0 for run in runs) for name in ("memory_mb", "device_memory_mb"))
     peak = f"{memory:,} MB" if memory else "–"
     if device:
         peak += f" + {device:,} MB on the device"
