@@ -12,7 +12,8 @@ from cifar_lit.base.files import read_json
 from cifar_lit.base.stats import SHARE, mean_interval
 from cifar_lit.run.record import read_metrics
 
-PLACES = re.compile(r"--(data-dir|logs|data\.root|data\.(loading\.)?cache_dir)=")  # paths, left out of the recorded flags
+# Flags with paths, which are not recorded.
+PLACES = re.compile(r"--(data-dir|logs|data\.root|data\.(loading\.)?cache_dir)=")
 FIGURES = ("seed", "dataset", "accelerator", "precision", "parameters", "images_per_second", "test_seconds")
 SCORES = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
 
