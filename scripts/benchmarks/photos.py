@@ -34,6 +34,7 @@ WHAT = (
     "of the recipe. Choose --epochs and --timm-epochs so that all take about the same time."
 )
 WORKERS = 2
+RECIPE: dict[str, Any] = plain_values(recipe_path("finetune"))
 
 
 def run(argv: Sequence[str] | None = None) -> None:
@@ -85,14 +86,13 @@ def finetune(settings: argparse.Namespace, seed: int) -> float:
 def plain_loop(settings: argparse.Namespace, seed: int) -> float:
     """Return the test accuracy of the hand-written loop after its last epoch."""
     torch.manual_seed(seed)
-    recipe: dict[str, Any] = plain_values(recipe_path("finetune"))
-    name, model = recipe["model"]["net"], recipe["model"]
+    name, model = RECIPE["model"]["net"], RECIPE["model"]
     norm = T.Normalize([0.5] * 3, [0.5] * 3)  # mean and deviation of the pretraining
     augmented = [T.RandomResizedCrop(settings.size, scale=(0.5, 1.0)), T.RandomHorizontalFlip(), T.ToTensor(), norm]
     plain = [T.Resize(settings.size), T.CenterCrop(settings.size), T.ToTensor(), norm]
     train = ImageFolder(str(settings.root / "train"), T.Compose(augmented))
     test = ImageFolder(str(settings.root / "test"), T.Compose(plain))
-    batch_size = recipe["data"]["batch_size"]
+    batch_size = RECIPE["data"]["batch_size"]
     loader = DataLoader(train, batch_size, shuffle=True, num_workers=WORKERS, drop_last=True)
     net = build_net(name, num_classes=len(train.classes), channels=3, image_size=(settings.size, settings.size))
     load_pretrained(net, name, "imagenet")
@@ -118,14 +118,13 @@ def plain_loop(settings: argparse.Namespace, seed: int) -> float:
 
 def timm_script(settings: argparse.Namespace, seed: int) -> float:
     """Return the test accuracy that timm's script prints for its last epoch."""
-    recipe: dict[str, Any] = plain_values(recipe_path("finetune"))
-    model = recipe["model"]
+    model = RECIPE["model"]
     classes = len([*(settings.root / "train").iterdir()])
     words = ["--data-dir", settings.root, "--train-split", "train", "--val-split", "test", "--device", "cpu"]
     words += ["--model", model["net"].partition("/")[2], "--pretrained", "--num-classes", classes]
     words += ["--img-size", settings.size, "--seed", seed]
     words += ["--opt", "adamw", "--lr", model["lr"], "--weight-decay", model["optimizer_options"]["weight_decay"]]
-    words += ["--epochs", settings.timm_epochs, "--warmup-epochs", 0, "--batch-size", recipe["data"]["batch_size"]]
+    words += ["--epochs", settings.timm_epochs, "--warmup-epochs", 0, "--batch-size", RECIPE["data"]["batch_size"]]
     words += ["--workers", WORKERS, "--amp", "--amp-dtype", "bfloat16", "--no-prefetcher"]
     with TemporaryDirectory() as output:
         net = timm.create_model(model["net"].partition("/")[2])

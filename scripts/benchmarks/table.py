@@ -299,10 +299,10 @@ def calibration_texts(shown: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {}
     kind = "" if shown[0]["tempered_error"] is None else "tempered_"
     error = mean_interval([one[f"{kind}error"] for one in shown])
-    spread = "" if error["std"] is None else f" ± {error['std']:.4f}"
+    deviation = "" if error["std"] is None else f" ± {error['std']:.4f}"
     return {
         "temperature": f"{statistics.mean(one['temperature'] or 1 for one in shown):.3g}",
-        "calibration error": f"{error['mean']:.4f}{spread} (n = {error['n']})",
+        "calibration error": f"{error['mean']:.4f}{deviation} (n = {error['n']})",
         "without temperature": f"{statistics.mean(one['error'] for one in shown):.4f}",
         "of a perfect net": f"{statistics.mean(one[f'{kind}perfect']['mean'] for one in shown):.4f}",
     }

@@ -166,13 +166,13 @@ class _Reader:
         # A class may be called train or test. Then it holds images, not folders.
         if leading is None:
             return {}
-        if others and not self.inner_folders(leading) and not {"train", "test"} <= folders.keys():
+        inner = self.inner_folders(leading)
+        if others and not inner and not {"train", "test"} <= folders.keys():
             return {}
         if "train" not in parts or len(parts) == 1:
             name = Path(leading).name
             if name.lower() not in PARTS:
                 return {}
-            inner = self.inner_folders(leading)
             if len(others) > 1 and all(self.inner_folders(folders[other][0]) == inner for other in others):
                 return {}  # all are classes
             missing = "test" if "train" in parts else "train"
@@ -255,10 +255,10 @@ class _Reader:
         A part's name among them, such as train, was found to be a class.
         """
         folders, _ = self.contents(path)
-        inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
-        every = set().union(*inner)
         if PARTS.keys() & map(str.lower, folders):
             return
+        inner = [self.inner_folders(self.unwrapped(paths[0])) for paths in folders.values()]
+        every = set().union(*inner)
         if len(every) < 2 or sum(map(len, inner)) < SAME_FOLDERS * len(every) * len(inner):
             return
         raise UsageError(
