@@ -11,12 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, final
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
-from torch import nn
 
 from cifar_lit.base.errors import UsageError
-from cifar_lit.models.registry import build_net, net_spec
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
@@ -48,25 +45,14 @@ class Resolutions(Callback):
         self._sides = sides
 
     def setup(self, trainer: pl.Trainer, pl_module: ImageClassifier, stage: str) -> None:
-        """Set the size of the training images; raise UsageError for sizes that do not fit the images or the net."""
+        """Set the size of the training images; raise UsageError for sizes that do not fit the images."""
         if stage != "fit":
             return
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
-        channels, height, width = data.input_shape
+        _, height, width = data.input_shape
         check_resolutions(self._sides, height, width)
         data.side = partial(self.side, epochs=data.epochs)
         pl_module.needs_length = "resolutions"
-        net, h = pl_module.part("net"), pl_module.hparams
-        if isinstance(net, nn.Module):
-            return
-        any_size = net_spec(net).any_size
-        if not (any_size() if callable(any_size) else any_size):
-            raise UsageError(f"{h['net']} takes images of one size: leave resolutions out")
-        shape = {"channels": channels, "num_classes": data.class_count, "width": h["width"]}
-        with torch.random.fork_rng(devices=[]):
-            for side in self._sides:
-                size = (side, round(side * width / height))
-                build_net(net, image_size=size, options=h["net_options"], **shape)
 
     def side(self, epoch: int, epochs: int | None) -> int | None:
         """Return the height in pixels of the images of an epoch, None for full size. epochs: number of all epochs."""

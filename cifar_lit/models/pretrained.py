@@ -77,7 +77,9 @@ def build_timm_net(
     short = timm_name(name)
     size = scaled_size(image_size, side)
     cfg = timm.get_pretrained_cfg(short)
-    settings: dict[str, Any] = {} if takes_any_size(name) else {"img_size": size}
+    settings: dict[str, Any] = {}
+    if getattr(cfg, "fixed_input_size", False):
+        settings["img_size"] = size
     net: nn.Module = timm.create_model(
         short,
         num_classes=num_classes,
@@ -101,12 +103,6 @@ def scaled_size(image_size: tuple[int, int], side: int | None) -> tuple[int, int
 
 def _scale(net: nn.Module, inputs: tuple[Tensor, ...], size: tuple[int, int]) -> Tensor:
     return F.interpolate(inputs[0], size, mode="bilinear", align_corners=False)
-
-
-def takes_any_size(name: str) -> bool:
-    """Return whether a timm net that was built for one image size accepts other sizes too."""
-    cfg = import_timm().get_pretrained_cfg(timm_name(name))
-    return not getattr(cfg, "fixed_input_size", False)
 
 
 def pretraining_of(net: str) -> Pretraining | None:

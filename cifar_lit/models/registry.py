@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
-from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +38,11 @@ class NetSpec(NamedTuple):
             the net's own options. Returns a module that maps float images (B, channels, height, width) to logits (B,
             num_classes).
         min_size: smallest height and width of images in pixels, or a function of the options that returns it.
-        any_size: whether a net built for one image size accepts other sizes too, or a function that returns it.
         options: names of the net's own options; None if it accepts any.
     """
 
     build: Callable[..., nn.Module]
     min_size: int | Callable[..., int] = 1
-    any_size: bool | Callable[[], bool] = False
     options: tuple[str, ...] | None = ()
 
 
@@ -146,13 +143,12 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
         from cifar_lit.models import pretrained
 
         pretrained.check_timm()
-        any_size = partial(pretrained.takes_any_size, name)
-        return NetSpec(partial(pretrained.build_timm_net, name), any_size=any_size, options=pretrained.OPTIONS)
+        return NetSpec(partial(pretrained.build_timm_net, name), options=pretrained.OPTIONS)
     if not isinstance(net, str) or is_import_path(net):
         return _as_spec(find_part(net))
     from torchvision import models
 
-    from cifar_lit.models.torchvision_nets import FIXED_SIZE, build_torchvision_net
+    from cifar_lit.models.torchvision_nets import build_torchvision_net
 
     names = [*NETS, *models.list_models(module=models)]
     if name not in names:
@@ -161,7 +157,7 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
         raise UsageError(
             f"There is no net named {name!r}.{hint} Nets: {', '.join(NETS)}, those of torchvision, and timm/NAME."
         )
-    return NetSpec(partial(build_torchvision_net, name), any_size=not name.startswith(FIXED_SIZE))
+    return NetSpec(partial(build_torchvision_net, name))
 
 
 def _as_spec(target: Any) -> NetSpec:
@@ -195,8 +191,7 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
             return  # the net only has GPU kernels, and is still on the CPU
         images = f"images of {'×'.join(map(str, input_shape))} (channels, height, width)"
         remedy = "Build the net for its arguments channels and image_size."
-        reason = f"{_failed_layer(net, error)}{first_line(error).rstrip('.')}"
-        raise UsageError(f"{name} cannot take {images}: {reason}. {remedy}") from error
+        raise UsageError(f"{name} cannot take {images}: {first_line(error).rstrip('.')}. {remedy}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -217,16 +212,6 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
 
 
 _NEEDS_GPU = re.compile("cuda|gpu|triton|device", re.IGNORECASE)
-
-
-def _failed_layer(net: nn.Module, error: Exception) -> str:
-    """Return a clause that names the leaf layer in which an error was raised; "" for an error outside a leaf layer."""
-    names = {module: name for name, module in net.named_modules() if module is not net}
-    modules = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    layers = [module for module in modules if isinstance(module, nn.Module) and module in names]
-    if not layers or any(layers[-1].children()):
-        return ""
-    return f"its layer {names[layers[-1]]}, {layers[-1]}, fails with "
 
 
 def with_versions(net: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

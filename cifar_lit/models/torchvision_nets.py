@@ -5,7 +5,6 @@ torchvision.models is imported on first use, because the import takes seconds.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ SMALL_STEM = ("resnet18", "resnet34", "resnet50")
 MAX_SMALL = 64  # pixels of the shorter side of small images; for larger images this stem costs 16 times the work
 INCEPTIONS = ("googlenet", "inception_v3")  # their weights come from TensorFlow
 FIXED_SIZE = ("vit_", "maxvit_")  # prefixes of nets that accept only the image size they were built for
-MAX_TRIED_SIZE = 224  # pixels: every torchvision net accepts this size
 
 
 def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, int], num_classes: int) -> nn.Module:
@@ -43,11 +41,8 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
             nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
         net.set_submodule(path, new)
     if not accepts_size(net, channels, image_size):
-        sides = range(MAX_TRIED_SIZE)
-        first = min(image_size) + 1
-        least = bisect_left(sides, True, lo=first, key=lambda side: accepts_size(net, channels, (side, side)))
         shape = "×".join(map(str, image_size))
-        raise UsageError(f"{name} cannot take {shape} images; the smallest size is {least}×{least}.")
+        raise UsageError(f"{name} cannot take {shape} images: choose another --net, or larger images")
     return net
 
 

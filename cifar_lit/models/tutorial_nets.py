@@ -87,7 +87,7 @@ def shapenet(*, channels: int, image_size: tuple[int, int], num_classes: int, wi
     return nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
 
 
-SHAPENET = NetSpec(shapenet, min_size=8, any_size=True)
+SHAPENET = NetSpec(shapenet, min_size=8)
 TUDUI = NetSpec(tudui, min_size=8)
 LENET = NetSpec(lenet, min_size=16)
 FASHION_CNN = NetSpec(fashion_cnn, min_size=16)

@@ -230,4 +230,4 @@ def _no_autocast(images: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
 
 
-SPEC = NetSpec(WhitenedNet, min_size, any_size=True, options=OPTIONS)
+SPEC = NetSpec(WhitenedNet, min_size, options=OPTIONS)

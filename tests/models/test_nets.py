@@ -75,7 +75,7 @@ def test_built_in_nets_accept_any_channels_classes_and_sizes_above_their_minimum
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
-def test_built_in_nets_work_with_channels_last_and_meta_tensors_and_follow_any_size(name: str) -> None:
+def test_built_in_nets_work_with_channels_last_and_meta_tensors(name: str) -> None:
     net = build(name)
     expected = logits(net, 3, 32, 32)
     result = logits(net.to(memory_format=torch.channels_last), 3, 32, 32)
@@ -83,11 +83,6 @@ def test_built_in_nets_work_with_channels_last_and_meta_tensors_and_follow_any_s
     meta_net = on_meta_device(name)
     assert meta_net(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 10)
     assert all(parameter.is_meta for parameter in meta_net.parameters())
-    if net_spec(name).any_size:
-        assert logits(net, 3, 48, 33).shape == (2, 10)
-    else:
-        with pytest.raises(RuntimeError):
-            logits(net, 3, 24, 24)
 
 
 @pytest.mark.parametrize("name", sorted(NETS.keys() - {"whitened"}))  # its patches fix the first width
@@ -105,8 +100,7 @@ def test_width_scales_only_the_hidden_layers(name: str) -> None:
     [
         ("mobilenet_v2", {"width": 0.5}, "mobilenet_v2 takes no width: leave model.width at 1"),
         ("lenet", DEPTH, "net_options of lenet has no 'depth'. It has none: leave model.net_options out"),
-        ("alexnet", {}, "alexnet cannot take 32×32 images; the smallest size is 63×63"),
-        ("squeezenet1_1", {"image_size": 8}, "squeezenet1_1 cannot take 8×8 images; the smallest size is 17×17"),
+        ("alexnet", {}, "alexnet cannot take 32×32 images: choose another --net, or larger images"),
     ],
 )
 def test_invalid_settings_of_a_net_are_refused(name: str, wrong: dict[str, Any], text: str) -> None:
@@ -171,7 +165,7 @@ class Tutorial(nn.Module):
 def anything(**settings):
     return settings
 
-spec = NetSpec(Own, min_size=9, any_size=True)
+spec = NetSpec(Own, min_size=9)
 
 class Convolutions(nn.Module):
     def __init__(self, num_classes, width: int = 16):
@@ -214,7 +208,6 @@ def test_a_custom_net_can_be_registered_or_named_by_its_import_path(monkeypatch:
     assert build("plain", 4, 3, 5).out_channels == 5
     net = build("my_own_nets.Own", (8, 9), 1, 3, options={"depth": 2})
     assert net.depth == 2 and logits(net, 1, 8, 9).shape == (2, 3)
-    assert not net_spec("my_own_nets.Own").any_size and net_spec("my_own_nets.spec").any_size
 
 
 @pytest.mark.usefixtures("custom_nets")

@@ -100,7 +100,7 @@ def build_dropout(*, channels: int, image_size: tuple[int, int], num_classes: in
 @pytest.fixture
 def dropout_net(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register `build_dropout` as the net "dropout", for images of any size."""
-    monkeypatch.setitem(NETS, "dropout", NetSpec(build_dropout, min_size=8, any_size=True))
+    monkeypatch.setitem(NETS, "dropout", NetSpec(build_dropout, min_size=8))
 
 
 def classifier(**settings: Any) -> ImageClassifier:

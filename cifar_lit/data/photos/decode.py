@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import math
-import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageError
 
 from cifar_lit.base.errors import Failure, install_command
 from cifar_lit.base.hardware import core_count
-from cifar_lit.base.text import counted, printable, quoted
+from cifar_lit.base.text import printable
 from cifar_lit.data.settings import RESIZES, Images
 
 HAS_HEIF = find_spec("pi_heif") is not None  # the extra `photos`
@@ -34,7 +33,7 @@ IMAGES = (
 )  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 KINDS = f"JPEG, PNG, WebP, BMP, GIF, TIFF, PPM{', AVIF or HEIC' if HAS_HEIF else ' or AVIF'}"
-HEIC_REMEDY = f"{install_command('photos')}, or convert it: magick mogrify -format jpg *.heic"
+HEIC_REMEDY = f"{install_command('photos')}, or convert: magick mogrify -format jpg *.heic"
 DEEP_SUFFIXES = (".png", ".tif", ".tiff", ".pgm", ".pnm")  # formats with 16-bit grey
 NEARLY_WHITE = 250  # grey level
 MEASURED = 300  # images, to find the levels of all
@@ -181,26 +180,15 @@ def decode_all(paths: Iterable[str], preparation: Preparation) -> Iterator[np.nd
             yield from pool.map(work, part)
 
 
-def remedy_for(names: Iterable[str], every: bool = False) -> str:
-    """Return a sentence about files by their suffixes, and what to do with the most common ones; empty without files.
-
-    every: whether to count all files, not only those that a program is known to convert.
-    """
-    suffixes = [os.path.splitext(name)[1].lower() for name in names]  # noqa: PTH122
-    counts = Counter(suffix for suffix in suffixes if every or suffix in UNREAD_SUFFIXES)
+def remedy_for(names: Iterable[str]) -> str:
+    """Return a sentence about files by their suffixes, and what to do with them; empty without files."""
+    counts = Counter(Path(name).suffix.lower() or "without a suffix" for name in names)
     if not counts:
         return ""
-    found = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in counts.most_common())
-    suffix, _ = counts.most_common(1)[0]
-    if ".icloud" in counts:
-        remedy = "choose Download Now in the Finder"
-    elif suffix in UNREAD_SUFFIXES:
-        extra = f"{install_command('photos')}, or " if suffix in HEIC_SUFFIXES else ""
-        remedy = f"{extra}convert them: magick mogrify -format jpg {quoted(f'*{suffix}')}"
-    elif suffix:
-        remedy = "save them as PNG or JPEG if they are pictures"
-    else:
-        remedy = "add that of their format, such as .jpg"
+    found = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common())
+    remedy = "save those that are pictures as .jpg or .png"
+    if not counts.keys().isdisjoint(HEIC_SUFFIXES):
+        remedy = HEIC_REMEDY
     return f" {found}: {remedy}"
 
 
@@ -223,16 +211,7 @@ def _open(data: bytes) -> ImageFile.ImageFile:
     except UnidentifiedImageError:
         if data.startswith(b"version https://git-lfs"):
             raise OSError("a pointer of Git LFS, the image is not here: git lfs pull") from None
-        file = io.BytesIO(data)
-        try:
-            tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
-            file.seek(tags.next)
-            tags.load(file)
-            count, (bits, *_) = tags[TiffImagePlugin.SAMPLESPERPIXEL], tags[TiffImagePlugin.BITSPERSAMPLE]
-        except Exception:  # not a TIFF, or a damaged one
-            raise UnidentifiedImageError from None
-        kind = f"a TIFF of {counted(count, 'channel')} with {bits} bits"
-        raise OSError(f"{kind}, which is not read: save three as RGB with 8 bits") from None
+        raise
 
 
 def _check_complete(data: bytes, file_format: str | None) -> None:
@@ -299,7 +278,7 @@ def _decode_errors(source: object) -> Iterator[None]:
     except FileNotFoundError:
         raise DecodeError(name, MISSING) from None
     except UnidentifiedImageError:
-        raise DecodeError(name, f"not a {KINDS}, or its beginning is damaged") from None
+        raise DecodeError(name, f"not a {KINDS} that can be read, or its beginning is damaged") from None
     except Exception as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
         if "truncated" in reason.lower():

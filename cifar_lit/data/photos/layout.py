@@ -13,7 +13,7 @@ from typing import NamedTuple
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.text import counted, listed, natural_key, nfc, note_once
 from cifar_lit.data.image_set import check_class_names
-from cifar_lit.data.photos.decode import IMAGES, KINDS, remedy_for
+from cifar_lit.data.photos.decode import IMAGES, KINDS, UNREAD_SUFFIXES, remedy_for
 
 TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".txt")
 LAYOUT = "a folder for each class (animals/cat/1.jpg, animals/dog/1.jpg), or train/ and test/ with such folders"
@@ -103,7 +103,7 @@ def scan(root: Path) -> Listing:
     else:
         trees = {"all": reader.tree(top)}
         reader.check_not_parts(top)
-    reader.note(top, next(iter(trees.values())))
+    reader.note(top)
     return Listing(f"below {root}", trees)
 
 
@@ -115,7 +115,6 @@ class _Reader:
         self.ignored: list[str] = []  # files that are not images
         self.stray: list[str] = []  # images that belong to no class
         self.skipped: list[str] = []  # hidden and system folders
-        self.nested: list[str] = []  # folders within class folders
 
     def name(self, path: str) -> str:
         """Return a path below the root with "/" between its parts."""
@@ -234,7 +233,7 @@ class _Reader:
                 f"move each into a folder named after its class, such as {Path(path) / 'cat' / names[0]}"
             )
         if not folders:
-            remedy = remedy_for((entry.name for entry in visible_entries(path)), True)
+            remedy = remedy_for(entry.name for entry in visible_entries(path))
             raise UsageError(f"{path} has no class folders: expected {LAYOUT}.{remedy}")
         if len(folders) == 1:
             raise UsageError(f"{path} has one class only ({listed(folders)}), a classifier needs two or more")
@@ -243,9 +242,8 @@ class _Reader:
         note_similar_classes(self.root, sorted(folders))
         tree = {name: self.files(folders[name]) for name in sort_classes(folders)}
         if empty := [name for name, files in tree.items() if not files]:
-            absent = {self.name(file) for file in self.skipped if file.endswith(ICLOUD)}
-            others = [file for file in (*self.ignored, *absent) if not {*nfc(file).split("/")}.isdisjoint(empty)]
-            remedy = remedy_for(others, True) or " Add some or remove the folder."
+            others = [file for file in self.ignored if not {*nfc(file).split("/")}.isdisjoint(empty)]
+            remedy = remedy_for(others) or " Add some or remove the folder."
             raise UsageError(f"no {KINDS} image in {path} for class {listed(empty)}.{remedy}")
         return tree
 
@@ -275,26 +273,17 @@ class _Reader:
             for entry in walk(path, skipped=self.skipped):
                 name = f"{prefix}/{entry.path[len(path) + 1 :]}".replace(os.sep, "/")
                 if is_folder(entry):
-                    self.nested.append(name)
-                elif entry.name.lower().endswith(IMAGES):
+                    continue
+                if entry.name.lower().endswith(IMAGES):
                     files.append(file_at(entry.path, name))
                 else:
                     self.ignored.append(name)
         return sorted(files, key=lambda file: (nfc(file.path), file))
 
-    def note(self, top: str, classes: Iterable[str]) -> None:
-        """Report the folder that was read, what was left out, and folders of a class's name within another class."""
+    def note(self, top: str) -> None:
+        """Report the folder that was read, and what was left out."""
         if top != self.root:
             note_once(f"{self.root}: the images are those of {self.name(top)}/")
-        names = {name.casefold() for name in classes}
-        misplaced = []
-        for path in self.nested:
-            *above, name = nfc(path).casefold().split("/")
-            if name in names.difference(above):
-                misplaced.append(path)
-        if misplaced:
-            what = f"folders named like a class count for the class that they lie in: {listed(misplaced)}"
-            note_once(f"{self.root}: {what}. Move them if that is wrong")
         if self.skipped:
             note_once(f"{self.root}: {skipped_text(self.skipped)}")
         if stray := dict.fromkeys(self.stray):
@@ -302,11 +291,11 @@ class _Reader:
             note_once(f"{self.root}: {count} beside the class folders left out: {listed(stray)}")
         if self.ignored:
             what = f"{len(self.ignored):,} files are not {KINDS} and are ignored: {listed(self.ignored)}."
-            note_once(f"{self.root}: {what}{remedy_for(self.ignored)}")
+            pictures = [file for file in self.ignored if file.lower().endswith(UNREAD_SUFFIXES)]
+            note_once(f"{self.root}: {what}{remedy_for(pictures)}")
 
 
 OnError = Callable[[OSError], object]
-ICLOUD = ".icloud"  # .IMG_1.jpg.icloud stands for IMG_1.jpg, which iCloud has not downloaded
 # Thumbnails, bins and snapshots of Synology, QNAP, Windows, Linux and macOS, in lower case. They repeat photos in
 # another size, or keep deleted ones.
 SYSTEM_FOLDERS = {
@@ -329,7 +318,7 @@ def visible_entries(
     Args:
         folder: its path.
         on_error: callback with the error of a folder that cannot be read. Without it, the error is raised.
-        skipped: list to which the paths of hidden and system folders, and of placeholders of iCloud, are added.
+        skipped: list to which the paths of hidden and system folders are added.
     """
     try:
         with os.scandir(folder) as found:
@@ -342,7 +331,7 @@ def visible_entries(
     for entry in entries:
         if not is_skipped(entry.name):
             yield entry
-        elif skipped is not None and (entry.name.endswith(ICLOUD) or is_folder(entry)):
+        elif skipped is not None and is_folder(entry):
             skipped.append(entry.path)
 
 
@@ -380,15 +369,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def skipped_text(skipped: Iterable[str]) -> str:
-    """Return a line about hidden and system folders and placeholders of iCloud that were skipped, by their paths."""
+    """Return a line about hidden and system folders that were skipped, by their paths."""
     folders = set(skipped)
-    absent = sorted(path for path in folders if path.endswith(ICLOUD))
-    folders.difference_update(absent)
-    texts = []
-    if folders:
-        names = sorted({os.path.basename(path) for path in folders})  # noqa: PTH119
-        texts.append(f"{counted(len(folders), 'hidden or system folder')} skipped ({listed(names)})")
-    if absent:
-        count = f"{counted(len(absent), 'image')} not downloaded from iCloud, such as {absent[0]}"
-        texts.append(f"{count}: choose Download Now in the Finder")
-    return "; ".join(texts)
+    names = sorted({os.path.basename(path) for path in folders})  # noqa: PTH119
+    return f"{counted(len(folders), 'hidden or system folder')} skipped ({listed(names)})"

@@ -159,13 +159,10 @@ def test_errors_give_name_and_reason_and_image_size_reads_the_header_only(tmp_pa
         "b.jpg": "not a JPEG, PNG",
         "c.jpg": "missing: there is no such file",
         "d.jpg": "a pointer of Git LFS, the image is not here: git lfs pull",
-        "e.tif": "a TIFF of 13 channels with 8 bits, which is not read: save three as RGB",
-        "f.tif": "not a JPEG, PNG",
+        "e.tif": "not a JPEG, PNG",
     }
     (tmp_path / "d.jpg").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 904052\n")
-    channels = b"\x15\1\3\0\1\0\0\0"  # the tag of the number of channels
-    (tmp_path / "e.tif").write_bytes(encoded(blocks(), "TIFF").replace(channels + b"\3", channels + b"\15"))
-    (tmp_path / "f.tif").write_bytes(b"II*\0" + bytes(40))
+    (tmp_path / "e.tif").write_bytes(b"II*\0" + bytes(40))
     for name, reason in reasons.items():
         with pytest.raises(DecodeError, match=rf"{name} cannot be read as an image: {reason}") as caught:
             decode(tmp_path / name)

@@ -37,14 +37,13 @@ def test_train_and_test_are_read_and_other_files_ignored(root: Path, capsys: pyt
         save(root / "train" / hidden)
     (root / "train/dog/loop").symlink_to(root / "train/dog")
     (root / "train/cat/notes.txt").write_text("x")
-    (root / "train/dog/.IMG_1.jpg.icloud").touch()
     train, test = (open_set(root, part) for part in (True, False))
     assert train.classes == test.classes == ("cat", "dog") and train.images.shape == (6, 8, 8, 3)
     assert values(root) == [0, 1, 2, 9, 3, 4] and train.labels.tolist() == [0, 0, 0, 0, 1, 1]
     assert values(root, train=False) == [5, 6] and test.labels.tolist() == [0, 1]
     err = capsys.readouterr().err
     assert f"{root}: 1 files are not {KINDS} and are ignored: train/cat/notes.txt.\n" in err
-    assert f"{root}: 4 hidden or system folders skipped (.cache, .git, .trash and 1 more); 1 image not dow" in err
+    assert f"{root}: 4 hidden or system folders skipped (.cache, .git, .trash and 1 more)\n" in err
 
 
 def test_without_train_and_test_the_split_depends_on_seed_and_relative_paths_only(flat: Path, tmp_path: Path) -> None:
@@ -67,20 +66,12 @@ def test_images_of_other_formats_are_counted_by_suffix_with_a_remedy(
     for name in ("1.NEF", "2.nef", "3.jxl", "notes.md"):
         (root / "train/cat" / name).touch()
     scan(root)
-    assert ' 2 .nef, 1 .jxl: convert them: magick mogrify -format jpg "*.nef"\n' in capsys.readouterr().err
+    assert " 2 .nef, 1 .jxl: save those that are pictures as .jpg or .png\n" in capsys.readouterr().err
     (root / "train/fox").mkdir()
     (root / "train/fox/photo.jp2").touch()
-    with pytest.raises(UsageError, match=r"no JPEG, .* for class fox\. 1 \.jp2: convert them: magick"):
+    (root / "train/fox/photo").touch()
+    with pytest.raises(UsageError, match=r"no JPEG, .* for class fox\. 1 without a suffix, 1 \.jp2: save those"):
         scan(root)
-    for name, told in (
-        ("photo", "without a suffix: add that"),
-        ("photo.npy", ".npy: save them as PNG"),
-        (".photo.jpg.icloud", ".icloud: choose Download Now in the Finder"),
-    ):
-        (root / "train/fox/photo.jp2").rename(root / "train/fox" / name)
-        with pytest.raises(UsageError, match=f"1 {told}"):
-            scan(root)
-        (root / "train/fox" / name).rename(root / "train/fox/photo.jp2")
 
 
 def test_each_folder_is_visited_once_despite_multiple_links(root: Path) -> None:

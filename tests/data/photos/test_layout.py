@@ -159,13 +159,6 @@ def test_stray_images_are_reported_and_left_out(root: Path, capsys: pytest.Captu
     assert "3 images beside the class folders left out: train/x.png, test/y.png, logo.png\n" in capsys.readouterr().err
 
 
-def test_a_folder_of_a_class_within_another_class_is_noted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fill(root, "train/cat/cat", "train/dog/x/Cat", "test/cat/dog", "test/dog")
-    assert counts(scan(root)) == PARTED
-    told = "count for the class that they lie in: train/dog/x/Cat, test/cat/dog. Move them if that is wrong\n"
-    assert f"{root}: folders named like a class {told}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "name",
     ["@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found", ".Trash-1000", "__MACOSX"],
