@@ -19,6 +19,7 @@ from contract.command_line import (
     run_command,
     run_process,
 )
+from run.test_schema import errors
 
 import cifar_lit
 from cifar_lit.data.datamodule import ImageData
@@ -146,6 +147,7 @@ def test_custom_loggers_are_added_and_logger_false_disables_all() -> None:
 def test_test_time_augmentation_is_reported_beside_the_plain_score(run_dir: Path) -> None:
     answer = run_command("test", "--ckpt_path", run_dir / "checkpoints/best.ckpt", "--model.tta", "full")
     assert answer.code == 0, answer.err
+    assert errors(metrics_of(NEW_RUN)) == []
     test, plain = metrics_of(NEW_RUN)["test"], metrics_of(run_dir)["test"]
     assert (test["accuracy"], test["loss"]) == (plain["accuracy"], plain["loss"])
     assert test["tta"]["views"] == "full" and test["tta"]["loss"] != test["loss"]

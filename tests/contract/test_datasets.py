@@ -40,29 +40,7 @@ def test_without_network_the_error_names_each_sources_reason_and_where_to_put_th
     assert not Path("lightning_logs").exists()
 
 
-def test_an_archive_placed_by_hand_is_used_and_a_damaged_one_is_named_and_kept() -> None:
-    by_hand = Path("own/cifar-10-python.tar.gz")
-    by_hand.parent.mkdir()
-    by_hand.write_bytes(b"no archive")
-    answer = run_command(*SMALL, "--dataset", "cifar10", "--data-dir", "own", *NO_SHAPES)
-    assert_refused(answer, 1, str(by_hand), "damaged", "md5")
-    assert by_hand.read_bytes() == b"no archive"
-    assert not Path("lightning_logs").exists()
-
-
 # ---- folders
-
-
-def test_val_is_the_test_set_if_there_is_no_test_folder_else_the_validation_set() -> None:
-    draw_folder(Path("own"), {"train/cat": 6, "train/dog": 6, "val/cat": 3, "val/dog": 4})
-    words = [*SMALL, *OWN_IMAGES, "--data-dir", "own", "--epochs", "1", "--data.val_size", "0.5"]
-    answer = run_command(*words)
-    assert re.search(r"\btrain 6\b.*\bvalidation 6\b", answer.out), answer.out
-    assert metrics_of(Path("lightning_logs/small-1"))["test"]["images"] == 7
-    draw_folder(Path("own/test"), {"cat": 2, "dog": 2})
-    answer = run_command(*words)
-    assert re.search(r"\btrain 12\b.*\bvalidation 7\b", answer.out), answer.out
-    assert metrics_of(Path("lightning_logs/small-2"))["test"]["images"] == 4
 
 
 def test_a_table_lists_images_keeps_groups_on_one_side_and_is_stored_in_the_run() -> None:

@@ -15,7 +15,7 @@ from cifar_lit.base.command_line import SYNONYMS
 from cifar_lit.cli.flags import OWN, SHORT
 from cifar_lit.data import split
 
-from .command_line import SMALL, assert_refused, checkpoint_of, contents_of, copy_run, run_command
+from .command_line import SMALL, assert_refused, contents_of, run_command
 
 S = "--recipe small.yaml"
 INVALID: list[tuple[str, list[str]]] = [
@@ -184,18 +184,6 @@ def test_a_non_finite_loss_stops_the_run_at_that_step_without_results() -> None:
     assert re.match("cifar-lit: the loss is nan .*step.*checkpoint.* lower --lr", line, re.IGNORECASE), line
     assert "test accuracy" not in answer.out
     assert not Path("lightning_logs/small-1/metrics.json").exists()
-
-
-def test_a_resumed_run_with_a_non_finite_loss_keeps_its_checkpoint(interruption: Any) -> None:
-    last = copy_run(interruption.run_dir) / "checkpoints/last.ckpt"
-    checkpoint = checkpoint_of(last)
-    checkpoint["lr_schedulers"][0]["base_lrs"] = [1e30, 1e30]
-    torch.save(checkpoint, last)
-    before = last.read_bytes()
-    answer = run_command("--resume")
-    assert answer.code == 1
-    assert "the loss is" in answer.error_lines[-1]
-    assert last.read_bytes() == before
 
 
 def test_a_logs_folder_that_cannot_be_created_is_refused() -> None:

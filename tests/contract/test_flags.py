@@ -10,7 +10,7 @@ import yaml
 
 from cifar_lit.data.augment import Augment
 
-from .command_line import SMALL, checkpoint_of, config_of, files_of, metrics_of, run_command
+from .command_line import SMALL, checkpoint_of, config_of, metrics_of, run_command
 
 # Short flag, value, long flag, and value in the printed configuration.
 SHORT_FLAGS: list[tuple[str, str, str, Any]] = [
@@ -99,18 +99,6 @@ def test_logs_sets_the_folder_of_run_folders_and_another_seed_gives_other_weight
     assert not Path("of_the_file").exists()
     weights, others = (checkpoint_of(run / "checkpoints/best.ckpt")["state_dict"] for run in (run_dir, other_run))
     assert any(not weights[name].equal(others[name]) for name in weights)
-
-
-# ---- checkpoints within epochs
-
-
-def test_checkpoints_within_epochs_are_removed_at_the_end_if_no_longer_needed() -> None:
-    answer = run_command("fit", *SMALL, "--checkpoint-every", "2", "--epochs", "1")
-    assert (answer.code, answer.err) == (0, "")
-    run_dir = Path("lightning_logs/small-1")
-    assert config_of(run_dir)["checkpoint_every"] == 2
-    checkpoints = {name for name in files_of(run_dir) if name.endswith(".ckpt")}
-    assert checkpoints == {"checkpoints/best.ckpt", "checkpoints/last.ckpt"}
 
 
 # ---- --debug

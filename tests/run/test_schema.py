@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from contract.command_line import metrics_of, run_command
+from contract.command_line import metrics_of
 from jsonschema import Draft202012Validator
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/schema/metrics.schema.json").read_text())
@@ -48,15 +47,3 @@ def test_the_metrics_of_a_run_have_the_fields_of_the_schema(run_dir: Path) -> No
     assert metrics.keys() == SCHEMA["properties"].keys()
     for part in ("val", "test"):
         assert SCHEMA["$defs"][part]["properties"].keys() - metrics[part].keys() <= optional
-
-
-@pytest.mark.parametrize("command", [("validate",), ("test", "--model.tta", "mirror")])
-def test_the_metrics_of_validate_and_test_match_the_schema(
-    run_dir: Path, working_folder: Path, command: tuple[str, ...]
-) -> None:
-    name, *flags = command
-    answer = run_command(name, "--ckpt_path", run_dir / "checkpoints/best.ckpt", *flags)
-    assert answer.code == 0, answer.err
-    metrics = metrics_of(Path("lightning_logs/small-1"))
-    assert errors(metrics) == []
-    assert ("tta" in (metrics["test"] or {})) == (name == "test")

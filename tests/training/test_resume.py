@@ -53,24 +53,6 @@ def test_images_added_to_the_folder_change_nothing(settings: dict[str, Any], tmp
     assert same(fit(path), whole)
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"lr": 0.1}, {}, r"model\.lr was 0\.05 in this run, not 0\.1: leave it out"),
-    ({}, {"max_epochs": 2}, r"trainer\.max_epochs was 3 in this run, not 2: leave it out"),
-    ({}, {"max_epochs": 4}, r"trainer\.max_epochs was 3 in this run, not 4: model\.schedule cosine depends on"),
-    ({}, {"accumulate_grad_batches": 2}, r"trainer\.accumulate_grad_batches was 1"),
-]
-
-
-@pytest.mark.parametrize(("model", "trainer", "text"), REFUSED, ids=[str({**row[0], **row[1]}) for row in REFUSED])
-def test_settings_that_change_the_training_are_refused_by_name(
-    model: dict[str, Any], trainer: dict[str, Any], text: str, tmp_path: Path
-) -> None:
-    path = middle_of(tmp_path, shapes_data(), schedule="cosine")
-    with pytest.raises(UsageError, match=text):
-        changed = classifier(**{"schedule": "cosine", **model})
-        fitted(changed, shapes_data(), resume=path, **{"max_epochs": 3, **trainer})
-
-
 def test_settings_of_the_data_are_refused_in_a_fit_and_not_in_a_test(tmp_path: Path) -> None:
     path = middle_of(tmp_path, shapes_data())
     other = shapes_data(split=Split(seed=1))

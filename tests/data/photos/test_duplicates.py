@@ -89,13 +89,6 @@ def twins(tmp_path: Path) -> Path:
     return tmp_path / "twins"
 
 
-def test_all_images_in_two_classes_are_counted(twins: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_photo(twins / "b/again.png", 8)
-    save_photo(twins / "b/copy.png", 8)
-    open_set(twins)
-    assert f"classes share 2 images below {twins}, such as b/again.png and a/08.png: remove" in capsys.readouterr().err
-
-
 def motifs(images: torch.Tensor) -> set[int]:
     """Return the numbers of the photos (0 to 27) among `images`."""
     photos = torch.from_numpy(stack([photo(number) for number in range(28)])).flatten(1).float()
