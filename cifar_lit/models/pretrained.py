@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError, install_command, nearest
-from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS, accepts_size
+from cifar_lit.models.torchvision_nets import FIXED_SIZE, INCEPTIONS
 
 TIMM = "timm/"  # prefix of the names of timm's nets
 EXTRA = install_command("finetune")
 SIDE_STEP = 32  # pixels: most nets halve their images five times
-OPTIONS = ("side",)
 
 
 class Pretraining(NamedTuple):
@@ -71,7 +70,7 @@ def build_timm_net(
         side: the net first scales images so that their shorter side has this many pixels; None for no scaling.
 
     Raises:
-        UsageError: if timm is not installed or has no such net, or the net cannot take images of this size.
+        UsageError: if timm is not installed or has no such net.
     """
     timm = import_timm()
     short = timm_name(name)
@@ -86,8 +85,6 @@ def build_timm_net(
         in_chans=channels,
         **settings,
     )
-    if not accepts_size(net, channels, size):
-        raise UsageError(f"{name} cannot take {size[0]}×{size[1]} images: try {cfg.input_size[1] if cfg else 224}")
     if side:
         net.register_forward_pre_hook(partial(_scale, size=size))
     return net

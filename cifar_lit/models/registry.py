@@ -1,7 +1,11 @@
 """Build and check nets by name: our own, torchvision's, timm's, or those of other modules.
 
-To add a net, write a builder with its `NetSpec` and add a line to `NETS`. Nets of other modules are named by import
-path (`my_nets.MyNet`).
+A builder is a class or function. It is called with the keywords channels, image_size (height, width), num_classes,
+width (see `build_net`) and the net's own options, as far as its signature has them. It returns a module that maps float
+images (B, channels, height, width) to logits (B, num_classes).
+
+To add a net, write a builder and add a line to `NETS`. Nets of other modules are named by import path
+(`my_nets.MyNet`).
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,37 +33,23 @@ from cifar_lit.base.plugins import (
 )
 from cifar_lit.base.text import note_once
 
+Builder = Callable[..., nn.Module]
+ARGUMENTS = ("channels", "image_size", "num_classes", "width")  # Others are the net's own options.
 
-class NetSpec(NamedTuple):
-    """How to build a net, and the images and options that it accepts.
-
-    Args:
-        build: called with the keywords channels, image_size (height, width), num_classes, width (see `build_net`) and
-            the net's own options. Returns a module that maps float images (B, channels, height, width) to logits (B,
-            num_classes).
-        min_size: smallest height and width of images in pixels, or a function of the options that returns it.
-        options: names of the net's own options; None if it accepts any.
-    """
-
-    build: Callable[..., nn.Module]
-    min_size: int | Callable[..., int] = 1
-    options: tuple[str, ...] | None = ()
-
-
-# Specs by name, or the place of one (MODULE:NAME): a module is imported when its net is used.
-NETS: dict[str, NetSpec | str] = {
-    "whitened": "cifar_lit.models.whitened:SPEC",
-    "shapenet": "cifar_lit.models.tutorial_nets:SHAPENET",
-    "tudui": "cifar_lit.models.tutorial_nets:TUDUI",
-    "sjnet": "cifar_lit.models.tutorial_nets:TUDUI",  # the name of the same net in another tutorial
-    "lenet": "cifar_lit.models.tutorial_nets:LENET",
-    "fashion_cnn": "cifar_lit.models.tutorial_nets:FASHION_CNN",
-    "signs_mlp": "cifar_lit.models.tutorial_nets:SIGNS_MLP",
+# Builders by name, or the place of one (MODULE:NAME): a module is imported when its net is used.
+NETS: dict[str, Builder | str] = {
+    "whitened": "cifar_lit.models.whitened:WhitenedNet",
+    "shapenet": "cifar_lit.models.tutorial_nets:shapenet",
+    "tudui": "cifar_lit.models.tutorial_nets:tudui",
+    "sjnet": "cifar_lit.models.tutorial_nets:tudui",  # the name of the same net in another tutorial
+    "lenet": "cifar_lit.models.tutorial_nets:lenet",
+    "fashion_cnn": "cifar_lit.models.tutorial_nets:fashion_cnn",
+    "signs_mlp": "cifar_lit.models.tutorial_nets:signs_mlp",
 }
 
 
 def build_net(
-    net: str | Callable[..., nn.Module] | NetSpec,
+    net: str | Builder,
     *,
     channels: int,
     image_size: int | tuple[int, int],
@@ -67,11 +57,11 @@ def build_net(
     width: float = 1.0,
     options: Mapping[str, object] | None = None,
 ) -> nn.Module:
-    """Return the net `name` with random weights.
+    """Return a net with random weights. Whether it accepts images of this size, `check_shapes` finds out.
 
     Args:
-        net: a key of `NETS`, a torchvision net, a timm net with the prefix "timm/", or a builder (see `NetSpec.build`)
-            or a `NetSpec`, or the import path of one.
+        net: a key of `NETS`, a torchvision net, a timm net with the prefix "timm/", or a builder, or the import path of
+            one.
         channels: channels of the images.
         image_size: side of square images, or (height, width), in pixels.
         num_classes: number of logits.
@@ -79,21 +69,17 @@ def build_net(
         options: values of the net's own options.
 
     Raises:
-        UsageError: for an unknown name or option, invalid values, or images that are too small for the net.
+        UsageError: for an unknown name or option, or invalid values.
     """
     size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
-    shape = f"{size[0]}×{size[1]}"
     options, name = dict(options or {}), part_name(net)
-    spec = check_net(net, options)
-    min_size = spec.min_size if isinstance(spec.min_size, int) else spec.min_size(**options)
-    if min(size) < min_size:
-        raise UsageError(f"{name} cannot take {shape} images; the smallest size is {min_size}×{min_size}.")
+    build = check_net(net, options)
     settings = {"channels": channels, "image_size": size, "num_classes": num_classes, "width": width, **options}
     if width == 1 and is_own(name):
         del settings["width"]  # a width of the user's net may mean something else, and has a default of its own
-    if width != 1 and "width" not in accepted_arguments(spec.build, settings):
+    if width != 1 and "width" not in accepted_arguments(build, settings):
         raise UsageError(f"{name} takes no width: leave model.width at 1")
-    built: nn.Module = build_part(spec.build, nn.Module, **settings)
+    built: nn.Module = build_part(build, nn.Module, **settings)
     return built
 
 
@@ -120,32 +106,35 @@ def _contiguous(net: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...
     return (inputs[0].contiguous(), *inputs[1:])
 
 
-def check_net(net: str | Callable[..., nn.Module] | NetSpec, options: Mapping[str, object]) -> NetSpec:
-    """Return the spec of a net. Raise UsageError for an unknown name or option."""
-    name, spec = part_name(net), net_spec(net)
+def check_net(net: str | Builder, options: Mapping[str, object]) -> Builder:
+    """Return the builder of a net. Raise UsageError for an unknown name or option."""
+    name, build = part_name(net), find_builder(net)
+    parameters = inspect.signature(build).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return build  # it accepts any option
+    names = [parameter for parameter in parameters if parameter not in ARGUMENTS]
     for option in options:
-        if spec.options is not None and option not in spec.options:
-            valid = ", ".join(spec.options) or "none: leave model.net_options out"
-            hint = nearest(option, spec.options)
-            raise UsageError(f"model.net_options of {name} has no {option!r}.{hint} It has {valid}.")
-    return spec
+        if option not in names:
+            valid = ", ".join(names) or "none: leave model.net_options out"
+            raise UsageError(f"model.net_options of {name} has no {option!r}.{nearest(option, names)} It has {valid}.")
+    return build
 
 
-def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
-    """Return the spec of a net. Raise UsageError for an unknown name."""
+def find_builder(net: str | Builder) -> Builder:
+    """Return the builder of a net. Raise UsageError for an unknown name."""
     name = part_name(net)
     if name in NETS:  # checked first, because torchvision is slow to import
-        target: object = NETS[name]
+        target: Any = NETS[name]
         if isinstance(target, str):
             target = resolve_name(target)
-        return _as_spec(target)
+        return cast("Builder", target)
     if name.startswith("timm/"):
         from cifar_lit.models import pretrained
 
         pretrained.check_timm()
-        return NetSpec(partial(pretrained.build_timm_net, name), options=pretrained.OPTIONS)
+        return partial(pretrained.build_timm_net, name)
     if not isinstance(net, str) or is_import_path(net):
-        return _as_spec(find_part(net))
+        return cast("Builder", find_part(net))
     from torchvision import models
 
     from cifar_lit.models.torchvision_nets import build_torchvision_net
@@ -157,18 +146,7 @@ def net_spec(net: str | Callable[..., nn.Module] | NetSpec) -> NetSpec:
         raise UsageError(
             f"There is no net named {name!r}.{hint} Nets: {', '.join(NETS)}, those of torchvision, and timm/NAME."
         )
-    return NetSpec(partial(build_torchvision_net, name))
-
-
-def _as_spec(target: Any) -> NetSpec:
-    """Return a spec, or that of a builder, whose further arguments are its options."""
-    if isinstance(target, NetSpec):
-        return target
-    parameters = inspect.signature(target).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return NetSpec(target, options=None)
-    shape = ("channels", "image_size", "num_classes", "width")
-    return NetSpec(target, options=tuple(name for name in parameters if name not in shape))
+    return partial(build_torchvision_net, name)
 
 
 def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_classes: int) -> None:
@@ -190,7 +168,9 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
         if _NEEDS_GPU.search(str(error)):
             return  # the net only has GPU kernels, and is still on the CPU
         images = f"images of {'×'.join(map(str, input_shape))} (channels, height, width)"
-        remedy = "Build the net for its arguments channels and image_size."
+        remedy = "Choose another --net, or larger images."
+        if is_own(name):
+            remedy = "Build the net for its arguments channels and image_size."
         raise UsageError(f"{name} cannot take {images}: {first_line(error).rstrip('.')}. {remedy}") from error
     finally:
         for module, mode in modes.items():

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-from torch.func import functional_call
-
-from cifar_lit.base.errors import UsageError
 
 # He et al. 2016, section 4.2: for 32×32 images the ResNet stem is one 3×3 convolution without stride or pooling.
 SMALL_STEM = ("resnet18", "resnet34", "resnet50")
@@ -24,7 +20,7 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
     """Return the torchvision net `name` with random weights; see `registry.build_net`.
 
     For small images, nets of `SMALL_STEM` get a small stem. Other nets change only the channels of the first
-    convolution. Raises UsageError if the net cannot take images of this size.
+    convolution.
     """
     from torchvision import models
 
@@ -40,9 +36,6 @@ def build_torchvision_net(name: str, *, channels: int, image_size: tuple[int, in
         if not old.weight.is_meta:
             nn.init.normal_(new.weight, std=float(old.weight.detach().std()))
         net.set_submodule(path, new)
-    if not accepts_size(net, channels, image_size):
-        shape = "×".join(map(str, image_size))
-        raise UsageError(f"{name} cannot take {shape} images: choose another --net, or larger images")
     return net
 
 
@@ -55,18 +48,3 @@ def _builder_settings(name: str, image_size: tuple[int, int]) -> dict[str, objec
         # Without auxiliary heads, forward returns a tensor. An explicit init_weights silences a warning.
         return {"aux_logits": False, "init_weights": False}
     return {}
-
-
-def accepts_size(net: nn.Module, channels: int, image_size: tuple[int, int]) -> bool:
-    """Return whether a net accepts images of (height, width). Runs on the meta device, where nothing is computed."""
-    tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    shapes = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
-    net.eval()
-    try:
-        with torch.no_grad():
-            functional_call(net, shapes, (torch.empty(2, channels, *image_size, device="meta"),))
-    except RuntimeError:
-        return False
-    finally:
-        net.train()
-    return True

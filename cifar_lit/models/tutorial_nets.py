@@ -9,8 +9,6 @@ from functools import partial
 
 from torch import nn
 
-from cifar_lit.models.registry import NetSpec
-
 
 def scaled(units: int, width: float) -> int:
     """Return the number of channels or hidden units times `width`, rounded, at least 1."""
@@ -20,7 +18,7 @@ def scaled(units: int, width: float) -> int:
 def tudui(*, channels: int, image_size: tuple[int, int], num_classes: int, width: float) -> nn.Module:
     """Return a net of three 5×5 convolutions with max pooling and two linear layers, without any activation."""
     narrow, wide = scaled(32, width), scaled(64, width)
-    rows, columns = (side // 8 for side in image_size)
+    rows, columns = (max(1, side // 8) for side in image_size)
     return nn.Sequential(
         nn.Conv2d(channels, narrow, 5, padding=2),
         nn.MaxPool2d(2),
@@ -39,17 +37,13 @@ def signs_mlp(*, channels: int, image_size: tuple[int, int], num_classes: int, w
     return nn.Sequential(nn.Flatten(), *_mlp(channels * image_size[0] * image_size[1], 25, 16, num_classes, width))
 
 
-def lenet(
-    *,
-    channels: int,
-    image_size: tuple[int, int],
-    num_classes: int,
-    width: float,
-    units: tuple[int, int, int, int] = (6, 16, 120, 84),
+def _lenet(
+    units: tuple[int, int, int, int], *, channels: int, image_size: tuple[int, int], num_classes: int, width: float
 ) -> nn.Module:
     """Return LeNet-5 with ReLU and max pooling. units: widths of the two convolutions and the two hidden layers."""
     first, second = scaled(units[0], width), scaled(units[1], width)
-    rows, columns = (((side - 4) // 2 - 4) // 2 for side in image_size)  # 5×5 without padding, then pooled, twice
+    # 5×5 without padding, then pooled, twice. For images that are too small, the pooling raises an error.
+    rows, columns = (max(1, ((side - 4) // 2 - 4) // 2) for side in image_size)
     layers = [
         nn.Conv2d(channels, first, 5),
         nn.ReLU(),
@@ -61,7 +55,8 @@ def lenet(
     return nn.Sequential(*layers, nn.Flatten(), *_mlp(second * rows * columns, *units[2:], num_classes, width))
 
 
-fashion_cnn = partial(lenet, units=(6, 12, 120, 60))  # a smaller LeNet for 28×28 grey images
+lenet = partial(_lenet, (6, 16, 120, 84))
+fashion_cnn = partial(_lenet, (6, 12, 120, 60))  # a smaller LeNet for 28×28 grey images
 
 
 def _mlp(inputs: int, first: int, second: int, outputs: int, width: float) -> list[nn.Module]:
@@ -85,10 +80,3 @@ def shapenet(*, channels: int, image_size: tuple[int, int], num_classes: int, wi
         ]
         layers.append(nn.MaxPool2d(2))
     return nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
-
-
-SHAPENET = NetSpec(shapenet, min_size=8)
-TUDUI = NetSpec(tudui, min_size=8)
-LENET = NetSpec(lenet, min_size=16)
-FASHION_CNN = NetSpec(fashion_cnn, min_size=16)
-SIGNS_MLP = NetSpec(signs_mlp)

@@ -6,9 +6,8 @@ Page and T. Balsam.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 
 from cifar_lit.base.errors import UsageError, check_choice
 from cifar_lit.models.fast_gradients import autocast_dtype
-from cifar_lit.models.registry import NetSpec
 from cifar_lit.models.tutorial_nets import scaled
 
 EPS = 5e-4  # airbench's value; limits the amplification of directions with little variance
@@ -71,11 +69,15 @@ NORM_EPS = 1e-12  # airbench's value; only avoids a division by 0
 NORM_MOMENTUM = 0.4  # weight of the current batch in the running statistics of the norms
 
 
-@dataclass(frozen=True)
-class WhitenedOptions:
-    """Settings of a whitened net (`model.net_options`). Raises UsageError for invalid values.
+class WhitenedNet(nn.Module):
+    """Whitening convolution, groups of convolutions, global pooling, linear head without bias.
+
+    Maps float images (B, channels, height, width) of any size for which a pixel remains after the last group to float
+    logits (B, num_classes). The first and the last layer ignore autocast: the whitening filters span orders of
+    magnitude, and bfloat16 logits would tie.
 
     Args:
+        channels, image_size, num_classes, width: see `registry.build_net`.
         widths: channels of each group of convolutions. Each group halves the resolution.
         depth: number of 3×3 convolutions per group, one number for all groups or a list with an entry for each. An
             entry can also be a list of kernel sides, such as [2, 3, 1]. Only the first side may be even. An even side
@@ -85,51 +87,6 @@ class WhitenedOptions:
         whiten_bias: train the bias of the first layer. With false, no gradient is computed at full resolution, which
             saves a tenth of the time on a CPU.
         activation: gelu or silu.
-    """
-
-    widths: list[int] = field(default_factory=lambda: [64, 256, 256])
-    depth: int | list[int | list[int]] = 2
-    residual: bool = False
-    inner: list[int] | None = None
-    whiten_bias: bool = True
-    activation: str = "gelu"
-
-    def __post_init__(self) -> None:
-        check_choice("model.net_options.activation", self.activation, ACTIVATIONS)
-        for name in ("depth", "inner"):
-            values = getattr(self, name)
-            if isinstance(values, list) and len(values) != len(self.widths):
-                raise UsageError(f"model.net_options.{name} needs one entry per group, as widths: {len(self.widths)}")
-
-    @property
-    def kernels(self) -> list[list[int]]:
-        """The kernel sides of each group in pixels."""
-        depths = self.depth if isinstance(self.depth, list) else [self.depth] * len(self.widths)
-        return [depth if isinstance(depth, list) else [3] * depth for depth in depths]
-
-
-OPTIONS = tuple(WhitenedOptions.__dataclass_fields__)
-
-
-def min_size(**options: Any) -> int:
-    """Return the smallest height and width for which at least one pixel remains after the last group."""
-    settings = WhitenedOptions(**options)
-    side = 1
-    for first_kernel, *_ in reversed(settings.kernels):
-        side = 2 * side + (first_kernel + 1) % 2
-    return side + PATCH - 1
-
-
-class WhitenedNet(nn.Module):
-    """Whitening convolution, groups of convolutions, global pooling, linear head without bias.
-
-    Maps float images (B, channels, height, width) of any size from `min_size` to float logits (B, num_classes). The
-    first and the last layer ignore autocast: the whitening filters span orders of magnitude, and bfloat16 logits would
-    tie.
-
-    Args:
-        channels, image_size, num_classes, width: see `registry.build_net`.
-        **options: see `WhitenedOptions`.
 
     Attributes:
         whitened: whether `initialise` was called; a bool scalar, saved with the weights.
@@ -143,20 +100,36 @@ class WhitenedNet(nn.Module):
     is_prepared = False
 
     def __init__(
-        self, channels: int, image_size: tuple[int, int], num_classes: int, width: float, **options: Any
+        self,
+        *,
+        channels: int,
+        image_size: tuple[int, int],
+        num_classes: int,
+        width: float,
+        widths: Sequence[int] = (64, 256, 256),
+        depth: int | list[int | list[int]] = 2,
+        residual: bool = False,
+        inner: list[int] | None = None,
+        whiten_bias: bool = True,
+        activation: str = "gelu",
     ) -> None:
         super().__init__()
-        settings = WhitenedOptions(**options)
+        check_choice("model.net_options.activation", activation, ACTIVATIONS)
+        for name, values in (("depth", depth), ("inner", inner)):
+            if isinstance(values, list) and len(values) != len(widths):
+                raise UsageError(f"model.net_options.{name} needs one entry per group, as widths: {len(widths)}")
+        depths = depth if isinstance(depth, list) else [depth] * len(widths)
+        kernels = [sides if isinstance(sides, list) else [3] * sides for sides in depths]
         filters = 2 * channels * PATCH**2
         self.whiten = nn.Conv2d(channels, filters, PATCH)
         self.whiten.weight.requires_grad_(False)
-        nn.init.zeros_(cast("Tensor", self.whiten.bias)).requires_grad_(settings.whiten_bias)
+        nn.init.zeros_(cast("Tensor", self.whiten.bias)).requires_grad_(whiten_bias)
         self.register_buffer("whitened", torch.tensor(False))
-        self.activation = ACTIVATIONS[settings.activation]
-        widths = [scaled(units, width) for units in settings.widths]
-        inner = [scaled(units, width) for units in settings.inner or settings.widths]
-        groups = zip([filters, *widths], widths, inner, settings.kernels, strict=False)
-        self.groups = nn.Sequential(*(Group(*group, settings) for group in groups))
+        self.activation = ACTIVATIONS[activation]
+        inner = [scaled(units, width) for units in inner or widths]
+        widths = [scaled(units, width) for units in widths]
+        groups = zip([filters, *widths], widths, inner, kernels, strict=False)
+        self.groups = nn.Sequential(*(Group(*group, activation, residual) for group in groups))
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
         # airbench's recipe for Muon: weights of standard deviation 1, and logits scaled by the width.
         self.logit_scale = 1 / widths[-1]
@@ -197,7 +170,9 @@ class Group(nn.Module):
     their first channels and with torch's default on the remaining ones. The scale of the norms is fixed at 1.
     """
 
-    def __init__(self, inputs: int, outputs: int, inner: int, kernels: list[int], options: WhitenedOptions) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, inner: int, kernels: list[int], activation: str, residual: bool
+    ) -> None:
         super().__init__()
         depth = len(kernels)
         sources = [inputs, outputs, *[inner] * (depth - 2)][:depth]
@@ -206,8 +181,8 @@ class Group(nn.Module):
         self.norms = nn.ModuleList(
             nn.BatchNorm2d(units, eps=NORM_EPS, momentum=NORM_MOMENTUM) for _, units, _ in shapes
         )
-        self.activation = ACTIVATIONS[options.activation]
-        self.residual = options.residual
+        self.activation = ACTIVATIONS[activation]
+        self.residual = residual
         for conv, norm, source in zip(self.convs, self.norms, sources, strict=True):
             nn.init.dirac_(conv.weight.data[:source])  # type: ignore[index]
             norm.weight.requires_grad_(False)
@@ -228,6 +203,3 @@ def _no_autocast(images: Tensor) -> AbstractContextManager[Any]:
     kind = images.device.type
     # torch.compile of torch 2.11 cannot trace `is_autocast_available`.
     return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-
-
-SPEC = NetSpec(WhitenedNet, min_size, options=OPTIONS)

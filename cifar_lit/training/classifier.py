@@ -61,8 +61,8 @@ class ImageClassifier(TrustedNames, pl.LightningModule):
     W) and int64 labels (B,), or with batches of the type `data.image_set.Batch`.
 
     Args:
-        net: name of a net; or a class, a function or a `NetSpec` (see `models.registry`), or the import path of one; or
-            a torch module. A checkpoint does not contain it: pass it to `load_from_checkpoint` again.
+        net: name of a net; or a class or a function (see `models.registry`), or the import path of one; or a torch
+            module. A checkpoint does not contain it: pass it to `load_from_checkpoint` again.
         input_shape: channels, height and width of the images. Default: from the datamodule, else [3, 32, 32].
         num_classes: number of classes. Default: `class_count` of the datamodule.
         width: multiplier of the hidden widths of our nets.

@@ -55,7 +55,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --precision bf17-mixed", ["--precision", "bf16-mixed", "bf17-mixed"]),
     (f"{S} --checkpoint-every often", ["--checkpoint-every", "often", "500", "10m"]),
     (f"{S} --data.val_size 200", ["data.val_size 200", "train on"]),
-    (f"{S} --data.image_size 8x40", ["lenet", "8×40", "16×16"]),
+    (f"{S} --data.image_size 8x40", ["lenet", "3×8×40"]),
     (f"{S} --data.seed 3", ["data.seed is set from --seed"]),
     (f"{S} --model.num_classes 3", ["model.num_classes is set from", "the data"]),
     (f"{S} --config fsdp.yaml", ["--trainer.strategy", "use --trainer.strategy ddp"]),

@@ -104,17 +104,6 @@ def test_a_group_can_have_inner_widths_and_its_own_kernel_sizes() -> None:
     assert [conv.weight.shape[0] for conv in half.groups[0].convs] == [4, 2, 4]
 
 
-@pytest.mark.parametrize(
-    ("options", "least"),
-    [({}, 9), ({"widths": [8] * 2}, 5), ({"widths": [8, 8], "depth": [1, [2, 3]]}, 7)],
-)
-def test_the_smallest_image_size_follows_from_the_options(options: dict[str, Any], least: int) -> None:
-    assert build(size=least, **options)(random_images(least)).shape == (6, 5)
-    line = rf"cannot take {least - 1}×{least - 1} images; the smallest size is {least}×{least}"
-    with pytest.raises(UsageError, match=line):
-        build(size=least - 1, **options)
-
-
 # ---- trained parameters and initialisation
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.features import FEATURES, feature_class
-from cifar_lit.models.registry import NETS, NetSpec
+from cifar_lit.models.registry import NETS
 from cifar_lit.training.checkpoint import AtomicCheckpointIO, best_checkpoint, last_checkpoint
 from cifar_lit.training.classifier import ImageClassifier
 from cifar_lit.training.orderly_stop import OrderlyStop
@@ -100,7 +100,7 @@ def build_dropout(*, channels: int, image_size: tuple[int, int], num_classes: in
 @pytest.fixture
 def dropout_net(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register `build_dropout` as the net "dropout", for images of any size."""
-    monkeypatch.setitem(NETS, "dropout", NetSpec(build_dropout, min_size=8))
+    monkeypatch.setitem(NETS, "dropout", build_dropout)
 
 
 def classifier(**settings: Any) -> ImageClassifier:
