@@ -118,8 +118,8 @@ class Finetune(Callback):
     def _fit_head(self, trainer: pl.Trainer, model: ImageClassifier) -> None:
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
         labels, (train, val), classes = data.train_images.labels, data.split, model.hparams["num_classes"]
-        features = gather_features(trainer, model, train, self.head_views)
-        val_features = gather_features(trainer, model, val, 1)
+        features = first_device_features(trainer, model, train, self.head_views)
+        val_features = first_device_features(trainer, model, val, 1)
         head, started = net_head(model.net), time.perf_counter()
         keeps_head = self.knows_all and self.unfreeze
         if trainer.is_global_zero and not keeps_head:
@@ -198,33 +198,20 @@ def split_by_depth(net: nn.Module, input_lr: float, groups: list[Group]) -> list
 # ---- features
 
 
-def gather_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, views: int) -> Tensor:
-    """Return the inputs of the head for views of training images, computed on all devices.
+def first_device_features(trainer: pl.Trainer, model: ImageClassifier, rows: Tensor, views: int) -> Tensor:
+    """Return the inputs of the head for views of training images, computed on the first device.
 
-    Collective: every rank must call this. rows: int64 (N,), rows of the training images.
+    rows: int64 (N,), rows of the training images.
 
     Returns:
         float16 (views · N, features) on the CPU, view by view, for the first device; (0, features) for the others.
     """
-    none = torch.zeros(0, net_head(model.net).in_features, dtype=torch.float16)
-    if not len(rows):
-        return none
-    rank, world = trainer.global_rank, trainer.world_size
-    rank_rows = rows[rank::world]
-    parts: list[Tensor] = []
-    model.eval()
-    for view in range(views):
-        if len(rank_rows):
-            features = compute_features(trainer, model, rank_rows, view)
-        else:  # there are fewer images than devices
-            features = none
-        if world > 1:
-            gathered = torch.zeros(len(rows), features.shape[1], device=model.device)
-            gathered[rank::world] = features.to(gathered)
-            features = trainer.strategy.reduce(gathered, reduce_op="sum").half().cpu()
-        parts.append(features)
-    model.train()
-    return torch.cat(parts) if trainer.is_global_zero else none
+    parts = [torch.zeros(0, net_head(model.net).in_features, dtype=torch.float16)]
+    if len(rows) and trainer.is_global_zero:
+        model.eval()
+        parts += [compute_features(trainer, model, rows, view) for view in range(views)]
+        model.train()
+    return torch.cat(parts)
 
 
 @torch.no_grad()

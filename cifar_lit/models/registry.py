@@ -167,11 +167,11 @@ def check_shapes(net: nn.Module, name: str, input_shape: Sequence[int], num_clas
     except Exception as error:
         if _NEEDS_GPU.search(str(error)):
             return  # the net only has GPU kernels, and is still on the CPU
-        images = f"images of {'×'.join(map(str, input_shape))} (channels, height, width)"
+        shape = f"{'×'.join(map(str, input_shape))} (channels, height, width)"
         remedy = "Choose another --net, or larger images."
         if is_own(name):
             remedy = "Build the net for its arguments channels and image_size."
-        raise UsageError(f"{name} cannot take {images}: {first_line(error).rstrip('.')}. {remedy}") from error
+        raise UsageError(f"{name} cannot take images of {shape}: {first_line(error).rstrip('.')}. {remedy}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -155,11 +155,7 @@ def optimizer_settings(name: str, options: Mapping[str, object] | None) -> Optim
     """Return the settings of one of OPTIMIZERS, None for an import path; raise UsageError for invalid ones."""
     if "." in name:  # an import path, or the name of a class
         return None
-    if name not in OPTIMIZERS:
-        for of_torch in vars(torch.optim):
-            if of_torch.lower() == name.lower():
-                raise UsageError(f"model.optimizer: {name} of torch is typed as torch.optim.{of_torch}")
-    check_choice("model.optimizer", name, (*OPTIMIZERS, "an import path"))
+    check_choice("model.optimizer", name, (*OPTIMIZERS, "an import path such as torch.optim.Adam"))
     return options_of(OPTIMIZERS[name], options, OPTIONS, f"{name} has")
 
 

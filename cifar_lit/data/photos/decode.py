@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile, ImageOps, JpegImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from cifar_lit.base.errors import Failure, install_command
 from cifar_lit.base.hardware import core_count
@@ -108,8 +108,6 @@ def decode(source: str | Path | BinaryIO, preparation: Preparation = Preparation
         if preparation.size is not None:
             side = 2 * max(preparation.size)
             image.draft(None, (side, side))  # a JPEG is decoded at a smaller scale, at least twice the final size
-        if math.prod(image.size) > 2 * (Image.MAX_IMAGE_PIXELS or math.inf):
-            raise OSError(f"{math.prod(image.size):,} pixels are too many to unpack: scale it down")
         is_deep_colour = ";16" in str(image.tile[:1]) and not image.mode.startswith("I")
         image.load()
         if is_deep_colour and np.asarray(image.convert("RGB")).max() < 16:  # Pillow keeps the upper 8 of 16 bits
@@ -204,10 +202,6 @@ def _open(data: bytes) -> ImageFile.ImageFile:
         formats = ("HEIF",)
     try:
         return Image.open(io.BytesIO(data), formats=formats)
-    except Image.DecompressionBombError:
-        if not data.startswith(b"\xff\xd8"):
-            raise
-        return JpegImagePlugin.JpegImageFile(io.BytesIO(data))  # `draft` scales it down before it is unpacked
     except UnidentifiedImageError:
         if data.startswith(b"version https://git-lfs"):
             raise OSError("a pointer of Git LFS, the image is not here: git lfs pull") from None
