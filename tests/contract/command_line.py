@@ -12,15 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import Any, NamedTuple
 
-import pytest
 import torch
 import yaml
 from jsonargparse._common import parsing_settings
@@ -60,7 +58,6 @@ FOREIGN_VARIABLES = re.compile(
     r"((LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))$|(CIFAR_LIT|SLURM|TORCHELASTIC)_|.*_proxy$",
     re.IGNORECASE,
 )
-NOTHING = nullcontext()
 
 
 class Answer(NamedTuple):
@@ -97,16 +94,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return {**own, **offline, **local, **more}
 
 
-def run_command(*words: object, default: str = "train", **variables: str) -> Answer:
-    """Run a command line in this process and undo its changes to the process.
-
-    default: the command if `words` name none. variables: additional environment variables.
-    """
-    out, err = io.StringIO(), io.StringIO()
-    code = run_into(out, err, words, default, **variables)
-    return Answer(code, out.getvalue(), err.getvalue())
-
-
 @contextmanager
 def undone() -> Iterator[None]:
     """Undo a command's changes to this process."""
@@ -140,9 +127,13 @@ def undone() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def run_into(out: TextIO, err: TextIO, words: Sequence[object], default: str = "train", **variables: str) -> int:
-    """Run a command line as `run_command` does, print to these streams and return the exit code."""
+def run_command(*words: object, default: str = "train", **variables: str) -> Answer:
+    """Run a command line in this process and undo its changes to the process.
+
+    default: the command if `words` name none. variables: additional environment variables.
+    """
     variables_of_command = environment(Path.cwd(), **variables)
+    out, err = io.StringIO(), io.StringIO()
     with undone(), redirect_stdout(out), redirect_stderr(err):
         os.environ.clear()
         os.environ.update(variables_of_command)
@@ -150,7 +141,8 @@ def run_into(out: TextIO, err: TextIO, words: Sequence[object], default: str = "
         torch.set_num_threads(1)  # a second thread slows nets this small down
         urllib.request.install_opener(None)  # a cached opener has the proxies of an earlier command
         warnings.simplefilter("ignore")
-        return main([str(word) for word in words], default)
+        code = main([str(word) for word in words], default)
+    return Answer(code, out.getvalue(), err.getvalue())
 
 
 def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answer:
@@ -168,72 +160,25 @@ def run_process(words: Sequence[object], folder: Path, **variables: str) -> Answ
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-class Fork:
-    """A command line in a forked process, which starts faster because torch is imported already.
+class Started:
+    """A command line in another process, which writes its output to the files NAME-stdout.txt and NAME-stderr.txt."""
 
-    It runs within the context manager `around` and writes its output to the files NAME-stdout.txt and NAME-stderr.txt.
-    """
-
-    def __init__(
-        self,
-        words: Sequence[object],
-        folder: Path,
-        name: str,
-        around: AbstractContextManager[Any] = NOTHING,
-        **variables: str,
-    ) -> None:
-        if torch.cuda.is_available():
-            pytest.skip("a process that has used a GPU cannot be forked")
+    def __init__(self, words: Sequence[object], folder: Path, name: str, **variables: str) -> None:
         self.out = folder / f"{name}-stdout.txt"
         self.err = folder / f"{name}-stderr.txt"
-        self.status: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 99
-            try:
-                os.chdir(folder)
-                # Line buffering: a process that is killed flushes nothing.
-                with self.out.open("w", buffering=1) as out, self.err.open("w", buffering=1) as err, around:
-                    os.dup2(out.fileno(), 1)
-                    os.dup2(err.fileno(), 2)
-                    if around is NOTHING and not autograd_works():
-                        start_command(words, **variables)
-                    code = run_into(out, err, words, **variables)
-            finally:
-                os._exit(code)
-
-    @property
-    def running(self) -> bool:
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = status if pid else None
-        return self.status is None
+        command = [sys.executable, "-m", "cifar_lit", *map(str, words)]
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment(folder, **variables), stdout=out, stderr=err
+            )
 
     def answer(self) -> Answer:
         """Wait for its end; kill it after TIME_LIMIT."""
-        deadline = time.monotonic() + TIME_LIMIT
-        while self.running:
-            if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
-            time.sleep(0.02)
-        return Answer(os.waitstatus_to_exitcode(self.status or 0), self.out.read_text(), self.err.read_text())
-
-
-def autograd_works() -> bool:
-    """Return whether this process can train: not if it was forked after torch.compile or torch.export were used."""
-    try:
-        torch.ones(1, requires_grad=True).sum().backward()
-    except RuntimeError:
-        return False
-    return True
-
-
-def start_command(words: Sequence[object], **variables: str) -> NoReturn:
-    """Replace this process by a new one that runs the command line as `run_into` does."""
-    program = (
-        f"import sys; from cifar_lit.cli.main import main; sys.exit(main({[str(word) for word in words]}, 'train'))"
-    )
-    os.execve(sys.executable, [sys.executable, "-c", program], environment(Path.cwd(), **variables))
+        try:
+            code = self.process.wait(TIME_LIMIT)
+        finally:
+            self.process.kill()
+        return Answer(code, self.out.read_text(), self.err.read_text())
 
 
 def assert_refused(answer: Answer, code: int, *parts: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from .command_line import RECIPE, SMALL, TIME_LIMIT, Answer, Fork, Training, run_command
+from .command_line import RECIPE, SMALL, TIME_LIMIT, Answer, Started, Training, run_command
 
 
 @pytest.fixture(autouse=True)
@@ -56,32 +55,32 @@ def interruption(tmp_path_factory: pytest.TempPathFactory) -> Interruption:
     folder = tmp_path_factory.mktemp("interruption")
     (folder / "small.yaml").write_text(RECIPE)
     settings = "--data.count 1400 --batch-size 8 --epochs 1 --lr 0.001 --checkpoint-every 15"
-    process = Fork([*SMALL, *settings.split()], folder, "interrupted")
+    process = Started(["train", *SMALL, *settings.split()], folder, "interrupted")
     run_dir = folder / "lightning_logs/small-1"
     wait_for(run_dir / "checkpoints/last.ckpt", process)
-    os.kill(process.pid, signal.SIGSTOP)  # it keeps its lock but cannot finish
+    process.process.send_signal(signal.SIGSTOP)  # it keeps its lock but cannot finish
     with chdir(folder):
         while_running = run_command("--resume", run_dir)
     signal_time = time.time_ns()
-    os.kill(process.pid, signal.SIGINT)  # Ctrl-C
-    os.kill(process.pid, signal.SIGCONT)
+    process.process.send_signal(signal.SIGINT)  # Ctrl-C
+    process.process.send_signal(signal.SIGCONT)
     return Interruption(run_dir, process.answer(), signal_time, while_running)
 
 
-def wait_for(path: Path, process: Fork) -> None:
+def wait_for(path: Path, process: Started) -> None:
     """Wait until a running process has written a file."""
     deadline = time.monotonic() + TIME_LIMIT
     while not path.exists():
-        assert process.running, process.err.read_text()
+        assert process.process.poll() is None, process.err.read_text()
         assert time.monotonic() < deadline, f"no {path.name} after {TIME_LIMIT:.0f} s"
         time.sleep(0.01)
 
 
-def fork_pair(words: Sequence[object], folder: Path) -> list[Fork]:
+def start_pair(words: Sequence[object], folder: Path) -> list[Started]:
     """Start a command in two processes as torchrun does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"TORCHELASTIC_RUN_ID": "pair", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [Fork(words, folder, f"rank{rank}", RANK=rank, LOCAL_RANK=rank, **common, **address) for rank in "01"]
+    return [Started(words, folder, f"rank{rank}", RANK=rank, LOCAL_RANK=rank, **common, **address) for rank in "01"]

@@ -22,7 +22,7 @@ from .command_line import (
     rows_of,
     run_command,
 )
-from .conftest import STEPS, Interruption, fork_pair
+from .conftest import STEPS, Interruption, start_pair
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_two_processes_keep_the_split_of_a_run_and_prolong_it(working_folder: Pa
     before = metrics_of(run)
     (run / "metrics.json").unlink()
     draw_noise(Path("photos"), {name: count + 20 for name, count in images.items()} | {"wasp": 5})
-    for process in fork_pair(["train", "--resume", run, "--epochs", "3"], working_folder):
+    for process in start_pair(["train", "--resume", run, "--epochs", "3"], working_folder):
         answer = process.answer()
         assert answer.code == 0, answer.err
     after = metrics_of(run)
