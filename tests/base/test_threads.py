@@ -131,10 +131,3 @@ def test_a_training_prints_and_records_its_threads(small: None, monkeypatch: pyt
     run = Path("lightning_logs/small-1")
     assert metrics_of(run)["threads"] == 1
     assert yaml.safe_load((run / "config.yaml").read_text())["threads"] == 1
-
-
-def test_threads_of_a_configuration_are_limited_to_the_cores(small: None) -> None:
-    Path("many.yaml").write_text("threads: 1000000\n")
-    assert run_command(*SMALL, "--config", "many.yaml", "--epochs", "1", **UNSET).code == 0
-    assert metrics_of(Path("lightning_logs/small-1"))["threads"] == core_count()
-    assert run_command(*SMALL, "--threads", "0").code == 2

@@ -80,7 +80,6 @@ def test_the_average_starts_from_whitened_weights_and_resume_keeps_the_first_lay
 @pytest.mark.parametrize(
     ("epochs", "settings", "trainer_settings", "first"),
     [
-        (1, {}, {}, BATCHES),
         (1.5, {}, {}, 11),  # seven steps per epoch; the rate of the 12th is 0
         (1.5, {"schedule_options": {"every": "epoch"}}, {}, 2 * BATCHES),
         (1, {}, {"gradient_clip_val": 0.5}, None),  # the norm includes this gradient

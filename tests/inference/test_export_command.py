@@ -18,7 +18,6 @@ import cifar_lit
 from cifar_lit.base.errors import Failure, UsageError
 from cifar_lit.cli.export import export
 from cifar_lit.inference.model_file import load_model_file, save_weights
-from cifar_lit.run.images import run_images
 
 
 @pytest.fixture
@@ -63,16 +62,6 @@ def test_the_printed_lines_give_a_turned_photo_the_probabilities_of_classify(
     assert sorted(values["probabilities"][0], reverse=True)[:3] == pytest.approx(classify_gives, abs=1e-5)
 
 
-def test_a_model_without_a_run_is_checked_on_generated_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "config.yaml").unlink()
-    export([f"{run}/model.safetensors", "--to", "torch-export", "--images", "20"])
-    out = capsys.readouterr().out
-    assert out.startswith("checking on 20 generated images without labels (the images of folder ")
-    assert "--data-dir" in out.splitlines()[0] and "accuracy" not in out
-    with pytest.raises(Failure, match="are missing: give their folder with --data-dir"):
-        export([str(run), "--to", "onnx", "--quantize", "int8"])
-
-
 def test_data_dir_gives_the_folder_of_moved_images(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump({"data": {"dataset": "folder", "root": "gone"}}))
     net = load_model_file(run)
@@ -89,9 +78,6 @@ def test_data_dir_gives_the_folder_of_moved_images(run: Path, capsys: pytest.Cap
         with pytest.raises(Failure, match=text):
             export([str(run), "--to", "onnx", "--data-dir", str(root)])
     assert not list(run.glob("model.onnx*"))
-    labels = run_images(run, card, str(moved), train=False, count=4).labels
-    assert labels is not None and labels.tolist() == [0, 1, 2, 3]  # evenly spread
-    assert [len(run_images(run, card, str(moved), False, count).images) for count in (0, 99)] == [12, 12]
 
 
 @pytest.mark.parametrize(

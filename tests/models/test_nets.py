@@ -115,9 +115,6 @@ def test_resnets_have_a_small_stem_for_small_images_and_otherwise_the_published_
         assert net.conv1.weight.shape == (64, 3, 3, 3)
         assert (net.conv1.stride, net.conv1.padding, net.conv1.bias) == ((1, 1), (1, 1), None)
         assert isinstance(net.maxpool, nn.Identity)  # 32×32 pixels reach the first stage, not 8×8
-    published = 11_689_512  # parameters of resnet18 in torchvision's documentation: 7×7 stem, 1,000 classes
-    count = sum(parameter.numel() for parameter in on_meta_device("resnet18").parameters())
-    assert count == published - 64 * 3 * (49 - 9) - 513 * (1000 - 10)
     photos = on_meta_device("resnet18", image_size=128)  # fits the published weights
     assert photos.conv1.weight.shape == (64, 3, 7, 7) and not isinstance(photos.maxpool, nn.Identity)
 

@@ -3,10 +3,8 @@
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,18 +50,10 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(words: Sequence[str], folder: Path, **more: str) -> Answer:
-    """Run a command in `folder` and in its own process group. Kill the group at the end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / f"{name}-{time.monotonic_ns()}.txt" for name in ("out", "err")]
-    with files[0].open("w") as out, files[1].open("w") as err:
-        streams: dict[str, Any] = {"stdout": out, "stderr": err, "start_new_session": True}
-        process = subprocess.Popen([sys.executable, *words], cwd=folder, env=environment(**more), **streams)
-    try:
-        code = process.wait(LIMIT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return Answer(code, *(file.read_text() for file in files))
+    """Run a command in `folder`, in another process."""
+    streams: dict[str, Any] = {"capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment(**more), timeout=LIMIT, **streams)
+    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 def run_here(words: Sequence[str], folder: Path, **more: str) -> Answer:

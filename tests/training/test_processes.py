@@ -1,6 +1,5 @@
 """Processes started by a user or a cluster train as one, stop together, and resume on any number of devices."""
 
-import shlex
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,24 +98,6 @@ def test_two_processes_share_batches_and_train_the_same_net(pair_run: Future[tup
     one, two = ((only_run(each) / "predictions.csv").read_text().splitlines() for each in (alone, folder))
     assert [row.split(",")[:2] for row in two] == [row.split(",")[:2] for row in one]
     assert [row.split(",")[0] for row in two[1:]] == [str(number) for number in range(24)]
-
-
-def test_a_stopped_run_resumes_with_the_command_that_it_prints(tmp_path: Path, alone: Path) -> None:
-    stopped = run_here(WORDS, tmp_path, **at(STOP_AT, signal.SIGTERM))
-    assert stopped.code == 143
-    assert "Traceback" not in stopped.err
-    last = only_run(tmp_path) / "checkpoints" / "last.ckpt"
-    checkpoint = read_checkpoint(last)
-    assert (checkpoint["epoch"], checkpoint["global_step"]) == (1, STOP_AT + 1)
-    assert not (only_run(tmp_path) / "metrics.json").exists()
-    before, _, command = stopped.err.rpartition("Resume with:\n")
-    assert before.endswith("cifar-lit: stopped. "), stopped.err
-    words = shlex.split(command)[1:]
-    assert words[:2] == ["train", "--resume"]
-    resumed = run_here(words, tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert "at epoch 2, step 20" in resumed.out
-    assert_same_run(tmp_path, alone)
 
 
 @pytest.mark.slow

@@ -6,13 +6,12 @@ import base64
 import io
 import pickle
 import struct
-import zlib
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from inference.odd_files import encoded
+from inference.odd_files import encoded, png
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 
@@ -59,30 +58,11 @@ def test_white_figures_on_a_transparent_ground_are_seen_on_grey() -> None:
     assert (pixels[:, :4] == 255).all() and (pixels[:, 4:] == 128).all()
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_transparency_is_blended_with_white(mode: str) -> None:
+def test_transparency_is_blended_with_white() -> None:
     image = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    image.paste((0, 0, 0, 255), (0, 0, 4, 8))
-    if mode != "P":  # GIF palettes have no partial transparency
-        image.paste((0, 0, 0, 128), (4, 0, 6, 8))
-    pixels = decode(io.BytesIO(encoded(image.convert(mode), "PNG") if mode != "P" else encoded(image, "GIF")))
-    assert (pixels[:, :4] == 0).all() and (pixels[:, 6:] == 255).all()
-    assert mode == "P" or (np.abs(pixels[:, 4:6].astype(int) - 127) <= 1).all()
-
-
-@pytest.mark.parametrize(
-    ("data", "channels", "expected"),
-    [
-        (encoded(Image.fromarray(np.array([[0, 257, 32768, 65535]], np.uint16)), "PNG"), 1, [[0], [1], [128], [255]]),
-        (encoded(Image.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG", quality=95), 3, [[254, 0, 0]]),
-        (encoded(Image.new("RGB", (4, 4), (0, 255, 0)), "PNG"), 1, [[150]]),  # luma
-    ],
-    ids=["16 bits", "CMYK", "to grey"],
-)
-def test_16_bit_cmyk_and_grey_images_keep_their_colours(data: bytes, channels: int, expected: list[list[int]]) -> None:
-    pixels = decode(io.BytesIO(data), Preparation(channels=channels))
-    assert pixels.shape[2] == channels
-    assert np.abs(pixels[0, : len(expected)].astype(int) - expected).max() <= (1 if channels == 3 else 0)
+    image.paste((0, 0, 0, 128), (0, 0, 4, 8))
+    pixels = decode(io.BytesIO(encoded(image, "PNG"))).astype(int)
+    assert (np.abs(pixels[:, :4] - 127) <= 1).all() and (pixels[:, 4:] == 255).all()
 
 
 LETTERBOX = partial(ImageOps.pad, color=(128, 128, 128))
@@ -213,12 +193,7 @@ def test_the_picture_of_a_caller_is_not_turned() -> None:
 
 
 def test_dark_16_bit_colours_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    header = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
-    rows = zlib.compress((b"\0" + struct.pack(">H", 3000) * 24) * 8)  # 12 of 16 bits
-    parts = [(b"IHDR", header), (b"IDAT", rows), (b"IEND", b"")]
-    chunks = [
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
-    ]
-    (tmp_path / "dark.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    rows = (b"\0" + struct.pack(">H", 3000) * 24) * 8  # 12 of 16 bits
+    (tmp_path / "dark.png").write_bytes(png(8, 8, 16, rows))
     with pytest.raises(DecodeError, match="12 bits or fewer: magick mogrify"):
         decode(tmp_path / "dark.png", Preparation((8, 8)))
