@@ -165,6 +165,17 @@ def test_a_run_stopped_in_an_epoch_resumes_bit_equal(tmp_path: Path, name: str, 
     training.assert_resumes_to(whole)
 
 
+def test_a_stop_waits_for_the_accumulated_update(tmp_path: Path, reference: GetRun) -> None:
+    def between(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 3):  # first of three accumulated batches
+            press(signal.SIGINT)()
+
+    training = Training(tmp_path, "sgd", accumulate=3)
+    training.stop(LambdaCallback(on_train_batch_start=between))
+    assert read_checkpoint(training.last)["global_step"] == 3 + 2
+    training.assert_resumes_to(reference("sgd", accumulate=3))
+
+
 def test_a_second_signal_stops_at_once_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Training(tmp_path, "sgd").stop(At(2, press(signal.SIGINT, signal.SIGINT)))
     assert not list(tmp_path.iterdir())
