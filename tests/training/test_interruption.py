@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from contract.command_line import undone
