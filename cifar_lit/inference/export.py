@@ -15,17 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cifar_lit.base.errors import Failure, UsageError, check_choice, check_packages, first_line
+from cifar_lit.base.errors import Failure, check_choice, check_packages, first_line
 from cifar_lit.base.files import writing
-from cifar_lit.inference.logits import NetImages
-from cifar_lit.inference.model_file import LoadedNet, batch_size_of
+from cifar_lit.inference.model_file import LoadedNet
 from cifar_lit.inference.rejection import novelty, threshold
 from cifar_lit.inference.sets import prediction_sets, set_limit
 
@@ -37,47 +34,24 @@ FORMAT = "cifar-lit export 1"
 METADATA_FILE = "metadata.json"  # in a torch-export archive
 OPSET = 20  # the first opset with a Gelu operator; supported by onnxruntime 1.17 and later
 IR_VERSION = 9  # the file format that belongs to this opset; onnxruntime 1.17 reads no later one
-CHECKED_BATCHES = (1, 7)  # besides the batch size of `classify`
+CHECKED_IMAGES = 64
+CHECKED_BATCHES = (1, 7, CHECKED_IMAGES)
 MAX_DIFFERENCE = 1e-4  # between probabilities in float32; rounding errors of deep nets are 100 times smaller
-MIN_AGREEMENT = 0.95  # int8: fraction of equal predictions
-MAX_ACCURACY_LOSS = 0.02  # int8
 
 # From uint8 images (B, C, H, W) to float32 probabilities (B, classes), both on the CPU.
 Runner = Callable[[Tensor], Tensor]
 
 
-def check_request(to: str, quantize: str | None) -> None:
-    """Raise UsageError for an unknown format or invalid options, Failure if packages are missing."""
+def check_format(to: str) -> None:
+    """Raise UsageError for an unknown format, Failure if packages are missing."""
     check_choice("--to", to, FORMATS)
-    if quantize:
-        check_choice("--quantize", quantize, ["int8"])
-        if to != "onnx":
-            raise UsageError(f"--quantize {quantize} needs onnxruntime: use it with --to onnx")
     if to == "onnx":
         check_packages("--to onnx", ("onnx", "onnxscript", "onnxruntime"), "export")
-
-
-def default_path(model: Path, to: str, quantize: str | None) -> Path:
-    """Return the default path of the exported file, beside the model.safetensors."""
-    suffix = FORMATS[to].suffix
-    if quantize:
-        suffix = f".{quantize}{suffix}"
-    return model.with_name(model.stem + suffix)
-
-
-class Check(NamedTuple):
-    """Comparison of a file with its net on the same images."""
-
-    images: int
-    difference: float  # largest difference of a probability; infinity if a value is not finite
-    agreeing: int  # images with the same prediction
-    accuracy: tuple[float, float] | None  # net and file; None without labels
 
 
 class Options(NamedTuple):
     """Options of an export."""
 
-    calibration: NetImages | None = None  # training images for int8 ONNX; None for float
     reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
     coverage: float | None = None  # coverage of the output `prediction_set`; None for no such output
 
@@ -92,72 +66,56 @@ class Options(NamedTuple):
         return names
 
 
-def export(net: LoadedNet, to: str, path: Path, sample: NetImages, options: Options) -> Check:
+def export(net: LoadedNet, to: str, path: Path, options: Options) -> float:
     """Write a net to a file and compare the file with the net. If they disagree, leave `path` unchanged.
 
     Args:
         net: on the CPU, in evaluation mode.
         to: a key of `FORMATS`.
-        sample: at least one image.
 
     Returns:
-        The comparison of net and file.
+        The largest difference of a probability.
 
     Raises:
         Failure: the net cannot be exported, net and file disagree, or the file cannot be written.
     """
     with writing(path, "Choose another place with --out.") as part:
         FORMATS[to].write(net, part, options)
-        result = check(runner_of(net), FORMATS[to].open(part), sample.images, sample.labels)
-        refuse_disagreement(result, int8=options.calibration is not None)
-    return result
+        return check(runner_of(net), FORMATS[to].open(part), drawn_images(net.card.input_shape))
 
 
 # ---- Comparison of an exported file with its net.
 
 
-def check(net: Runner, file: Runner, images: Tensor, labels: Tensor | None) -> Check:
-    """Compare net and file on uint8 images (N, C, H, W) with labels, int64 (N,), or None.
+def drawn_images(shape: Sequence[int]) -> Tensor:
+    """Return noise of any brightness and contrast, uint8 (CHECKED_IMAGES, C, H, W), always the same."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(CHECKED_IMAGES, *shape, generator=generator)
+    brightness = torch.rand(CHECKED_IMAGES, 1, 1, 1, generator=generator)
+    contrast = torch.rand(CHECKED_IMAGES, 1, 1, 1, generator=generator)
+    return (255 * torch.lerp(brightness, noise, contrast)).byte()
 
-    The first images also run in batches of other sizes, and must give the same probabilities.
+
+def check(net: Runner, file: Runner, images: Tensor) -> float:
+    """Compare net and file on uint8 images (N, C, H, W) in batches of several sizes.
+
+    Returns:
+        The largest difference of a probability.
+
+    Raises:
+        Failure: it exceeds `MAX_DIFFERENCE`, or a value is not finite.
     """
-    size = batch_size_of(images)
-    expected = torch.cat([net(batch) for batch in images.split(size)])
-    answers = torch.cat([file(batch) for batch in images.split(size)])
-    difference = _difference(answers, expected)
-    for batch in CHECKED_BATCHES:
-        difference = max(difference, _difference(file(images[:batch]), expected[:batch]))
-    before, after = expected.argmax(1), answers.argmax(1)
-    accuracy = None
-    if labels is not None:
-        accuracy = int((before == labels).sum()) / len(labels), int((after == labels).sum()) / len(labels)
-    return Check(len(images), difference, int((before == after).sum()), accuracy)
-
-
-def _difference(answers: Tensor, expected: Tensor) -> float:
-    """Return the largest difference; infinity if an answer is not finite."""
-    return float((answers - expected).abs().nan_to_num(nan=math.inf).max())
-
-
-def refuse_disagreement(result: Check, int8: bool) -> None:
-    """Raise Failure if a file differs from its net by more than the limits above."""
-    if not int8:
-        if not result.difference <= MAX_DIFFERENCE:
-            raise Failure(
-                f"the file differs from the net: a probability differs by {result.difference:.2g}, more than "
-                f"{MAX_DIFFERENCE:g}, so it was not kept: use another --to, or another version of torch or onnxruntime"
-            )
-        return
-    agreement = result.agreeing / result.images
-    loss = 0.0
-    if result.accuracy:
-        loss = result.accuracy[0] - result.accuracy[1]
-    if agreement < MIN_AGREEMENT or loss > MAX_ACCURACY_LOSS:
+    expected = net(images)
+    difference = 0.0
+    for size in CHECKED_BATCHES:
+        differences = (file(images[:size]) - expected[:size]).abs().nan_to_num(nan=math.inf)
+        difference = max(difference, float(differences.max()))
+    if difference > MAX_DIFFERENCE:
         raise Failure(
-            f"int8 changes this net too much: {agreement:.1%} of the predictions agree (at least {MIN_AGREEMENT:.0%} "
-            f"must), {100 * loss:.1f} points of accuracy are lost (at most {100 * MAX_ACCURACY_LOSS:.0f} may), so the "
-            "file was not kept: leave --quantize out"
+            f"the file differs from the net: a probability differs by {difference:.2g}, more than {MAX_DIFFERENCE:g}, "
+            "so it was not kept: use another --to, or another version of torch or onnxruntime"
         )
+    return difference
 
 
 # ---- Writing and running each format.
@@ -227,11 +185,8 @@ def open_program(path: Path) -> Runner:
 
 
 def write_onnx(net: LoadedNet, path: Path, options: Options) -> None:
-    """Write an ONNX file, in 8 bits if there are calibration images."""
-    model = onnx_model(net, options)
-    if options.calibration:
-        model = quantised(model, options.calibration)
-    path.write_bytes(model.SerializeToString())
+    """Write an ONNX file."""
+    path.write_bytes(onnx_model(net, options).SerializeToString())
 
 
 def open_onnx(path: Path) -> Runner:
@@ -363,59 +318,3 @@ def onnx_model(net: LoadedNet, options: Options) -> ModelProto:
     for name, text in metadata(net, options).items():
         model.metadata_props.add(key=name, value=text)
     return model
-
-
-# ---- 8-bit ONNX: weights and activations as int8, with ranges calibrated on training images.
-
-LAYERS = ("Conv", "Gemm", "MatMul")
-CALIBRATION_IMAGES = 512
-CALIBRATION_BATCH = 64
-MAX_FLOAT_FRACTION = 0.05  # the first and the last layer stay in float if they hold less of all weights
-
-
-def quantised(model: ModelProto, images: NetImages) -> ModelProto:
-    """Return a float model with quantise and dequantise operators around its layers (QDQ), and its metadata.
-
-    The range of an activation is its minimum and maximum over training images. Percentiles and entropy gave no better
-    accuracy on CIFAR-10 (JPEG). Weights have a scale per channel. Activations are signed, so that 8-bit products
-    overflow on no processor. Rounding costs most accuracy in the first and the last layer, so these stay in float if
-    they hold few weights.
-    """
-    import onnx
-    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    with TemporaryDirectory() as folder:
-        plain, prepared, ready = f"{folder}/plain", f"{folder}/prepared", f"{folder}/ready"
-        onnx.save(model, plain)
-        batches = ({"images": batch.contiguous().numpy()} for batch in images.images.split(CALIBRATION_BATCH))
-        reader = SimpleNamespace(get_next=lambda: next(batches, None))
-        with silenced():
-            # Fold operators into the layers. The exporter has already inferred the shapes.
-            quant_pre_process(plain, prepared, skip_symbolic_shape=True)
-            in_float = _layers_in_float(onnx.load(prepared))
-            quantize_static(
-                prepared, ready, reader, quant_format=QuantFormat.QDQ, per_channel=True,
-                activation_type=QuantType.QInt8, weight_type=QuantType.QInt8,
-                op_types_to_quantize=list(LAYERS), nodes_to_exclude=in_float,
-            )  # fmt: skip
-            result: ModelProto = onnx.load(ready)
-    del result.metadata_props[:]
-    result.metadata_props.extend(model.metadata_props)
-    calibration = f"int8 weights and activations, calibrated on {len(images.images)} training images"
-    result.metadata_props.add(key="quantized", value=calibration)
-    # onnxruntime lists all operator sets that it knows, and an earlier one refuses those that it does not know.
-    domains = {node.domain for node in result.graph.node}
-    used = [each for each in result.opset_import if each.domain in domains]
-    del result.opset_import[:]
-    result.opset_import.extend(used)
-    return result
-
-
-def _layers_in_float(model: ModelProto) -> list[str]:
-    """Return the names of the first and the last layer, if they hold few weights."""
-    sizes = {tensor.name: math.prod(tensor.dims) for tensor in model.graph.initializer}
-    layers = [node for node in model.graph.node if node.op_type in LAYERS]
-    weights = {node.name: sum(sizes.get(name, 0) for name in node.input) for node in layers}
-    names = list(weights)
-    return [name for name in (names[0], names[-1]) if weights[name] <= MAX_FLOAT_FRACTION * sum(weights.values())]

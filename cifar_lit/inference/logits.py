@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +16,6 @@ READ_AT_ONCE = 2048  # images of a set that may be mapped from a file
 # Files of a run with one row per training image, NaN for those without: probabilities by predictors that were not
 # fitted on the image; and embeddings.
 OUT_OF_FOLD, FEATURES = "out_of_fold.npy", "features.npy"
-
-
-class NetImages(NamedTuple):
-    """Images in the format of a net's input."""
-
-    images: Tensor  # uint8 (N, C, H, W)
-    labels: Tensor | None  # int64 (N,); None for generated images
-    what: str  # for messages
 
 
 def logits_and_embeddings(

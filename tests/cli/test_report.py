@@ -112,8 +112,6 @@ def test_a_class_that_was_added_since_the_training_is_left_out(model: Path) -> N
     assert (answer.code, answer.error_lines[0]) == (0, line)
     page = Path("bare/report.html").read_text()
     assert headline(page)["test images"] == "5" and "<td>0</td>" not in page
-    answer = run_command("export", "bare", "--to", "torch-export")
-    assert answer.code == 0 and answer.lines[0] == "checking on 5 test images of folder images"
 
 
 def test_data_that_does_not_fit_the_net_is_refused(model: Path) -> None:

@@ -34,7 +34,7 @@ def test_an_exported_file_is_used_with_the_steps_that_it_names(capsys: pytest.Ca
     save_weights(run / "model.safetensors", build_net("lenet", **card.net_settings).state_dict(), card)
     noise = np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8)
     Image.fromarray(noise).save("cat.jpg")
-    answer = run_command("export", run, "--to", "onnx", "--images", "4")
+    answer = run_command("export", run, "--to", "onnx")
     assert answer.code == 0, answer.err
     names: dict[str, object] = {}
     exec(compile(marked("use-a-trained-net.md", "Export"), "page", "exec"), names)

@@ -10,14 +10,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor
 
 from cifar_lit.base.errors import Failure
-from cifar_lit.data.shapes import shapes
 from cifar_lit.inference import export as module
-from cifar_lit.inference.export import FORMATS, Check, Options, check, export
-from cifar_lit.inference.logits import NetImages
-from cifar_lit.inference.model_file import LoadedNet, ModelCard, load_model_file
+from cifar_lit.inference.export import FORMATS, Options, check, drawn_images, export
+from cifar_lit.inference.model_file import LoadedNet, ModelCard
 from cifar_lit.models.registry import build_net
 
 CLASSES = ["cat", "dog", "œuf", "a, b"]
@@ -35,17 +32,6 @@ def fresh(
     shape, mean, std = [channels, *side], [0.4] * channels, [0.2] * channels
     card = ModelCard(name, 1.0, shape, CLASSES, mean, std, options or {}, temperature=0.25)
     return LoadedNet(net, card).eval()
-
-
-def noise(count: int, channels: int = 3, side: tuple[int, int] = (16, 16)) -> NetImages:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randint(0, 256, (count, channels, *side), dtype=torch.uint8, generator=generator)
-    return NetImages(images, None, "noise")
-
-
-def drawn(train: bool, count: int) -> NetImages:
-    images = shapes(train, image_size=16, num_classes=4, count=count)
-    return NetImages(images.images.permute(0, 3, 1, 2), images.labels, "drawn")
 
 
 def assert_describes(metadata: dict[str, str], net: LoadedNet) -> None:
@@ -72,11 +58,10 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
     to: str, name: str, side: tuple[int, int], channels: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     net = fresh(name, side, channels, SMALL_WHITENED if name == "whitened" else None)
-    sample, path = noise(20, channels, side), tmp_path / "net"
-    result = export(net, to, path, sample, Options())
-    assert (result.images, result.agreeing, result.accuracy) == (20, 20, None) and result.difference < 1e-5
-    expected = (net(sample.images) / 0.25).softmax(1)
-    torch.testing.assert_close(FORMATS[to].open(path)(sample.images), expected, rtol=1e-4, atol=1e-5)
+    images, path = drawn_images((channels, *side)), tmp_path / "net"
+    assert export(net, to, path, Options()) < 1e-5
+    expected = (net(images) / 0.25).softmax(1)
+    torch.testing.assert_close(FORMATS[to].open(path)(images), expected, rtol=1e-4, atol=1e-5)
     assert list(tmp_path.iterdir()) == [path]
     assert capfd.readouterr() == ("", "")
     if to == "torch-export":
@@ -86,9 +71,9 @@ def test_an_exported_file_predicts_the_same_and_describes_its_input(
     else:
         assert onnx.load(path).ir_version == 9  # onnxruntime 1.17 and its web build read no later format
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        (images,), (probabilities,) = session.get_inputs(), session.get_outputs()
+        (inputs,), (probabilities,) = session.get_inputs(), session.get_outputs()
         shape = ["batch", channels, *side]
-        assert (images.name, images.type, images.shape) == ("images", "tensor(uint8)", shape)
+        assert (inputs.name, inputs.type, inputs.shape) == ("images", "tensor(uint8)", shape)
         assert (probabilities.name, probabilities.type) == ("probabilities", "tensor(float)")
         assert probabilities.shape == ["batch", 4]
         metadata = session.get_modelmeta().custom_metadata_map
@@ -104,34 +89,6 @@ def test_the_metadata_has_height_before_width_and_the_levels_of_16_bits() -> Non
     assert json.loads(metadata["card"])["levels"] == [7000, 7366]
 
 
-# ---- int8
-
-
-def test_int8_is_smaller_and_nearly_agrees_or_is_removed(
-    fitted_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, sample = load_model_file(fitted_run), drawn(False, 200)
-    model = module.onnx_model(net, Options())  # takes seconds: made once
-    monkeypatch.setattr(module, "onnx_model", lambda net, options: model)
-    int8 = export(net, "onnx", tmp_path / "int8.onnx", sample, Options(drawn(True, 200)))
-    plain = export(net, "onnx", tmp_path / "float.onnx", sample, Options())
-    assert int8.agreeing >= 190 and int8.difference > plain.difference
-    assert int8.accuracy and plain.accuracy
-    assert int8.accuracy[0] == plain.accuracy[0] == plain.accuracy[1] > 0.3
-    sizes = [(tmp_path / f"{name}.onnx").stat().st_size for name in ("int8", "float")]
-    assert sizes[0] < 0.55 * sizes[1]  # a quarter, plus the names of nodes and classes
-    stored = onnx.load(tmp_path / "int8.onnx")
-    assert (stored.ir_version, [(each.domain, each.version) for each in stored.opset_import]) == (9, [("", 20)])
-    metadata = {entry.key: entry.value for entry in stored.metadata_props}
-    assert metadata["format"] == module.FORMAT
-    assert "calibrated on 200 training images" in metadata["quantized"]
-    dark = torch.zeros(64, 3, 16, 16, dtype=torch.uint8)  # a range calibrated on black images clips all others
-    text = r"int8 changes this net too much: \d+\.\d% of the predictions agree .*leave --quantize out"
-    with pytest.raises(Failure, match=text):
-        export(net, "onnx", tmp_path / "a.onnx", drawn(False, 100), Options(NetImages(dark, None, "dark")))
-    assert not list(tmp_path.glob("a.onnx*"))
-
-
 # ---- refused files
 
 
@@ -140,27 +97,21 @@ def test_a_wrong_file_is_removed_and_the_old_one_stays(tmp_path: Path, monkeypat
     other, right = fresh("tudui"), FORMATS["torch-export"]
     other.net.load_state_dict({name: 2 * tensor for name, tensor in other.net.state_dict().items()})
     with pytest.raises(Failure, match=r"cannot write .*nowhere.*"):
-        export(other, "torch-export", tmp_path / "nowhere" / "a.pt2", noise(1), Options())
+        export(other, "torch-export", tmp_path / "nowhere" / "a.pt2", Options())
     wrong = right._replace(write=lambda net, *args: right.write(other, *args))
     monkeypatch.setitem(FORMATS, "torch-export", wrong)
     with pytest.raises(Failure, match="the file differs from the net: a probability differs by 0"):
-        export(fresh("tudui"), "torch-export", tmp_path / "a", noise(9), Options())
+        export(fresh("tudui"), "torch-export", tmp_path / "a", Options())
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
-def test_the_check_finds_errors_at_one_batch_size_and_counts_agreement() -> None:
-    run, images = module.runner_of(fresh("tudui")), noise(30).images
-    for size in (1, 7, 30):
-        result = check(run, lambda batch, size=size: run(batch) + 0.5 * (len(batch) == size), images, None)
-        assert result.difference == pytest.approx(0.5, abs=1e-5), size
-    assert check(run, lambda batch: run(batch) * float("nan"), images, None).difference == float("inf")
-    before, after = torch.eye(4), torch.eye(4)[[1, 1, 2, 3]]
-    numbers = torch.arange(4, dtype=torch.uint8).view(4, 1, 1, 1)
-
-    def table(rows: Tensor) -> module.Runner:
-        return lambda batch: rows[batch.flatten().int()]
-
-    assert check(table(before), table(after), numbers, torch.tensor([0, 1, 2, 0])) == Check(4, 1.0, 3, (0.75, 0.5))
+def test_the_check_finds_errors_at_one_batch_size_and_values_that_are_not_finite() -> None:
+    run, images = module.runner_of(fresh("tudui")), drawn_images((3, 16, 16))
+    for size in (1, 7, 64):
+        with pytest.raises(Failure, match=r"a probability differs by 0\.5"):
+            check(run, lambda batch, size=size: run(batch) + 0.5 * (len(batch) == size), images)
+    with pytest.raises(Failure, match="a probability differs by inf"):
+        check(run, lambda batch: run(batch) * float("nan"), images)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")

@@ -25,7 +25,6 @@ from cifar_lit.data.image_set import ImageSet
 from cifar_lit.data.shapes import shapes
 from cifar_lit.inference.calibration import tempered
 from cifar_lit.inference.export import Options, export
-from cifar_lit.inference.logits import NetImages
 from cifar_lit.inference.model_file import ModelCard, load_model_file, save_weights
 from cifar_lit.inference.rejection import novelty, reject_scores
 from cifar_lit.inference.sets import (
@@ -185,8 +184,8 @@ def test_python_and_classify_give_the_same_sets(
 def test_an_exported_file_has_the_outputs_set_and_unknown(stored: Path, tmp_path: Path) -> None:
     predictions = cifar_lit.load(stored).predict_batch(IMAGES, reject=0.2, coverage=0.7)
     expected = [[name in (each.prediction_set or ()) for name in PICTURES.classes] for each in predictions]
-    sample, options = NetImages(IMAGES, None, "noise"), Options(reject=0.2, coverage=0.7)
-    export(load_model_file(stored), "onnx", tmp_path / "onnx", sample, options)
+    options = Options(reject=0.2, coverage=0.7)
+    export(load_model_file(stored), "onnx", tmp_path / "onnx", options)
     session = onnxruntime.InferenceSession(tmp_path / "onnx", providers=["CPUExecutionProvider"])
     probabilities, unknown, sets = session.run(None, {"images": IMAGES.numpy()})
     best = [each.probability for each in predictions]  # at the temperature
