@@ -52,6 +52,7 @@ def test_devices_come_from_torchrun() -> None:
     command = parse("fit", [])
     apply_launcher(command, {**TORCHRUN, "WORLD_SIZE": "4"})
     assert (command.value("trainer.devices"), command.value("trainer.num_nodes")) == ("2", "2")
+    assert not is_first_process({**TORCHRUN, "RANK": "2"})  # the first process of the second node
 
 
 @pytest.mark.parametrize(

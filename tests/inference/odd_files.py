@@ -16,7 +16,6 @@ from PIL import Image
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 GREY = tuple((luma,) * 3 for luma in (76, 150, 29, 255))
-BITS = tuple((luma,) * 3 for luma in (0, 255, 0, 255))
 CUT, UNKNOWN = "cut short", "not a JPEG, PNG, WebP, BMP, GIF, TIFF, PPM"
 
 

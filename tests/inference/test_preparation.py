@@ -120,8 +120,6 @@ def test_12_bit_pictures_are_scaled_as_in_the_training(folder: Path) -> None:
     assert images.unique().numel() > 200
     assert torch.equal(classifier.prepare(paths), images)
     assert torch.equal(classifier.prepare([Image.open(path) for path in paths]), images)
-    (rows,) = classify_files(classifier, [ImageFile(path) for path in paths], 1)
-    assert [row.novelty for row in rows] == [each.novelty for each in classifier.predict_batch(images, 1)]
     data = run_image_data(run, load_model_file(run).card, data_dir=str(root / "train"))  # other images
     assert data.train_images.levels == tuple(classifier.card.levels)
 

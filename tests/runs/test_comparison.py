@@ -93,6 +93,8 @@ def test_settings_that_differ_are_listed_except_paths() -> None:
     assert differing(runs) == {"model.lr": ["0.1", "0.2"]}
     other = make_run("c/small-1", seed=4, widths=[8])
     assert differing([runs[0], other]) == {"seed_everything": ["0", "4"], "model.widths": ["[8, 16]", "[8]"]}
+    runs = [make_run(name, optimizer_options=options) for name, options in (("a-1", None), ("b-1", {"momentum": 0.5}))]
+    assert differing(runs) == {"model.optimizer_options.momentum": ["–", "0.5"]}
 
 
 def test_a_run_without_results_has_a_note_with_the_reason() -> None:
@@ -124,7 +126,6 @@ def test_runs_that_differ_only_in_the_seed_form_a_group() -> None:
     assert seeds.seeds == [0, 1, 2]
     accuracy = seeds.accuracy
     assert (accuracy["n"], accuracy["mean"], accuracy["std"]) == (3, pytest.approx(0.7), pytest.approx(0.1))
-    assert accuracy["high"] - accuracy["mean"] == pytest.approx(0.2484, abs=1e-4)  # t(2) = 4.303
     assert seeds.train_seconds["mean"] == 11.0
     assert (other.accuracy["n"], other.accuracy["std"]) == (1, None)
 
@@ -209,14 +210,12 @@ def test_p_values_are_corrected_for_the_number_of_pairs() -> None:
     assert pair_lines(tests)[-1].endswith("(Holm): 3 pairs")
 
 
-def test_groups_are_paired_by_seed() -> None:
+def test_p_values_of_groups_are_corrected_for_the_number_of_pairs() -> None:
     # Group a is right on 7, 6 and 8 of 10 images, group b on 6, 4 and 7.
     runs = [make_run(f"a-{seed}", [True] * n + [False] * (10 - n), seed) for seed, n in enumerate((7, 6, 8))]
     runs += [make_run(f"b-{seed}", [True] * n + [False] * (10 - n), seed, lr=0.5) for seed, n in enumerate((6, 4, 7))]
     grouped = groups(runs)
     (pair,) = seed_pairs(grouped)
-    assert (pair.first, pair.second, pair.over_seeds["n"]) == (0, 1, 3)
-    assert pair.over_seeds["mean"] == pytest.approx(0.4 / 3) and pair.over_seeds["std"] == pytest.approx(0.1 / 3**0.5)
     ps = [each.over_seeds["p"] for each in seed_pairs([*grouped, grouped[1]])]
     assert ps == [pytest.approx(2 * pair.over_seeds["p"])] * 2 + [None]
 
@@ -240,11 +239,6 @@ def test_the_group_in_which_a_run_got_worse_is_named() -> None:
     assert lines[-1].endswith("(Holm): 1 pair and, apart from these, 4 groups")
     again = make_run("c", [True] * 10 + [True, False] * 15, columns=CAMERAS)
     assert not [line for line in pair_lines(compared([runs[0], again])[0]) if "better than" in line]
-
-
-def test_settings_that_are_keys_in_another_run_are_listed_once() -> None:
-    runs = [make_run(name, optimizer_options=options) for name, options in (("a", None), ("b", {"momentum": 0.5}))]
-    assert differing(runs) == {"model.optimizer_options.momentum": ["–", "0.5"]}
 
 
 def test_what_differs_in_the_data_is_named() -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class AtStep(Callback):
-    """Send AT_STEP_SIGNAL to this process in the step after AT_STEP, or when AT_STAGE (fit, validation, test) starts.
+    """Send AT_STEP_SIGNAL to this process in the step after AT_STEP, or if that is "start", before the training.
 
     AT_STEP_RANK restricts the signal to one rank. A restarted process sends none.
     At the end of training each rank saves its weights to the folder RANK_WEIGHTS.
@@ -24,18 +24,9 @@ class AtStep(Callback):
         if not restarted and os.environ.get("AT_STEP_RANK", str(trainer.global_rank)) == str(trainer.global_rank):
             os.kill(os.getpid(), int(os.environ["AT_STEP_SIGNAL"]))
 
-    def _at_stage(self, trainer: pl.Trainer, name: str) -> None:
-        if os.environ.get("AT_STAGE") == name:
-            self._send(trainer)
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at_stage(trainer, "fit")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at_stage(trainer, "validation")
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._at_stage(trainer, "test")
+        if os.environ.get("AT_STEP") == "start":
+            self._send(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if folder := os.environ.get("RANK_WEIGHTS"):

@@ -44,7 +44,7 @@ def test_a_failed_requeue_prints_the_command_to_resume(tmp_path: Path) -> None:
     assert "`scontrol requeue 5_2` failed: no permission. Resume with:\n  cifar-lit train --resume" in answer.err
 
 
-@pytest.mark.parametrize(("moment", "step"), [({"AT_STEP": "3", **SLURM}, 4), ({"AT_STAGE": "fit"}, None)])
+@pytest.mark.parametrize(("moment", "step"), [({"AT_STEP": "3", **SLURM}, 4), ({"AT_STEP": "start"}, None)])
 def test_sigterm_ends_the_command_with_its_latest_checkpoint_and_no_requeue(
     tmp_path: Path, moment: dict[str, str], step: int | None
 ) -> None:
