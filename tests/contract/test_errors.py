@@ -42,6 +42,7 @@ INVALID: list[tuple[str, list[str]]] = [
     ("--recipe quikstart", ["'quikstart'", "Did you mean quickstart?"]),
     ("quickstart", ["no command is called 'quickstart'", "Did you mean train --recipe quickstart?"]),
     ("devices --chekc", ["no flag --chekc", "Did you mean --check?"]),
+    (f"{S} --devices gpu", ["--devices gpu", "use a number (2), ids (0,1) or auto"]),
     (f"{S} --accelerator gpus", ["gpus", "cuda"]),
     # values
     (f"{S} --lr", ["--lr needs a value"]),

@@ -124,12 +124,13 @@ def test_each_device_restores_its_own_random_state() -> None:
 def test_each_epoch_prints_one_line_with_its_validation(capsys: pytest.CaptureFixture[str]) -> None:
     model, clock, losses = classifier(), Clock(), list[float]()
     note = LambdaCallback(on_train_epoch_end=lambda _, model: losses.extend(model.rows.epoch_means().values()))
-    fitted(model, shapes_data(), clock, EpochLines(clock), note, check_val_every_n_epoch=2)
-    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch "))
-    assert re.fullmatch(r"epoch 1/2 · train loss {:.4f} acc {:.4f} · \d+\.\d s".format(*losses[:2]), first)
+    fitted(model, shapes_data(), clock, EpochLines(clock), note, max_epochs=3, check_val_every_n_epoch=2)
+    first, second, third = (line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch "))
+    assert re.fullmatch(r"epoch 1/3 · train loss {:.4f} acc {:.4f} · \d+\.\d s".format(*losses[:2]), first)
     assert model.score is not None
     validated = f"val loss {model.score.loss:.4f} acc {model.score.accuracy:.4f}"
-    assert second.startswith("epoch 2/2 · train loss {:.4f} acc {:.4f} · ".format(*losses[2:]) + validated)
+    assert second.startswith("epoch 2/3 · train loss {:.4f} acc {:.4f} · ".format(*losses[2:4]) + validated)
+    assert third.startswith("epoch 3/3 ·") and "val" not in third
 
 
 # ---- losses and weights that are not finite
