@@ -265,8 +265,6 @@ def _fashion_folder(settings: DataSettings) -> Path:
 
 def has_cifar(name: str, settings: DataSettings) -> bool:
     """Return whether all unpacked files of a CIFAR exist and have torchvision's md5s."""
-    if not settings.path.is_dir():  # saves the import of torchvision
-        return False
     from torchvision import datasets
 
     return _read_cifar(getattr(datasets, name.upper()), settings.path, train=False) is not None
@@ -274,8 +272,6 @@ def has_cifar(name: str, settings: DataSettings) -> bool:
 
 def has_fashion_mnist(settings: DataSettings) -> bool:
     """Return whether all four packed files exist. `fetch` checks them, and changes no existing file."""
-    if not settings.path.is_dir():
-        return False
     from torchvision.datasets import FashionMNIST
 
     return all((_fashion_folder(settings) / filename).exists() for filename, _ in FashionMNIST.resources)

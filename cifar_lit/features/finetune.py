@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -256,48 +256,36 @@ FOLDED_ROWS = 2000  # features; with more, only one fold is held out
 FITTED_ROWS = 100_000  # features; more cost memory and hardly improve the accuracy
 
 
-@dataclass(frozen=True)
-class Regression:
-    """Multinomial logistic regression with an L2 penalty.
+def solve(
+    rows: Tensor, labels: Tensor, num_classes: int, strengths: Sequence[float], class_weights: Tensor | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return a multinomial logistic regression for each strength of the L2 penalty, found from the previous ones.
 
     Args:
         rows: standardised features, float32 (N, features).
         labels: int64 (N,).
-        num_classes: number of classes.
         class_weights: weights of the loss, float32 (classes,).
+
+    Returns:
+        Weight (classes, features) and bias (classes,) of each.
     """
+    weight = torch.zeros(num_classes, rows.shape[1], requires_grad=True)
+    bias = torch.zeros(num_classes, requires_grad=True)
+    solutions = []
+    for strength in strengths:
+        solver = torch.optim.LBFGS([weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
 
-    rows: Tensor
-    labels: Tensor
-    num_classes: int
-    class_weights: Tensor | None = None
+        def loss(strength: float = strength) -> Tensor:
+            weight.grad = bias.grad = None
+            fit = F.cross_entropy(rows @ weight.T + bias, labels, class_weights)
+            value = fit + strength / 2 * weight.square().sum()
+            value.backward()
+            return value
 
-    def part(self, chosen: Tensor) -> Regression:
-        """Return the regression of some rows."""
-        return replace(self, rows=self.rows[chosen], labels=self.labels[chosen])
-
-    def loss(self, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return the cross-entropy of weight (classes, features) and bias (classes,)."""
-        return F.cross_entropy(self.rows @ weight.T + bias, self.labels, self.class_weights)
-
-    def solve(self, strengths: Sequence[float]) -> list[tuple[Tensor, Tensor]]:
-        """Return weight and bias for each strength of the penalty, each found from the previous ones."""
-        weight = torch.zeros(self.num_classes, self.rows.shape[1], requires_grad=True)
-        bias = torch.zeros(self.num_classes, requires_grad=True)
-        solutions = []
-        for strength in strengths:
-            solver = torch.optim.LBFGS([weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
-
-            def loss(strength: float = strength) -> Tensor:
-                weight.grad = bias.grad = None
-                value = self.loss(weight, bias) + strength / 2 * weight.square().sum()
-                value.backward()
-                return value
-
-            with torch.enable_grad():
-                solver.step(loss)
-            solutions.append((weight.detach().clone(), bias.detach().clone()))
-        return solutions
+        with torch.enable_grad():
+            solver.step(loss)
+        solutions.append((weight.detach().clone(), bias.detach().clone()))
+    return solutions
 
 
 def fit_head(
@@ -320,18 +308,18 @@ def fit_head(
         subset = torch.randperm(len(labels), generator=generator)[:FITTED_ROWS].sort().values
         features, labels, folds = features[subset], labels[subset], folds[subset]
     rows, mean, std = standardise(features)
-    regression = Regression(rows, labels, num_classes, class_weights)
     fold_count = 1
     if len(rows) <= FOLDED_ROWS:
         fold_count = min(FOLDS, int(folds.max()) + 1)
     losses = torch.zeros(len(STRENGTHS))
     for fold in range(fold_count):
         held_out = folds == fold
-        unseen = regression.part(held_out)
-        for index, solution in enumerate(regression.part(~held_out).solve(STRENGTHS)):
-            losses[index] += unseen.loss(*solution)
+        solutions = solve(rows[~held_out], labels[~held_out], num_classes, STRENGTHS, class_weights)
+        for index, (weight, bias) in enumerate(solutions):
+            logits = rows[held_out] @ weight.T + bias
+            losses[index] += F.cross_entropy(logits, labels[held_out], class_weights)
     best = int(losses.argmin())
-    weight, bias = regression.solve(STRENGTHS[: best + 1])[-1]
+    weight, bias = solve(rows, labels, num_classes, STRENGTHS[: best + 1], class_weights)[-1]
     weight = weight / std
     return weight, bias - weight @ mean
 
@@ -352,7 +340,7 @@ def out_of_fold(features: Tensor, labels: Tensor, num_classes: int) -> Tensor:
         others = (~held_out).nonzero().flatten()
         others = others[torch.randperm(len(others), generator=generator)[:FITTED_ROWS]]
         rows, mean, std = standardise(features[others])
-        ((weight, bias),) = Regression(rows, labels[others], num_classes).solve(STRENGTHS[:1])
+        ((weight, bias),) = solve(rows, labels[others], num_classes, STRENGTHS[:1])
         logits[held_out] = (features[held_out].float() - mean) / std @ weight.T + bias
     return logits.softmax(1)
 

@@ -46,10 +46,11 @@ class LastLosses:
         self.latest = torch.full_like(self._merged, -1.0)
         self.hard = torch.empty(0, dtype=torch.int64)
 
-    def record(self, losses: Tensor, batch: Batch) -> None:
-        """Record the losses (B,) of a training batch."""
+    def record(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
+        """Record the losses (B,) of a training batch, and return them."""
         if batch.loss_weight:
             self.latest[batch.indices] = losses.detach().float()
+        return losses
 
     def merge(self) -> None:
         """Merge the losses of all devices. Collective: every rank must call this."""
@@ -150,16 +151,11 @@ class SkipEasy(Callback):
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
         skip_from = first_hard_batch(self._start, data.fit_length)
         pl_module.needs_length = "skip_easy"
-        pl_module.loss.changes.insert(0, self.record)  # before changes of the losses
         self._losses = LastLosses(len(data.train_images), trainer.strategy.root_device)
+        pl_module.loss.changes.insert(0, self._losses.record)  # before changes of the losses
         data.make_train_loader = partial(
             HardRoundsLoader, losses=self._losses, skip_easy=self._share, skip_from=skip_from
         )
-
-    def record(self, losses: Tensor, logits: Tensor, batch: Batch) -> Tensor:
-        """Record the losses (B,) of a training batch, and return them."""
-        self._losses.record(losses, batch)
-        return losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses and the rows of the current round. Collective: every rank must call this."""

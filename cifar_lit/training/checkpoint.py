@@ -27,7 +27,6 @@ from cifar_lit.base.text import duration_seconds
 from cifar_lit.training.loop import is_last_epoch, validates_next, within_epoch
 
 if TYPE_CHECKING:
-    from cifar_lit.data.image_set import Batch
     from cifar_lit.training.classifier import ImageClassifier
 
 LAST, PREVIOUS, BEST = "last.ckpt", "previous.ckpt", "best.ckpt"
@@ -112,29 +111,17 @@ class RegularCheckpoint(RunCheckpoint):
 
     state_key = "RegularCheckpoint"  # without the interval, which may change on resume
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save at the end of every epoch too, even if epochs are short."""
-        super().on_train_start(trainer, pl_module)
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, LastCheckpoint):
-                callback.requested = True
-
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: Batch, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: ImageClassifier, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Save at the interval, like Lightning; if a validation follows this step, save after it."""
-        if self._train_time_interval is not None:
-            seconds = time.monotonic() - (self._last_time_checked or 0.0)
-            is_due = seconds >= self._train_time_interval.total_seconds()
-        else:
-            is_due = trainer.global_step % self._every_n_train_steps == 0
-        if not is_due or not within_epoch(trainer):
-            return
-        self._last_time_checked = time.monotonic()
-        if validates_next(trainer):
-            self._defer_save_until_validation = True
-        elif not self._should_skip_saving_checkpoint(trainer):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        """Save if due, unless a validation follows this step."""
+        if within_epoch(trainer) and not validates_next(trainer):
+            ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, None, None, 0)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: ImageClassifier) -> None:
+        """Save if due after a validation within an epoch."""
+        if within_epoch(trainer):
+            ModelCheckpoint.on_train_batch_end(self, trainer, pl_module, None, None, 0)
 
 
 class LastCheckpoint(RunCheckpoint):

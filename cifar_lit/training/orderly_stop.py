@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from cifar_lit.base.signals import HANGUP, REQUEUE, STOP_SIGNALS, accept_hangup, stop_signals
+from cifar_lit.base.signals import HANGUP, REQUEUE, accept_hangup, stop_signals
 from cifar_lit.base.text import note
 from cifar_lit.training.checkpoint import LastCheckpoint
 from cifar_lit.training.loop import validates_next, within_epoch
@@ -95,8 +95,6 @@ class OrderlyStop(Checkpoint):
     end. With several devices, a signal during a step stops the run after the next one.
     """
 
-    SIGNALS = STOP_SIGNALS
-
     def __init__(self, last: LastCheckpoint) -> None:
         self._last = last
         self._received = 0
@@ -133,7 +131,7 @@ class OrderlyStop(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Register the handlers. Lightning's handlers would end with exit code 0, or without a checkpoint."""
-        handled = set(self.SIGNALS).intersection(stop_signals()) | {self._requeue}
+        handled = {*stop_signals(), self._requeue}
         self._old_handlers = {number: signal.signal(number, self._receive) for number in handled if number}
 
     def on_train_batch_start(

@@ -31,6 +31,7 @@ from small_runs import (
 from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
+from cifar_lit.base.signals import STOP_SIGNALS
 from cifar_lit.cli.quiet import catch_signals
 from cifar_lit.features import FEATURES
 from cifar_lit.training.callbacks import Clock, RandomState
@@ -42,9 +43,9 @@ pytestmark = pytest.mark.usefixtures("dropout_net")
 
 @pytest.fixture(autouse=True)
 def _signals_given_back() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in OrderlyStop.SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
-    after = {number: signal.getsignal(number) for number in OrderlyStop.SIGNALS}
+    after = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
         signal.signal(number, handler)
     assert after == before

@@ -172,8 +172,6 @@ class _Reader:
             name = Path(leading).name
             if name.lower() not in PARTS:
                 return {}
-            if len(others) > 1 and all(self.inner_folders(folders[other][0]) == inner for other in others):
-                return {}  # all are classes
             missing = "test" if "train" in parts else "train"
             alone = f"to train and test on the images of {name}/ alone: --data-dir {leading}"
             if others:

@@ -81,11 +81,6 @@ def test_classes_may_have_the_names_of_parts_or_folders_of_their_own(root: Path)
     assert [*scan(root).parts["all"]] == ["cat", "dog", "fox", "test_station", "train_station", "valid"]
 
 
-def test_a_class_may_have_the_name_of_a_part_and_the_folders_of_the_other_classes(root: Path) -> None:
-    fill(root, *(f"{name}/{time}" for name in ("bus", "car", "train") for time in ("day", "night")))
-    assert counts(scan(root)) == {"all": {"bus": 4, "car": 4, "train": 4}}
-
-
 def test_train_and_test_are_parts_also_beside_folders_of_other_images(root: Path) -> None:
     fill(root, "images", "train", "test")
     with pytest.raises(UsageError, match=r"images lie directly in .*train"):
