@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from inspect import isclass, isroutine, signature
@@ -72,16 +70,6 @@ def build_part(part: object, kind: type, *arguments: object, **settings: object)
 def is_import_path(name: str) -> bool:
     """Return whether a name of a net or data set is dotted, such as `my_nets.MyNet`."""
     return "." in name and all(part.isidentifier() for part in name.split("."))
-
-
-def own_part_hint(name: str) -> str:
-    """Return `" Did you mean my_nets.X?"` if a Python file of the working folder defines X; empty otherwise."""
-    for file in sorted(Path().glob("*.py")):
-        with suppress(SyntaxError, ValueError):  # the file is parsed, not run
-            for node in ast.parse(file.read_bytes()).body:
-                if getattr(node, "name", None) == name:
-                    return f" Did you mean {file.stem}.{name}?"
-    return ""
 
 
 def check_no_file(name: str) -> None:

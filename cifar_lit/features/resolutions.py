@@ -19,15 +19,12 @@ if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
 
-LEAST_SIDE = 4  # pixels
 
-
-def check_resolutions(resolutions: Mapping[int, float], height: int, width: int) -> None:
-    """Raise UsageError if a schedule of sizes is invalid for images of this size."""
-    least = max(LEAST_SIDE, -(-LEAST_SIDE * height // width))  # narrow images need a width of LEAST_SIDE
+def check_resolutions(resolutions: Mapping[int, float], height: int) -> None:
+    """Raise UsageError if a schedule of sizes is invalid for images of this height."""
     for side in resolutions:
-        if not least <= side <= height:
-            raise UsageError(f"resolutions has a side of {side} pixels: use {least} … {height} for these images")
+        if not 0 < side <= height:
+            raise UsageError(f"resolutions has a side of {side} pixels: use 1 … {height} for these images")
     total = sum(resolutions.values())
     if total > 1 + 1e-9:
         raise UsageError(f"the shares in resolutions.sides add up to {total:g}: use at most 1")
@@ -49,8 +46,7 @@ class Resolutions(Callback):
         if stage != "fit":
             return
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
-        _, height, width = data.input_shape
-        check_resolutions(self._sides, height, width)
+        check_resolutions(self._sides, data.input_shape[1])
         data.side = partial(self.side, epochs=data.epochs)
         pl_module.needs_length = "resolutions"
 

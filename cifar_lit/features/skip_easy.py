@@ -19,18 +19,11 @@ from torch import Tensor
 
 from cifar_lit.base.errors import UsageError
 from cifar_lit.data.image_set import Batch
-from cifar_lit.data.loaders import FitLength, Pass, TrainLoader, shuffled
+from cifar_lit.data.loaders import Pass, TrainLoader, shuffled
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
     from cifar_lit.training.classifier import ImageClassifier
-
-
-def first_hard_batch(start: float, length: FitLength) -> tuple[int, int]:
-    """Return the epoch, and the batch in it, from which easy images are skipped."""
-    if length.total is None:
-        raise UsageError("skip_easy needs the length of the training: set --epochs or --trainer.max_steps")
-    return divmod(round(start * length.total), length.epoch)
 
 
 class LastLosses:
@@ -149,7 +142,10 @@ class SkipEasy(Callback):
         if stage != "fit":
             return
         data: ImageData = trainer.datamodule  # type: ignore[attr-defined]
-        skip_from = first_hard_batch(self._start, data.fit_length)
+        length = data.fit_length
+        if length.total is None:
+            raise UsageError("skip_easy needs the length of the training: set --epochs or --trainer.max_steps")
+        skip_from = divmod(round(self._start * length.total), length.epoch)
         pl_module.needs_length = "skip_easy"
         self._losses = LastLosses(len(data.train_images), trainer.strategy.root_device)
         pl_module.loss.changes.insert(0, self._losses.record)  # before changes of the losses

@@ -74,7 +74,9 @@ def build_timm_net(
     """
     timm = import_timm()
     short = timm_name(name)
-    size = scaled_size(image_size, side)
+    size = image_size
+    if side:
+        size = (round(side * size[0] / min(image_size)), round(side * size[1] / min(image_size)))
     cfg = timm.get_pretrained_cfg(short)
     settings: dict[str, Any] = {}
     if getattr(cfg, "fixed_input_size", False):
@@ -88,14 +90,6 @@ def build_timm_net(
     if side:
         net.register_forward_pre_hook(partial(_scale, size=size))
     return net
-
-
-def scaled_size(image_size: tuple[int, int], side: int | None) -> tuple[int, int]:
-    """Return (height, width) of images that `build_timm_net` has scaled to a shorter side."""
-    if side is None:
-        return image_size
-    shorter = min(image_size)
-    return round(side * image_size[0] / shorter), round(side * image_size[1] / shorter)
 
 
 def _scale(net: nn.Module, inputs: tuple[Tensor, ...], size: tuple[int, int]) -> Tensor:

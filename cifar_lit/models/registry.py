@@ -28,7 +28,6 @@ from cifar_lit.base.plugins import (
     check_no_file,
     find_part,
     is_import_path,
-    own_part_hint,
     part_name,
 )
 from cifar_lit.base.text import note_once
@@ -142,10 +141,8 @@ def find_builder(net: str | Builder) -> Builder:
     names = [*NETS, *models.list_models(module=models)]
     if name not in names:
         check_no_file(name)
-        hint = own_part_hint(name) or nearest(name, names)
-        raise UsageError(
-            f"There is no net named {name!r}.{hint} Nets: {', '.join(NETS)}, those of torchvision, and timm/NAME."
-        )
+        others = "those of torchvision, timm/NAME, and the nets of your own files, as FILE.NAME"
+        raise UsageError(f"There is no net named {name!r}.{nearest(name, names)} Nets: {', '.join(NETS)}, {others}.")
     return partial(build_torchvision_net, name)
 
 

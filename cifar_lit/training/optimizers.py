@@ -206,11 +206,9 @@ def _build_foreign(net: nn.Module, optimizer: object, lr: float, options: dict[s
         if option not in accepted:
             raise UsageError(f"{part_name(optimizer)} takes no {option}: leave {OPTIONS}.{option} out")
     groups = regroup(pair_of_groups(net, lr, options.get("weight_decay", 0.0)))
-    has_own_rates = len({group["lr"] for group in groups}) > 1  # set by `regroup`
-    sets_rate = "lr" not in accepted and not has_own_rates
     for group in groups:
         # A value in a group would replace the one that the function sets itself.
-        if sets_rate:
+        if "lr" not in accepted:
             del group["lr"]
         if group["role"] == "weights" and "weight_decay" not in options:
             del group["weight_decay"]

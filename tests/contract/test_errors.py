@@ -29,7 +29,7 @@ INVALID: list[tuple[str, list[str]]] = [
     (f"{S} --net resnt18", ["'resnt18'", "Did you mean resnet18?"]),
     (f"{S} --dataset cifar1O", ["'cifar1O'", "Did you mean cifar10?", "fashion_mnist"]),
     (f"{S} --model.optimizer adam", ["model.optimizer", "torch.optim.Adam"]),
-    (f"{S} --net Net", ["Did you mean my_net.Net?"]),
+    (f"{S} --net Net", ["the nets of your own files, as FILE.NAME"]),
     (f"{S} --data.train_count 5", ["Did you mean --data.split.share?"]),
     (f"{S} --config wrong.yaml", ["wrong.yaml: --lr: model.lr", "float", "fast"]),
     (f"{S} --config twice.yaml", ["twice.yaml", "line 3, column 3: lr stands there a second time"]),
