@@ -91,17 +91,14 @@ def load_images(data: str | Source | Load, settings: DataSettings, train: bool) 
 
 
 def _load_reviewed(data: str | Source | Load, settings: DataSettings, train: bool) -> ImageSet:
-    """Return images whose labels are in the table `data.labels`. Raise UsageError if it is no table."""
-    from cifar_lit.data.photos.layout import TABLES
+    """Return images whose labels are in the table `data.labels`."""
     from cifar_lit.data.photos.table import with_reviewed_labels
 
-    table, dataset = str(settings.images.labels), part_name(data)
-    if not table.lower().endswith(TABLES) or dataset == "folder":
-        remedy = "leave data.labels out; a table of own images is named by --data-dir"
-        raise UsageError(f"{dataset} has no labels called {table!r}: {remedy}")
+    if part_name(data) == "folder":
+        raise UsageError("leave data.labels out; a table of own images is named by --data-dir")
     images = load_images(data, replace(settings, images=replace(settings.images, labels=None)), train)
     if train:
-        images = with_reviewed_labels(images, Path(table).expanduser())
+        images = with_reviewed_labels(images, Path(str(settings.images.labels)).expanduser())
     return images
 
 

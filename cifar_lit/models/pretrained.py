@@ -35,15 +35,10 @@ class Pretraining(NamedTuple):
     image_size: tuple[int, int]
 
 
-def check_timm() -> None:
-    """Raise UsageError if the package timm is not installed. It is not imported."""
-    if find_spec("timm") is None:
-        raise UsageError(f"this net needs timm, which is not installed: {EXTRA}")
-
-
 def import_timm() -> Any:
     """Return the package timm. Raise UsageError if it is not installed."""
-    check_timm()
+    if find_spec("timm") is None:
+        raise UsageError(f"this net needs timm, which is not installed: {EXTRA}")
     return import_module("timm")
 
 

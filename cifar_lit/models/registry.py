@@ -130,7 +130,7 @@ def find_builder(net: str | Builder) -> Builder:
     if name.startswith("timm/"):
         from cifar_lit.models import pretrained
 
-        pretrained.check_timm()
+        pretrained.timm_name(name)  # raises UsageError for an unknown net
         return partial(pretrained.build_timm_net, name)
     if not isinstance(net, str) or is_import_path(net):
         return cast("Builder", find_part(net))
