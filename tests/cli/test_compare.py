@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from contract.command_line import assert_refused, metrics_of, run_command, run_process, table_rows
 
-from cifar_lit.base.stats import binomial_tail, mcnemar
+from cifar_lit.base.stats import mcnemar
 from cifar_lit.cli.compare import pair_lines
 from cifar_lit.runs.compare import PairTest
 
@@ -101,12 +101,6 @@ def test_a_table_wider_than_80_columns_becomes_paragraphs_that_split_no_path(
     assert answer.out.count(f"{long}/small-") == 6  # in settings, results and test
 
 
-def test_the_verdict_is_that_of_the_mid_p_value() -> None:
-    test = PairTest("a", "b", "", 7, 1, mcnemar(7, 1))
-    assert 2 * binomial_tail(1, 8, 0.5) > 0.05  # the exact p value is 0.07
-    assert (
-        pair_lines([test])[0]
-        == "a is significantly better than b (p = 0.039): 7 images correct only in the first, 1 only in the second."
-    )
-    even = test._replace(only_second=7, p=mcnemar(7, 7))
-    assert pair_lines([even])[0].startswith("a and b do not differ significantly (p = 0.9): 7 images")
+def test_an_even_pair_has_no_better_run() -> None:
+    (line, *_) = pair_lines([PairTest("a", "b", "", 7, 7, mcnemar(7, 7))])
+    assert line.startswith("a and b do not differ significantly (p = 0.9): 7 images")
