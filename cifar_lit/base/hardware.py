@@ -136,7 +136,7 @@ def processor(accelerator: str) -> str:
 # ---- devices
 
 
-def resolve_device(name: str, machine: Machine | None = None) -> str:
+def resolve_device(name: str) -> str:
     """Return torch's name of a device ("cpu", "cuda", "cuda:1", "mps"), for commands without a Trainer.
 
     Args:
@@ -148,7 +148,7 @@ def resolve_device(name: str, machine: Machine | None = None) -> str:
     """
     if name == "cpu":
         return name  # without initialising CUDA
-    machine = machine or detect_machine()
+    machine = detect_machine()
     accelerator, colon, number = name.partition(":")
     device = machine.kind(accelerator).replace("gpu", "cuda") + colon + number
     names = list(machine.devices)

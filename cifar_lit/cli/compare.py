@@ -11,17 +11,16 @@ from rich.table import Table
 
 from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
-from cifar_lit.base.files import display_path
+from cifar_lit.base.files import display_path, writing
 from cifar_lit.base.stats import MIN_VALUES, SIGNIFICANT, limits_text
 from cifar_lit.base.text import counted, say
-from cifar_lit.cli.console import for_tables, say_wrapped, unbroken, write_or_say
+from cifar_lit.cli.console import for_tables, say_wrapped, unbroken
 from cifar_lit.runs.compare import (
     PairTest,
     RunRecord,
     data_differences,
     differing,
     find_runs,
-    hits_by_run,
     pairs,
     read_run,
 )
@@ -50,12 +49,16 @@ def compare(words: list[str]) -> None:
         raise UsageError(f"no run in {' '.join(settings.runs)}: give run folders, a pattern, or a folder of runs")
     differences = differing(runs)
     grouped = groups(runs)
-    tests, reasons = pairs(runs, hits_by_run(runs))
+    tests, reasons = pairs(runs)
     over_seeds = seed_pairs(grouped)
     if settings.json:
-        write_or_say("--json", settings.json, _as_json(runs, differences, grouped, tests, over_seeds))
-    if settings.json == "-":
-        return
+        content = _as_json(runs, differences, grouped, tests, over_seeds)
+        if settings.json == "-":
+            say(*content.splitlines())
+            return
+        file = Path(settings.json).expanduser()
+        with writing(file, "Choose another place with --json.") as partial:
+            partial.write_text(content, encoding="utf-8")
     if len(runs) > 1:
         _show_differences(runs, differences)
     _show_figures(runs)
@@ -69,7 +72,7 @@ def compare(words: list[str]) -> None:
     else:  # a test of single nets says less
         say_wrapped(*pair_lines(tests), *reasons)
     if settings.json:
-        say(f"wrote {display_path(Path(settings.json).expanduser())}")
+        say(f"wrote {display_path(file)}")
 
 
 def _settings(words: list[str]) -> Namespace:
@@ -184,44 +187,27 @@ def seed_pair_lines(grouped: Sequence[Group], pair: SeedPairs) -> list[str]:
 
 
 def pair_lines(tests: Sequence[PairTest]) -> list[str]:
-    """Return the results of McNemar's tests in words. Of a group of test images, only a significant one is returned."""
+    """Return the results of McNemar's tests in words."""
     lines = []
-    whole = [test for test in tests if not test.group]
-    for pair in whole:
-        better, worse = _ranked(pair)
+    for test in tests:
+        better, worse = unbroken(test.first), unbroken(test.second)
+        more, fewer = test.only_first, test.only_second
+        if fewer > more:
+            better, worse = worse, better
+            more, fewer = fewer, more
         result = f"{better} and {worse} do not differ significantly"
-        if pair.p < SIGNIFICANT:
+        if test.p < SIGNIFICANT:
             result = f"{better} is significantly better than {worse}"
-        lines.append(f"{result} (p = {pair.p:.2g}): {_counts(pair)}")
-        of_groups = [test for test in tests if test.group and test[:2] == pair[:2]]
-        for test in of_groups:
-            if test.p < SIGNIFICANT:
-                better, worse = _ranked(test)
-                lines.append(f"  {test.group}: {better} is better than {worse} (p = {test.p:.2g}): {_counts(test)}")
-    if whole:
+        counts = f"{counted(more, 'image')} correct only in the first, {fewer:,} only in the second."
+        lines.append(f"{result} (p = {test.p:.2g}): {counts}")
+    if tests:
         lines.append(
             "p: probability of a difference at least as large if both runs were equally good (McNemar's mid-p)."
         )
         lines.append("The test compares these trained nets, not their recipes: compare those over several seeds.")
     if len(tests) > 1:
-        line = f"p is corrected for the number of tests (Holm): {counted(len(whole), 'pair')}"
-        if len(tests) > len(whole):
-            line += f" and, apart from these, {counted(len(tests) - len(whole), 'group')}"
-        lines.append(line)
+        lines.append(f"p is corrected for the number of tests (Holm): {len(tests)} pairs")
     return lines
-
-
-def _ranked(test: PairTest) -> tuple[str, str]:
-    """Return the better run, then the other."""
-    first, second = unbroken(test.first), unbroken(test.second)
-    if test.only_second > test.only_first:
-        return second, first
-    return first, second
-
-
-def _counts(test: PairTest) -> str:
-    more, fewer = sorted((test.only_first, test.only_second), reverse=True)
-    return f"{counted(more, 'image')} correct only in the first, {fewer:,} only in the second."
 
 
 # ---- files

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from cifar_lit.base.files import writing
 from cifar_lit.base.text import printable, say
 
 
@@ -46,12 +44,3 @@ def for_tables() -> Console:
     """Return a console as wide as the terminal. Without a terminal and the variable COLUMNS, it has 80 columns."""
     is_known = "COLUMNS" in os.environ or sys.stdout is None or sys.stdout.isatty()
     return TextConsole(width=None if is_known else WIDTH, highlight=False)
-
-
-def write_or_say(flag: str, name: str, text: str) -> None:
-    """Write text to the file that a flag names, or to standard output (-)."""
-    if name == "-":
-        say(*text.splitlines())
-        return
-    with writing(Path(name).expanduser(), f"Choose another place with {flag}.") as partial:
-        partial.write_text(text, encoding="utf-8")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
-from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -14,9 +12,9 @@ from cifar_lit.base.files import display_path
 from cifar_lit.base.text import counted, listed, quoted, rate_text, say
 from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables, say_wrapped, unbroken
-from cifar_lit.data.datamodule import ImageData, full_size
+from cifar_lit.data.datamodule import ImageData
 from cifar_lit.run.loggers import feature_settings
-from cifar_lit.run.record import Metrics, group_lines, read_metrics, score_title, scores_of, shown_scores, weights_text
+from cifar_lit.run.record import Metrics, group_lines, score_title, shown_scores, weights_text
 from cifar_lit.run.run import Run
 from cifar_lit.train import Results
 from cifar_lit.training.loop import steps_per_epoch
@@ -54,10 +52,6 @@ def start_rows(run: Run, trainer: pl.Trainer, model: pl.LightningModule, data: I
     if "precision" in run.notes:
         rows["precision"] += f" ({run.notes['precision']})"
     rows |= _step_rows(trainer, settings, data)
-    if data.side is not full_size and data.epochs:
-        sides = [data.side(epoch) or settings["input_shape"][1] for epoch in range(data.epochs)]
-        parts = [f"{counted(len(list(epochs)), 'epoch')} at {side} px" for side, epochs in groupby(sides)]
-        rows["images"] = ", then ".join(parts)
     if "resume" in run.notes:
         position = f"epoch {trainer.current_epoch + 1}, step {trainer.global_step}"
         rows["resumes"] = f"{run.notes['resume']} at {position}"
@@ -122,24 +116,6 @@ def score_lines(scores: Metrics, data: ImageData) -> list[str]:
     return lines
 
 
-def new_class_lines(metrics: Metrics, weights: str) -> list[str]:
-    """Return a line about the classes of the run whose weights a training began with, if it has further classes.
-
-    weights: the setting `finetune.weights`. The test images of that run may be others.
-    """
-    before = scores_of(read_metrics(Path(weights).expanduser())).get("per_class", {})
-    old = []
-    new = []
-    for name, accuracy in metrics["test"]["per_class"].items():
-        if name in before:
-            old.append(f"{name} {before[name]} → {accuracy}")
-        else:
-            new.append(f"{name} {accuracy}")
-    if not old or not new:
-        return []
-    return [f"accuracy of the classes of {weights}: {listed(old)}; of new ones: {listed(new)}"]
-
-
 def print_result(result: Results | int | None, run: Run, data: ImageData) -> None:
     """Print the results, the number of predictions, or that a `fast_dev_run` has ended."""
     if isinstance(result, Results):
@@ -156,7 +132,6 @@ def _print_results(run: Run, results: Results, data: ImageData) -> None:
     say(f"weights: {weights_text(metrics)}")
     if results.test:
         _print_test(results.test.score, metrics["test"], data)
-        say(*new_class_lines(metrics, (run.settings.get("finetune") or {}).get("weights", "imagenet")))
     elif val:
         say(*score_lines(val, data), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,7 @@ from cifar_lit.base.settings import plain_values
 from cifar_lit.base.stats import holm, mcnemar
 from cifar_lit.base.text import natural_key
 from cifar_lit.run.folder import LOCK
-from cifar_lit.run.record import GROUP, changes_text, read_metrics, scores_of
+from cifar_lit.run.record import changes_text, read_metrics, read_rows, scores_of
 
 SEED = "seed_everything"
 PLACES = ("logs", "ckpt_path", "weights_only")  # settings about files, ignored in the comparison
@@ -183,95 +182,46 @@ def setting_text(run: RunRecord, name: str) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-class Hits(NamedTuple):
-    """Whether each test image was predicted correctly, and the fingerprint of these images."""
-
-    fingerprint: str
-    correct: np.ndarray  # bool (N,)
-    columns: dict[str, list[str]]  # groups of each image by column, see `data.groups`
-
-
-def hits_by_run(runs: Sequence[RunRecord]) -> dict[str, Hits]:
-    """Return the hits by name of each run with the predictions for all of its test images."""
-    found = {}
-    for run in runs:
-        file = run.path / "predictions.csv"
-        if run.test and file.is_file():
-            hits = _read_hits(file, run.test["fingerprint"])
-            if len(hits.correct) == run.test["images"]:
-                found[run.name] = hits
-    return found
-
-
-def _read_hits(file: Path, fingerprint: str) -> Hits:
-    correct = []
-    columns: dict[str, list[str]] = {}
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        for row in csv.DictReader(lines):
-            correct.append(row["label"] == row["predicted"])
-            for name, value in row.items():
-                if name.startswith(GROUP):
-                    columns.setdefault(name.removeprefix(GROUP), []).append(value)
-    return Hits(fingerprint, np.array(correct), columns)
-
-
 class PairTest(NamedTuple):
     """McNemar's test of two runs."""
 
     first: str
     second: str
-    group: str  # column and value of these test images; empty for all images
     only_first: int  # images that only the first run has right
     only_second: int
-    p: float  # mid-p value, corrected for the number of pairs, or of pairs and groups (Holm)
+    p: float  # mid-p value, corrected for the number of pairs (Holm)
 
 
-def pairs(runs: Sequence[RunRecord], hits: Mapping[str, Hits]) -> tuple[list[PairTest], list[str]]:
-    """Apply McNemar's test to all pairs of runs with the same test images, and of up to five to each group of images.
+def pairs(runs: Sequence[RunRecord]) -> tuple[list[PairTest], list[str]]:
+    """Apply McNemar's test to all pairs of runs with the same test images.
 
     Returns:
         The tests, and messages about runs that are not compared.
     """
+    by_images: dict[str, dict[str, np.ndarray]] = {}  # by fingerprint of the test images and name of the run
+    missing = []
     tested = [run for run in runs if run.test]
+    for run in tested:
+        rows = read_rows(run.path / "predictions.csv")
+        if len(rows) != run.test["images"]:
+            missing.append(run.name)
+            continue
+        hits = by_images.setdefault(run.test["fingerprint"], {})
+        hits[run.name] = np.array([row["label"] == row["predicted"] for row in rows])
     messages = []
-    by_images: dict[str, list[str]] = {}
-    for name, each in hits.items():
-        by_images.setdefault(each.fingerprint, []).append(name)
-    missing = ", ".join(run.name for run in tested if run.name not in hits)
     if missing and len(tested) > 1:
-        messages.append(f"not compared image by image, because predictions.csv is missing or incomplete: {missing}")
+        names = ", ".join(missing)
+        messages.append(f"not compared image by image, because predictions.csv is missing or incomplete: {names}")
     if len(by_images) > 1:
         messages.append("runs with different test images are not compared image by image")
-    tests: list[PairTest] = []
-    of_groups: list[PairTest] = []
-    for names in by_images.values():
-        correct = np.stack([hits[name].correct for name in names])
-        tests += _pair_tests(names, correct, "")
-        columns: dict[str, list[str]] = {}
-        if len(names) <= 5:
-            for name in names:
-                columns |= hits[name].columns
-        for column, values in columns.items():
-            for value in dict.fromkeys(values):
-                group = f"{column} {value or 'without a value'}"
-                of_groups += _pair_tests(names, correct[:, np.array(values) == value], group)
-    return [*_corrected(tests), *_corrected(of_groups)], messages
-
-
-def _pair_tests(names: Sequence[str], correct: np.ndarray, group: str) -> list[PairTest]:
-    """Return the tests of all pairs, without correction. correct: bool (runs, images)."""
-    right = correct.astype(float)
-    only = right @ (1 - right).T  # images that only the run of the row has right, not that of the column
     tests = []
-    for first, second in combinations(range(len(names)), 2):
-        counts = int(only[first, second]), int(only[second, first])
-        tests.append(PairTest(names[first], names[second], group, *counts, mcnemar(*counts)))
-    return tests
-
-
-def _corrected(tests: Sequence[PairTest]) -> list[PairTest]:
+    for hits in by_images.values():
+        for first, second in combinations(hits, 2):
+            only_first = int((hits[first] & ~hits[second]).sum())
+            only_second = int((hits[second] & ~hits[first]).sum())
+            tests.append(PairTest(first, second, only_first, only_second, mcnemar(only_first, only_second)))
     values = holm([test.p for test in tests])
-    return [test._replace(p=p) for test, p in zip(tests, values, strict=True)]
+    return [test._replace(p=p) for test, p in zip(tests, values, strict=True)], messages
 
 
 def data_differences(runs: Sequence[RunRecord]) -> list[str]:
@@ -283,19 +233,7 @@ def data_differences(runs: Sequence[RunRecord]) -> list[str]:
     lines = []
     records = list(different.values())
     for run in records[1:]:
-        differ = ", ".join(_differing_data(records[0], run))
+        data, other_data = records[0].metrics["data"], run.metrics["data"]
+        differ = ", ".join(name for name, value in data.items() if value != other_data[name])
         lines.append(f"{records[0].name} and {run.name} used different data: {differ}")
     return lines
-
-
-def _differing_data(run: RunRecord, other: RunRecord) -> list[str]:
-    """Return what differs: parts of the data, numbers of images, and settings of the data."""
-    data, other_data = run.metrics["data"], other.metrics["data"]
-    parts = []
-    for name, value in data.items():
-        if value == other_data[name]:
-            continue
-        if isinstance(value, int):
-            name = f"{name} ({value} and {other_data[name]})"
-        parts.append(name)
-    return parts + [name for name in differing([run, other]) if name.startswith("data.")]

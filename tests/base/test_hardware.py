@@ -135,12 +135,13 @@ def test_the_bf16_probe_changes_neither_thread_count_nor_random_state() -> None:
     ],
 )
 def test_a_device_name_becomes_a_torch_device_or_an_error_that_lists_the_devices(
-    machine: Machine, names: dict[str, str], missing: list[str], devices: str
+    machine: Machine, names: dict[str, str], missing: list[str], devices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {name: resolve_device(name, machine) for name in names} == names
+    monkeypatch.setattr("cifar_lit.base.hardware.detect_machine", lambda: machine)
+    assert {name: resolve_device(name) for name in names} == names
     for name in missing:
         with pytest.raises(UsageError) as refusal:
-            resolve_device(name, machine)
+            resolve_device(name)
         assert str(refusal.value) == f"this machine has no device {name!r}: it has {devices}"
 
 

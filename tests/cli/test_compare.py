@@ -60,7 +60,7 @@ def test_all_values_are_written_as_json_and_a_dash_means_stdout(logs: Path) -> N
     content = json.loads(Path("out.json").read_text())
     assert [run["settings"] for run in content["runs"]] == [{"model.lr": 0.05}, {"model.lr": 0.02}]
     assert content["pairs"] == [
-        {"first": "logs/small-1", "second": "logs/small-2", "group": "", "only_first": 0, "only_second": 20,
+        {"first": "logs/small-1", "second": "logs/small-2", "only_first": 0, "only_second": 20,
          "p": pytest.approx(2**-20)}
     ]  # fmt: skip
 
@@ -102,5 +102,5 @@ def test_a_table_wider_than_80_columns_becomes_paragraphs_that_split_no_path(
 
 
 def test_an_even_pair_has_no_better_run() -> None:
-    (line, *_) = pair_lines([PairTest("a", "b", "", 7, 7, mcnemar(7, 7))])
+    (line, *_) = pair_lines([PairTest("a", "b", 7, 7, mcnemar(7, 7))])
     assert line.startswith("a and b do not differ significantly (p = 0.9): 7 images")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from contract.command_line import SMALL, assert_refused, config_of, files_of, metrics_of, rows_of, run_command
 
-from cifar_lit.cli.run_report import new_class_lines
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.checkpoint import read_checkpoint
 
@@ -65,15 +63,6 @@ def test_the_weights_of_a_run_come_with_its_normalisation() -> None:
     data = config_of(Path("lightning_logs/small-2"))["data"]["images"]
     assert data["mean"] == [0.4] * 3 and data["std"] == config_of(Path(run))["data"]["images"]["std"]
     assert_refused(run_command(*SMALL, "--weights", "lightning_logs"), 2, "no weights lightning_logs/model.saf")
-
-
-def test_new_classes_are_told_apart_from_those_of_the_run_that_gave_the_weights(tmp_path: Path) -> None:
-    known = {"ant": 0.8, "bee": 1.0, "fly": None}
-    (tmp_path / "metrics.json").write_text(json.dumps({"test": {"per_class": known}}))
-    metrics = {"test": {"per_class": {"ant": 0.7, "bee": 0.6, "fly": 0.5, "rose": 0.9}}}
-    changes = "ant 0.8 → 0.7, bee 1.0 → 0.6, fly None → 0.5; of new ones: rose 0.9"
-    assert new_class_lines(metrics, str(tmp_path)) == [f"accuracy of the classes of {tmp_path}: {changes}"]
-    assert new_class_lines(metrics, "imagenet") == new_class_lines({"test": {"per_class": known}}, str(tmp_path)) == []
 
 
 @pytest.mark.slow

@@ -53,7 +53,6 @@ def test_the_start_card_counts_optimizer_steps_and_epochs_of_each_size() -> None
     sizes = ("--net", "shapenet", "--resolutions.sides", "{8: 0.5}")
     answer = run_command("fit", *SMALL, *words, *sizes, "--skip_easy.share", "0.5")
     assert answer.code == 0
-    assert " 2 epochs at 8 px, then 1 epoch at 16 px" in answer.out
     assert " · 3 steps per epoch" in answer.out and " · 3 epochs · " in answer.out
     assert "skip_easy.share 0.5 · skip_easy.start 0.6" in answer.out
 
