@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -101,37 +101,31 @@ class Classifier:
         self, images: Tensor, top: int = 3, reject: float | None = None, coverage: float | None = None
     ) -> list[Prediction]:
         """Return the result of `predict` for uint8 images (B, C, H, W) of the net's size."""
-        rate = self.reject
-        if reject is not None:
-            check_rate(reject)
-            rate = reject
+        if reject is None:
+            reject = self.reject
+        check_rate(reject)
         if coverage is None:
             coverage = self.coverage
         logits = self(images)
+        probabilities, order = self.net.probabilities(logits).sort(dim=1, descending=True)
         highest = None
-        if rate is not None and self.card.reject is not None:
-            highest = threshold(self.card.reject, rate)
-        probabilities = self.net.probabilities(logits)
-        best_values, order = probabilities.topk(min(top, len(self.classes)), dim=1)
+        if reject is not None and self.card.reject is not None:
+            highest = threshold(self.card.reject, reject)
+        sizes: list[int | None] = [None] * len(logits)  # of prediction sets
+        if coverage is not None:
+            sizes = prediction_sets(probabilities, set_limit(self.card.coverage, coverage)).sum(1).tolist()
         predictions = []
-        for values, labels, score in zip(best_values.tolist(), order.tolist(), novelty(logits).tolist(), strict=True):
-            best = tuple((self.classes[label], value) for label, value in zip(labels, values, strict=True))
-            unknown = None
+        columns = probabilities.tolist(), order.tolist(), novelty(logits).tolist(), sizes
+        for values, labels, score, size in zip(*columns, strict=True):
+            names = [self.classes[label] for label in labels]
+            best = tuple(zip(names[:top], values, strict=False))
+            unknown = prediction_set = None
             if highest is not None:
                 unknown = score > highest
-            predictions.append(Prediction(*best[0], best, score, unknown))
-        if coverage is None:
-            return predictions
-        names = self._sets(probabilities, coverage)
-        return [replace(prediction, prediction_set=each) for prediction, each in zip(predictions, names, strict=True)]
-
-    def _sets(self, probabilities: Tensor, coverage: float) -> list[tuple[str, ...]]:
-        """Return the names in the prediction set of each image, the most probable first."""
-        sets = prediction_sets(probabilities, set_limit(self.card.coverage, coverage))
-        names = []
-        for is_in, order in zip(sets, probabilities.argsort(dim=1, descending=True), strict=True):
-            names.append(tuple(self.classes[label] for label in order[is_in[order]].tolist()))
-        return names
+            if size is not None:
+                prediction_set = tuple(names[:size])
+            predictions.append(Prediction(*best[0], best, score, unknown, prediction_set))
+        return predictions
 
     def prepare(self, images: Pictures) -> Tensor:
         """Return images, of any type that `predict` accepts, as uint8 (N, C, H, W) of the net's size."""

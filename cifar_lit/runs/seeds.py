@@ -15,10 +15,9 @@ class Group(NamedTuple):
 
     recipe: str
     settings: dict[str, str]  # only those that differ between groups, as text
-    runs: list[str]  # names, in the order of their seeds and accuracies
-    seeds: list[object]
-    accuracies: list[float]
-    # `stats.mean_interval` over the first run of each seed.
+    runs: list[str]  # names
+    accuracies: dict[str, float]  # of the first run of each seed, and by name of each run without a seed
+    # `stats.mean_interval` over these.
     accuracy: dict[str, Any]
     train_seconds: dict[str, Any] | None
 
@@ -46,15 +45,14 @@ def _summary(names: Sequence[str], key: Sequence[str], group: Sequence[RunRecord
     for run in group:
         label = run.name if run.seed is None else str(run.seed)
         firsts.setdefault(label, run)
-    accuracies = [run.test["accuracy"] for run in firsts.values()]
+    accuracies = {label: run.test["accuracy"] for label, run in firsts.items()}
     seconds = [run.metrics["train_seconds"] for run in firsts.values() if run.metrics.get("train_seconds")]
     return Group(
         recipe=key[0],
         settings=dict(zip(names, key[1:], strict=False)),
         runs=[run.name for run in group],
-        seeds=[run.seed for run in group],
-        accuracies=[run.test["accuracy"] for run in group],
-        accuracy=mean_interval(accuracies, SHARE),
+        accuracies=accuracies,
+        accuracy=mean_interval([*accuracies.values()], SHARE),
         train_seconds=mean_interval(seconds, POSITIVE) if seconds else None,
     )
 
@@ -73,7 +71,7 @@ def seed_pairs(groups: Sequence[Group]) -> list[SeedPairs]:
     """Return the difference between each two of `groups` that share at least two seeds."""
     pairs = []
     for first, second in combinations(range(len(groups)), 2):
-        one, other = _by_seed(groups[first]), _by_seed(groups[second])
+        one, other = groups[first].accuracies, groups[second].accuracies
         shared = [seed for seed in one if seed in other]
         if len(shared) < 2:
             continue
@@ -84,12 +82,3 @@ def seed_pairs(groups: Sequence[Group]) -> list[SeedPairs]:
     for over_seeds, p in zip(tested, holm([each["p"] for each in tested]), strict=True):
         over_seeds["p"] = p
     return pairs
-
-
-def _by_seed(group: Group) -> dict[str, float]:
-    """Return the accuracy of the first run of each known seed. A damaged run may have any value as its seed."""
-    accuracies: dict[str, float] = {}
-    for seed, accuracy in zip(group.seeds, group.accuracies, strict=True):
-        if seed is not None:
-            accuracies.setdefault(str(seed), accuracy)
-    return accuracies

@@ -120,7 +120,7 @@ def test_runs_that_differ_only_in_the_seed_form_a_group() -> None:
     runs.append(make_run("small-8", lr=0.7))  # without a test, ignored
     seeds, other = groups(runs)
     assert [group.settings for group in (seeds, other)] == [{"model.lr": "0.1"}, {"model.lr": "0.5"}]
-    assert seeds.seeds == [0, 1, 2]
+    assert list(seeds.accuracies) == ["0", "1", "2"]
     accuracy = seeds.accuracy
     assert (accuracy["n"], accuracy["mean"], accuracy["std"]) == (3, pytest.approx(0.7), pytest.approx(0.1))
     assert seeds.train_seconds["mean"] == 11.0
@@ -140,7 +140,7 @@ def test_runs_whose_folder_was_changed_between_them_form_groups_by_data() -> Non
 def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> None:
     same = [make_run(f"a-{n}", [True] * (6 + n) + [False] * (4 - n), 3, lr=0.5) for n in range(3)]
     (group,) = groups(same)
-    assert group.runs == ["a-0", "a-1", "a-2"] and group.seeds == [3, 3, 3]
+    assert group.runs == ["a-0", "a-1", "a-2"] and group.accuracies == {"3": 0.6}
     assert (group.accuracy["n"], group.accuracy["mean"], group.accuracy["low"]) == (1, 0.6, None)
     assert group.train_seconds["n"] == 1
     assert repeat_line(group) == (
@@ -151,8 +151,8 @@ def test_runs_that_repeat_a_seed_count_once_and_runs_without_a_seed_each() -> No
         run.settings["seed_everything"] = False
     (other,) = groups(unseeded)
     assert other.accuracy["n"] == 3 and repeat_line(other) == ""
-    (mixed,) = groups([unseeded[0], make_run("b-3", HALF, 7)])
-    assert seed_pairs([mixed, mixed]) == []  # they share one seed, and runs without a seed are not paired
+    mixed = groups([unseeded[0], make_run("b-3", HALF, 7), make_run("c-0", HALF, 7, lr=0.5), make_run("c-1", lr=0.5)])
+    assert len(mixed) == 2 and seed_pairs(mixed) == []  # they share one seed, and runs without a seed are not paired
 
 
 def test_the_recipe_is_no_setting_of_a_group() -> None:
