@@ -76,7 +76,6 @@ FAST = (*WHITENED, "--whitening.bias_epochs", "1")
 FLAGS: dict[str, tuple[str, ...]] = {
     "fashion_cnn": ("--data.image_size", "28", "--data.channels", "1"),
     "fast94": FAST,
-    "fast96": FAST,
     "cpu91": WHITENED,
     "lenet": ("--batch-size", "4"),
     "quickstart": ("--data.val_size", "19"),

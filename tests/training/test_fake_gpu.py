@@ -56,7 +56,7 @@ def image_data(settings: dict[str, Any], images: ImageSet) -> ImageData:
     return data
 
 
-RECIPES = ["quickstart", "cpu91", "fast96", "resnet18", "finetune"]
+RECIPES = ["quickstart", "cpu91", "fast94", "resnet18", "finetune"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
