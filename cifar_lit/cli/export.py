@@ -7,15 +7,13 @@ from string import Template
 
 from jsonargparse import Namespace
 
-from cifar_lit.base.command_line import add_coverage, command_parser, parsed
+from cifar_lit.base.command_line import command_parser, parsed
 from cifar_lit.base.errors import UsageError
 from cifar_lit.base.files import display_path
 from cifar_lit.base.text import say
-from cifar_lit.inference.export import CHECKED_IMAGES, FORMATS, RESIZED, Options, check_format
+from cifar_lit.inference.export import CHECKED_IMAGES, FORMATS, RESIZED, check_format
 from cifar_lit.inference.export import export as export_net
 from cifar_lit.inference.model_file import load_model_file, weights_file
-from cifar_lit.inference.rejection import check_rate
-from cifar_lit.inference.sets import check_coverage
 
 DESCRIPTION = (
     "Export the net of a run as ONNX or torch-export. Input: uint8 images, normalised inside. Output: "
@@ -29,16 +27,13 @@ def export(argv: list[str]) -> None:
     settings = _settings(argv)
     check_format(settings.to)
     net = load_model_file(settings.run)
-    check_rate(settings.reject, net.card.reject)
-    check_coverage(settings.coverage, net.card.coverage)
-    options = Options(reject=settings.reject, coverage=settings.coverage)
     model = weights_file(settings.run)
     path = model.with_suffix(FORMATS[settings.to].suffix)
     if settings.out:
         path = Path(settings.out).expanduser()
     if path.exists() and path.samefile(model):
         raise UsageError(f"{path} is the model to export: name another file with --out FILE")
-    difference = export_net(net, settings.to, path, options)
+    difference = export_net(net, settings.to, path)
     say(f"checked on {CHECKED_IMAGES} generated images · largest difference of a probability {difference:.1e}")
     file = display_path(path)
     say(f"wrote {file} · {path.stat().st_size / 1e6:.2f} MB", "", "use it:")
@@ -54,7 +49,4 @@ def _settings(argv: list[str]) -> Namespace:
     formats = "onnx, torch-export, or hub DIR (export --to hub --help)"
     add("--to", type=str, required=True, help=f"format: {formats}")
     add("--out", type=str | None, default=None, help="file to write (default: beside model.safetensors)")
-    reject = "add an output `unknown` for this false-alarm rate, up to 0.5"
-    add("--reject", type=float | None, default=None, help=reject)
-    add_coverage(parser)
     return parsed(parser, argv)

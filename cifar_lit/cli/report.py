@@ -29,7 +29,6 @@ def report(words: list[str]) -> None:
     add("run", type=str, metavar="RUN", help="run folder, or a model.safetensors file")
     add("--open", action="store_true", help="open the report in the browser")
     add("--out", type=str | None, default=None, help="file to write (default: report.html in the run's folder)")
-    add("--dataset", type=str | None, default=None, help="data set, if there is no config.yaml")
     add_data_dir(parser)
     add_device(parser)
     settings = parsed(parser, words)
@@ -40,7 +39,7 @@ def report(words: list[str]) -> None:
     out = Path(settings.out).expanduser() if settings.out else run / "report.html"
     if out.is_dir() or not os.access(out.absolute().parent, os.W_OK):
         raise UsageError(f"{out} cannot be written: name a file in another folder with --out")
-    data = run_image_data(run, net.card, settings.dataset, settings.data_dir)
+    data = run_image_data(run, net.card, settings.data_dir)
     page = inspected_page(run, data, net)
     with writing(out, "Choose another place with --out.") as part:
         part.write_text(page, encoding="utf-8")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from rich.table import Column, Table
 
@@ -14,7 +16,7 @@ from cifar_lit.base.trust import untrusted_parts
 from cifar_lit.cli.console import for_tables, say_wrapped, unbroken
 from cifar_lit.data.datamodule import ImageData
 from cifar_lit.run.loggers import feature_settings
-from cifar_lit.run.record import Metrics, group_lines, score_title, shown_scores, weights_text
+from cifar_lit.run.record import Metrics, group_lines, read_metrics, score_title, scores_of, shown_scores, weights_text
 from cifar_lit.run.run import Run
 from cifar_lit.train import Results
 from cifar_lit.training.loop import steps_per_epoch
@@ -90,13 +92,18 @@ def _step_rows(trainer: pl.Trainer, settings: Mapping[str, object], data: ImageD
 
 
 def accuracy_table(score: Score, data: ImageData) -> Table:
-    """Return a table of the accuracy of each class, or of the 20 worst of more than 30 classes."""
-    accuracy, images = Column("accuracy", justify="right"), Column("images", justify="right")
-    table = Table("class", accuracy, images, title="test accuracy per class", title_justify="left", title_style="")
-    rows = list(zip(data.classes, score.per_class, map(sum, score.confusion), strict=True))
+    """Return a table of the accuracy of each class, or of the 20 worst of more than 30 classes.
+
+    With several labels, it has their average precision.
+    """
+    measure = "average precision" if data.has_several_labels else "accuracy"
+    counts = data.test_images.class_counts(torch.arange(len(data.test_images))).tolist()
+    columns = "class", Column(measure, justify="right"), Column("images", justify="right")
+    table = Table(*columns, title=f"test {measure} per class", title_justify="left", title_style="")
+    rows = list(zip(data.classes, score.per_class, counts, strict=True))
     if len(rows) > 30:
         rows = sorted((row for row in rows if row[2]), key=lambda row: row[1])[:20]
-        table.title = "test accuracy of the 20 worst classes"
+        table.title = f"test {measure} of the 20 worst classes"
     for name, share, count in rows:
         table.add_row(name, f"{share:.4f}" if count else "no image", str(count))
     return table
@@ -116,6 +123,24 @@ def score_lines(scores: Metrics, data: ImageData) -> list[str]:
     return lines
 
 
+def new_class_lines(metrics: Metrics, weights: str) -> list[str]:
+    """Return a line about the classes of the run whose weights a training began with, if it has further classes.
+
+    weights: the setting `finetune.weights`. The test images of that run may be others.
+    """
+    before = scores_of(read_metrics(Path(weights).expanduser())).get("per_class", {})
+    old = []
+    new = []
+    for name, accuracy in metrics["test"]["per_class"].items():
+        if name in before:
+            old.append(f"{name} {before[name]} → {accuracy}")
+        else:
+            new.append(f"{name} {accuracy}")
+    if not old or not new:
+        return []
+    return [f"accuracy of the classes of {weights}: {listed(old)}; of new ones: {listed(new)}"]
+
+
 def print_result(result: Results | int | None, run: Run, data: ImageData) -> None:
     """Print the results, the number of predictions, or that a `fast_dev_run` has ended."""
     if isinstance(result, Results):
@@ -132,6 +157,7 @@ def _print_results(run: Run, results: Results, data: ImageData) -> None:
     say(f"weights: {weights_text(metrics)}")
     if results.test:
         _print_test(results.test.score, metrics["test"], data)
+        say(*new_class_lines(metrics, (run.settings.get("finetune") or {}).get("weights", "imagenet")))
     elif val:
         say(*score_lines(val, data), f"validation accuracy {val['accuracy']:.4f} · loss {val['loss']:.4f}")
     if run.trains:

@@ -47,9 +47,17 @@ BUILT_IN = frozenset(SOURCES)  # a program may add others
 # Data sets that use a setting of the data; all use the others.
 USED_BY = {
     **dict.fromkeys(("images.image_size", "images.channels"), ("folder", "shapes")),
-    **dict.fromkeys(("images.count", "images.num_classes"), ("shapes",)),
+    **dict.fromkeys(("images.count", "images.num_classes", "images.figures"), ("shapes",)),
     **dict.fromkeys(
-        ("images.resize", "images.levels", "images.skip_bad", "images.groups", "split.group", "split.test_size"),
+        (
+            "images.resize",
+            "images.levels",
+            "images.skip_bad",
+            "images.groups",
+            "images.separator",
+            "split.group",
+            "split.test_size",
+        ),
         ("folder",),
     ),
     "loading.url": ("cifar10", "cifar100", "fashion_mnist"),
@@ -85,8 +93,7 @@ def load_images(data: str | Source | Load, settings: DataSettings, train: bool) 
     images = source.load(settings, train)
     for name in settings.images.group_names:
         if name not in images.columns:
-            remedy = "a table with this column, or `folder` for the folders below the class folders"
-            raise UsageError(f"data.groups: the images of {dataset} have no {name!r}: use {remedy}")
+            raise UsageError(f"data.groups: the images of {dataset} have no {name!r}: use a table with this column")
     return replace(images, images=images.images.contiguous())
 
 

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from cifar_lit.base.errors import Failure, check_choice, check_packages, first_line
 from cifar_lit.base.files import writing
 from cifar_lit.inference.model_file import LoadedNet
-from cifar_lit.inference.rejection import novelty, threshold
-from cifar_lit.inference.sets import prediction_sets, set_limit
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -49,24 +47,7 @@ def check_format(to: str) -> None:
         check_packages("--to onnx", ("onnx", "onnxscript", "onnxruntime"), "export")
 
 
-class Options(NamedTuple):
-    """Options of an export."""
-
-    reject: float | None = None  # false-alarm rate of the output `unknown`; None for no such output
-    coverage: float | None = None  # coverage of the output `prediction_set`; None for no such output
-
-    @property
-    def outputs(self) -> list[str]:
-        """The names of the outputs."""
-        names = ["probabilities"]
-        if self.reject is not None:
-            names.append("unknown")
-        if self.coverage is not None:
-            names.append("prediction_set")
-        return names
-
-
-def export(net: LoadedNet, to: str, path: Path, options: Options) -> float:
+def export(net: LoadedNet, to: str, path: Path) -> float:
     """Write a net to a file and compare the file with the net. If they disagree, leave `path` unchanged.
 
     Args:
@@ -80,7 +61,7 @@ def export(net: LoadedNet, to: str, path: Path, options: Options) -> float:
         Failure: the net cannot be exported, net and file disagree, or the file cannot be written.
     """
     with writing(path, "Choose another place with --out.") as part:
-        FORMATS[to].write(net, part, options)
+        FORMATS[to].write(net, part)
         return check(runner_of(net), FORMATS[to].open(part), drawn_images(net.card.input_shape))
 
 
@@ -122,55 +103,37 @@ def check(net: Runner, file: Runner, images: Tensor) -> float:
 
 
 class Probabilities(nn.Module):
-    """A loaded net that returns float32 probabilities (B, classes) for uint8 images (B, C, H, W).
+    """A loaded net that returns float32 probabilities (B, classes) for uint8 images (B, C, H, W)."""
 
-    With a false-alarm rate in the options, it also returns whether each image is unknown, bool (B,). With a coverage,
-    it also returns whether each class is in the prediction set, bool (B, classes).
-    """
-
-    def __init__(self, net: LoadedNet, options: Options) -> None:
+    def __init__(self, net: LoadedNet) -> None:
         super().__init__()
-        self.net, self.options = net, options
-        self.highest: float | None = None
-        if options.reject is not None:
-            self.highest = threshold(net.card.reject or (), options.reject)
-        if options.coverage is not None:
-            self.limit = set_limit(net.card.coverage, options.coverage)
+        self.net = net
 
-    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the outputs for images."""
-        logits = self.net(images)
-        probabilities = self.net.probabilities(logits)
-        outputs = [probabilities]
-        if self.highest is not None:
-            outputs.append(novelty(logits) > self.highest)
-        if self.options.coverage is not None:
-            outputs.append(prediction_sets(probabilities, self.limit))
-        if len(outputs) == 1:
-            return probabilities
-        return tuple(outputs)
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the probabilities of images."""
+        return self.net.probabilities(self.net(images))
 
 
 def runner_of(net: LoadedNet) -> Runner:
     """Return the net itself as a runner."""
-    return torch.no_grad()(Probabilities(net, Options()).eval())
+    return torch.no_grad()(Probabilities(net).eval())
 
 
 class Format(NamedTuple):
     """A file format."""
 
     suffix: str
-    write: Callable[[LoadedNet, Path, Options], None]  # raises Failure for a net that the format cannot express
+    write: Callable[[LoadedNet, Path], None]  # raises Failure for a net that the format cannot express
     open: Callable[[Path], Runner]
     # Lines that use the file. $FILE stands for a Python string with its path, $MODE for Pillow's mode of the net's
     # images, and $RESIZED for an expression of `RESIZED`.
     usage: tuple[str, ...]
 
 
-def write_program(net: LoadedNet, path: Path, options: Options) -> None:
+def write_program(net: LoadedNet, path: Path) -> None:
     """Write an exported program of torch."""
-    program = traced(net, options)
-    extra = {METADATA_FILE: json.dumps(metadata(net, options), ensure_ascii=False, indent=2)}
+    program = traced(net)
+    extra = {METADATA_FILE: json.dumps(metadata(net), ensure_ascii=False, indent=2)}
     content = io.BytesIO()  # torch aborts the process if a write to a file fails here
     with silenced():
         torch.export.save(program, content, extra_files=extra)
@@ -181,12 +144,12 @@ def open_program(path: Path) -> Runner:
     """Return a runner of an exported program."""
     with silenced(), path.open("rb") as file:
         module = torch.export.load(file).module()
-    return torch.no_grad()(lambda images: first(module(images)))
+    return torch.no_grad()(module)
 
 
-def write_onnx(net: LoadedNet, path: Path, options: Options) -> None:
+def write_onnx(net: LoadedNet, path: Path) -> None:
     """Write an ONNX file."""
-    path.write_bytes(onnx_model(net, options).SerializeToString())
+    path.write_bytes(onnx_model(net).SerializeToString())
 
 
 def open_onnx(path: Path) -> Runner:
@@ -223,7 +186,7 @@ FORMATS = {
             "  picture = $RESIZED",
             "  images = numpy.asarray(picture).reshape(1, height, width, -1).transpose(0, 3, 1, 2)  # uint8",
             '  probabilities = session.run(None, {"images": images})[0]',
-            '  print(json.loads(about["classes"])[probabilities[0].argmax()])',
+            '  print(dict(zip(json.loads(about["classes"]), probabilities[0].tolist())))',
         ),
     ),
     "torch-export": Format(
@@ -235,14 +198,7 @@ FORMATS = {
 }
 
 
-def first(outputs: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return the probabilities, which are the only or the first output."""
-    if isinstance(outputs, Tensor):
-        return outputs
-    return outputs[0]
-
-
-def metadata(net: LoadedNet, options: Options) -> dict[str, str]:
+def metadata(net: LoadedNet) -> dict[str, str]:
     """Return the metadata of an exported file as texts, with lists and numbers as JSON."""
     card = net.card
     channels, height, width = card.input_shape
@@ -259,11 +215,8 @@ def metadata(net: LoadedNet, options: Options) -> dict[str, str]:
         "output": f"probabilities: float32 (batch, {len(net.classes)}), in the order of classes",
         "card": json.dumps(asdict(replace(card, coverage=None)), ensure_ascii=False),
     }
-    if options.reject is not None:
-        entries |= {"reject": f"{options.reject:g}", "output 2": "unknown: bool (batch,)"}
-    if options.coverage is not None:
-        shape = f"prediction_set: bool (batch, {len(net.classes)}), the classes of the prediction set"
-        entries |= {"coverage": f"{options.coverage:g}", f"output {len(options.outputs)}": shape}
+    if card.thresholds is not None:
+        entries["thresholds"] = json.dumps(card.thresholds)
     return entries
 
 
@@ -279,27 +232,27 @@ def silenced() -> Iterator[None]:
             logging.disable(logging.NOTSET)
 
 
-def traced(net: LoadedNet, options: Options) -> ExportedProgram:
+def traced(net: LoadedNet) -> ExportedProgram:
     """Trace a net with any batch size. Raise Failure if torch cannot."""
     from torch.export import Dim, export
 
     example = torch.zeros(2, *net.card.input_shape, dtype=torch.uint8)  # torch would treat a batch of 1 as constant
     try:
         with silenced(), torch.no_grad():
-            program = Probabilities(net, options).eval()
+            program = Probabilities(net).eval()
             return export(program, (example,), dynamic_shapes={"images": {0: Dim("batch", min=1)}})
     except Exception as error:  # torch raises many kinds of internal errors
         text = f"torch cannot trace the net {net.card.net} ({first_line(error)}): use it in Python, by cifar_lit.load"
         raise Failure(text) from error
 
 
-def onnx_model(net: LoadedNet, options: Options) -> ModelProto:
+def onnx_model(net: LoadedNet) -> ModelProto:
     """Return a net as an ONNX model with metadata."""
-    program = traced(net, options)
+    program = traced(net)
     with silenced():
         exported = torch.onnx.export(
             program, (), dynamo=True, opset_version=OPSET, verbose=False,
-            input_names=["images"], output_names=options.outputs,
+            input_names=["images"], output_names=["probabilities"],
         )  # fmt: skip
     assert exported is not None
     model: ModelProto = exported.model_proto
@@ -315,6 +268,6 @@ def onnx_model(net: LoadedNet, options: Options) -> ModelProto:
         part.doc_string = ""
     model.ir_version = IR_VERSION  # it lacks only what was removed above, and types that no net here uses
     model.producer_name = "cifar-lit"
-    for name, text in metadata(net, options).items():
+    for name, text in metadata(net).items():
         model.metadata_props.add(key=name, value=text)
     return model

@@ -12,47 +12,30 @@ from cifar_lit.base.settings import plain_values
 from cifar_lit.base.text import listed, nfc, note_once, quoted
 from cifar_lit.base.trust import check_name
 from cifar_lit.data.image_set import ImageSet
+from cifar_lit.data.photos.table import split_labels
 from cifar_lit.inference.model_file import ModelCard
 
 if TYPE_CHECKING:
     from cifar_lit.data.datamodule import ImageData
 
 
-def _settings_for(dataset: str, card: ModelCard) -> dict[str, Any]:
-    images: dict[str, object] = {}
-    if dataset in ("shapes", "folder"):
-        images = card.preparation.settings()
-    if dataset == "shapes":
-        images["num_classes"] = len(card.classes)
-    return {"dataset": dataset, "val_size": 0, "images": images}  # the split is unknown
-
-
-def run_image_data(
-    run: Path, card: ModelCard, dataset: str | None = None, data_dir: str | None = None, all_classes: bool = False
-) -> ImageData:
+def run_image_data(run: Path, card: ModelCard, data_dir: str | None = None, all_classes: bool = False) -> ImageData:
     """Return the data of a run with its split, downloaded if missing.
 
     Args:
-        dataset: data set to use instead of that in config.yaml, required without a config.yaml.
         data_dir: folder of the data, if it was moved.
         all_classes: keep the images of classes that were added since the training.
 
     Raises:
-        UsageError: the data set is unknown.
+        UsageError: the run has no config.yaml.
         Failure: classes or image size differ from those of the net.
     """
     from cifar_lit.data.datamodule import ImageData  # imports Lightning
 
-    settings: dict[str, Any] = {}
-    if dataset:
-        settings = _settings_for(dataset, card)
-    elif (run / "config.yaml").is_file():
-        settings = plain_values(run / "config.yaml").get("data", {})
-        check_name(str(settings.get("dataset")))
-    if not settings:
-        raise UsageError(
-            f"{display_path(run)} has no config.yaml that names the data: add --dataset, and --data-dir with its folder"
-        )
+    if not (run / "config.yaml").is_file():
+        raise UsageError(f"{display_path(run)} has no config.yaml that names the data: name the folder of the run")
+    settings: dict[str, Any] = plain_values(run / "config.yaml").get("data", {})
+    check_name(str(settings.get("dataset")))
     if data_dir:
         settings["root"] = data_dir
     if settings.get("dataset") == "folder" and card.levels:
@@ -85,9 +68,9 @@ def _fit_to_net(run: Path, card: ModelCard, data: ImageData, all_classes: bool) 
 
 
 def _names_of(images: ImageSet, classes: Sequence[str]) -> list[str]:
-    """Return the NFC names of the images of some classes."""
+    """Return the NFC names of the images that have no other classes than these."""
     names = []
-    for name, label in zip(images.names, images.labels.tolist(), strict=True):
-        if nfc(images.classes[label]) in classes:
+    for row, name in enumerate(images.names):
+        if {*split_labels(nfc(images.label_text(row)), "|")} <= {*classes}:
             names.append(nfc(name))
     return names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from contract.command_line import SMALL, assert_refused, config_of, files_of, metrics_of, rows_of, run_command
 
+from cifar_lit.cli.run_report import new_class_lines
 from cifar_lit.models.registry import build_net
 from cifar_lit.training.checkpoint import read_checkpoint
 
@@ -39,7 +41,7 @@ def test_the_start_card_lists_the_settings_of_a_feature_and_the_run_folder_is_co
     }
     assert files <= files_of(run)
     suspected = sum(row["suspected"] == "yes" for row in rows_of(run / "label_errors.csv"))
-    assert re.search(rf" training and validation images, {suspected}\s", (run / "report.html").read_text())
+    assert re.search(rf" training and validation images: {suspected}\.", (run / "report.html").read_text())
     assert metrics_of(run)["train_seconds"] > 0
 
 
@@ -81,3 +83,12 @@ def test_weights_of_another_net_are_refused_before_a_run_folder_is_made() -> Non
     answer = run_command(*SMALL, "--weights", "weights.pth", "--net", "lenet")
     assert_refused(answer, 2, "does not hold weights of lenet")
     assert not Path("lightning_logs").exists()
+
+
+def test_new_classes_are_told_apart_from_those_of_the_run_that_gave_the_weights(tmp_path: Path) -> None:
+    known = {"ant": 0.8, "bee": 1.0, "fly": None}
+    (tmp_path / "metrics.json").write_text(json.dumps({"test": {"per_class": known}}))
+    metrics = {"test": {"per_class": {"ant": 0.7, "bee": 0.6, "fly": 0.5, "rose": 0.9}}}
+    changes = "ant 0.8 → 0.7, bee 1.0 → 0.6, fly None → 0.5; of new ones: rose 0.9"
+    assert new_class_lines(metrics, str(tmp_path)) == [f"accuracy of the classes of {tmp_path}: {changes}"]
+    assert new_class_lines(metrics, "imagenet") == new_class_lines({"test": {"per_class": known}}, str(tmp_path)) == []

@@ -56,7 +56,7 @@ def test_report_adds_label_errors_and_duplicates(own: Path, open_page: Open, mon
     assert headline(page)["calibration error"] == headline(first)["calibration error"] == calibration_error
     wrong = sum(row["label"] != row["predicted"] for row in rows_of(own / "predictions.csv"))
     for each in (first, page):
-        assert re.search(rf"Of 40 test images, {wrong}\s+have suspected labels", each)
+        assert re.search(rf"Suspected labels of 40 test images: {wrong}\.", each)
         shown = re.findall(r"<span>label (\w+) [\d.]+ %</span>\s*<span>predicted (\w+) ", each)
         assert shown and not [pair for pair in shown if len({*pair}) == 1]
     assert headline(page)["test accuracy"] == f"{100 * test['accuracy']:.2f} %"
@@ -84,7 +84,8 @@ def test_saved_predictions_are_used_only_for_the_same_test_images(own: Path) -> 
 def test_a_model_without_a_run_is_evaluated_on_the_given_data(model: Path) -> None:
     draw_images("images")
     shutil.copy("images/train/a/0.png", "images/test/b/twin.png")
-    answer = run_command("report", model, "--dataset", "folder", "--data-dir", "images", "--out", "page.html")
+    Path("bare/config.yaml").write_text("data: {dataset: folder, root: elsewhere}")
+    answer = run_command("report", model, "--data-dir", "images", "--out", "page.html")
     assert answer.code == 0, answer.err
     page = Path("page.html").read_text()
     assert headline(page)["test images"] == "6"
@@ -122,13 +123,14 @@ def test_data_that_does_not_fit_the_net_is_refused(model: Path) -> None:
     def refuse(code: int, line: str, *words: str) -> None:
         assert_refused(run_command("report", "bare", *words), code, line)
 
-    refuse(2, "bare has no config.yaml that names the data: add --dataset, and --data-dir with its folder")
+    refuse(2, "bare has no config.yaml that names the data: name the folder of the run")
     place = "nowhere/page.html cannot be written: name a file in another folder with --out"
-    refuse(2, place, "--dataset", "folder", "--data-dir", "others", "--out", "nowhere/page.html")
+    Path("bare/config.yaml").write_text("data: {dataset: folder}")
+    refuse(2, place, "--data-dir", "others", "--out", "nowhere/page.html")
     line = (
         "the data has other classes (2: a, c) than the net (2: a, b): give the folder of its own data with --data-dir"
     )
-    refuse(1, line, "--dataset", "folder", "--data-dir", "others")
+    refuse(1, line, "--data-dir", "others")
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: large}")
     refuse(1, "the images are 3×20×20, but the net takes 3×16×16: give the folder of its own data with --data-dir")
     Path("bare/config.yaml").write_text("data: {dataset: folder, root: images}\n")

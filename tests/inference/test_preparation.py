@@ -122,12 +122,3 @@ def test_12_bit_pictures_are_scaled_as_in_the_training(folder: Path) -> None:
     assert torch.equal(classifier.prepare([Image.open(path) for path in paths]), images)
     data = run_image_data(run, load_model_file(run).card, data_dir=str(root / "train"))  # other images
     assert data.train_images.levels == tuple(classifier.card.levels)
-
-
-def test_a_model_without_a_run_prepares_a_folder_as_its_training_did(folder: Path) -> None:
-    run, alone = trained(folder, "letterbox"), folder / "alone"
-    alone.mkdir()
-    (alone / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes())
-    card = load_model_file(alone).card
-    images = run_image_data(alone, card, "folder", str(folder / "own")).test_images.images
-    assert card.resize == "letterbox" and torch.equal(images.permute(0, 3, 1, 2), images_of_test(run))

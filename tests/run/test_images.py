@@ -26,11 +26,10 @@ def stripes(settings: DataSettings, train: bool) -> ImageSet:
 
 def test_a_registered_data_set_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "stripes", Source(stripes))
-    without_config = run_image_data(tmp_path, CARD, dataset="stripes")
     (tmp_path / "config.yaml").write_text("data: {dataset: stripes, val_size: 10}\n")
-    for data, val_size in ((without_config, 0), (run_image_data(tmp_path, CARD), 10)):
-        assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
-        assert len(data.split[1]) == val_size
+    data = run_image_data(tmp_path, CARD)
+    assert (len(data.train_images), len(data.test_images), data.classes) == (40, 10, ("a", "b"))
+    assert len(data.split[1]) == 10
 
 
 @pytest.mark.parametrize("group", ["augment", "split", "images"])

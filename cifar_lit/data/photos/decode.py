@@ -65,10 +65,6 @@ class Preparation(NamedTuple):
             levels = (images.levels[0], images.levels[1])
         return cls(images.size, images.channels or 3, images.resize, levels)
 
-    def settings(self) -> dict[str, object]:
-        """Return the settings that ask for this format, by name."""
-        return {"image_size": self.size, "channels": self.channels, "resize": self.resize, "levels": self.levels}
-
     def describe(self) -> str:
         """Return what is done to an image, for people who do it with other programs."""
         text = f"upright by EXIF, transparent parts white or grey, {RESIZES[self.resize]} (bicubic, antialiased)"
